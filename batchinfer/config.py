@@ -1,0 +1,224 @@
+"""What is asked of the sampler and of the engine: two frozen records, checked when made."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+MAX_LOGPROBS = 20
+"""Most alternatives per token that can be asked for, as in the OpenAI and vLLM APIs."""
+
+_NOT_YET_SAMPLING: Mapping[str, object] = {
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+    "beam_width": None,
+    "length_penalty": 1.0,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_size(value: str | int | float, key: str) -> int:
+    """Bytes meant by ``"40GiB"``, ``"512 MB"`` or a bare number, which is GiB.
+
+    Raises:
+        ValueError: naming ``key``, when the text is not a size.
+    """
+    match = _SIZE.fullmatch(str(value))
+    if isinstance(value, bool) or match is None:
+        raise ValueError(f"{key}: {value!r} is not a size; write it like 40GiB or 512MiB")
+    number, unit = match.groups()
+    return int(float(number) * _UNITS[(unit or "GiB").lower()])
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the output tokens of a row are chosen. Names and meanings are vLLM's.
+
+    Raises:
+        ValueError: naming the field, when a value is out of range or not supported yet.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    max_tokens: int = 16
+    """Most tokens a sample may have."""
+    n: int = 1
+    """Samples per prompt; the prompt is computed once."""
+    min_tokens: int = 0
+    """Stop tokens and stop strings do not end a sample before it has this many tokens."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probabilities reach this sum."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token already in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it is in the output."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a sample."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a sample, besides the model's own end-of-sequence ids."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-sequence tokens."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    seed: int | None = None
+    """Same seed, same tokens. None: fresh for every call of the Python API."""
+    logprobs: int | None = None
+    """Write the log-probability of each token, and of this many alternatives (at most 20)."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these token ids may be sampled."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that must not appear."""
+    prompt_logprobs: int | None = None
+    structured_outputs: Mapping[str, Any] | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        for name, default in _NOT_YET_SAMPLING.items():
+            if getattr(self, name) != default:
+                raise ValueError(f"not yet: sampling.{name} is not supported by this version")
+        for name in ("max_tokens", "n"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens")
+        self._require("temperature", 0.0 <= self.temperature < math.inf, "0 or more")
+        self._require("top_p", 0.0 < self.top_p <= 1.0, "over 0 and at most 1")
+        self._require("top_k", self.top_k >= -1, "-1, 0 or more")
+        self._require("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._require(name, -2.0 <= getattr(self, name) <= 2.0, "-2 to 2")
+        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "over 0")
+        self._require("seed", self.seed is None or 0 <= self.seed < 2**64, "0 to 2**64 - 1")
+        self._require(
+            "logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "0 to 20"
+        )
+        self._require("stop", all(self.stop), "texts that are not empty")
+        self._require("bad_words", all(self.bad_words), "texts that are not empty")
+        self._require("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "0 or more")
+        if self.allowed_token_ids is not None:
+            ids = self.allowed_token_ids
+            self._require("allowed_token_ids", bool(ids) and min(ids) >= 0, "ids, at least one")
+        if self.logit_bias is not None:
+            finite = all(math.isfinite(v) for v in self.logit_bias.values())
+            self._require("logit_bias", finite and all(k >= 0 for k in self.logit_bias), "finite")
+
+    def _normalise(self) -> None:
+        """Take a single text for a list of one, and lists for tuples."""
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, (value,))
+        for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if name != "allowed_token_ids" and value is None:
+                value = ()
+            if isinstance(value, list):
+                value = tuple(value)
+            object.__setattr__(self, name, value)
+
+    def _require(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {what}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0.0
+
+
+SAMPLING_ALIASES: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "num_return_sequences": "n",
+    "min_new_tokens": "min_tokens",
+    "guided_decoding": "structured_outputs",
+    "response_format": "structured_outputs",
+}
+"""Other tools' names for the same fields, accepted in job files and in row columns."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine uses its device. Frozen: nothing found at run time is written back.
+
+    Raises:
+        ValueError: naming the key, when a value is out of range or not supported yet.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the first CUDA device where there is one, else the CPU."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory for weights, KV pool and activations together."""
+    kv_cache_memory: str | int | float | None = None
+    """Size of the KV pool, like 40GiB (a bare number is GiB); wins over the utilization."""
+    num_kv_blocks: int | None = None
+    """Blocks in the KV pool; wins over both sizes."""
+    max_num_seqs: int = 1024
+    """Most sequences that run at the same time."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens computed in one step."""
+    enable_prefix_caching: bool = True
+    """Reuse the blocks of equal prefixes across rows."""
+    preemption: Literal["auto", "recompute", "swap"] = "auto"
+    """What happens to a sequence that must give up its blocks."""
+    swap_space: str | int | float = "4GiB"
+    """Host memory for swapped blocks."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
+    """auto: the model's own dtype."""
+    order: Literal["prefix", "input"] = "prefix"
+    """The order rows run in; output order is always input order."""
+    order_window: int = 65536
+    """Rows planned together."""
+    deterministic: bool = False
+    """Bits never depend on what ran beside a row, on any device."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "order_window"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("block_size", self.block_size <= 1024, "at most 1024")
+        share = self.gpu_memory_utilization
+        self._require("gpu_memory_utilization", 0.0 < share <= 1.0, "over 0 and at most 1")
+        blocks = self.num_kv_blocks
+        self._require("num_kv_blocks", blocks is None or blocks >= 1, "at least 1")
+        if self.kv_cache_memory is not None:
+            parse_size(self.kv_cache_memory, "kv_cache_memory")
+        parse_size(self.swap_space, "swap_space")
+        for name, default in (("swap_space", "4GiB"), ("deterministic", False)):
+            if getattr(self, name) != default:
+                raise ValueError(f"not yet: engine.{name} is not supported by this version")
+        for name, refused in (("preemption", "swap"), ("kv_cache_dtype", "fp8")):
+            value = getattr(self, name)
+            if str(value).startswith(refused):
+                raise ValueError(
+                    f"not yet: engine.{name}: {value} is not supported by this version"
+                )
+
+    def _require(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {what}")
+
+
+def field_names(record: type[SamplingParams] | type[EngineConfig]) -> tuple[str, ...]:
+    """Names a user may write for ``record``, in order."""
+    return tuple(field.name for field in fields(record))

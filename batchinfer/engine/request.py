@@ -1,0 +1,122 @@
+"""What is asked of the engine, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.config import SamplingParams
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string was met: which, and how many characters of the text to keep."""
+
+    stop: str
+    text_end: int
+
+
+class StopChecker(Protocol):
+    """The text plane's eye on one sample: told each token, says when its text must end."""
+
+    def on_token(self, token_id: int, *, may_stop: bool) -> StopMatch | None:
+        """Take the sample's next token.
+
+        Args:
+            token_id: the token just sampled.
+            may_stop: false while the sample is shorter than ``min_tokens``; a stop string that
+                is complete by then does not count, now or later.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One row: a prompt and how to continue it.
+
+    ``rng_key`` is ``(seed, stream)``: the job's seed with the row id as the stream, or a row's
+    own seed with stream 0 (so that equal rows with equal seeds get equal samples).
+    """
+
+    row_id: int
+    prompt_token_ids: TokenIds
+    params: SamplingParams
+    rng_key: tuple[int, int]
+    eos_token_ids: frozenset[int] = frozenset()
+    """The model's end-of-sequence ids; ``params.ignore_eos`` makes them ordinary tokens."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """``params.bad_words`` as token ids; the last id of each is banned after the others."""
+    make_stop_checker: Callable[[], StopChecker] | None = None
+    """Makes a checker for each sample; None where the row has no stop strings."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position, from the model's unmodified logits."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens, best first: (token id, log-probability)."""
+
+
+@dataclass(slots=True)
+class SampleOutput:
+    """One finished sample of a row."""
+
+    index: int
+    token_ids: TokenIds
+    finish_reason: str
+    """``stop``, ``length`` or ``error``."""
+    stop_reason: int | str | None
+    """The stop token id (None for an end-of-sequence token) or the stop string."""
+    stop_match: StopMatch | None
+    """Where the text ends, if a stop string ended it."""
+    cumulative_logprob: float
+    logprobs: list[TokenLogprobs] | None
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What running a row took; times in milliseconds."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix index at first admission."""
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    swapped_blocks: int = 0
+    peak_blocks: int = 0
+    """Most distinct blocks held by the row's sequences at one time."""
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    latency_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Completion:
+    """A request the engine is done with: its samples in order, or an error.
+
+    Samples that finished before another failed are kept beside the error.
+    """
+
+    request: Request
+    outputs: list[SampleOutput]
+    error_code: str | None = None
+    error_message: str | None = None
+    stats: RequestStats = field(default_factory=RequestStats)

@@ -1,0 +1,95 @@
+"""The one message each way between the control plane and the worker. Data only.
+
+A ``Step`` says what one forward pass computes; a ``StepResult`` what it gave. Both are structs of
+numpy arrays. S = sequences in the step, T = tokens computed, R = rows of logits taken,
+K = samples drawn (K >= R: the n samples of a row draw from one row of logits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of the samples that have any. P = such samples, padding is -1."""
+
+    samples: Int32  # [P] index into the K samples
+    presence: Float32  # [P]
+    frequency: Float32  # [P]
+    repetition: Float32  # [P]
+    prompt_token_ids: Int32  # [P, longest prompt]
+    output_token_ids: Int32  # [P, longest output so far]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How to draw the step's K samples from its R rows of logits."""
+
+    logits_rows: Int32  # [K] which of the R rows of logits each sample draws from
+    temperature: Float32  # [K] 0 = most likely token
+    top_p: Float32  # [K]
+    top_k: Int32  # [K] 0 = all
+    min_p: Float32  # [K]
+    seed: UInt64  # [K]
+    stream: UInt64  # [K] the row's random stream
+    sample_index: Int32  # [K]
+    position: Int32  # [K] output tokens the sample had before this one
+    num_logprobs: Int32  # [K] alternatives wanted; -1 = no logprobs wanted at all
+    penalties: Penalties | None
+    bias_samples: Int32  # [B] added to logits: sample, token id, value (-inf bans the token)
+    bias_token_ids: Int32  # [B]
+    bias_values: Float32  # [B]
+    allowed_samples: Int32  # [A] samples in here may only take their token ids in here
+    allowed_token_ids: Int32  # [A]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward pass computes, sequence after sequence in one packed row of tokens."""
+
+    token_ids: Int32  # [T]
+    positions: Int32  # [T] position of each token in its own sequence
+    query_starts: Int32  # [S + 1] where each sequence's tokens begin in the packed row
+    context_lens: Int32  # [S] tokens of the sequence with KV after this step
+    block_tables: Int32  # [S, longest table] device slots; zeros past a sequence's last block
+    slot_mapping: Int64  # [T] slot * block_size + offset where each token's KV is written
+    block_copies: Int32  # [C, 2] (source slot, destination slot), done before the forward pass
+    logits_indices: Int32  # [R] packed tokens whose logits are needed
+    sampling: SamplingBatch
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.context_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def num_samples(self) -> int:
+        """K."""
+        return len(self.sampling.logits_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step's samples came to. L = most alternatives any sample asked for."""
+
+    token_ids: Int32  # [K]
+    logprobs: Float32  # [K] of the token, from the unmodified logits
+    nonfinite: Bool  # [K] the row of logits held NaN or +inf; the token means nothing
+    ranks: Int32 | None  # [K] 1 = most likely; None when no sample asked for logprobs
+    top_token_ids: Int32 | None  # [K, L] best first
+    top_logprobs: Float32 | None  # [K, L]

@@ -1,0 +1,82 @@
+"""Errors a user can cause and mend, with the exit code each ends in."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command; pipelines branch on them."""
+
+    OK = 0
+    BUG = 1
+    USAGE = 2
+    TOO_MANY_ROW_ERRORS = 3
+    DATA = 4
+    MODEL = 5
+    DEVICE = 6
+    LOCKED = 7
+    STORAGE = 8
+    INTERRUPTED = 75
+
+
+class JobError(Exception):
+    """A mistake the user can mend: what is wrong, where, and what to do about it.
+
+    The command prints ``str(error)`` and exits with ``error.exit_code``; no traceback.
+    """
+
+    exit_code: ExitCode = ExitCode.USAGE
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message}\n{hint}")
+
+
+class UsageError(JobError):
+    """The command line or the job file is wrong; names the key and the line."""
+
+
+class NotYetError(UsageError):
+    """The contract names it, this version does not build it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"not yet: {what} is not supported by this version")
+
+
+class DataError(JobError):
+    """Input or output data is unreadable, corrupt, or changed since the plan."""
+
+    exit_code = ExitCode.DATA
+
+
+class ModelError(JobError):
+    """The model or its tokenizer cannot be loaded or cannot be run."""
+
+    exit_code = ExitCode.MODEL
+
+
+class DeviceError(JobError):
+    """The device is missing or too small."""
+
+    exit_code = ExitCode.DEVICE
+
+
+class LockedError(JobError):
+    """The output directory is in use, or holds another job's output."""
+
+    exit_code = ExitCode.LOCKED
+
+
+class StorageError(JobError):
+    """Writing to the output failed."""
+
+    exit_code = ExitCode.STORAGE
+
+
+class RowError(Exception):
+    """One row cannot be run; it becomes an error row with this code, the job goes on."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message

@@ -1,0 +1,1 @@
+"""Job plane: rows, files, plans and statistics."""

@@ -1,0 +1,1 @@
+"""Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files."""

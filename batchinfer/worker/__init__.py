@@ -1,0 +1,1 @@
+"""Data plane: tensors, the model, the KV pool."""
