@@ -38,6 +38,12 @@ class Request:
         """Length of the prompt in tokens."""
         return len(self.prompt_token_ids)
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a sample of this row, sorted."""
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        return tuple(sorted(eos | set(self.params.stop_token_ids)))
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

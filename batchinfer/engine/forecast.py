@@ -1,0 +1,117 @@
+"""How long outputs will be, and whether the pool will hold them: the packing rule.
+
+Reserving ``max_tokens`` for every sequence leaves half the pool idle; admitting until the pool is
+full preempts much of what was admitted. In between lies a forecast: every running sequence is
+given a predicted length, and a row is admitted if at no later step the sum of all block tables
+exceeds the pool. Preemption corrects what the forecast got wrong.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Float = npt.NDArray[np.float64]
+Int = npt.NDArray[np.integer]
+
+_SHRINK = 4.0
+"""Weight of the job's overall stop rate, in sequences, against what one length shows."""
+
+
+class OutputLengths:
+    """What this job has shown of its output lengths.
+
+    A discrete hazard per output length: sequences that stopped there over sequences that came
+    that far (Kaplan & Meier 1958; running sequences are censored, not ignored, so early finishers
+    do not bias it). Each is shrunk to the overall rate, which alone speaks for lengths nobody has
+    reached yet.
+
+    Args:
+        longest: most output tokens any sequence may have.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._width = max(1, -(-longest // 2048))  # tokens per bin
+        bins = -(-longest // self._width) + 1
+        self._stopped = np.zeros(bins)
+        self._reached = np.zeros(bins)
+        self._edges = np.arange(bins + 1, dtype=np.float64) * self._width
+        self._cumulative: Float | None = None
+
+    def observe(self, lengths: Int, stopped: npt.NDArray[np.bool_]) -> None:
+        """Sequences came to ``lengths`` output tokens; those ``stopped`` ended there by choice."""
+        bins = len(self._stopped)
+        at = np.minimum(lengths // self._width, bins - 1)
+        self._reached += np.bincount(at, minlength=bins)
+        if stopped.any():
+            self._stopped += np.bincount(at[stopped], minlength=bins)
+        self._cumulative = None
+
+    def predict(self, ages: Int, limits: Int, quantiles: Float) -> Float:
+        """Total output length of sequences that are ``ages`` long and end at ``limits``.
+
+        ``quantiles`` in (0, 1) says how long-lived each is taken to be among its like: with them
+        spread evenly, the predictions of many sequences are distributed as their lengths are.
+        """
+        hazard = self._cumulative_hazard()
+        target = np.interp(ages, self._edges, hazard) - np.log1p(-quantiles)
+        return np.clip(np.interp(target, hazard, self._edges), ages + 1, limits)
+
+    def _cumulative_hazard(self) -> Float:
+        if self._cumulative is None:
+            overall = (self._stopped.sum() + 1.0) / (
+                self._reached.sum() + len(self._reached) * self._width
+            )
+            # Counts are per token, so a bin of several tokens adds up several hazards.
+            hazard = (self._stopped + _SHRINK * overall) / (self._reached + _SHRINK)
+            per_bin = -np.log1p(-np.minimum(hazard, 0.999)) * self._width
+            self._cumulative = np.concatenate([[0.0], np.cumsum(per_bin)])
+        return self._cumulative
+
+
+class Forecast:
+    """Blocks in use at every later step, if nobody else is admitted.
+
+    Demand peaks just before a sequence ends, so it is taken at each predicted end.
+
+    Args:
+        tokens: tokens known of each running sequence.
+        remaining: output tokens each is predicted to add.
+        joined: blocks of each that are also somebody else's; not given back when it ends.
+        shared_blocks: blocks in use beyond those the sequences hold alone.
+        capacity: blocks that may be used.
+        block_size: tokens per block.
+    """
+
+    def __init__(
+        self,
+        tokens: Int,
+        remaining: Float,
+        joined: Int,
+        *,
+        shared_blocks: float,
+        capacity: float,
+        block_size: int,
+    ) -> None:
+        order = np.argsort(remaining)
+        self._block_size = block_size
+        self._capacity = capacity
+        self._shared = shared_blocks
+        self._remaining = np.asarray(remaining, dtype=np.float64)[order]
+        self._own = self._own_blocks(tokens, joined)[order]
+
+    def _own_blocks(self, tokens: Int | int, joined: Int | int) -> Float:
+        """Blocks held alone now; a last block is half empty on average."""
+        return np.asarray(tokens + (self._block_size - 1) / 2) / self._block_size - joined
+
+    def admit(self, tokens: int, remaining: float, joined: int) -> bool:
+        """Whether one more fits; if so it counts from now on."""
+        at = int(np.searchsorted(self._remaining, remaining))
+        ends = np.insert(self._remaining, at, remaining)
+        own = np.insert(self._own, at, self._own_blocks(tokens, joined))
+        still_running = np.arange(len(ends), 0, -1)
+        held = np.cumsum(own[::-1])[::-1] + still_running * ends / self._block_size
+        if self._shared + held.max() > self._capacity:
+            return False
+        self._remaining, self._own = ends, own
+        return True

@@ -1,0 +1,229 @@
+"""How many bytes the KV of a model takes, read from its config alone.
+
+No torch: a plan, the pool and the worker compute with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element, by the name of the dtype."""
+
+Config = Mapping[str, Any]
+
+# What a family calls the same number, in the order they are looked up.
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_NUM_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+_MAX_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+
+_RECURRENT_FAMILIES = frozenset(
+    [
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zamba",
+        "zamba2",
+    ]
+)
+_RECURRENT_LAYERS = frozenset(
+    [
+        "conv",
+        "hybrid",
+        "hybrid_sliding",
+        "linear",
+        "linear_attention",
+        "mamba",
+        "mamba2",
+        "recurrent",
+    ]
+)
+_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+# Layers that keep KV of another shape than the rest, or none of their own.
+_PER_LAYER_KEYS = (
+    "block_configs",
+    "global_head_dim",
+    "num_attention_heads_per_layer",
+    "num_global_key_value_heads",
+    "num_kv_shared_layers",
+    "swa_head_dim",
+    "swa_num_key_value_heads",
+)
+_SPARSE_KEYS = ("index_topk", "sparse_attention_config", "attention_chunk_size")
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape and size of a model's KV, every layer alike (one layer group).
+
+    A pool slot holds one block of every layer, laid out as
+    ``[layer, key or value, kv_head, token, width]``; keys and values may differ in width.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    key_width: int
+    """Elements of one key vector."""
+    value_width: int
+    """Elements of one value vector."""
+    block_size: int
+    """Tokens per block."""
+    element_bytes: int
+
+    @classmethod
+    def from_config(cls, config: Config, *, block_size: int, dtype: str) -> KVLayout:
+        """Read the layout from a model's config (``config.to_dict()`` or its config.json).
+
+        Latent attention (MLA) is laid out as its expanded keys and values.
+
+        Raises:
+            ValueError: naming the family and why, when its KV cannot be laid out in blocks.
+        """
+        text = text_config(config)
+        refuse_unsupported(config)
+        num_heads = _number(text, _NUM_HEADS)
+        if "kv_lora_rank" in text:
+            num_kv_heads = num_heads
+            key_width = _number(text, ("qk_nope_head_dim",)) + _number(text, ("qk_rope_head_dim",))
+            value_width = _number(text, ("v_head_dim",))
+        else:
+            num_kv_heads = _num_kv_heads(text, num_heads)
+            key_width = text.get("head_dim") or _number(text, _HIDDEN_SIZE) // num_heads
+            value_width = text.get("v_head_dim") or key_width
+        return cls(
+            num_layers=_number(text, _NUM_LAYERS),
+            num_kv_heads=num_kv_heads,
+            key_width=key_width,
+            value_width=value_width,
+            block_size=block_size,
+            element_bytes=DTYPE_BYTES[dtype],
+        )
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements that one token takes over all layers, keys and values together."""
+        return self.num_layers * self.num_kv_heads * (self.key_width + self.value_width)
+
+    @property
+    def elements_per_block(self) -> int:
+        """Elements of one pool slot."""
+        return self.elements_per_token * self.block_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes over all layers."""
+        return self.elements_per_token * self.element_bytes
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one pool slot."""
+        return self.elements_per_block * self.element_bytes
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens of one sequence take."""
+        return -(-num_tokens // self.block_size)
+
+
+def text_config(config: Config) -> Config:
+    """The language model's part of a config that has parts."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def max_positions(config: Config) -> int | None:
+    """Longest sequence the config allows, in tokens; None where it sets no limit.
+
+    YaRN's factor counts from the length before scaling; other scalings are in the limit already.
+    """
+    text = text_config(config)
+    limits = [text[key] for key in _MAX_POSITIONS if isinstance(text.get(key), int)]
+    if not limits:
+        return None
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    is_yarn = (rope.get("rope_type") or rope.get("type")) == "yarn"
+    if is_yarn and isinstance(original, int) and isinstance(factor, int | float):
+        return max(limits[0], int(original * factor))
+    return int(limits[0])
+
+
+def refuse_unsupported(config: Config) -> None:
+    """Refuse families whose attention is not plain paged attention.
+
+    Raises:
+        ValueError: naming the family and what it has.
+    """
+    text = text_config(config)
+    family = str(config.get("model_type") or text.get("model_type") or "unknown")
+    reason = _unsupported(config, family) or _unsupported(text, str(text.get("model_type")))
+    if reason is not None:
+        raise ValueError(f"models of the family {family!r} cannot be run: {reason}")
+
+
+def _unsupported(config: Config, family: str) -> str | None:
+    """Why this config cannot be run; None if nothing speaks against it."""
+    if config.get("is_encoder_decoder") or config.get("cross_attention_layers"):
+        return "it is an encoder-decoder; only decoder-only models are supported"
+    if family in _RECURRENT_FAMILIES:
+        return "it keeps recurrent state beside its KV"
+    if family in {"bloom", "mpt"} or config.get("alibi"):
+        return "it uses ALiBi position biases"
+    layer_types = set(config.get("layer_types") or config.get("layers_block_type") or ())
+    if layer_types & _RECURRENT_LAYERS:
+        return f"it has recurrent layers ({', '.join(sorted(layer_types & _RECURRENT_LAYERS))})"
+    if layer_types - _PLAIN_LAYERS:
+        return f"it has layers of the type {', '.join(sorted(layer_types - _PLAIN_LAYERS))}"
+    for key in _PER_LAYER_KEYS:
+        if config.get(key):
+            return f"its layers differ in the shape of their KV ({key})"
+    for key in ("num_key_value_heads", "num_kv_heads", "head_dim"):
+        if isinstance(config.get(key), list | tuple):
+            return f"its layers differ in the shape of their KV ({key})"
+    for key in _SPARSE_KEYS:
+        if config.get(key):
+            return f"it attends to chosen parts of its context ({key})"
+    return _unsupported_rope(config)
+
+
+def _unsupported_rope(config: Config) -> str | None:
+    """`dynamic` scales by the longest row of a batch: a row's tokens would depend on company."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]
+    for entry in entries:
+        if (entry.get("rope_type") or entry.get("type")) == "dynamic":
+            return "its rotary positions are scaled by the longest row in the batch (dynamic)"
+    return None
+
+
+def _num_kv_heads(config: Config, num_heads: int) -> int:
+    """KV heads; families that do not name them have one per attention head, or one in all."""
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    for key in _NUM_KV_HEADS:
+        if config.get(key) is not None:
+            return int(config[key])
+    return num_heads
+
+
+def _number(config: Config, names: tuple[str, ...]) -> int:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int):
+            return value
+    raise ValueError(f"the model's config names none of {', '.join(names)}")

@@ -1,0 +1,164 @@
+"""Which blocks hold which tokens: a tree of blocks, compared as tokens, never by a hash alone.
+
+A block's place in the tree is (parent block, its token ids), so equal blocks after unequal
+prefixes are different entries. The idea of matching prefixes in a tree, down to single tokens,
+is RadixAttention's (Zheng et al. 2024, https://arxiv.org/abs/2312.07104); here the nodes are
+blocks of fixed size, and a hit that ends inside a block is served by copying the block.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_TOKEN_BYTES = 4
+
+
+def token_key(token_ids: npt.ArrayLike) -> bytes:
+    """Token ids as big-endian bytes, so that byte order is token order."""
+    return np.asarray(token_ids, dtype=">u4").tobytes()
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """How many leading tokens two keys share."""
+    count = min(len(left), len(right)) // _TOKEN_BYTES
+    if left[: count * _TOKEN_BYTES] == right[: count * _TOKEN_BYTES]:
+        return count
+    differ = np.frombuffer(left, ">u4", count) != np.frombuffer(right, ">u4", count)
+    return int(differ.argmax())
+
+
+class Block:
+    """A logical block: ``block_size`` token slots of KV that sequences refer to.
+
+    ``key`` is empty while the block is not in the prefix index. A partly filled block may be
+    indexed by the tokens it held then; what its owner appends later does not disturb them.
+    """
+
+    __slots__ = ("children", "key", "parent", "ref_count", "slot")
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.ref_count = 0
+        self.key = b""
+        self.parent: Block | None = None
+        self.children: _Children | None = None
+
+    @property
+    def indexed(self) -> bool:
+        """Whether a prefix lookup can find the block."""
+        return self.parent is not None
+
+    def __repr__(self) -> str:
+        return f"Block(slot={self.slot}, ref_count={self.ref_count}, indexed={self.indexed})"
+
+
+class _Children:
+    """The indexed continuations of a block, sorted by key."""
+
+    __slots__ = ("blocks", "keys")
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, Block] = {}
+        self.keys: list[bytes] = []
+
+    def add(self, block: Block) -> None:
+        self.blocks[block.key] = block
+        insort(self.keys, block.key)
+
+    def discard(self, block: Block) -> None:
+        del self.blocks[block.key]
+        del self.keys[bisect_left(self.keys, block.key)]
+
+    def longest(self, key: bytes) -> tuple[Block | None, int]:
+        """The child sharing most leading tokens with ``key``; in sorted order it is adjacent."""
+        best: Block | None = None
+        shared = 0
+        at = bisect_left(self.keys, key)
+        for neighbour in self.keys[max(at - 1, 0) : at + 1]:
+            count = common_tokens(neighbour, key)
+            if count > shared:
+                best, shared = self.blocks[neighbour], count
+        return best, shared
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What the index holds of a key: whole blocks, then part of one more."""
+
+    blocks: list[Block]
+    tail: Block | None
+    tail_tokens: int
+
+
+class PrefixIndex:
+    """Tree of indexed blocks below one root."""
+
+    def __init__(self, block_size: int) -> None:
+        self.root = Block(slot=-1)
+        self._block_bytes = block_size * _TOKEN_BYTES
+
+    def match(self, key: bytes) -> PrefixMatch:
+        """Longest indexed prefix of ``key``."""
+        node, blocks, start = self.root, [], 0
+        while node.children is not None and len(key) - start >= self._block_bytes:
+            child = node.children.blocks.get(key[start : start + self._block_bytes])
+            if child is None:
+                break
+            blocks.append(child)
+            node, start = child, start + self._block_bytes
+        if node.children is None:
+            return PrefixMatch(blocks, None, 0)
+        rest = key[start : start + self._block_bytes]
+        return PrefixMatch(blocks, *node.children.longest(rest))
+
+    def insert(self, parent: Block, block: Block, key: bytes) -> Block:
+        """Index ``block`` below ``parent``; the block already there, if there is one, stays.
+
+        Returns:
+            The block that now answers for ``key``: later blocks go below it.
+        """
+        if parent.children is not None and key in parent.children.blocks:
+            return parent.children.blocks[key]
+        if block.parent is not None:  # it was indexed when partly filled
+            self._unlink(block)
+        if parent.children is None:
+            parent.children = _Children()
+        block.parent, block.key = parent, key
+        parent.children.add(block)
+        return block
+
+    def remove(self, block: Block) -> list[Block]:
+        """Take ``block`` and all below it out of the index; returns them."""
+        removed = list(self._subtree(block))
+        self._unlink(block)
+        for below in removed:
+            below.parent, below.key, below.children = None, b"", None
+        return removed
+
+    def blocks(self) -> Iterator[Block]:
+        """All indexed blocks."""
+        below = self._subtree(self.root)
+        next(below)
+        yield from below
+
+    def _unlink(self, block: Block) -> None:
+        parent = block.parent
+        assert parent is not None
+        assert parent.children is not None
+        parent.children.discard(block)
+        if not parent.children.keys:
+            parent.children = None
+
+    @staticmethod
+    def _subtree(block: Block) -> Iterator[Block]:
+        stack = [block]
+        while stack:
+            node = stack.pop()
+            yield node
+            if node.children is not None:
+                stack.extend(node.children.blocks.values())

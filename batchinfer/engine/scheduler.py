@@ -1,0 +1,364 @@
+"""Who runs next: one rule, ``num_computed`` chases ``num_tokens``.
+
+There are no phases. A prompt computed in chunks, a prefix hit, a sequence that comes back after
+preemption and plain decode differ only in how far the one number is behind the other (the rule is
+vLLM v1's, vllm/v1/core/sched/scheduler.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.forecast import Forecast, OutputLengths
+from batchinfer.engine.prefix_index import Block, common_tokens
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.table import Rows, SequenceTable
+
+Int = npt.NDArray[np.integer]
+
+_LOOK_AHEAD = 256
+"""Waiting sequences looked at in a step behind others that hold back for a prefix."""
+_WATERMARK = 0.01
+"""Share of the pool that admission leaves free, for what the forecast gets wrong."""
+_GOLDEN = 0.6180339887498949
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What the next step computes."""
+
+    rows: Rows
+    """[S] table rows; those that compute one token first."""
+    num_new: Int
+    """[S] tokens each computes."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source slot, destination slot)"""
+    num_preempted: int = 0
+    num_cached: int = 0
+    """Prompt tokens found in the index, of rows admitted for the first time."""
+
+
+@dataclass(slots=True)
+class _Hit:
+    """The computed prefix that a waiting sequence would start with."""
+
+    blocks: list[Block]
+    tail: Block | None
+    num_tokens: int
+
+    @property
+    def joined(self) -> int:
+        return sum(block.ref_count > 0 for block in self.blocks)
+
+
+class Scheduler:
+    """Decides each step; owns the waiting queue, the sequence table and the block pool.
+
+    Args:
+        pool: the KV pool's blocks.
+        table: rows for running sequences.
+        max_num_batched_tokens: most tokens in a step.
+    """
+
+    def __init__(self, pool: BlockPool, table: SequenceTable, max_num_batched_tokens: int) -> None:
+        self.pool = pool
+        self.table = table
+        self.waiting: deque[Sequence] = deque()
+        self.lengths = OutputLengths(table.max_model_len)
+        self._max_tokens = max_num_batched_tokens
+        self._prefilling: dict[Block, list[Sequence]] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence behind those that wait."""
+        self.waiting.append(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Queue a sequence that has run before those that have not."""
+        self.waiting.appendleft(sequence)
+
+    def schedule(self) -> Schedule | None:
+        """The next step, with every block it writes to allocated; None if nothing is to run."""
+        schedule = self._continue_running()
+        self._prefilling = {}
+        self._index_filled(schedule.rows, schedule.num_new)
+        if schedule.num_preempted == 0 and self.waiting:
+            self._admit(schedule)
+        if len(schedule.rows) == 0:
+            assert not self.waiting, "nothing runs, yet nothing was admitted"
+            return None
+        first_decodes = np.argsort(schedule.num_new != 1, kind="stable")
+        schedule.rows = schedule.rows[first_decodes]
+        schedule.num_new = schedule.num_new[first_decodes]
+        return schedule
+
+    def advance(self, schedule: Schedule) -> None:
+        """The step ran: its tokens are computed."""
+        table, rows = self.table, schedule.rows
+        self.pool.settle()
+        table.num_computed[rows] += schedule.num_new.astype(np.int32)
+        np.maximum.at(table.computed_once, rows, table.num_computed[rows])
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Run ``child``, which shares all tokens computed so far with ``parent``, if it fits.
+
+        Otherwise it waits, and finds or recomputes the prefix when its turn comes.
+        """
+        table, row = self.table, parent.row
+        child.computed_once = int(table.num_computed[row])
+        child.index_parent = parent.index_parent
+        if not table.has_room or not self._forecast().admit(
+            child.num_tokens, self._remaining(child), len(parent.blocks)
+        ):
+            self.requeue(child)
+            return
+        for block in parent.blocks:
+            self.pool.acquire(block)
+        table.add(child, parent.blocks, int(table.num_computed[row]), len(parent.blocks))
+        table.num_joined[row] = len(parent.blocks)
+        table.tail_shared[[row, child.row]] = True
+
+    def finish(self, sequence: Sequence) -> None:
+        """Give up a running sequence's row and blocks."""
+        sequence.state.note_peak_blocks()
+        self.pool.release(self.table.remove(sequence))
+
+    def drop(self, sequence: Sequence) -> None:
+        """Give up a running sequence's blocks; what it alone filled is not found again."""
+        for block in sequence.blocks:
+            if block.ref_count == 1 and block.indexed:
+                self.pool.forget(block)
+        self.pool.release(self.table.remove(sequence))
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks; it is recomputed when they are found again."""
+        sequence.state.stats.preemptions += 1
+        self.finish(sequence)
+        self.requeue(sequence)
+
+    # -- sequences that run already ---------------------------------------------------------
+
+    def _continue_running(self) -> Schedule:
+        """Tokens and blocks for running sequences, preempting the newest where blocks lack."""
+        preempted = 0
+        while True:
+            rows, num_new = self._share_budget(self.table.rows())
+            wanted = self._blocks_wanted(rows, num_new)
+            if int(wanted.sum()) <= self.pool.num_available:
+                break
+            self.preempt(self.table.sequence(self.table.rows()[-1]))
+            preempted += 1
+        schedule = Schedule(rows, num_new, num_preempted=preempted)
+        for at in np.flatnonzero(wanted):
+            self._extend(int(rows[at]), int(num_new[at]), schedule.copies)
+        return schedule
+
+    def _share_budget(self, rows: Rows) -> tuple[Rows, Int]:
+        """Rows and tokens of each within the step's budget: decodes first, then the oldest."""
+        pending = self.table.num_tokens[rows] - self.table.num_computed[rows]
+        order = np.argsort(pending > 1, kind="stable")
+        rows, pending = rows[order], pending[order]
+        left = self._max_tokens - (np.cumsum(pending) - pending)
+        num_new = np.clip(left, 0, pending)
+        some = num_new > 0
+        return rows[some], num_new[some]
+
+    def _blocks_wanted(self, rows: Rows, num_new: Int) -> Int:
+        """[S] blocks each row must be given: for new tokens, and to copy a shared last block."""
+        table = self.table
+        end = table.num_computed[rows] + num_new
+        wanted: Int = -(-end // table.block_size) - table.num_blocks[rows]
+        for at in np.flatnonzero(table.tail_shared[rows]):
+            wanted[at] += self._must_copy_tail(int(rows[at]))
+        return wanted
+
+    def _must_copy_tail(self, row: int) -> bool:
+        """Whether the row's next token goes into a block that others refer to as well."""
+        table = self.table
+        partly_filled = table.num_computed[row] % table.block_size != 0
+        return bool(partly_filled) and table.sequence(row).blocks[-1].ref_count > 1
+
+    def _extend(self, row: int, num_new: int, copies: list[tuple[int, int]]) -> None:
+        """Give a row its own last block and the blocks its new tokens need."""
+        table, pool = self.table, self.pool
+        if table.tail_shared[row]:
+            if self._must_copy_tail(row):  # copy-on-write
+                own = pool.allocate()
+                shared = table.replace_last_block(row, own)
+                copies.append((shared.slot, own.slot))
+                pool.release([shared])
+                table.num_joined[row] = min(
+                    table.num_joined[row], len(table.sequence(row).blocks) - 1
+                )
+            table.tail_shared[row] = False
+        end = int(table.num_computed[row]) + num_new
+        for _ in range(-(-end // table.block_size) - int(table.num_blocks[row])):
+            table.append_block(row, pool.allocate())
+
+    def _index_filled(self, rows: Rows, num_new: Int) -> None:
+        """Index the blocks that this step fills, and the part of a block a prompt ends in."""
+        table, size = self.table, self.table.block_size
+        start = table.num_computed[rows]
+        end = start + num_new
+        fills = end // size > start // size
+        prompt = table.num_prompt[rows]
+        for at in np.flatnonzero(fills | (start < prompt)):
+            self._index_row(int(rows[at]), int(start[at]), int(end[at]), int(prompt[at]))
+
+    def _index_row(self, row: int, start: int, end: int, prompt: int) -> None:
+        sequence, size = self.table.sequence(row), self.table.block_size
+        for block in range(start // size, end // size):
+            self._enter(sequence, block, block * size, (block + 1) * size)
+        if end < prompt:
+            if sequence.index_parent is not None:
+                self._prefilling.setdefault(sequence.index_parent, []).append(sequence)
+        elif start < prompt and prompt % size and end // size == prompt // size:
+            tail_start = prompt - prompt % size
+            if sequence.index_parent is not None:
+                tail = sequence.blocks[prompt // size]
+                self.pool.enter(sequence.index_parent, tail, sequence.key(tail_start, prompt))
+
+    def _enter(self, sequence: Sequence, block: int, start: int, end: int) -> None:
+        if sequence.index_parent is not None:
+            sequence.index_parent = self.pool.enter(
+                sequence.index_parent, sequence.blocks[block], sequence.key(start, end)
+            )
+
+    # -- sequences that wait ----------------------------------------------------------------
+
+    def _admit(self, schedule: Schedule) -> None:
+        """Start waiting sequences while tokens, rows and, by the forecast, blocks last."""
+        budget = self._max_tokens - int(schedule.num_new.sum())
+        forecast = self._forecast()
+        rows, chunks, sources = [], [], []
+        at = 0
+        while at < min(len(self.waiting), _LOOK_AHEAD) and budget > 0 and self.table.has_room:
+            sequence = self.waiting[at]
+            hit, holds_back = self._find_prefix(sequence)
+            if holds_back:
+                at += 1
+                continue
+            chunk = min(budget, sequence.num_tokens - hit.num_tokens)
+            alone = self.table.num_running == 0
+            fitting = self._fit(hit, chunk, required=alone)
+            if fitting is None or not (
+                forecast.admit(sequence.num_tokens, self._remaining(sequence), fitting.joined)
+                or alone
+            ):
+                break
+            hit = fitting
+            del self.waiting[at]
+            chunk = min(chunk, sequence.num_tokens - hit.num_tokens)
+            if hit.tail is not None:
+                sources.append(hit.tail)
+            row = self._start(sequence, hit, chunk, schedule)
+            rows.append(row)
+            chunks.append(chunk)
+            budget -= chunk
+        # A source of a copy keeps its slot until every block of this step is allocated.
+        self.pool.release(sources)
+        schedule.rows = np.concatenate([schedule.rows, np.asarray(rows, dtype=np.intp)])
+        schedule.num_new = np.concatenate([schedule.num_new, np.asarray(chunks, dtype=np.int32)])
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[_Hit, bool]:
+        """What the pool holds of a sequence, and whether waiting a step would find more.
+
+        The last token is never part of a hit: its logits are needed. A block that this step
+        fills can be shared but not copied from, and a row that is computing a longer common
+        prefix is worth waiting for; both are seen from the step itself, nothing is stored.
+        """
+        size, pool = self.table.block_size, self.pool
+        key = sequence.key(0, sequence.num_tokens - 1)
+        match = pool.match(key)
+        hit = _Hit(match.blocks, match.tail, len(match.blocks) * size + match.tail_tokens)
+        within_reach = hit.num_tokens
+        if match.tail is not None and pool.is_in_flight(match.tail):
+            hit.tail, hit.num_tokens = None, len(match.blocks) * size
+        node = match.blocks[-1] if match.blocks else pool.index.root
+        start = len(match.blocks) * size
+        for leader in self._prefilling.get(node, ()):
+            ahead = leader.key(start, leader.request.num_prompt_tokens)
+            within_reach = max(within_reach, start + common_tokens(ahead, key[4 * start :]))
+        gain = within_reach - hit.num_tokens
+        worth = gain >= size or gain * 16 >= sequence.num_tokens - hit.num_tokens
+        return hit, gain > 0 and worth
+
+    def _fit(self, hit: _Hit, chunk: int, *, required: bool) -> _Hit | None:
+        """The hit, or less of it, such that its blocks and the chunk's are there; else None."""
+        while True:
+            revived = [*hit.blocks, hit.tail] if hit.tail is not None else hit.blocks
+            idle = sum(block.ref_count == 0 for block in revived)
+            end = hit.num_tokens + chunk
+            fresh = -(-end // self.table.block_size) - len(hit.blocks)
+            if fresh + idle <= self.pool.num_available:
+                return hit
+            if not required or hit.tail is None:
+                return None
+            # Alone in a pool that just holds it, a sequence cannot spare the copy's source.
+            hit = _Hit(hit.blocks, None, len(hit.blocks) * self.table.block_size)
+
+    def _start(self, sequence: Sequence, hit: _Hit, chunk: int, schedule: Schedule) -> int:
+        """Make a waiting sequence run: take the hit's blocks, allocate the chunk's."""
+        pool, table = self.pool, self.table
+        joined = hit.joined
+        for block in hit.blocks:
+            pool.acquire(block)
+        blocks = list(hit.blocks)
+        if hit.tail is not None:
+            pool.acquire(hit.tail)
+            blocks.append(pool.allocate())
+            schedule.copies.append((hit.tail.slot, blocks[-1].slot))
+        first_seen = max(hit.num_tokens - sequence.computed_once, 0)
+        sequence.state.stats.cached_tokens += first_seen
+        schedule.num_cached += first_seen
+        sequence.index_parent = pool.entry_below(hit.blocks)
+        row = table.add(sequence, blocks, hit.num_tokens, joined)
+        self._extend(row, chunk, schedule.copies)
+        self._index_filled(np.asarray([row], dtype=np.intp), np.asarray([chunk], dtype=np.int32))
+        return row
+
+    # -- packing ----------------------------------------------------------------------------
+
+    def _forecast(self) -> Forecast:
+        """The pool's future with what runs now."""
+        table = self.table
+        rows = table.rows()
+        joined = table.num_joined[rows]
+        owned = int((table.num_blocks[rows] - joined).sum())
+        return Forecast(
+            table.num_tokens[rows],
+            self._remaining_of_rows(rows),
+            joined,
+            shared_blocks=max(self.pool.num_used - owned, 0),
+            capacity=self.pool.num_blocks * (1 - _WATERMARK),
+            block_size=table.block_size,
+        )
+
+    def _remaining_of_rows(self, rows: Rows) -> npt.NDArray[np.float64]:
+        table = self.table
+        ages = table.num_tokens[rows] - table.num_prompt[rows]
+        limits = table.max_total[rows] - table.num_prompt[rows]
+        quantiles = np.asarray(table.admission[rows] * _GOLDEN + 0.5, dtype=np.float64) % 1.0
+        totals = self.lengths.predict(ages, limits, quantiles)
+        remaining: npt.NDArray[np.float64]
+        remaining = np.where(table.max_steps_known[rows], limits, totals) - ages
+        return remaining
+
+    def _remaining(self, sequence: Sequence) -> float:
+        """Output tokens a waiting sequence is taken to add: an average one of its age."""
+        age = len(sequence.output_ids)
+        limit = self.table.total_limit(sequence) - sequence.request.num_prompt_tokens
+        if not sequence.request.stop_token_ids and sequence.stop_checker is None:
+            return float(limit - age)
+        total = self.lengths.predict(np.array([age]), np.array([limit]), np.array([0.5]))
+        return float(total[0]) - age
+
+    def check_invariants(self) -> None:
+        """Assert that queue, table and pool agree."""
+        self.table.check_invariants()
+        self.pool.check_invariants(sequence.blocks for sequence in self.table.running())
+        assert all(waiting.row < 0 and not waiting.blocks for waiting in self.waiting)

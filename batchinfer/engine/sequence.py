@@ -1,0 +1,116 @@
+"""The running things: a row's state and its samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from batchinfer.engine.prefix_index import Block, token_key
+from batchinfer.engine.request import Request, RequestStats, SampleOutput, TokenIds, TokenLogprobs
+from batchinfer.protocols import StopMatch
+
+if TYPE_CHECKING:
+    from batchinfer.protocols import StopChecker
+
+
+class RequestState:
+    """A request in the engine: its unfinished samples, its finished ones, its times."""
+
+    __slots__ = (
+        "admitted_at",
+        "arrived_at",
+        "finished",
+        "first_token_at",
+        "live",
+        "request",
+        "stats",
+    )
+
+    def __init__(self, request: Request, arrived_at: float) -> None:
+        self.request = request
+        self.arrived_at = arrived_at
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.live: list[Sequence] = []
+        self.finished: dict[int, SampleOutput] = {}
+        self.stats = RequestStats(prompt_tokens=request.num_prompt_tokens)
+
+    def note_peak_blocks(self) -> None:
+        """Call before the row gives up blocks: between two such moments it only gains."""
+        distinct = {block for sequence in self.live for block in sequence.blocks}
+        self.stats.peak_blocks = max(self.stats.peak_blocks, len(distinct))
+
+
+class Sequence:
+    """One sample of a row: the prompt's tokens, then its own.
+
+    While it runs, its counts are in row ``row`` of the ``SequenceTable``; while it waits it holds
+    no blocks and nothing of it is computed.
+    """
+
+    __slots__ = (
+        "blocks",
+        "computed_once",
+        "cumulative_logprob",
+        "index",
+        "index_parent",
+        "logprobs",
+        "output_ids",
+        "row",
+        "state",
+        "stop_checker",
+    )
+
+    def __init__(self, state: RequestState, index: int) -> None:
+        request = state.request
+        self.state = state
+        self.index = index
+        self.output_ids: list[int] = []
+        self.blocks: list[Block] = []
+        self.row = -1
+        self.computed_once = 0
+        """Leading tokens computed before, or found cached; computing them again is recompute."""
+        self.index_parent: Block | None = None
+        """The indexed block that the next full block of this sequence goes below."""
+        self.cumulative_logprob = 0.0
+        self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
+        make_checker = request.make_stop_checker
+        self.stop_checker: StopChecker | None = None if make_checker is None else make_checker()
+
+    @property
+    def request(self) -> Request:
+        """The row this is a sample of."""
+        return self.state.request
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: the prompt's and its own."""
+        return self.request.num_prompt_tokens + len(self.output_ids)
+
+    def tokens(self, start: int, stop: int) -> TokenIds:
+        """Token ids at positions ``start`` to ``stop``, int32."""
+        prompt = self.request.prompt_token_ids
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        own = np.asarray(
+            self.output_ids[max(start - len(prompt), 0) : stop - len(prompt)], dtype=np.int32
+        )
+        return own if start >= len(prompt) else np.concatenate([prompt[start:], own])
+
+    def key(self, start: int, stop: int) -> bytes:
+        """The same tokens as a prefix-index key."""
+        return token_key(self.tokens(start, stop))
+
+    def output(self, finish_reason: str, stop: int | str | StopMatch | None) -> SampleOutput:
+        """This sample, finished."""
+        match = stop if isinstance(stop, StopMatch) else None
+        return SampleOutput(
+            index=self.index,
+            token_ids=np.asarray(self.output_ids, dtype=np.int32),
+            finish_reason=finish_reason,
+            stop_reason=stop.stop if isinstance(stop, StopMatch) else stop,
+            stop_match=match,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=self.logprobs,
+        )

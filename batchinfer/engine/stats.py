@@ -1,0 +1,132 @@
+"""What a step did and how it filled the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.scheduler import Schedule, Scheduler
+from batchinfer.engine.table import Rows, SequenceTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step. Blocks are counted when its tokens were computed, before finished rows left."""
+
+    step: int
+    t_s: float
+    """Seconds since the engine's first step began, at the end of this one."""
+    step_ms: float
+    num_running: int
+    """Sequences with blocks in the pool."""
+    num_waiting: int
+    """Sequences in the queue; the samples of a row that has not begun count as one."""
+    num_swapped: int
+    num_preempted: int
+    """Sequences that lost their blocks in this step."""
+    prefill_tokens: int
+    """Tokens computed for prompts, and tokens computed again."""
+    decode_tokens: int
+    """Output tokens computed for the first time."""
+    recomputed_tokens: int
+    cached_tokens: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    kv_blocks_shared: int
+    kv_blocks_cached: int
+    kv_tokens_live: int
+    """Distinct token slots that hold KV of unfinished sequences."""
+    kv_waste: float
+    """1 - kv_tokens_live / (kv_blocks_used * block_size)."""
+    kv_logical_blocks: int
+    """Lengths of all block tables, sharing not deducted."""
+    kv_tokens_logical: int
+    contiguous_blocks: int
+    """What reserving prompt + max_tokens for every running sequence would take."""
+    cow_copies: int
+    swapped_in_blocks: int = 0
+    swapped_out_blocks: int = 0
+
+
+class TokenCounts(TypedDict):
+    """The tokens of a step by why they are computed."""
+
+    prefill_tokens: int
+    decode_tokens: int
+    recomputed_tokens: int
+
+
+def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> TokenCounts:
+    """Count a scheduled step's tokens, for the step and for its requests.
+
+    Call it before the step's tokens count as computed.
+    """
+    rows, num_new = schedule.rows, schedule.num_new
+    start = table.num_computed[rows]
+    again = np.clip(table.computed_once[rows] - start, 0, num_new)
+    for at in np.flatnonzero(again):
+        table.sequence(rows[at]).state.stats.recomputed_tokens += int(again[at])
+    for at in np.flatnonzero(start < table.num_prompt[rows]):
+        state = table.sequence(rows[at]).state
+        if state.admitted_at is None:
+            state.admitted_at = now
+    first_output = np.maximum(table.num_prompt[rows], start + again)
+    decode = int(np.clip(start + num_new - first_output, 0, None).sum())
+    return {
+        "prefill_tokens": int(num_new.sum()) - decode,
+        "decode_tokens": decode,
+        "recomputed_tokens": int(again.sum()),
+    }
+
+
+class LoadStats(TypedDict):
+    """How full the engine is."""
+
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    kv_blocks_shared: int
+    kv_blocks_cached: int
+    kv_tokens_live: int
+    kv_waste: float
+    kv_logical_blocks: int
+    kv_tokens_logical: int
+    contiguous_blocks: int
+
+
+def load_stats(scheduler: Scheduler) -> LoadStats:
+    """The load when a step's tokens are computed and its finished rows have not left yet."""
+    table, pool = scheduler.table, scheduler.pool
+    rows = table.rows()
+    live = _live_tokens(table, pool, rows)
+    used_tokens = pool.num_used * pool.block_size
+    return {
+        "num_running": len(rows),
+        "num_waiting": len(scheduler.waiting),
+        "num_swapped": 0,
+        "kv_blocks_total": pool.num_blocks,
+        "kv_blocks_used": pool.num_used,
+        "kv_blocks_shared": pool.num_shared,
+        "kv_blocks_cached": pool.num_cached,
+        "kv_tokens_live": live,
+        "kv_waste": 1 - live / used_tokens if used_tokens else 0.0,
+        "kv_logical_blocks": int(table.num_blocks[rows].sum()),
+        "kv_tokens_logical": int(table.num_computed[rows].sum()),
+        "contiguous_blocks": int((-(-table.max_total[rows] // pool.block_size)).sum()),
+    }
+
+
+def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
+    """Tokens in used blocks: all are full but the last ones, which sharers fill alike."""
+    rows = rows[table.num_blocks[rows] > 0]
+    last = table.num_blocks[rows] - 1
+    slots = table.block_table[rows, last]
+    filled = table.num_computed[rows] - last * pool.block_size
+    by_slot = np.zeros(pool.num_blocks, dtype=np.int64)
+    by_slot[slots] = filled
+    return (pool.num_used - np.count_nonzero(by_slot)) * pool.block_size + int(by_slot.sum())

@@ -1,0 +1,66 @@
+"""Turns a schedule into the arrays of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batchinfer.engine.sampling_batch import build_sampling_batch
+from batchinfer.engine.scheduler import Schedule
+from batchinfer.engine.step import Int32, Step
+from batchinfer.engine.table import Rows, SequenceTable
+
+
+def sampled_rows(table: SequenceTable, schedule: Schedule) -> tuple[Rows, Int32]:
+    """Rows whose last known token is computed, and how many samples to draw from each.
+
+    A row's first token is drawn for all its samples at once, from the same logits.
+    """
+    rows = schedule.rows
+    done = table.num_computed[rows] + schedule.num_new == table.num_tokens[rows]
+    rows = rows[done]
+    copies = np.ones(len(rows), dtype=np.int32)
+    for at in np.flatnonzero(table.num_tokens[rows] == table.num_prompt[rows]):
+        copies[at] = table.sequence(rows[at]).request.params.n
+    return rows, copies
+
+
+def build_step(table: SequenceTable, schedule: Schedule, sampled: Rows, copies: Int32) -> Step:
+    """The step that computes ``schedule``; slots of blocks are resolved here.
+
+    ``sampled`` and ``copies`` are those of ``sampled_rows``.
+    """
+    rows, num_new = schedule.rows, schedule.num_new
+    starts = np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)
+    computed = table.num_computed[rows]
+    within = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], num_new)
+    positions = (np.repeat(computed, num_new) + within).astype(np.int32)
+    size = table.block_size
+    slots = table.block_table[np.repeat(rows, num_new), positions // size]
+    context_lens = (computed + num_new).astype(np.int32)
+    longest = -(-int(context_lens.max()) // size)
+    finishes = computed + num_new == table.num_tokens[rows]
+    return Step(
+        token_ids=_token_ids(table, schedule, starts),
+        positions=positions,
+        query_starts=starts,
+        context_lens=context_lens,
+        block_tables=table.block_table[rows, :longest],
+        slot_mapping=slots.astype(np.int64) * size + positions % size,
+        block_copies=np.asarray(schedule.copies, dtype=np.int32).reshape(-1, 2),
+        logits_indices=(starts[1:] - 1)[finishes],
+        sampling=build_sampling_batch(table, sampled, copies),
+    )
+
+
+def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
+    """The tokens each row computes: its last one, or the next chunk of what it knows."""
+    rows, num_new = schedule.rows, schedule.num_new
+    token_ids = np.empty(starts[-1], dtype=np.int32)
+    token_ids[starts[:-1]] = table.last_token[rows]
+    computed = table.num_computed[rows]
+    behind = table.num_tokens[rows] - computed > 1
+    for at in np.flatnonzero(behind):
+        start = int(computed[at])
+        tokens = table.sequence(rows[at]).tokens(start, start + int(num_new[at]))
+        token_ids[starts[at] : starts[at + 1]] = tokens
+    return token_ids

@@ -1,0 +1,138 @@
+"""A runner without a model: it keeps tokens where a model keeps KV, and checks what it reads."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.stats import StepStats
+from batchinfer.engine.step import Step, StepResult
+from batchinfer.engine.table import SequenceTable
+
+NextToken = Callable[[bytes, int, int, int], int]
+"""(context tokens as bytes, random stream, sample index, position) -> token id"""
+
+EOS = 0
+EMPTY = -1
+
+
+def hashed(context: bytes, stream: int, sample: int, position: int) -> int:
+    """A token that depends on everything a real one may depend on, and on nothing else."""
+    return 1 + zlib.crc32(context + bytes(f"{stream}/{sample}/{position}", "ascii")) % 999
+
+
+class FakeRunner:
+    """Stores each token in its slot; reads whole contexts back through the block tables."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, next_token: NextToken = hashed
+    ) -> None:
+        self.block_size = block_size
+        self.kv = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
+        self.kv_positions = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
+        self.next_token = next_token
+        self.steps: list[Step] = []
+
+    def run(self, step: Step) -> StepResult:
+        self.steps.append(step)
+        for source, destination in step.block_copies:
+            self.kv[destination] = self.kv[source]
+            self.kv_positions[destination] = self.kv_positions[source]
+        assert len(set(step.slot_mapping.tolist())) == step.num_tokens, "two tokens, one slot"
+        self.kv.ravel()[step.slot_mapping] = step.token_ids
+        self.kv_positions.ravel()[step.slot_mapping] = step.positions
+        contexts = [self._context(step, at) for at in range(step.num_sequences)]
+        ends = {int(end) - 1: at for at, end in enumerate(step.query_starts[1:])}
+        of_logits = [contexts[ends[int(index)]] for index in step.logits_indices]
+        batch = step.sampling
+        tokens = [
+            self.next_token(of_logits[row], int(stream), int(sample), int(position))
+            for row, stream, sample, position in zip(
+                batch.logits_rows, batch.stream, batch.sample_index, batch.position, strict=True
+            )
+        ]
+        return StepResult(
+            token_ids=np.asarray(tokens, dtype=np.int32),
+            logprobs=np.full(len(tokens), -1.0, dtype=np.float32),
+            nonfinite=np.zeros(len(tokens), dtype=np.bool_),
+            ranks=None,
+            top_token_ids=None,
+            top_logprobs=None,
+        )
+
+    def _context(self, step: Step, at: int) -> bytes:
+        length = int(step.context_lens[at])
+        slots = step.block_tables[at, : -(-length // self.block_size)]
+        positions = self.kv_positions[slots].ravel()[:length]
+        assert positions.tolist() == list(range(length)), "the block table tells another story"
+        return self.kv[slots].ravel()[:length].tobytes()
+
+
+def expected(request: Request, sample: int, next_token: NextToken = hashed) -> list[int]:
+    """What a sample must come to, whatever ran beside it."""
+    tokens = request.prompt_token_ids.tolist()
+    output: list[int] = []
+    while len(output) < request.params.max_tokens:
+        context = np.asarray(tokens + output, dtype=np.int32).tobytes()
+        output.append(next_token(context, request.rng_key[1], sample, len(output)))
+        if output[-1] in request.stop_token_ids:
+            break
+    return output
+
+
+def make_request(row_id: int, prompt: list[int], **params: object) -> Request:
+    """A request whose stream is its row id and whose end-of-sequence id is ``EOS``."""
+    return Request(
+        row_id=row_id,
+        prompt_token_ids=np.asarray(prompt, dtype=np.int32),
+        params=SamplingParams(**params),  # type: ignore[arg-type]
+        rng_key=(0, row_id),
+        eos_token_ids=frozenset({EOS}),
+    )
+
+
+def make_engine(
+    num_blocks: int,
+    block_size: int = 4,
+    *,
+    max_num_seqs: int = 64,
+    max_tokens: int = 64,
+    max_model_len: int = 4096,
+    caching: bool = True,
+    next_token: NextToken = hashed,
+) -> tuple[Engine, FakeRunner]:
+    """An engine over a ``FakeRunner``."""
+    pool = BlockPool(num_blocks, block_size, enable_prefix_caching=caching)
+    table = SequenceTable(max_num_seqs, max_model_len, block_size)
+    runner = FakeRunner(num_blocks, block_size, next_token)
+    return Engine(Scheduler(pool, table, max_tokens), runner), runner
+
+
+def run_all(
+    engine: Engine, requests: list[Request], *, most_steps: int = 100_000
+) -> tuple[dict[int, Completion], list[StepStats]]:
+    """Run requests to their ends, checking invariants after each step."""
+    for request in requests:
+        engine.add_request(request)
+    completions: dict[int, Completion] = {}
+    steps: list[StepStats] = []
+    for _ in range(most_steps):
+        if not engine.num_unfinished:
+            break
+        outcome = engine.step()
+        engine.scheduler.check_invariants()
+        for completion in outcome.completions:
+            assert completion.request.row_id not in completions
+            completions[completion.request.row_id] = completion
+        if outcome.stats is not None:
+            steps.append(outcome.stats)
+    assert not engine.num_unfinished, "a row never ended"
+    assert engine.scheduler.pool.num_used == 0
+    return completions, steps
