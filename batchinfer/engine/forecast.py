@@ -14,6 +14,8 @@ import numpy.typing as npt
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.integer]
 
+_FIRST_GUESS = 4.0
+"""Before anything is known, outputs are taken to be this many times shorter than allowed."""
 _SHRINK = 4.0
 """Weight of the job's overall stop rate, in sequences, against what one length shows."""
 
@@ -60,7 +62,7 @@ class OutputLengths:
     def _cumulative_hazard(self) -> Float:
         if self._cumulative is None:
             overall = (self._stopped.sum() + 1.0) / (
-                self._reached.sum() + len(self._reached) * self._width
+                self._reached.sum() + len(self._reached) * self._width / _FIRST_GUESS
             )
             # Counts are per token, so a bin of several tokens adds up several hazards.
             hazard = (self._stopped + _SHRINK * overall) / (self._reached + _SHRINK)

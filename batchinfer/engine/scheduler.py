@@ -24,7 +24,7 @@ Int = npt.NDArray[np.integer]
 _LOOK_AHEAD = 256
 """Waiting sequences looked at in a step behind others that hold back for a prefix."""
 _WATERMARK = 0.01
-"""Share of the pool that admission leaves free, for what the forecast gets wrong."""
+"""Share of the pool that admission leaves free, where no output length is known for sure."""
 _GOLDEN = 0.6180339887498949
 
 
@@ -329,12 +329,13 @@ class Scheduler:
         rows = table.rows()
         joined = table.num_joined[rows]
         owned = int((table.num_blocks[rows] - joined).sum())
+        unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
         return Forecast(
             table.num_tokens[rows],
             self._remaining_of_rows(rows),
             joined,
             shared_blocks=max(self.pool.num_used - owned, 0),
-            capacity=self.pool.num_blocks * (1 - _WATERMARK),
+            capacity=self.pool.num_blocks * (1.0 - _WATERMARK * unsure),
             block_size=table.block_size,
         )
 
@@ -345,7 +346,7 @@ class Scheduler:
         quantiles = np.asarray(table.admission[rows] * _GOLDEN + 0.5, dtype=np.float64) % 1.0
         totals = self.lengths.predict(ages, limits, quantiles)
         remaining: npt.NDArray[np.float64]
-        remaining = np.where(table.max_steps_known[rows], limits, totals) - ages
+        remaining = np.where(table.length_known[rows], limits, totals) - ages
         return remaining
 
     def _remaining(self, sequence: Sequence) -> float:

@@ -42,7 +42,7 @@ class SequenceTable:
         self.computed_once = np.zeros(rows, dtype=np.int32)
         self.max_total = np.zeros(rows, dtype=np.int32)
         """Tokens at which the sequence ends by length."""
-        self.max_steps_known = np.zeros(rows, dtype=np.bool_)
+        self.length_known = np.zeros(rows, dtype=np.bool_)
         """Whether the sequence surely runs to ``max_total``."""
         self.last_token = np.zeros(rows, dtype=np.int32)
         self.num_blocks = np.zeros(rows, dtype=np.int32)
@@ -165,7 +165,7 @@ class SequenceTable:
             self.stop_ids = wider
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(stop_ids)] = stop_ids
-        self.max_steps_known[row] = not stop_ids and request.make_stop_checker is None
+        self.length_known[row] = not stop_ids and request.make_stop_checker is None
         self.edits_logits[row] = bool(
             params.presence_penalty
             or params.frequency_penalty
