@@ -74,10 +74,12 @@ class OutputLengths:
 class Forecast:
     """Blocks in use at every later step, if nobody else is admitted.
 
-    Demand peaks just before a sequence ends, so it is taken at each predicted end.
+    Demand peaks just before a sequence ends. Which end is highest is found with block tables
+    taken as half a block longer than full; the demand there is then counted exactly, since
+    sequences that run in step fill their last blocks in step.
 
     Args:
-        tokens: tokens known of each running sequence.
+        tokens: tokens known of each running sequence; the newest has no KV yet.
         remaining: output tokens each is predicted to add.
         joined: blocks of each that are also somebody else's; not given back when it ends.
         shared_blocks: blocks in use beyond those the sequences hold alone.
@@ -99,21 +101,27 @@ class Forecast:
         self._block_size = block_size
         self._capacity = capacity
         self._shared = shared_blocks
-        self._remaining = np.asarray(remaining, dtype=np.float64)[order]
-        self._own = self._own_blocks(tokens, joined)[order]
-
-    def _own_blocks(self, tokens: Int | int, joined: Int | int) -> Float:
-        """Blocks held alone now; a last block is half empty on average."""
-        return np.asarray(tokens + (self._block_size - 1) / 2) / self._block_size - joined
+        self._ends = np.asarray(remaining, dtype=np.float64)[order]
+        self._tokens = np.asarray(tokens, dtype=np.float64)[order]
+        self._joined = np.asarray(joined, dtype=np.float64)[order]
 
     def admit(self, tokens: int, remaining: float, joined: int) -> bool:
         """Whether one more fits; if so it counts from now on."""
-        at = int(np.searchsorted(self._remaining, remaining))
-        ends = np.insert(self._remaining, at, remaining)
-        own = np.insert(self._own, at, self._own_blocks(tokens, joined))
-        still_running = np.arange(len(ends), 0, -1)
-        held = np.cumsum(own[::-1])[::-1] + still_running * ends / self._block_size
-        if self._shared + held.max() > self._capacity:
+        at = int(np.searchsorted(self._ends, remaining))
+        ends = np.insert(self._ends, at, remaining)
+        known = np.insert(self._tokens, at, tokens)
+        shared = np.insert(self._joined, at, joined)
+        if self._shared + self._peak(ends, known, shared) > self._capacity:
             return False
-        self._remaining, self._own = ends, own
+        self._ends, self._tokens, self._joined = ends, known, shared
         return True
+
+    def _peak(self, ends: Float, tokens: Float, joined: Float) -> float:
+        """Most blocks that the sequences, sorted by their ends, hold alone at any time."""
+        size = self._block_size
+        half = (tokens + (size - 1) / 2) / size - joined
+        still_running = np.arange(len(ends), 0, -1)
+        held = np.cumsum(half[::-1])[::-1] + still_running * ends / size
+        top = int(held.argmax())
+        exact = np.ceil((tokens[top:] + ends[top] - 1) / size) - joined[top:]
+        return float(exact.sum())

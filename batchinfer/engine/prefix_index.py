@@ -39,11 +39,13 @@ class Block:
     indexed by the tokens it held then; what its owner appends later does not disturb them.
     """
 
-    __slots__ = ("children", "key", "parent", "ref_count", "slot")
+    __slots__ = ("children", "key", "parent", "ref_count", "row", "slot")
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.ref_count = 0
+        self.row = -1
+        """Table row of the sequence it was allocated for."""
         self.key = b""
         self.parent: Block | None = None
         self.children: _Children | None = None

@@ -53,6 +53,7 @@ class _Hit:
 
     @property
     def joined(self) -> int:
+        """Blocks that running sequences hold already; they lead, as tables share prefixes."""
         return sum(block.ref_count > 0 for block in self.blocks)
 
 
@@ -109,17 +110,17 @@ class Scheduler:
         Otherwise it waits, and finds or recomputes the prefix when its turn comes.
         """
         table, row = self.table, parent.row
-        child.computed_once = int(table.num_computed[row])
+        computed = int(table.num_computed[row])
+        child.computed_once = computed
         child.index_parent = parent.index_parent
-        if not table.has_room or not self._forecast().admit(
-            child.num_tokens, self._remaining(child), len(parent.blocks)
-        ):
+        joined = computed // table.block_size  # a partly filled block will be copied
+        remaining = self._remaining(child)
+        if not table.has_room or not self._forecast().admit(child.num_tokens, remaining, joined):
             self.requeue(child)
             return
         for block in parent.blocks:
             self.pool.acquire(block)
-        table.add(child, parent.blocks, int(table.num_computed[row]), len(parent.blocks))
-        table.num_joined[row] = len(parent.blocks)
+        table.add(child, parent.blocks, computed, joined)
         table.tail_shared[[row, child.row]] = True
 
     def finish(self, sequence: Sequence) -> None:
@@ -191,9 +192,6 @@ class Scheduler:
                 shared = table.replace_last_block(row, own)
                 copies.append((shared.slot, own.slot))
                 pool.release([shared])
-                table.num_joined[row] = min(
-                    table.num_joined[row], len(table.sequence(row).blocks) - 1
-                )
             table.tail_shared[row] = False
         end = int(table.num_computed[row]) + num_new
         for _ in range(-(-end // table.block_size) - int(table.num_blocks[row])):
@@ -252,6 +250,7 @@ class Scheduler:
                 break
             hit = fitting
             del self.waiting[at]
+            self._expect_samples(forecast, sequence)
             chunk = min(chunk, sequence.num_tokens - hit.num_tokens)
             if hit.tail is not None:
                 sources.append(hit.tail)
@@ -324,20 +323,32 @@ class Scheduler:
     # -- packing ----------------------------------------------------------------------------
 
     def _forecast(self) -> Forecast:
-        """The pool's future with what runs now."""
+        """The pool's future with what runs now, and with the samples that will fork from it."""
         table = self.table
         rows = table.rows()
         joined = table.num_joined[rows]
-        owned = int((table.num_blocks[rows] - joined).sum())
+        owned = int((table.num_blocks[rows] - joined - table.tail_shared[rows]).sum())
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
+        remaining = self._remaining_of_rows(rows)
+        unborn = table.unborn[rows]
+        full_blocks = np.repeat(table.num_prompt[rows] // table.block_size, unborn)
         return Forecast(
-            table.num_tokens[rows],
-            self._remaining_of_rows(rows),
-            joined,
+            np.concatenate([table.num_tokens[rows], np.repeat(table.num_tokens[rows], unborn)]),
+            np.concatenate([remaining, np.repeat(remaining, unborn)]),
+            np.concatenate([joined, full_blocks]),
             shared_blocks=max(self.pool.num_used - owned, 0),
             capacity=self.pool.num_blocks * (1.0 - _WATERMARK * unsure),
             block_size=table.block_size,
         )
+
+    def _expect_samples(self, forecast: Forecast, leader: Sequence) -> None:
+        """Count on the samples that will fork from a row just admitted, as far as they fit."""
+        if leader.output_ids:
+            return
+        remaining, full_blocks = self._remaining(leader), leader.num_tokens // self.table.block_size
+        for _ in range(leader.request.params.n - 1):
+            if not forecast.admit(leader.num_tokens, remaining, full_blocks):
+                break
 
     def _remaining_of_rows(self, rows: Rows) -> npt.NDArray[np.float64]:
         table = self.table

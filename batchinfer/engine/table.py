@@ -47,7 +47,9 @@ class SequenceTable:
         self.last_token = np.zeros(rows, dtype=np.int32)
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.num_joined = np.zeros(rows, dtype=np.int32)
-        """Leading blocks that were somebody else's when the sequence took them."""
+        """Leading blocks that somebody else refers to as well; not given back at the end."""
+        self.unborn = np.zeros(rows, dtype=np.int32)
+        """Further samples that will fork from the row when its prompt is computed."""
         self.tail_shared = np.zeros(rows, dtype=np.bool_)
         """Whether the last block may be shared, so that writing to it must look."""
         self.block_table = np.zeros((rows, 16), dtype=np.int32)
@@ -111,9 +113,12 @@ class SequenceTable:
         self.max_total[row] = self.total_limit(sequence)
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.num_joined[row] = joined
+        self.unborn[row] = 0 if sequence.output_ids else sequence.request.params.n - 1
         self.tail_shared[row] = False
         sequence.blocks = []
         self.num_blocks[row] = 0
+        if joined:
+            self._note_joined(blocks[joined - 1], joined)
         for block in blocks:
             self.append_block(row, block)
         self._set_sampling(row, sequence)
@@ -138,8 +143,16 @@ class SequenceTable:
             wider[:, : len(blocks)] = self.block_table
             self.block_table = wider
         self.block_table[row, len(blocks)] = block.slot
+        if block.row < 0:
+            block.row = row
         blocks.append(block)
         self.num_blocks[row] = len(blocks)
+
+    def _note_joined(self, block: Block, count: int) -> None:
+        """The first ``count`` blocks of the sequence that ``block`` was made for are now shared."""
+        maker = self.sequences[block.row]
+        if maker is not None and count <= len(maker.blocks) and maker.blocks[count - 1] is block:
+            self.num_joined[block.row] = max(self.num_joined[block.row], count)
 
     def replace_last_block(self, row: int, block: Block) -> Block:
         """Put ``block`` in the place of a row's last one; returns that one."""

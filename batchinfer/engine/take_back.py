@@ -124,6 +124,7 @@ def _fork(
     scheduler: Scheduler, rows: Rows, copies: Int32, sequences: list[Sequence], gone: Bool
 ) -> None:
     """Run the new samples of rows that have several, sharing the prompt's blocks."""
+    scheduler.table.unborn[rows] = 0
     first = np.cumsum(copies) - copies
     for row, count in zip(first[copies > 1].tolist(), copies[copies > 1].tolist(), strict=True):
         for at in range(row + 1, row + count):
