@@ -31,9 +31,7 @@ def hashed(context: bytes, stream: int, sample: int, position: int) -> int:
 class FakeRunner:
     """Stores each token in its slot; reads whole contexts back through the block tables."""
 
-    def __init__(
-        self, num_blocks: int, block_size: int, next_token: NextToken = hashed
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, next_token: NextToken = hashed) -> None:
         self.block_size = block_size
         self.kv = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
         self.kv_positions = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)

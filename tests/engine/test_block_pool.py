@@ -1,0 +1,180 @@
+"""Block accounting under random operations, and exact prefix lookup."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.prefix_index import Block, common_tokens, token_key
+
+SIZE = 4
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Tables grow, share, copy and go at random; every block stays accounted for."""
+
+    @initialize(num_blocks=st.integers(1, 24), caching=st.booleans())
+    def start(self, num_blocks: int, caching: bool) -> None:
+        self.pool = BlockPool(num_blocks, SIZE, enable_prefix_caching=caching)
+        self.tables: list[list[Block]] = []
+
+    @rule(count=st.integers(0, 24))
+    def grant(self, count: int) -> None:
+        """k blocks are granted whenever k are available, however scattered."""
+        if count <= self.pool.num_available:
+            self.tables.append([self.pool.allocate() for _ in range(count)])
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        for block in table:
+            self.pool.acquire(block)
+        self.tables.append(list(table))
+
+    @precondition(lambda self: any(self.tables) and self.pool.num_available)
+    @rule(data=st.data())
+    def write_to_last_block(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from([table for table in self.tables if table]))
+        if table[-1].ref_count > 1:
+            shared, table[-1] = table[-1], self.pool.allocate()
+            self.pool.release([shared])
+        assert table[-1].ref_count == 1
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
+    def index(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Index a table's blocks as if they held ``tokens``; few distinct tokens, many clashes."""
+        table = data.draw(st.sampled_from(self.tables))
+        parent = self.pool.entry_below([])
+        for at, block in enumerate(table[: -(-len(tokens) // SIZE)]):
+            if parent is not None and not block.indexed:
+                key = token_key(tokens[at * SIZE : (at + 1) * SIZE])
+                parent = self.pool.enter(parent, block, key) if len(key) == 4 * SIZE else None
+        self.pool.settle()
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=12))
+    def reuse(self, tokens: list[int]) -> None:
+        match = self.pool.match(token_key(tokens))
+        for block in match.blocks:
+            self.pool.acquire(block)
+        self.tables.append(match.blocks)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.tables) - 1))
+        self.pool.release(self.tables.pop(at))
+
+    @precondition(lambda self: any(self.tables))
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([block for table in self.tables for block in table]))
+        if block.indexed:
+            self.pool.forget(block)
+
+    @invariant()
+    def accounted_for(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check_invariants(self.tables)
+
+    def teardown(self) -> None:
+        for table in getattr(self, "tables", ()):
+            self.pool.release(table)
+        if hasattr(self, "pool"):
+            assert self.pool.num_used == 0
+
+
+TestPoolMachine = PoolMachine.TestCase
+
+
+def indexed(pool: BlockPool, tokens: list[int]) -> list[Block]:
+    """A table that holds ``tokens``, indexed and released."""
+    table = [pool.allocate() for _ in range(-(-len(tokens) // SIZE))]
+    parent = pool.entry_below([])
+    for at, block in enumerate(table):
+        assert parent is not None
+        parent = pool.enter(parent, block, token_key(tokens[at * SIZE : (at + 1) * SIZE]))
+    pool.settle()
+    pool.release(table)
+    return table
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(8, SIZE, enable_prefix_caching=True)
+
+
+def test_a_prefix_is_found_in_whole_blocks_and_part_of_one_more(pool: BlockPool) -> None:
+    table = indexed(pool, [1, 2, 3, 4, 5, 6, 7, 8])
+    match = pool.match(token_key([1, 2, 3, 4, 5, 6, 9, 9]))
+    assert match.blocks == table[:1]
+    assert (match.tail, match.tail_tokens) == (table[1], 2)
+
+
+def test_of_several_children_the_longest_match_is_taken(pool: BlockPool) -> None:
+    for tail in ([5, 1, 1, 1], [5, 6, 1, 1], [5, 6, 7, 1], [5, 7, 7, 7]):
+        indexed(pool, [1, 2, 3, 4, *tail])
+    match = pool.match(token_key([1, 2, 3, 4, 5, 6, 7, 8]))
+    assert match.tail is not None
+    assert match.tail.key == token_key([5, 6, 7, 1])
+    assert match.tail_tokens == 3
+
+
+def test_equal_tokens_after_unequal_prefixes_are_not_confused(pool: BlockPool) -> None:
+    indexed(pool, [1, 1, 1, 1, 5, 6, 7, 8])
+    assert pool.match(token_key([2, 2, 2, 2, 5, 6, 7, 8])).blocks == []
+
+
+def test_least_recently_used_blocks_go_first_and_leaves_before_prefixes(pool: BlockPool) -> None:
+    old = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    new = indexed(pool, [3, 3, 3, 3])
+    taken = [pool.allocate() for _ in range(pool.num_free + 1)]
+    assert not old[1].indexed
+    assert old[0].indexed
+    taken.append(pool.allocate())
+    assert not old[0].indexed
+    assert new[0].indexed
+    pool.check_invariants([taken])
+
+
+def test_evicting_a_prefix_takes_what_continues_it_out_of_the_index(pool: BlockPool) -> None:
+    table = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    pool.forget(table[0])
+    assert pool.num_cached == 0
+    assert pool.num_free == 8
+
+
+def test_a_partly_filled_block_is_found_again_under_all_its_tokens(pool: BlockPool) -> None:
+    block, root = pool.allocate(), pool.entry_below([])
+    assert root is not None
+    pool.enter(root, block, token_key([1, 2]))
+    pool.settle()
+    pool.enter(root, block, token_key([1, 2, 3, 4]))
+    assert pool.match(token_key([1, 2, 3, 4, 5])).blocks == [block]
+    pool.check_invariants([[block]])
+
+
+def test_blocks_of_a_failed_step_are_not_found(pool: BlockPool) -> None:
+    block, root = pool.allocate(), pool.entry_below([])
+    assert root is not None
+    pool.enter(root, block, token_key([1, 2, 3, 4]))
+    pool.revoke()
+    assert pool.match(token_key([1, 2, 3, 4])).blocks == []
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    pool = BlockPool(2, SIZE, enable_prefix_caching=False)
+    assert pool.entry_below([]) is None
+    pool.release([pool.allocate()])
+    assert (pool.num_free, pool.num_cached) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "count"),
+    [([], [1], 0), ([1, 2, 3], [1, 2, 3, 4], 3), ([1, 2, 3], [1, 9, 3], 1), ([256], [1], 0)],
+)
+def test_common_tokens(left: list[int], right: list[int], count: int) -> None:
+    assert common_tokens(token_key(left), token_key(right)) == count
