@@ -43,7 +43,10 @@ class SamplingParams:
         ValueError: naming the field, when a value is out of range or not supported yet.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+    }
 
     max_tokens: int = 16
     """Most tokens a sample may have."""
@@ -162,7 +165,10 @@ class PromptConfig:
         ValueError: naming the field, when more than one source is given.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+    }
 
     column: str | None = None
     """A column of strings, or of conversations: list<struct<role, content>>."""
@@ -204,7 +210,10 @@ class EngineConfig:
         ValueError: naming the key, when a value is out of range or not supported yet.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+    }
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first CUDA device where there is one, else the CPU."""
@@ -261,6 +270,8 @@ class EngineConfig:
             raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {what}")
 
 
-def field_names(record: type[SamplingParams] | type[EngineConfig]) -> tuple[str, ...]:
+def field_names(
+    record: type[SamplingParams] | type[PromptConfig] | type[EngineConfig],
+) -> tuple[str, ...]:
     """Names a user may write for ``record``, in order."""
     return tuple(entry.name for entry in fields(record))

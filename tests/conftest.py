@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # Read when triton is first imported, which transformers does.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("repeatable")

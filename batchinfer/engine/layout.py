@@ -152,15 +152,15 @@ def max_positions(config: Config) -> int | None:
     YaRN's factor counts from the length before scaling; other scalings are in the limit already.
     """
     text = text_config(config)
-    limits = [text[key] for key in _MAX_POSITIONS if isinstance(text.get(key), int)]
-    if not limits:
+    limit = next((int(text[key]) for key in _MAX_POSITIONS if text.get(key)), None)
+    if limit is None:
         return None
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
     is_yarn = (rope.get("rope_type") or rope.get("type")) == "yarn"
     if is_yarn and isinstance(original, int) and isinstance(factor, int | float):
-        return max(limits[0], int(original * factor))
-    return int(limits[0])
+        return max(limit, int(original * factor))
+    return limit
 
 
 def refuse_unsupported(config: Config) -> None:

@@ -129,4 +129,5 @@ def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
     filled = table.num_computed[rows] - last * pool.block_size
     by_slot = np.zeros(pool.num_blocks, dtype=np.int64)
     by_slot[slots] = filled
-    return (pool.num_used - np.count_nonzero(by_slot)) * pool.block_size + int(by_slot.sum())
+    num_full = pool.num_used - int(np.count_nonzero(by_slot))
+    return num_full * pool.block_size + int(by_slot.sum())

@@ -111,8 +111,8 @@ def _ends(
     may_stop = lengths >= table.min_tokens[drawn]
     by_token = (table.stop_ids[drawn] == tokens[:, None]).any(axis=1) & may_stop
     stops: list[int | StopMatch | None] = [None] * len(sequences)
-    for at in np.flatnonzero(by_token):
-        stops[at] = int(tokens[at])
+    for stopped_at in np.flatnonzero(by_token):
+        stops[stopped_at] = int(tokens[stopped_at])
     for at, sequence in enumerate(sequences):
         if sequence.stop_checker is not None and stops[at] is None:
             stops[at] = sequence.stop_checker.on_token(int(tokens[at]), may_stop=bool(may_stop[at]))

@@ -1,0 +1,138 @@
+"""Puts an engine together: the one place that knows both the control plane and the worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from batchinfer.config import EngineConfig
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.layout import text_config
+from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.table import SequenceTable
+from batchinfer.errors import DeviceError
+from batchinfer.text.tokenizer import Tokenizer
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.loader import load_model
+from batchinfer.worker.memory import plan_memory
+from batchinfer.worker.runner import ModelRunner, model_bytes
+from batchinfer.worker.sampler import Sampler
+from batchinfer.worker.tokenizer_files import load_tokenizer
+
+
+class ModelChoice(Protocol):
+    """Which model to load, and how; keys of the job file's ``model`` section."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def tokenizer(self) -> str | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def max_model_len(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine with a model behind it, and what its users need to know of them."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    device: str
+    model_facts: Mapping[str, Any]
+    device_bytes: Callable[[], int]
+    """Memory in use on the device now."""
+
+
+def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str], None]) -> Built:
+    """Load a model and make the engine that runs it.
+
+    Args:
+        model: which one.
+        engine: how it uses its device.
+        log: told where the device's memory goes, line by line.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be loaded or run.
+        DeviceError: the device is missing or too small.
+    """
+    device = choose_device(engine.device)
+    tokenizer = load_tokenizer(model.tokenizer or model.name, revision=model.revision)
+    loaded = load_model(
+        model.name,
+        revision=model.revision,
+        dtype=model.dtype,
+        device=device,
+        max_model_len=model.max_model_len,
+    )
+    layout = loaded.layout(engine.block_size)
+    memory = plan_memory(
+        engine,
+        layout,
+        loaded.config,
+        device=device,
+        weight_bytes=model_bytes(loaded.model),
+        max_model_len=loaded.max_model_len,
+    )
+    for line in memory.lines():
+        log(line)
+    cache = KVCache(layout, memory.num_blocks, device, getattr(torch, loaded.dtype))
+    runner = ModelRunner(loaded.model, cache, Sampler())
+    pool = BlockPool(
+        memory.num_blocks, engine.block_size, enable_prefix_caching=engine.enable_prefix_caching
+    )
+    table = SequenceTable(engine.max_num_seqs, loaded.max_model_len, engine.block_size)
+    return Built(
+        engine=Engine(Scheduler(pool, table, engine.max_num_batched_tokens), runner),
+        tokenizer=Tokenizer(
+            tokenizer.backend,
+            chat_template=tokenizer.chat_template,
+            special_tokens=tokenizer.special_tokens,
+            control_tokens=frozenset(tokenizer.control_tokens),
+        ),
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=loaded.max_model_len,
+        vocab_size=int(text_config(loaded.config)["vocab_size"]),
+        block_size=engine.block_size,
+        num_blocks=memory.num_blocks,
+        bytes_per_block=layout.bytes_per_block,
+        device=describe(device),
+        model_facts=loaded.facts,
+        device_bytes=runner.device_bytes,
+    )
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device that ``engine.device`` means.
+
+    Raises:
+        DeviceError: CUDA is asked for and not there.
+    """
+    found = torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        raise DeviceError(
+            "engine.device is cuda, but torch finds no CUDA device",
+            hint="set engine.device to auto or cpu, or install a torch built for CUDA",
+        )
+    return torch.device("cuda" if found and wanted != "cpu" else "cpu")
+
+
+def describe(device: torch.device) -> str:
+    """The device in words, for the summary."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads of {os.cpu_count()})"

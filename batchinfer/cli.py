@@ -1,0 +1,217 @@
+"""The command line: options in, exit codes out. No logic, and no heavy import before its use."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchinfer.errors import ExitCode, JobError, NotYetError
+
+MAX_MESSAGE_LINES = 12
+_CLICK_INTERRUPTED = 130
+"""What click makes of Ctrl-C."""
+
+_NOT_YET_COMMANDS = {
+    "plan": "Not yet: say what a job will need, without weights or a GPU.",
+    "status": "Not yet: show how far a job is.",
+    "verify": "Not yet: check the files of an output directory.",
+    "report": "Not yet: write an HTML page about a finished job.",
+    "init": "Not yet: write a commented job file for a dataset.",
+    "run-batch": "Not yet: run an OpenAI batch file.",
+}
+
+app = typer.Typer(
+    help="Run a language model over a whole Parquet dataset.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, like sampling.top_p=0.9."),
+]
+Variables = Annotated[
+    list[str] | None, typer.Option("--var", metavar="NAME=TEXT", help="Give a value for vars.")
+]
+Output = Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Write here instead.")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", metavar="N", min=0, help="Run only the first N rows.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        _say(f"batchinfer {version('batchinfer')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    job: JobFile,
+    overrides: Overrides = None,
+    variables: Variables = None,
+    output: Output = None,
+    limit: Limit = None,
+    shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Not yet.")] = None,
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Not yet.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the output there is and start afresh.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Run a job; run it again to go on where it stopped."""
+    if shard is not None:
+        raise NotYetError("--shard")
+    if retry_errors:
+        raise NotYetError("--retry-errors")
+    from batchinfer.crash_log import crash_directory
+    from batchinfer.job.load import load_job
+    from batchinfer.job.variables import parse_variables
+
+    spec = load_job(
+        job,
+        overrides=overrides or (),
+        variables=parse_variables(variables or ()),
+        output=output,
+        limit=limit,
+    )
+    with crash_directory(Path(spec.output.path) / "_batchinfer"):
+        from batchinfer.job.run import run_job
+
+        code = run_job(spec, overwrite=overwrite, quiet=quiet)
+    raise typer.Exit(int(code))
+
+
+@app.command()
+def validate(job: JobFile, overrides: Overrides = None, variables: Variables = None) -> None:
+    """Check a job file and its templates; needs no data and no weights."""
+    from batchinfer.job.load import load_job
+    from batchinfer.job.variables import parse_variables
+
+    load_job(job, overrides=overrides or (), variables=parse_variables(variables or ()))
+    _say(f"{job}: OK")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the job file, for editors."""
+    import json
+
+    from batchinfer.job.schema import json_schema
+
+    _say(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Option("--model", help="Hub id or local directory.")],
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens per synthetic prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to run.")] = 1000,
+    n: Annotated[int, typer.Option("--n", min=1, help="Samples per prompt.")] = 1,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and of sampling.")] = 0,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    block_size: Annotated[int | None, typer.Option(min=1)] = None,
+    num_kv_blocks: Annotated[int | None, typer.Option(min=1)] = None,
+    dataset: Annotated[
+        Path | None,
+        typer.Option("--dataset", help="Parquet file of prompts or token ids to run instead."),
+    ] = None,
+    output_json: Annotated[Path | None, typer.Option(help="Write the result here.")] = None,
+) -> None:
+    """Measure throughput on synthetic or given prompts."""
+    from batchinfer.bench_options import BenchOptions
+
+    options = BenchOptions(
+        model=model,
+        input_len=input_len,
+        output_len=output_len,
+        num_prompts=num_prompts,
+        n=n,
+        dtype=dtype,
+        seed=seed,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_kv_blocks=num_kv_blocks,
+        dataset=dataset,
+        output_json=output_json,
+    )
+    from batchinfer.bench import run_bench
+
+    run_bench(options)
+
+
+def _refuse(context: typer.Context) -> None:
+    raise NotYetError(f"batchinfer {context.info_name}")
+
+
+for _name, _help in _NOT_YET_COMMANDS.items():
+    app.command(
+        _name,
+        help=_help,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )(_refuse)
+
+
+def main() -> None:
+    """The ``batchinfer`` program: run a command and exit with its code."""
+    try:
+        app(prog_name="batchinfer")
+    except SystemExit as done:
+        code = done.code
+        sys.exit(ExitCode.INTERRUPTED if code == _CLICK_INTERRUPTED else code)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+    except JobError as error:
+        _complain(str(error))
+        sys.exit(error.exit_code)
+    except Exception as error:
+        _complain(_bug(error))
+        sys.exit(ExitCode.BUG)
+
+
+def _bug(error: Exception) -> str:
+    from batchinfer.crash_log import write_crash_log
+
+    try:
+        return f"batchinfer met a bug; please report it with {write_crash_log(error)}"
+    except OSError:  # nowhere to write: the screen is the last place left
+        return "".join(traceback.format_exception(error))
+
+
+def _say(text: str) -> None:
+    """Print to stdout; whoever closed it has read enough."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes once more at exit; give it nothing to fail on.
+        sys.stdout = None
+
+
+def _complain(message: str) -> None:
+    lines = message.splitlines()
+    with suppress(OSError):
+        print("\n".join(lines[:MAX_MESSAGE_LINES]), file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""Text in Arrow columns may be invalid UTF-8: read it without harm, write it valid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+_BYTES_TYPE = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
+
+
+def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Rows of ``batch`` as dicts, with every text in them, however deep, as its bytes."""
+    rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        for row, value in zip(rows, python_values(_microseconds(column)), strict=True):
+            row[name] = value
+    return rows
+
+
+def python_values(column: pa.Array) -> list[Any]:
+    """Values of ``column``, with every text in them, however deep, as its bytes."""
+    return _text_as_bytes(column).to_pylist()  # type: ignore[no-any-return]
+
+
+def is_conversation(kind: pa.DataType) -> bool:
+    """Whether values of this type are lists of messages: role and content."""
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return False
+    message = kind.value_type
+    return pa.types.is_struct(message) and {"role", "content"} <= {field.name for field in message}
+
+
+def with_valid_text(column: pa.Array) -> pa.Array:
+    """``column`` with U+FFFD in place of what is not UTF-8; the same array if all of it is."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return _replace_invalid(column)
+    return column
+
+
+def _text_as_bytes(column: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    wanted = _bytes_type(column.type)
+    return column if column.type == wanted else column.cast(wanted)
+
+
+def _microseconds(column: pa.Array) -> pa.Array:
+    """Python's times have no nanoseconds."""
+    if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
+        return column.cast(pa.timestamp("us", column.type.tz), safe=False)
+    return column
+
+
+def _bytes_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_bytes_type(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_bytes_type(kind.key_type), _bytes_type(kind.item_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_bytes_type(kind.value_type), kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_bytes_type(kind.value_type))
+    if pa.types.is_list(kind):
+        return pa.list_(_bytes_type(kind.value_type))
+    return _BYTES_TYPE.get(kind, kind)
+
+
+def _replace_invalid(column: pa.Array) -> pa.Array:
+    """Rebuild ``column`` value by value; slow, and only for columns that hold invalid text."""
+    return pa.array([_decoded(v, column.type) for v in python_values(column)], column.type)
+
+
+def _decoded(value: Any, kind: pa.DataType) -> Any:
+    """``value`` with the bytes that stand for text in ``kind`` decoded again."""
+    if value is None:
+        return None
+    if pa.types.is_dictionary(kind):
+        return _decoded(value, kind.value_type)
+    if pa.types.is_struct(kind):
+        return {field.name: _decoded(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return [(_decoded(k, kind.key_type), _decoded(v, kind.item_type)) for k, v in value]
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [_decoded(item, kind.value_type) for item in value]
+    return value.decode("utf-8", errors="replace") if kind in _BYTES_TYPE else value

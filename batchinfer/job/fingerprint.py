@@ -1,0 +1,87 @@
+"""What of a job changes its output, as one hash: a second run may only continue its equal.
+
+Inputs (checked file by file elsewhere), error limits, the order rows run in, pool sizes and logging
+are left out: any of them may change between two runs of one job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from batchinfer.errors import UsageError
+from batchinfer.job.messages import printable
+from batchinfer.job.spec import JobSpec, resolved
+
+MAJOR_VERSION = 0
+"""Of batchinfer: output of different major versions does not mix."""
+
+_KEYS: Mapping[str, tuple[str, ...] | None] = {
+    "task": None,
+    # Name, revision and tokenizer are told apart by what they hold: ``model_facts``.
+    "model": ("dtype", "max_model_len", "quantization", "adapters", "trust_remote_code"),
+    "input": ("id_column", "filter", "keep_columns", "limit"),
+    "prompt": None,
+    "sampling": None,
+    "accept": None,
+    "score": None,
+    "engine": ("kv_cache_dtype", "deterministic"),
+    "output": ("format", "rows_per_part", "explode", "include", "rename"),
+}
+"""Section: its keys that change output; None: all of them."""
+
+
+def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that changes the output, as JSON data.
+
+    Args:
+        spec: the job.
+        model_facts: JSON data that tells models apart by content: the hub commit, or names, sizes
+            and header hashes of the weight files; the tokenizer's hash.
+
+    Raises:
+        UsageError: the file of ``prompt.chat_template`` cannot be read.
+    """
+    everything = resolved(spec)
+    facts: dict[str, Any] = {"batchinfer_major_version": MAJOR_VERSION}
+    for section, keys in _KEYS.items():
+        value = everything[section]
+        facts[section] = value if keys is None else {key: value[key] for key in keys}
+    if spec.prompt.chat_template not in ("auto", "none"):
+        facts["prompt"]["chat_template"] = _digest_of(Path(spec.prompt.chat_template))
+    facts["model_facts"] = dict(model_facts)
+    return facts
+
+
+def fingerprint(spec: JobSpec, model_facts: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of ``fingerprint_facts``."""
+    facts = fingerprint_facts(spec, model_facts)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Keys whose values differ between two ``fingerprint_facts``, like ``sampling.top_p``."""
+    return sorted(_differing("", before, after))
+
+
+def _differing(prefix: str, before: Any, after: Any) -> Iterator[str]:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in before.keys() | after.keys():
+            path = f"{prefix}.{key}" if prefix else key
+            if key not in before or key not in after:
+                yield path
+            else:
+                yield from _differing(path, before[key], after[key])
+    elif before != after:
+        yield prefix
+
+
+def _digest_of(path: Path) -> str:
+    try:
+        return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        where = printable(str(path), 200)
+        raise UsageError(f"prompt.chat_template: {where}: {error.strerror}") from None

@@ -1,0 +1,219 @@
+"""From a job file and options to a ``JobSpec``: variables, presets, paths, checks."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os.path
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import NotYetError, UsageError
+from batchinfer.job.document import JobDocument, dotted
+from batchinfer.job.messages import listed, printable
+from batchinfer.job.presets import read_preset
+from batchinfer.job.problems import usage_error
+from batchinfer.job.spec import JobSpec
+from batchinfer.job.variables import render_variables
+from batchinfer.job.yaml_file import KeyPath, read_yaml
+from batchinfer.text.template import compile_template
+
+_STORE = re.compile(r"(s3|gs|hf):/")  # a Path has lost the second slash
+_WITH_VARIABLES: tuple[KeyPath, ...] = (
+    ("name",),
+    ("model", "name"),
+    ("model", "tokenizer"),
+    ("input", "path"),
+    ("engine", "preset"),
+    ("output", "path"),
+)
+
+
+def load_job(
+    path: Path,
+    *,
+    overrides: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    output: Path | None = None,
+    limit: int | None = None,
+) -> JobSpec:
+    """The job in the file at ``path``, its paths made absolute and its templates checked.
+
+    Neither data nor model is looked at.
+
+    Args:
+        path: the job file; relative paths in it are relative to its folder.
+        overrides: ``section.key=value`` each, the value in YAML; they win over the file.
+        variables: values for ``vars``.
+        output: wins over ``output.path``; relative to the current folder.
+        limit: wins over ``input.limit``.
+
+    Raises:
+        UsageError: in at most 12 lines, each naming the place, the key and what is wanted.
+        NotYetError: a key or value this version does not build.
+    """
+    source = printable(str(path), 200)
+    base_dir = Path(os.path.abspath(path)).parent
+    document = JobDocument(read_yaml(path, source), source)
+    for assignment in overrides:
+        document.override(assignment)
+    _fill_in_variables(document, variables or {})
+    if output is not None:
+        _set_output(document, output)
+    if limit is not None:
+        document.set(("input", "limit"), limit, "--limit")
+    if document.get(("name",)) is None:
+        document.set(("name",), path.stem, source)
+    _apply_preset(document, base_dir)
+    _list_single_texts(document)
+    spec = _with_absolute_paths(_check(document), base_dir)
+    _check_files(spec, document)
+    _check_templates(spec.prompt, document)
+    return spec
+
+
+def _check(document: JobDocument) -> JobSpec:
+    # JSON mode, because only there strict still takes lists for tuples.
+    try:
+        spec = JobSpec.model_validate_json(json.dumps(document.data), strict=True)
+    except ValidationError as error:
+        raise usage_error(error, document) from None
+    max_tokens: KeyPath = ("sampling", "max_tokens")
+    if not document.has(max_tokens):
+        raise document.error(max_tokens, " is required: the most tokens an answer may have")
+    return spec
+
+
+def _fill_in_variables(document: JobDocument, given: Mapping[str, str]) -> None:
+    declared = document.get(("vars",), {})
+    if not isinstance(declared, dict):
+        raise document.error(("vars",), " must be names with texts (or null: to be given)")
+    for name in given:
+        if name not in declared:
+            known = listed(declared) or "none"
+            raise UsageError(f"--var {printable(name, 60)}: the job has no such var; vars: {known}")
+    values = {**declared, **given}
+    for name, value in values.items():
+        if value is None:
+            raise document.error(("vars", name), f" must be given: --var {name}=VALUE")
+        if not isinstance(value, str):
+            raise document.error(("vars", name), " must be a text; write it in quotes")
+    if values:
+        document.data["vars"] = values
+    for path in _WITH_VARIABLES:
+        _render(document, path, values)
+
+
+def _render(document: JobDocument, path: KeyPath, values: Mapping[str, str]) -> None:
+    written = document.get(path)
+    texts = written if isinstance(written, list) else [written]
+    try:
+        filled = [render_variables(t, values) if isinstance(t, str) else t for t in texts]
+    except ValueError as error:
+        raise document.error(path, f": {error}") from None
+    if filled != texts:
+        document.set(
+            path, filled if isinstance(written, list) else filled[0], document.origin(path)
+        )
+
+
+def _set_output(document: JobDocument, output: Path) -> None:
+    if match := _STORE.match(str(output)):
+        raise NotYetError(f"--output {match.group(1)}://")
+    document.set(("output", "path"), os.path.abspath(output), "--output")
+
+
+def _apply_preset(document: JobDocument, base_dir: Path) -> None:
+    engine = document.get(("engine",))
+    if not isinstance(engine, dict) or "preset" not in engine:
+        return
+    preset = engine.pop("preset")
+    if preset is None:
+        return
+    if not isinstance(preset, str):
+        raise document.error(("engine", "preset"), " must be a shipped name or a file")
+    try:
+        text, source = read_preset(preset, base_dir)
+    except UsageError as error:
+        raise UsageError(f"{document.origin(('engine', 'preset'))}: {error}") from None
+    document.underlay("engine", text.data, text, source)
+
+
+def _list_single_texts(document: JobDocument) -> None:
+    """Write ``stop: TEXT`` out as the list of one text it means."""
+    for name in ("stop", "bad_words"):
+        text = document.get(("sampling", name))
+        if isinstance(text, str):
+            document.data["sampling"][name] = [text]
+
+
+def _with_absolute_paths(spec: JobSpec, base_dir: Path) -> JobSpec:
+    inputs = tuple(_absolute(path, base_dir) for path in spec.input.paths)
+    prompt = spec.prompt
+    if prompt.chat_template not in ("auto", "none"):
+        values = {**prompt.__dict__, "chat_template": _absolute(prompt.chat_template, base_dir)}
+        prompt = PromptConfig(**values)
+    model = {
+        "name": _local_or_hub(spec.model.name, base_dir),
+        "tokenizer": spec.model.tokenizer and _local_or_hub(spec.model.tokenizer, base_dir),
+    }
+    return spec.model_copy(
+        update={
+            "model": spec.model.model_copy(update=model),
+            "input": spec.input.model_copy(update={"path": inputs}),
+            "prompt": prompt,
+            "output": spec.output.model_copy(
+                update={"path": _absolute(spec.output.path, base_dir)}
+            ),
+        }
+    )
+
+
+def _absolute(path: str, base_dir: Path) -> str:
+    """``path`` under ``base_dir``; where it is a glob, what comes from ``base_dir`` is literal."""
+    path = os.path.expanduser(path)
+    base = str(base_dir)
+    if os.path.isabs(path):
+        return os.path.normpath(path)
+    if glob.has_magic(path) and not os.path.lexists(os.path.join(base, path)):
+        base = glob.escape(base)
+    return os.path.normpath(os.path.join(base, path))
+
+
+def _local_or_hub(name: str, base_dir: Path) -> str:
+    """An absolute path where ``name`` is written as one or is a folder; else a hub id."""
+    path = os.path.normpath(os.path.join(base_dir, os.path.expanduser(name)))
+    written_as_path = name.startswith((".", "/", "~"))
+    return path if written_as_path or os.path.isdir(path) else name
+
+
+def _check_files(spec: JobSpec, document: JobDocument) -> None:
+    for path in spec.input.paths:
+        # A folder is searched to its depths: the next run would read what this one wrote.
+        if Path(spec.output.path).is_relative_to(path):
+            raise document.error(("output", "path"), f" is in the input's folder {printable(path)}")
+    template = spec.prompt.chat_template
+    if template not in ("auto", "none") and not os.path.isfile(template):
+        where = printable(template, 200)
+        raise document.error(("prompt", "chat_template"), f": there is no file {where}")
+
+
+def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:
+    if prompt.template is not None:
+        yield ("prompt", "template"), prompt.template
+    if prompt.system is not None:
+        yield ("prompt", "system"), prompt.system
+    for index, message in enumerate(prompt.messages or ()):
+        yield ("prompt", "messages", index, "content"), message["content"]
+
+
+def _check_templates(prompt: PromptConfig, document: JobDocument) -> None:
+    for path, template in _templates(prompt):
+        try:
+            compile_template(template, dotted(path))
+        except UsageError as error:
+            raise UsageError(f"{document.origin(path)}: {printable(str(error))}") from None

@@ -1,0 +1,88 @@
+"""The engine's loop: rows in as they are wanted, steps, finished rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event
+
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.request import Completion
+from batchinfer.errors import RowError
+from batchinfer.job.order import PromptRow
+from batchinfer.job.progress import Progress
+from batchinfer.job.rows import RequestMaker
+from batchinfer.job.stats import StepRow, StepSampler
+from batchinfer.job.threads import Ahead, Behind
+
+_WAIT_S = 0.1  # for rows, before looking whether to stop
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What one turn of the loop hands to the writing thread."""
+
+    rows: list[tuple[PromptRow, Completion | None]]
+    steps: list[StepRow]
+
+
+@dataclass
+class EngineLoop:
+    """Keeps the engine fed until every row is finished."""
+
+    engine: Engine
+    requests: RequestMaker
+    sampler: StepSampler
+    device_bytes: Callable[[], int]
+    progress: Progress
+    stop: Event
+    max_waiting: int
+    """Rows queued in the engine, so that it can look ahead; the others wait outside it."""
+
+    def __post_init__(self) -> None:
+        self._in_flight: dict[int, PromptRow] = {}
+
+    def run(self, rows: Ahead[list[PromptRow]], writer: Behind[Finished]) -> bool:
+        """Run ``rows`` until they are all finished, or until asked to stop.
+
+        Returns:
+            Whether all rows are finished and handed to ``writer``.
+        """
+        complete = False
+        while not complete and not self.stop.is_set():
+            failed = self._feed(rows)
+            if self.engine.num_unfinished or failed:
+                writer.put(self._step(failed))
+            else:
+                complete = rows.exhausted
+        writer.put(Finished([], self.sampler.rest(self.device_bytes())))
+        return complete
+
+    def _feed(self, rows: Ahead[list[PromptRow]]) -> list[PromptRow]:
+        """Queue rows in the engine; give back those that cannot run."""
+        failed: list[PromptRow] = []
+        while self.engine.num_waiting < self.max_waiting:
+            idle = not self.engine.num_unfinished and not failed
+            batch = rows.take(_WAIT_S if idle else 0)
+            if batch is None:
+                break
+            for row in batch:
+                if isinstance(row.prompt, RowError):
+                    failed.append(row)
+                else:
+                    self._in_flight[row.row_id] = row
+                    self.engine.add_request(self.requests.make(row.row_id, row.prompt))
+        return failed
+
+    def _step(self, failed: list[PromptRow]) -> Finished:
+        done: list[tuple[PromptRow, Completion | None]] = [(row, None) for row in failed]
+        if not self.engine.num_unfinished:
+            self.progress.update(len(done), 0, None)
+            return Finished(done, [])
+        outcome = self.engine.step()
+        done += [(self._in_flight.pop(c.request.row_id), c) for c in outcome.completions]
+        tokens = sum(completion.stats.output_tokens for completion in outcome.completions)
+        self.progress.update(len(done), tokens, outcome.stats)
+        if outcome.stats is None:
+            return Finished(done, [])
+        return Finished(done, self.sampler.take(outcome.stats, self.device_bytes()))

@@ -1,0 +1,114 @@
+"""What an output directory was planned for; a run that plans something else must not add to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.errors import DataError, LockedError
+from batchinfer.job.fingerprint import differing_keys
+from batchinfer.job.messages import listed, shown
+from batchinfer.job.source import InputFile
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file of the output, and the rows of the input it answers."""
+
+    index: int
+    rows: range
+
+    @property
+    def name(self) -> str:
+        """Name of the part's file, without its suffix."""
+        return f"part-{self.index:05d}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The plan of a job, written once and never changed."""
+
+    fingerprint: str
+    job: Mapping[str, Any]
+    """What the fingerprint was made from: ``fingerprint_facts``."""
+    inputs: tuple[InputFile, ...]
+    num_rows: int
+    rows_per_part: int
+
+    def parts(self) -> list[Part]:
+        """All parts in order; an empty dataset has one without rows."""
+        starts = range(0, self.num_rows, self.rows_per_part) or [0]
+        return [
+            Part(index, range(start, min(start + self.rows_per_part, self.num_rows)))
+            for index, start in enumerate(starts)
+        ]
+
+    def to_json(self) -> bytes:
+        """The manifest as it is stored."""
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False).encode()
+
+    def check_same_job(self, other: Manifest, output: str) -> None:
+        """Check that ``other`` plans the same work.
+
+        Raises:
+            LockedError: the job differs; names the keys.
+            DataError: an input file differs; names it.
+        """
+        if self.fingerprint != other.fingerprint:
+            raise LockedError(
+                f"{output} holds the output of another job. What differs: "
+                f"{_changes(self.job, other.job)}",
+                hint="use --output for another directory, or --overwrite to start over",
+            )
+        for problem in _changed_files(self.inputs, other.inputs):
+            raise DataError(
+                f"the input has changed since this output was begun: {problem}",
+                hint="put the input back, use --output for another directory, or --overwrite",
+            )
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest stored at ``path``.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        fields = json.loads(path.read_bytes())
+        fields["inputs"] = tuple(InputFile(**file) for file in fields["inputs"])
+        return Manifest(**fields)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise DataError(
+            f"{path} is damaged ({type(error).__name__})",
+            hint="use --overwrite to start over, or --output for another directory",
+        ) from error
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    keys = differing_keys(old, new)
+    if len(keys) > 1:
+        return listed(keys)
+    return ", ".join(f"{key} was {_at(old, key)}, is {_at(new, key)}" for key in keys)
+
+
+def _at(facts: Mapping[str, Any], key: str) -> str:
+    value: Any = facts
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return shown(value)
+
+
+def _changed_files(old: Sequence[InputFile], new: Sequence[InputFile]) -> Iterator[str]:
+    now = {file.path: file for file in new}
+    for file in old:
+        if file.path not in now:
+            yield f"{file.path} is gone"
+        elif now[file.path] != file:
+            yield f"{file.path} was written again"
+    before = {file.path for file in old}
+    yield from (f"{file.path} is new" for file in new if file.path not in before)
+    if [file.path for file in old] != [file.path for file in new]:
+        yield "its files are in another order"

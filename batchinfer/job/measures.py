@@ -1,0 +1,133 @@
+"""The contract's measures of tokens, throughput and the KV pool, from what steps and rows took.
+
+Means are over the steps for which a measure is defined, weighted by their time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.engine.request import RequestStats
+from batchinfer.engine.stats import StepStats
+
+Float = npt.NDArray[np.float64]
+Measures = dict[str, dict[str, float]]
+
+STEP_COLUMNS = (
+    "step_ms",
+    "kv_blocks_total",
+    "kv_blocks_used",
+    "kv_waste",
+    "kv_logical_blocks",
+    "kv_tokens_logical",
+    "contiguous_blocks",
+    "cow_copies",
+)
+"""Columns of ``steps`` that measures are made of."""
+
+
+def measures(
+    steps: Mapping[str, Float],
+    block_size: Float,
+    requests: Mapping[str, float],
+    num_rows: int,
+    seconds: float,
+) -> Measures:
+    """``tokens``, ``throughput`` and ``kv`` of ``summary.json``.
+
+    Args:
+        steps: ``STEP_COLUMNS`` by name, a value for each step.
+        block_size: tokens per block, of each step.
+        requests: sums of the columns of ``requests``.
+        num_rows: rows finished.
+        seconds: time the engine ran.
+    """
+    prompt, cached, output = (
+        requests[name] for name in ("prompt_tokens", "cached_tokens", "output_tokens")
+    )
+    per_second = 1 / seconds if seconds else 0.0
+    return {
+        "tokens": {
+            "prompt": prompt,
+            "prompt_computed": prompt - cached,
+            "prompt_cached": cached,
+            "recomputed": requests["recomputed_tokens"],
+            "output": output,
+        },
+        "throughput": {
+            "output_tokens_per_s": output * per_second,
+            "total_tokens_per_s": (prompt + output) * per_second,
+            "rows_per_s": num_rows * per_second,
+        },
+        "kv": {
+            **_pool(steps, block_size),
+            "prefix_hit_rate": cached / prompt if prompt else 0.0,
+            "preemptions": requests["preemptions"],
+            "swapped_blocks": requests["swapped_blocks"],
+        },
+    }
+
+
+class Measured:
+    """Collects steps and rows in memory, for callers that keep no files.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.seconds = 0.0
+        """Time the engine ran; whoever runs it adds to this."""
+        self._block_size = block_size
+        self._steps: dict[str, list[float]] = {name: [] for name in STEP_COLUMNS}
+        self._requests = Counter(asdict(RequestStats()))
+        self._num_rows = 0
+
+    def add(self, step: StepStats | None, rows: Sequence[RequestStats]) -> None:
+        """Take a step and the rows it finished."""
+        if step is not None:
+            for name, values in self._steps.items():
+                values.append(getattr(step, name))
+        for row in rows:
+            self._requests.update(asdict(row))
+        self._num_rows += len(rows)
+
+    def measures(self) -> Measures:
+        """``tokens``, ``throughput`` and ``kv`` of all that was taken."""
+        steps = {name: np.asarray(values, np.float64) for name, values in self._steps.items()}
+        block_size = np.full(len(steps["step_ms"]), float(self._block_size))
+        return measures(steps, block_size, self._requests, self._num_rows, self.seconds)
+
+
+def _pool(steps: Mapping[str, Float], block_size: Float) -> dict[str, float]:
+    total, used, logical = (
+        steps[name] for name in ("kv_blocks_total", "kv_blocks_used", "kv_logical_blocks")
+    )
+    contiguous = steps["contiguous_blocks"] * block_size
+    weights = steps["step_ms"]
+    return {
+        "peak_used_blocks": int(used.max(initial=0)),
+        "mean_utilization": _mean(_ratio(used, total), weights, total),
+        "peak_utilization": float(_ratio(used, total).max(initial=0)),
+        "mean_waste": _mean(steps["kv_waste"], weights, used),
+        "contiguous_waste": _mean(
+            1 - _ratio(steps["kv_tokens_logical"], contiguous), weights, contiguous
+        ),
+        "sharing_saving": _mean(1 - _ratio(used, logical), weights, logical),
+        "cow_copies": int(steps["cow_copies"].sum()),
+    }
+
+
+def _ratio(part: Float, whole: Float) -> Float:
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
+
+
+def _mean(values: Float, weights: Float, defined_by: Float) -> float:
+    """Weighted mean of the values whose ``defined_by`` is over 0; 0 if there are none."""
+    weights = np.where(defined_by > 0, weights, 0.0)
+    return float(values @ weights / weights.sum()) if weights.any() else 0.0

@@ -1,0 +1,49 @@
+"""What tells one model folder from another: read from its files, without loading them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from batchinfer.errors import ModelError
+from batchinfer.job.spec import ModelSpec
+
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_MAX_HEADER = 100 << 20  # the safetensors format's own limit
+
+
+def model_facts(model: ModelSpec) -> dict[str, Any]:
+    """Facts that differ where the outputs of two models may, as JSON data.
+
+    A folder: size and safetensors header of each weight file, and the hash of each configuration
+    and tokenizer file. A hub id: its name and revision as written.
+
+    Raises:
+        ModelError: a file in the folder cannot be read.
+    """
+    facts = {"model": _facts_of(model.name, model.revision)}
+    if model.tokenizer is not None:
+        facts["tokenizer"] = _facts_of(model.tokenizer, None)
+    return facts
+
+
+def _facts_of(name: str, revision: str | None) -> dict[str, Any]:
+    folder = Path(name)
+    if not folder.is_dir():
+        return {"name": name, "revision": revision}
+    try:
+        weights = {path.name: _weight_facts(path) for path in sorted(folder.glob("*.safetensors"))}
+        small = sorted(path for pattern in _SMALL_FILES for path in folder.glob(pattern))
+        hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in small}
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return {**weights, **hashes}
+
+
+def _weight_facts(path: Path) -> list[int | str]:
+    """Size of the file and hash of its header, which names the tensors and their places."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, _MAX_HEADER))
+    return [path.stat().st_size, hashlib.sha256(header).hexdigest()]

@@ -1,0 +1,88 @@
+"""From the dataset to prompts, in the order they should run."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import RowError
+from batchinfer.job.columns import python_rows
+from batchinfer.job.manifest import Part
+from batchinfer.job.source import BATCH_ROWS, Source
+from batchinfer.text.prompts import Prompt, PromptBuilder
+from batchinfer.text.sources import make_source, require_column
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A row of the input, ready for the engine, or why it can never be."""
+
+    row_id: int
+    prompt: Prompt | RowError
+
+
+def check_prompt_source(config: PromptConfig, columns: Sequence[str]) -> None:
+    """Check what can be checked of ``config`` before there is a tokenizer.
+
+    Args:
+        config: the job file's ``prompt``.
+        columns: names of the data's columns.
+
+    Raises:
+        UsageError: it reads a column that is not there, or names no source where none is usual.
+        DataError: the column it names is not there.
+    """
+    if config.token_ids_column is not None:
+        require_column(config.token_ids_column, "prompt.token_ids_column", columns)
+    else:
+        make_source(config, columns)
+
+
+def prompt_rows(
+    source: Source, parts: Sequence[Part], builder: PromptBuilder
+) -> Iterator[list[PromptRow]]:
+    """Prompts of the rows of ``parts``, in input order, a batch at a time."""
+    for first_row, batch in source.scan(builder.columns, [part.rows for part in parts]):
+        prompts = builder.build(python_rows(batch))
+        yield [PromptRow(row_id, prompt) for row_id, prompt in enumerate(prompts, first_row)]
+
+
+def without_text(batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
+    """Drop the prompts' text, which else stays in memory until its row is finished."""
+    for rows in batches:
+        yield [
+            row
+            if isinstance(row.prompt, RowError)
+            else replace(row, prompt=replace(row.prompt, text=None))
+            for row in rows
+        ]
+
+
+def by_prefix(
+    batches: Iterator[list[PromptRow]], parts: Sequence[Part], window_rows: int
+) -> Iterator[list[PromptRow]]:
+    """Reorder rows by their token ids, so that rows with a common prefix run side by side.
+
+    Args:
+        batches: rows in input order.
+        parts: the parts they belong to, in order.
+        window_rows: rows are reordered among about so many, always whole parts: the parts of one
+            window are all finished before much of the next has run.
+    """
+    per_window = max(1, window_rows // max(1, len(parts[0].rows)))
+    window_starts = [part.rows.start for part in parts[::per_window]]
+    windows = groupby(batches, key=lambda rows: bisect_right(window_starts, rows[0].row_id))
+    for _, window in windows:
+        rows = sorted(chain.from_iterable(window), key=_prefix_key)
+        for start in range(0, len(rows), BATCH_ROWS):
+            yield rows[start : start + BATCH_ROWS]
+
+
+def _prefix_key(row: PromptRow) -> bytes:
+    """Bytes that compare as the token ids do; rows that cannot run come first."""
+    if isinstance(row.prompt, RowError):
+        return b""
+    return bytes(row.prompt.token_ids.astype(">u4"))

@@ -1,0 +1,188 @@
+"""What the user sees: a bar or a line now and then while a job runs, a few lines at its end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from batchinfer.engine.stats import StepStats
+from batchinfer.job.messages import printable
+
+LINE_EVERY_S = 30.0
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows [{elapsed}<{remaining}{postfix}]"
+
+
+class Progress(Protocol):
+    """Told what each step finished."""
+
+    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
+        """Take the rows and output tokens a step finished, and how it filled the pool."""
+        ...
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+        ...
+
+
+def make_progress(total: int, *, quiet: bool) -> Progress:
+    """A bar on a terminal, lines elsewhere, nothing if ``quiet``; all to stderr.
+
+    Args:
+        total: rows to run.
+        quiet: show nothing.
+    """
+    if quiet or sys.stderr is None:
+        return _Silence()
+    if sys.stderr.isatty():
+        return _Bar(total)
+    return Lines(total)
+
+
+def say(text: str, *, to_stderr: bool = False) -> None:
+    """Print a line; whoever closed the stream has read enough."""
+    name = "stderr" if to_stderr else "stdout"
+    try:
+        print(text, file=getattr(sys, name), flush=True)
+    except (OSError, ValueError):
+        setattr(sys, name, None)  # Python flushes once more at exit; give it nothing to fail on
+
+
+class _Silence:
+    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Counter:
+    """Rows and tokens so far, and the pool as it is."""
+
+    def __init__(self, total: int, clock: Callable[[], float]) -> None:
+        self.total = total
+        self.rows = 0
+        self.tokens = 0
+        self.pool = 0.0
+        self._clock = clock
+        self._began = clock()
+
+    def add(self, rows: int, tokens: int, stats: StepStats | None) -> None:
+        self.rows += rows
+        self.tokens += tokens
+        if stats is not None:
+            self.pool = stats.kv_blocks_used / stats.kv_blocks_total
+
+    @property
+    def elapsed_s(self) -> float:
+        return max(self._clock() - self._began, 1e-9)
+
+    @property
+    def rates(self) -> str:
+        return f"{self.tokens / self.elapsed_s:,.0f} tokens/s, pool {self.pool:.0%}"
+
+
+class _Bar:
+    def __init__(self, total: int) -> None:
+        self._counter = _Counter(total, time.monotonic)
+        self._bar = tqdm(total=total, desc="batchinfer", bar_format=_BAR, dynamic_ncols=True)
+
+    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
+        self._counter.add(rows, tokens, stats)
+        self._bar.set_postfix_str(self._counter.rates, refresh=False)
+        self._bar.update(rows)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class Lines:
+    """A plain line every ``LINE_EVERY_S`` seconds.
+
+    Args:
+        total: rows to run.
+        clock: seconds.
+        write: takes a line.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], None] = lambda line: say(line, to_stderr=True),
+    ) -> None:
+        self._counter = _Counter(total, clock)
+        self._write = write
+        self._next_s = LINE_EVERY_S
+
+    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
+        """See ``Progress``."""
+        counter = self._counter
+        counter.add(rows, tokens, stats)
+        elapsed = counter.elapsed_s
+        if elapsed >= self._next_s:
+            self._next_s = elapsed + LINE_EVERY_S
+            left = elapsed / counter.rows * (counter.total - counter.rows) if counter.rows else None
+            self._write(
+                f"{counter.rows:,} of {counter.total:,} rows, {counter.rates}, "
+                f"about {_duration(left)} left"
+            )
+
+    def close(self) -> None:
+        """See ``Progress``."""
+
+
+def summary_lines(summary: dict[str, Any], output: Path) -> list[str]:
+    """The end of a job in a few lines, from its ``summary.json``."""
+    rows, tokens, kv = (summary[key] for key in ("rows", "tokens", "kv"))
+    time_s, rates = summary["time_s"], summary["throughput"]
+    lines = [
+        f"rows     {rows['ok']:,} ok, {rows['error']:,} failed, in {_duration(time_s['total'])} "
+        f"({_duration(time_s['load'])} to load)"
+    ]
+    if rows["error_codes"]:
+        lines.append(f"errors   {_counts(rows['error_codes'])}")
+    if rows["control_text"]:
+        lines.append(f"note     {rows['control_text']:,} rows hold control tokens as plain text")
+    lines.append(
+        f"tokens   {tokens['output']:,} out, {rates['output_tokens_per_s']:,.0f} per second"
+    )
+    if "num_blocks" in kv:
+        lines += [
+            f"pool     {kv['num_blocks']:,} blocks of {kv['block_size']} tokens, "
+            f"{kv['mean_utilization']:.1%} used on average, {kv['peak_utilization']:.1%} at most",
+            f"waste    {kv['mean_waste']:.1%} of the used blocks "
+            f"(reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
+            f"sharing  saved {kv['sharing_saving']:.1%} of the blocks; "
+            f"{kv['prefix_hit_rate']:.1%} of the prompt tokens were there already",
+        ]
+    where = printable(str(output))
+    return [*lines, f"files    {where}: data/, stats/, summary.json"]
+
+
+def _counts(codes: dict[str, int]) -> str:
+    return ", ".join(f"{code} {count:,}" for code, count in codes.items())
+
+
+def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: Path) -> str:
+    """Why the job did not succeed, and what to do."""
+    return (
+        f"{rows['error']:,} of {rows['total']:,} rows failed, more than errors.max_error_rate "
+        f"{max_error_rate:g} allows: {_counts(rows['error_codes'])}\n"
+        f"all rows are written to {printable(str(output))}; see their error column. There is no "
+        "_SUCCESS; to accept them, raise errors.max_error_rate and run again"
+    )
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "an unknown time"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -1,0 +1,148 @@
+"""A row's way to the engine and back: prompt to request, completion to output columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.request import Completion, Request, RequestStats, SampleOutput
+from batchinfer.errors import RowError
+from batchinfer.job.order import PromptRow
+from batchinfer.protocols import StopChecker
+from batchinfer.text.prompts import Prompt
+from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
+from batchinfer.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """A row that is done, in the terms of the output."""
+
+    values: dict[str, Any]
+    """Generated columns by name."""
+    stats: RequestStats | None
+    """None where the row never reached the engine."""
+    has_control_text: bool
+
+
+class RequestMaker:
+    """Makes the requests of a job, whose rows share one set of sampling parameters."""
+
+    def __init__(
+        self, params: SamplingParams, tokenizer: Tokenizer, eos_token_ids: frozenset[int]
+    ) -> None:
+        assert params.seed is not None, "a job has a seed"
+        self._params = params
+        self._seed = params.seed
+        self._eos_token_ids = eos_token_ids
+        self._bad_words = bad_words_token_ids(tokenizer, params.bad_words)
+        self._make_stop_checker: Callable[[], StopChecker] | None = None
+        if params.stop:
+            self._make_stop_checker = make_stop_checker_factory(tokenizer, params)
+
+    def make(self, row_id: int, prompt: Prompt) -> Request:
+        """The request of a row; its random numbers depend on the job's seed and the row id."""
+        return Request(
+            row_id=row_id,
+            prompt_token_ids=prompt.token_ids,
+            params=self._params,
+            rng_key=(self._seed, row_id),
+            eos_token_ids=self._eos_token_ids,
+            bad_words_token_ids=self._bad_words,
+            make_stop_checker=self._make_stop_checker,
+        )
+
+
+class RowFinisher:
+    """Turns what the engine gave back into output columns.
+
+    Args:
+        params: the job's sampling parameters.
+        tokenizer: makes text of token ids.
+        include: what ``output.include`` names.
+    """
+
+    def __init__(
+        self, params: SamplingParams, tokenizer: Tokenizer, include: Collection[str]
+    ) -> None:
+        self._params = params
+        self._tokenizer = tokenizer
+        self._include = include
+
+    def finish(self, row: PromptRow, completion: Completion | None) -> FinishedRow:
+        """The finished row; no completion for a row that failed before the engine."""
+        if isinstance(row.prompt, RowError):
+            return FinishedRow(_error_values(row.row_id, row.prompt), None, False)
+        assert completion is not None
+        prompt, outputs = row.prompt, [self._output(sample) for sample in completion.outputs]
+        failed = completion.error_code is not None
+        values = {
+            "row_id": row.row_id,
+            "generated_text": None if failed else outputs[0]["text"],
+            "outputs": outputs,
+            "num_prompt_tokens": len(prompt.token_ids),
+            "num_output_tokens": sum(output["num_tokens"] for output in outputs),
+            "truncated": prompt.truncated,
+            "status": "error" if failed else "ok",
+            "error": _error(completion.error_code, completion.error_message) if failed else None,
+        }
+        if "prompt" in self._include:
+            values["prompt"] = prompt.text
+        return FinishedRow(values, completion.stats, prompt.has_control_text)
+
+    def _output(self, sample: SampleOutput) -> dict[str, Any]:
+        stopped_by_token = sample.finish_reason == "stop" and sample.stop_match is None
+        text = output_text(
+            self._tokenizer,
+            sample.token_ids,
+            sample.stop_match,
+            skip_special_tokens=self._params.skip_special_tokens,
+            drop_last_token=stopped_by_token and not self._params.include_stop_str_in_output,
+        )
+        output = {
+            "index": sample.index,
+            "text": text,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": None if sample.stop_reason is None else str(sample.stop_reason),
+            "num_tokens": len(sample.token_ids),
+            "cumulative_logprob": sample.cumulative_logprob,
+        }
+        if "token_ids" in self._include:
+            output["token_ids"] = sample.token_ids
+        if "logprobs" in self._include:
+            output["logprobs"] = _logprobs(sample)
+        return output
+
+
+def _logprobs(sample: SampleOutput) -> list[dict[str, Any]] | None:
+    if sample.logprobs is None:
+        return None
+    return [
+        {
+            "token_id": token.token_id,
+            "logprob": token.logprob,
+            "rank": token.rank,
+            "top": [{"token_id": token_id, "logprob": value} for token_id, value in token.top],
+        }
+        for token in sample.logprobs
+    ]
+
+
+def _error_values(row_id: int, error: RowError) -> dict[str, Any]:
+    """Columns of a row without a prompt: its token count is not known."""
+    return {
+        "row_id": row_id,
+        "generated_text": None,
+        "outputs": [],
+        "num_prompt_tokens": None,
+        "num_output_tokens": 0,
+        "truncated": False,
+        "status": "error",
+        "error": _error(error.code, error.message),
+    }
+
+
+def _error(code: str | None, message: str | None) -> dict[str, str | None]:
+    return {"code": code, "message": message}

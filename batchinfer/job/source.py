@@ -1,0 +1,257 @@
+"""The prompt dataset: local Parquet files read in order as one table, in bounded memory."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.errors import DataError, NotYetError, UsageError
+from batchinfer.job.messages import listed, printable
+
+BATCH_ROWS = 1024
+"""Most rows read at a time."""
+_READ_BUFFER = 1 << 20
+_MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PAR1"
+_READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)  # the last: column names
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file of the dataset, as it was when it was planned."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    num_rows: int
+    footer_sha256: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a dataset, read one after the other."""
+
+    files: tuple[InputFile, ...]
+    schema: pa.Schema
+    num_rows: int
+    """Rows selected: all, or ``limit``."""
+
+    def require(self, columns: Iterable[str], key: str) -> None:
+        """Check that the dataset has ``columns``, which ``key`` of the job file asks for.
+
+        Raises:
+            DataError: naming the missing column and the columns there are.
+        """
+        for name in columns:
+            if name not in self.schema.names:
+                raise DataError(
+                    f"{key}: {self.files[0].path} has no column {name!r}",
+                    hint=printable(f"its columns are: {listed(self.schema.names)}"),
+                )
+
+    def scan(
+        self, columns: Sequence[str], ranges: Iterable[range]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Read ``columns`` of the rows in ``ranges``, once through the files.
+
+        Args:
+            columns: names of top-level columns; batches have them in this order.
+            ranges: row ids to read, ascending and disjoint.
+
+        Yields:
+            The row id of a batch's first row, and the batch: at most ``BATCH_ROWS`` rows, all
+            of one range.
+
+        Raises:
+            DataError: naming the file and the row group that cannot be read.
+        """
+        wanted = deque(rows for rows in ranges if len(rows))
+        first_rows = accumulate((file.num_rows for file in self.files), initial=0)
+        for file, first_row in zip(self.files, first_rows, strict=False):
+            if not wanted:
+                return
+            if wanted[0].start < first_row + file.num_rows:
+                yield from _scan_file(file, first_row, columns, wanted)
+
+
+def open_source(path: str | Sequence[str], limit: int | None = None) -> Source:
+    """Find the files behind ``path`` and check that they can be read together.
+
+    Args:
+        path: a file, a glob, a directory (searched for ``*.parquet``), or a list of these.
+        limit: use only this many rows.
+
+    Raises:
+        DataError: no file, a file that is not readable Parquet, or files of different schemas.
+        NotYetError: a remote path, or a column of sampling parameters.
+    """
+    files: list[InputFile] = []
+    schema: pa.Schema | None = None
+    for name in find_files(path):
+        file, file_schema = _read_footer(name)
+        if schema is None:
+            _check_names(file.path, file_schema)
+            schema = file_schema
+        _check_same_schema(files[0] if files else file, schema, file, file_schema)
+        files.append(file)
+    assert schema is not None
+    total = sum(file.num_rows for file in files)
+    return Source(tuple(files), schema, total if limit is None else min(total, limit))
+
+
+def find_files(path: str | Sequence[str]) -> list[Path]:
+    """Files meant by ``path``: entries in the order given, globs and directories in path order.
+
+    In directories, which are searched with their subdirectories, and in globs, names that begin
+    with ``.`` or ``_`` are passed over.
+
+    Raises:
+        DataError: an entry that matches no file.
+        UsageError: a file named twice.
+    """
+    entries = [path] if isinstance(path, str) else list(path)
+    found = [file for entry in entries for file in _expand(entry)]
+    for file, times in Counter(found).items():
+        if times > 1:
+            raise UsageError(f"input.path names {file} {times} times")
+    return found
+
+
+def _expand(entry: str) -> list[Path]:
+    if "://" in entry:
+        raise NotYetError(f"input.path: {entry} (remote files)")
+    path = Path(entry)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = _below(path)
+    elif glob.has_magic(entry):
+        matches = [Path(match) for match in glob.glob(entry, recursive=True)]
+        visible = [match for match in matches if not match.name.startswith((".", "_"))]
+        found = [f for m in visible for f in (_below(m) if m.is_dir() else [m])]
+    else:
+        raise DataError(f"input.path: {entry} does not exist")
+    if not found:
+        raise DataError(f"input.path: no Parquet file in {entry}")
+    return sorted(set(found))
+
+
+def _below(directory: Path) -> list[Path]:
+    return [
+        file
+        for file in directory.rglob("*.parquet")
+        if not any(part.startswith((".", "_")) for part in file.relative_to(directory).parts)
+    ]
+
+
+def _read_footer(path: Path) -> tuple[InputFile, pa.Schema]:
+    try:
+        stat = path.stat()
+        if stat.st_size == 0:
+            raise DataError(f"{path} is empty (0 bytes), not a Parquet file")
+        with _open(str(path)) as reader:
+            num_rows, schema = reader.metadata.num_rows, reader.schema_arrow
+        digest = hashlib.sha256(_footer(path, stat.st_size)).hexdigest()
+    except _READ_ERRORS as error:
+        raise DataError(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
+    return InputFile(str(path), stat.st_size, stat.st_mtime_ns, num_rows, digest), schema
+
+
+def _footer(path: Path, size: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(size - _MAGIC_BYTES)
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(max(0, size - _MAGIC_BYTES - length))
+        return file.read(length)
+
+
+def _open(path: str) -> pq.ParquetFile:
+    return pq.ParquetFile(path, buffer_size=_READ_BUFFER, page_checksum_verification=True)
+
+
+def _scan_file(
+    file: InputFile, first_row: int, columns: Sequence[str], wanted: deque[range]
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    group, row = 0, first_row
+    try:
+        _check_unchanged(file)
+        with _open(file.path) as reader:
+            for group in range(reader.num_row_groups):
+                stop = row + reader.metadata.row_group(group).num_rows
+                if wanted and wanted[0].start < stop:
+                    for batch in reader.iter_batches(
+                        BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
+                    ):
+                        yield from _cut(batch.select(columns), row, wanted)
+                        row += len(batch)
+                        if not wanted or wanted[0].start >= stop:
+                            break
+                    else:
+                        _check_complete(row, stop)
+                row = stop
+    except _READ_ERRORS as error:
+        raise DataError(
+            f"{file.path}: row group {group} cannot be read: {_first_line(error)}",
+            hint="the file is damaged or has changed; write it again, or leave it out",
+        ) from error
+
+
+def _check_unchanged(file: InputFile) -> None:
+    stat = Path(file.path).stat()
+    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise DataError(f"{file.path} was changed while the job ran", hint="run it again")
+
+
+def _check_complete(row: int, stop: int) -> None:
+    if row != stop:
+        raise OSError(f"it should have {stop - row} more rows")
+
+
+def _cut(
+    batch: pa.RecordBatch, row: int, wanted: deque[range]
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield what ``wanted`` asks of a batch that begins at ``row``; drop ranges it completes."""
+    stop = row + len(batch)
+    while wanted and wanted[0].start < stop:
+        rows = range(max(wanted[0].start, row), min(wanted[0].stop, stop))
+        if rows:
+            yield rows.start, batch.slice(rows.start - row, len(rows))
+        if wanted[0].stop > stop:
+            return
+        wanted.popleft()
+
+
+def _check_names(path: str, schema: pa.Schema) -> None:
+    for name in schema.names:
+        if schema.names.count(name) > 1:
+            raise DataError(f"{path} has more than one column named {name!r}")
+    if "sampling_params" in schema.names:
+        raise NotYetError(f"a column named sampling_params ({path})")
+
+
+def _check_same_schema(
+    first: InputFile, first_schema: pa.Schema, file: InputFile, schema: pa.Schema
+) -> None:
+    for name in dict.fromkeys([*first_schema.names, *schema.names]):
+        here, there = (_type_of(s, name) for s in (first_schema, schema))
+        if here != there:
+            raise DataError(
+                f"input files differ in column {name!r}:\n"
+                f"  {first.path}: {here or 'no such column'}\n"
+                f"  {file.path}: {there or 'no such column'}"
+            )
+
+
+def _type_of(schema: pa.Schema, name: str) -> pa.DataType | None:
+    return schema.field(name).type if name in schema.names else None
+
+
+def _first_line(error: BaseException) -> str:
+    return printable((str(error).splitlines() or [type(error).__name__])[0])

@@ -1,0 +1,220 @@
+"""The job file as frozen records: what every key is called, means and may be.
+
+These check single values. ``batchinfer.job.load`` reads a file into them (lines, variables,
+presets, paths); ``batchinfer.job.schema`` describes them to editors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_PLANNED_STORES = ("s3", "gs", "hf")
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _refuse_not_yet(asked: Mapping[str, bool]) -> None:
+    """Raise for the first key that is asked for and not built."""
+    for key, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(f"not yet: {key} is not supported by this version")
+
+
+def _check_local(key: str, path: str) -> None:
+    """Raise where ``path`` is empty, a URL, or holds what no file system takes."""
+    if not path or "\0" in path:
+        raise ValueError(f"{key} must be a path, not {path!r}")
+    match = _URL.match(path)
+    if match is None:
+        return
+    if match.group(1) in _PLANNED_STORES:
+        _refuse_not_yet({f"{key}: {match.group()}": True})
+    raise ValueError(f"{key}: {match.group()} is not a place this version can use; give a path")
+
+
+class _Section(BaseModel):
+    """Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSpec(_Section):
+    """The model and how its weights are loaded."""
+
+    name: Text
+    """Hub id or local directory; safetensors only."""
+    revision: Text | None = None
+    """Branch, tag or commit on the hub."""
+    tokenizer: Text | None = None
+    """Hub id or local directory; null: the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: what the checkpoint says."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Most tokens of prompt and output together; null: what the model's config allows."""
+    quantization: Text | None = None
+    """Not yet."""
+    adapters: Mapping[str, str] = {}
+    """Name and path of LoRA adapters. Not yet."""
+    trust_remote_code: bool = False
+    """Run code from the model folder. Not yet."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_not_yet(
+            {
+                "model.quantization": self.quantization is not None,
+                "model.adapters": bool(self.adapters),
+                "model.trust_remote_code": self.trust_remote_code,
+            }
+        )
+        _check_local("model.name", self.name)
+        if self.tokenizer is not None:
+            _check_local("model.tokenizer", self.tokenizer)
+        return self
+
+
+class InputSpec(_Section):
+    """The rows to run."""
+
+    path: str | tuple[str, ...]
+    """File, list of files, glob or directory; globs and directories in path order. As loaded:
+    absolute; a path that exists is itself, otherwise it is a glob."""
+    format: Literal["auto", "parquet", "jsonl", "openai-batch"] = "auto"
+    """auto: by the files' names. jsonl and openai-batch: not yet."""
+    id_column: Text | None = None
+    """A column that identifies rows; its values must differ."""
+    filter: Text | None = None
+    """Condition on the rows, pushed down to the Parquet reader. Not yet."""
+    keep_columns: Literal["*"] | tuple[Text, ...] = "*"
+    """Input columns to copy to the output; "*": all."""
+    limit: int | None = Field(default=None, ge=0)
+    """Run this many rows from the start."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_not_yet(
+            {
+                f"input.format: {self.format}": self.format not in ("auto", "parquet"),
+                "input.filter": self.filter is not None,
+            }
+        )
+        if not self.paths:
+            raise ValueError("path is an empty list; name at least one file")
+        for path in self.paths:
+            _check_local("input.path", path)
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """``path`` as a tuple, however it was written."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+
+class OutputSpec(_Section):
+    """Where the answers go and what comes with them."""
+
+    path: Text
+    """Directory for the output."""
+    format: Literal["parquet", "openai-batch"] = "parquet"
+    """openai-batch: not yet."""
+    rows_per_part: int = Field(default=4096, ge=1)
+    """Rows in one output file."""
+    if_exists: Literal["resume", "error", "overwrite"] = "resume"
+    """What to do when the directory holds output already."""
+    explode: bool = False
+    """One output row per sample. Not yet."""
+    include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
+    """More to write for each row. prompt_logprobs: not yet."""
+    rename: Mapping[str, Text] = {}
+    """Input column: its name in the output, where it collides with an output column."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_not_yet(
+            {
+                f"output.format: {self.format}": self.format != "parquet",
+                "output.explode": self.explode,
+                "output.include: prompt_logprobs": "prompt_logprobs" in self.include,
+            }
+        )
+        _check_local("output.path", self.path)
+        if len(set(self.include)) < len(self.include):
+            raise ValueError("include names something twice")
+        if len(set(self.rename.values())) < len(self.rename):
+            raise ValueError("rename gives two columns the same name")
+        return self
+
+
+class ErrorsSpec(_Section):
+    """How many bad rows are too many."""
+
+    max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Share of rows that may end in an error; more: the job ends with exit code 3."""
+
+
+class StatsSpec(_Section):
+    """What is recorded about the run."""
+
+    every_steps: int = Field(default=1, ge=1)
+    """Write every so manieth engine step to stats/steps.parquet."""
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """A job can be repeated: its seed is 0 where none is given."""
+    return params if params.seed is not None else replace(params, seed=0)
+
+
+def _check_messages(prompt: PromptConfig) -> PromptConfig:
+    for message in prompt.messages or ():
+        if set(message) != {"role", "content"}:
+            raise ValueError("messages: each needs a role and a content, and nothing else")
+    return prompt
+
+
+class JobSpec(_Section):
+    """A batchinfer job."""
+
+    version: int = Field(default=1, ge=1, le=1)
+    """Version of the job-file format."""
+    name: str = ""
+    """What the job is called; default: the file's name. May use {{ vars }}."""
+    task: Literal["generate", "score"] = "generate"
+    """score: not yet."""
+    vars: Mapping[str, str | None] = {}
+    """Texts for {{ }} in name and paths; null: must be given with --var."""
+    model: ModelSpec
+    input: InputSpec
+    prompt: Annotated[PromptConfig, AfterValidator(_check_messages)] = PromptConfig()
+    sampling: Annotated[SamplingParams, AfterValidator(_seeded)]
+    accept: Mapping[str, Any] | None = None
+    """Which samples to keep. Not yet."""
+    score: Mapping[str, Any] | None = None
+    """What to score. Not yet."""
+    engine: EngineConfig = EngineConfig()
+    output: OutputSpec
+    errors: ErrorsSpec = ErrorsSpec()
+    stats: StatsSpec = StatsSpec()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _refuse_not_yet(
+            {
+                "task: score": self.task == "score",
+                "accept": self.accept is not None,
+                "score": self.score is not None,
+            }
+        )
+        return self
+
+
+def resolved(spec: JobSpec) -> dict[str, Any]:
+    """Every key of the job with its value, defaults included, as JSON data."""
+    return spec.model_dump(mode="json")

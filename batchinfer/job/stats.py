@@ -1,0 +1,96 @@
+"""Engine steps and rows' requests as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from typing import Any
+
+import psutil
+import pyarrow as pa
+
+from batchinfer.engine.request import RequestStats
+from batchinfer.engine.stats import StepStats
+
+_FLOWS = (
+    "step_ms",
+    "num_preempted",
+    "prefill_tokens",
+    "decode_tokens",
+    "recomputed_tokens",
+    "cached_tokens",
+    "cow_copies",
+    "swapped_in_blocks",
+    "swapped_out_blocks",
+)
+"""Columns that add up over steps; the others are states, as they are at a step."""
+_FLOATS = ("t_s", "step_ms", "kv_waste")
+_STEP_FIELDS = tuple(entry.name for entry in fields(StepStats))
+
+STEPS_SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        *((name, pa.float64() if name in _FLOATS else pa.int64()) for name in _STEP_FIELDS),
+        ("device_bytes", pa.int64()),
+        ("host_rss_bytes", pa.int64()),
+    ]
+)
+REQUESTS_SCHEMA = pa.schema(
+    [
+        ("row_id", pa.int64()),
+        *(
+            (entry.name, pa.float64() if entry.name.endswith("_ms") else pa.int64())
+            for entry in fields(RequestStats)
+        ),
+    ]
+)
+
+StepRow = dict[str, Any]
+
+
+class StepSampler:
+    """Makes every so manieth step a row of ``steps.parquet``.
+
+    Counts of the steps between are added to that row, so that their sums hold whatever the
+    sampling; states are those of the row's own step.
+
+    Args:
+        run_id: the run the steps belong to.
+        every: steps per row.
+    """
+
+    def __init__(self, run_id: str, every: int) -> None:
+        self._run_id = run_id
+        self._every = every
+        self._counts: StepRow = dict.fromkeys(_FLOWS, 0)
+        self._latest: StepStats | None = None
+        self._num_steps = 0
+        self._process = psutil.Process()
+
+    def take(self, stats: StepStats, device_bytes: int) -> list[StepRow]:
+        """Take a step; the row it completes, if it does."""
+        for name in _FLOWS:
+            self._counts[name] += getattr(stats, name)
+        self._latest = stats
+        self._num_steps += 1
+        return self.rest(device_bytes) if self._num_steps == self._every else []
+
+    def rest(self, device_bytes: int) -> list[StepRow]:
+        """The steps not yet in a row, as one row."""
+        if self._latest is None:
+            return []
+        row = {
+            "run_id": self._run_id,
+            **{name: getattr(self._latest, name) for name in _STEP_FIELDS},
+            **self._counts,
+            "device_bytes": device_bytes,
+            "host_rss_bytes": self._process.memory_info().rss,
+        }
+        self._counts, self._latest, self._num_steps = dict.fromkeys(_FLOWS, 0), None, 0
+        return [row]
+
+
+def requests_table(rows: Iterable[tuple[int, RequestStats | None]]) -> pa.Table:
+    """The ``requests`` rows of finished rows; rows that never reached the engine have none."""
+    records = [{"row_id": row_id, **asdict(stats)} for row_id, stats in rows if stats is not None]
+    return pa.Table.from_pylist(records, schema=REQUESTS_SCHEMA)

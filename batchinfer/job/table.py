@@ -1,0 +1,116 @@
+"""The output table: which columns, of which types, and how finished rows fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from batchinfer.errors import UsageError
+from batchinfer.job.columns import with_valid_text
+from batchinfer.job.messages import listed
+from batchinfer.job.source import Source
+from batchinfer.job.spec import JobSpec
+
+_TOP = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
+_LOGPROBS = pa.struct(
+    [
+        ("token_id", pa.int32()),
+        ("logprob", pa.float32()),
+        ("rank", pa.int32()),
+        ("top", pa.list_(_TOP)),
+    ]
+)
+_OUTPUT = [
+    ("index", pa.int32()),
+    ("text", pa.string()),
+    ("finish_reason", pa.string()),
+    ("stop_reason", pa.string()),
+    ("num_tokens", pa.int32()),
+    ("cumulative_logprob", pa.float64()),
+]
+_OPTIONAL_OUTPUT = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(_LOGPROBS)}
+ERROR = pa.struct([("code", pa.string()), ("message", pa.string())])
+
+
+@dataclass(frozen=True)
+class OutputTable:
+    """Columns of ``data/part-*.parquet``: the kept input columns, then the generated ones."""
+
+    kept: Mapping[str, str]
+    """Input column: its name in the output."""
+    kept_schema: pa.Schema
+    generated_schema: pa.Schema
+
+    def columns(
+        self, kept: Sequence[pa.RecordBatch], rows: Sequence[Mapping[str, Any]]
+    ) -> pa.Table:
+        """The table of finished ``rows``, which are in the order of the ``kept`` batches."""
+        generated = pa.Table.from_pylist(rows, schema=self.generated_schema)
+        arrays = [
+            pa.chunked_array([with_valid_text(batch.column(name)) for batch in kept], kind)
+            for name, kind in zip(self.kept, self.kept_schema.types, strict=True)
+        ]
+        schema = pa.schema([*self.kept_schema, *self.generated_schema])
+        return pa.table([*arrays, *generated.columns], schema=schema)
+
+
+def output_table(source: Source, spec: JobSpec) -> OutputTable:
+    """The output table of a job.
+
+    Raises:
+        DataError: a column to keep is not in the input.
+        UsageError: two output columns would have one name, or ``output.rename`` names a column
+            that is not kept.
+    """
+    kept = _kept_names(source, spec)
+    generated = pa.schema(list(_generated_fields(spec.output.include)))
+    _check_collisions(kept, set(generated.names))
+    fields = [source.schema.field(name) for name in kept]
+    kept_schema = pa.schema([pa.field(kept[field.name], field.type) for field in fields])
+    return OutputTable(kept, kept_schema, generated)
+
+
+def _generated_fields(include: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:
+    output = [*_OUTPUT, *((k, v) for k, v in _OPTIONAL_OUTPUT.items() if k in include)]
+    yield "row_id", pa.int64()
+    if "prompt" in include:
+        yield "prompt", pa.string()
+    yield "generated_text", pa.string()
+    yield "outputs", pa.list_(pa.struct(output))
+    yield "num_prompt_tokens", pa.int32()
+    yield "num_output_tokens", pa.int32()
+    yield "truncated", pa.bool_()
+    yield "status", pa.string()
+    yield "error", ERROR
+
+
+def _kept_names(source: Source, spec: JobSpec) -> dict[str, str]:
+    keep = spec.input.keep_columns
+    names = list(source.schema.names if keep == "*" else keep)
+    source.require(names, "input.keep_columns")
+    if spec.input.id_column is not None:
+        source.require([spec.input.id_column], "input.id_column")
+        names.append(spec.input.id_column)
+    rename = spec.output.rename
+    unknown = [name for name in rename if name not in names]
+    if unknown:
+        raise UsageError(
+            f"output.rename: no column {unknown[0]!r} is kept", hint=f"kept: {listed(names)}"
+        )
+    return {name: rename.get(name, name) for name in dict.fromkeys(names)}
+
+
+def _check_collisions(kept: Mapping[str, str], generated: set[str]) -> None:
+    taken = dict.fromkeys(generated, "an output column")
+    for name, new_name in kept.items():
+        if new_name in taken:
+            raise UsageError(
+                f"input column {name!r} would be {new_name!r} in the output, which is the name of "
+                f"{taken[new_name]}",
+                hint=f"rename it with output.rename: {{{name}: input_{name}}}, or leave it out of "
+                "input.keep_columns",
+            )
+        taken[new_name] = f"input column {name!r} there"

@@ -1,0 +1,120 @@
+"""Work beside the engine's loop: an iterator that runs ahead of it, a consumer that runs behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from queue import Empty, Full, Queue
+from typing import Generic, Self, TypeVar
+
+T = TypeVar("T")
+_POLL_S = 0.1
+
+
+class Ahead(Generic[T]):
+    """Runs an iterable in a thread, at most ``depth`` items ahead of whoever takes them."""
+
+    def __init__(self, items: Iterable[T], depth: int) -> None:
+        self._queue: Queue[T] = Queue(depth)
+        self._closed = threading.Event()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(items,), daemon=True)
+        self._thread.start()
+
+    def take(self, timeout_s: float) -> T | None:
+        """The next item; None if there is none within the time, or ever again.
+
+        Raises:
+            BaseException: what the iterable raised, once the items before it are taken and
+                somebody waits for more (``timeout_s`` over 0).
+        """
+        waits = timeout_s > 0
+        try:
+            return self._queue.get(block=waits and not self._done.is_set(), timeout=timeout_s)
+        except Empty:
+            if waits and self._nothing_left and self._error is not None:
+                raise self._error from None
+            return None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every item has been taken and the iterable came to its end."""
+        return self._nothing_left and self._error is None
+
+    @property
+    def _nothing_left(self) -> bool:
+        return self._done.is_set() and self._queue.empty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the thread and wait for it; items not taken are dropped."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self, items: Iterable[T]) -> None:
+        try:
+            for item in items:
+                if not self._put(item):
+                    break
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def _put(self, item: T) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=_POLL_S)
+                return True
+            except Full:
+                continue
+        return False
+
+
+class Behind(Generic[T]):
+    """Calls ``consume`` with each item in a thread; whoever puts waits when ``depth`` are due."""
+
+    def __init__(self, consume: Callable[[T], None], depth: int) -> None:
+        self._consume = consume
+        self._queue: Queue[T | None] = Queue(depth)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, item: T) -> None:
+        """Hand over an item.
+
+        Raises:
+            BaseException: what ``consume`` raised for an item before.
+        """
+        self._offer(item)
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Consume what is left and end the thread; raise what ``consume`` raised, if nothing is
+        on its way up already."""
+        self._offer(None)
+        self._thread.join()
+        if self._error is not None and kind is None:
+            raise self._error
+
+    def _offer(self, item: T | None) -> None:
+        while self._thread.is_alive():
+            try:
+                return self._queue.put(item, timeout=_POLL_S)
+            except Full:
+                continue
+
+    def _run(self) -> None:
+        try:
+            while (item := self._queue.get()) is not None:
+                self._consume(item)
+        except BaseException as error:
+            self._error = error

@@ -1,0 +1,114 @@
+"""Rendered rows to token ids, in few calls of the tokenizer; a bad row harms no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batchinfer.errors import RowError
+from batchinfer.text.control import Marks
+from batchinfer.text.tokenizer import TokenIds, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedText:
+    """A row's text before tokenizing."""
+
+    text: str
+    """With marks in place of the row's own control-token texts, where ``marks`` is given."""
+    add_special_tokens: bool
+    marks: Marks | None
+    has_control_text: bool
+
+    @property
+    def restored(self) -> str:
+        """The text without marks."""
+        return self.text if self.marks is None else self.marks.restore(self.text)
+
+
+class TextEncoder:
+    """Tokenizes rendered rows, keeping what is text in them text."""
+
+    def __init__(self, tokenizer: Tokenizer, *, parse_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._parse_special_tokens = parse_special_tokens
+
+    def encode(self, rendered: Sequence[RenderedText]) -> list[TokenIds | RowError]:
+        """Token ids of each text, or its error (``invalid_utf8``: a lone surrogate)."""
+        results: list[TokenIds | RowError | None] = [_unencodable(item.text) for item in rendered]
+        for add_special_tokens in (False, True):
+            for encode, marked in ((self._encode_whole, False), (self._encode_marked, True)):
+                group = [
+                    index
+                    for index, item in enumerate(rendered)
+                    if results[index] is None
+                    and item.add_special_tokens == add_special_tokens
+                    and (item.marks is not None) == marked
+                ]
+                encoded = _each_apart_if_needed(encode, [rendered[index] for index in group])
+                for index, result in zip(group, encoded, strict=True):
+                    results[index] = result
+        return [self._with_one_bos(result) for result in results if result is not None]
+
+    def _encode_whole(self, group: Sequence[RenderedText]) -> list[TokenIds]:
+        """Exactly as transformers does."""
+        encoded = self._tokenizer.encode_batch(
+            [item.text for item in group],
+            add_special_tokens=group[0].add_special_tokens,
+            parse_special_tokens=True,
+        )
+        if not self._parse_special_tokens:
+            for index, item in enumerate(group):
+                if self._has_hidden_control(item, encoded[index]):
+                    encoded[index] = self._encode_marked([item])[0]
+        return encoded
+
+    def _encode_marked(self, group: Sequence[RenderedText]) -> list[TokenIds]:
+        return self._tokenizer.encode_marked(
+            [item.text for item in group],
+            [_unchanged if item.marks is None else item.marks.restore for item in group],
+            add_special_tokens=group[0].add_special_tokens,
+        )
+
+    def _has_hidden_control(self, item: RenderedText, token_ids: TokenIds) -> bool:
+        """Whether there are more control tokens than can be seen in the text.
+
+        Some tokenizers find them in normalised text (full-width letters, other case).
+        """
+        added = self._tokenizer.num_added_special_tokens if item.add_special_tokens else 0
+        found = self._tokenizer.num_control_ids(token_ids) - added
+        return found > 0 and found > len(self._tokenizer.control.pattern.findall(item.text))
+
+    def _with_one_bos(self, result: TokenIds | RowError) -> TokenIds | RowError:
+        """BOS is never doubled: a raw text may begin with its own."""
+        bos = self._tokenizer.bos_token_id
+        if isinstance(result, RowError) or bos is None or len(result) < 2:
+            return result
+        return result[1:] if result[0] == bos and result[1] == bos else result
+
+
+def _unchanged(text: str) -> str:
+    return text
+
+
+def _unencodable(text: str) -> RowError | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return RowError("invalid_utf8", f"the prompt: {error}")
+    return None
+
+
+def _each_apart_if_needed(
+    encode: Callable[[Sequence[RenderedText]], list[TokenIds]], group: Sequence[RenderedText]
+) -> Sequence[TokenIds | RowError]:
+    """Encode ``group`` in one go; where the tokenizer refuses a text, find out which."""
+    if not group:
+        return []
+    try:
+        return encode(group)
+    # The backend raises plain Exception, e.g. where a vocabulary has no unknown token.
+    except Exception as error:
+        if len(group) == 1:
+            return [RowError("unsupported_content", f"the tokenizer refuses the text: {error}")]
+        return [result for item in group for result in _each_apart_if_needed(encode, [item])]

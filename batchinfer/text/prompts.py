@@ -1,0 +1,176 @@
+"""Rows to prompts: render each, tokenize a batch at a time, check the length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import RowError, UsageError
+from batchinfer.text.encode import RenderedText, TextEncoder
+from batchinfer.text.render import RowRenderer
+from batchinfer.text.sources import require_column
+from batchinfer.text.tokenizer import TokenIds, Tokenizer
+
+Row = Mapping[str, object]
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A row, ready for the engine."""
+
+    token_ids: TokenIds
+    text: str | None
+    """What was tokenized, before any truncation; None for a row that brought token ids."""
+    truncated: bool
+    has_control_text: bool
+    """The row's text held a control token's text, which was kept plain text."""
+
+
+class PromptBuilder:
+    """Makes prompts of rows, as ``PromptConfig`` says. Thread-safe."""
+
+    def __init__(
+        self,
+        config: PromptConfig,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        columns: Sequence[str],
+        conversation_columns: Collection[str] = (),
+        chat_template_source: str | None = None,
+        vocab_size: int | None = None,
+        now: datetime | None = None,
+    ) -> None:
+        """Resolve where prompts come from.
+
+        Args:
+            max_model_len: most tokens of prompt and output together.
+            columns: names of the data's columns.
+            conversation_columns: those of them that hold conversations, if that is known; then
+                a missing chat template is found here, not in every row.
+            chat_template_source: content of the file that ``config.chat_template`` names.
+            vocab_size: ids that rows may bring are below it; default the tokenizer's.
+            now: what chat templates are told the time is, equal for all rows; default this call's.
+
+        Raises:
+            UsageError: the configuration does not go together, or not with these columns.
+            DataError: the data does not have the column.
+            ModelError: the tokenizer's chat template is invalid, or missing where it is needed.
+        """
+        self._max_tokens = max_model_len - 1
+        self._on_too_long = config.on_too_long
+        self._reader: _Reader
+        if config.token_ids_column is not None:
+            self._reader = _TokenIdsReader(config, columns, vocab_size or tokenizer.vocab_size)
+        else:
+            renderer = RowRenderer(
+                config,
+                tokenizer,
+                columns=columns,
+                conversation_columns=conversation_columns,
+                chat_template_source=chat_template_source,
+                now=now or datetime.now(),
+            )
+            encoder = TextEncoder(tokenizer, parse_special_tokens=config.parse_special_tokens)
+            self._reader = _TextReader(renderer, encoder)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns that ``build`` needs."""
+        return self._reader.columns
+
+    def build(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
+        """A prompt or an error for each row, in order. Text may be ``str`` or UTF-8 ``bytes``.
+
+        Error codes: ``empty_prompt``, ``prompt_too_long``, ``invalid_utf8``, ``template_error``,
+        ``unsupported_content``, ``row_too_large``.
+        """
+        return [self._fitted(prompt) for prompt in self._reader.read(rows)]
+
+    def _fitted(self, prompt: Prompt | RowError) -> Prompt | RowError:
+        """Leave room for one output token; cut or refuse a prompt that does not."""
+        if isinstance(prompt, RowError):
+            return prompt
+        ids, most = prompt.token_ids, self._max_tokens
+        if len(ids) == 0:
+            return RowError("empty_prompt", "the prompt has no tokens")
+        if len(ids) <= most:
+            return prompt
+        if self._on_too_long == "error" or most == 0:
+            return RowError("prompt_too_long", f"the prompt has {len(ids)} tokens, over {most}")
+        kept = ids[-most:] if self._on_too_long == "truncate_left" else ids[:most]
+        return replace(prompt, token_ids=kept.copy(), truncated=True)
+
+
+class _Reader(Protocol):
+    columns: tuple[str, ...]
+
+    def read(self, rows: Sequence[Row]) -> list[Prompt | RowError]: ...
+
+
+class _TextReader:
+    """Rows that hold text."""
+
+    def __init__(self, renderer: RowRenderer, encoder: TextEncoder) -> None:
+        self.columns = renderer.columns
+        self._renderer = renderer
+        self._encoder = encoder
+
+    def read(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
+        rendered = [_or_error(self._renderer.render, row) for row in rows]
+        texts = [item for item in rendered if isinstance(item, RenderedText)]
+        encoded = iter(self._encoder.encode(texts))
+        return [
+            item if isinstance(item, RowError) else _prompt(item, next(encoded))
+            for item in rendered
+        ]
+
+
+class _TokenIdsReader:
+    """Rows that bring token ids, list<int>."""
+
+    def __init__(self, config: PromptConfig, columns: Sequence[str], vocab_size: int) -> None:
+        assert config.token_ids_column is not None
+        require_column(config.token_ids_column, "prompt.token_ids_column", columns)
+        if config.system is not None:
+            raise UsageError("prompt.system cannot be combined with prompt.token_ids_column")
+        self.columns: tuple[str, ...] = (config.token_ids_column,)
+        self._vocab_size = vocab_size
+
+    def read(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
+        return [_or_error(self._read_row, row) for row in rows]
+
+    def _read_row(self, row: Row) -> Prompt:
+        where = f"column {self.columns[0]}"
+        value = row.get(self.columns[0])
+        if value is None or (isinstance(value, list | tuple | np.ndarray) and len(value) == 0):
+            raise RowError("empty_prompt", f"{where} holds no token ids")
+        try:
+            ids = np.asarray(value)
+        except ValueError:  # lists of different lengths
+            ids = np.empty(0, dtype=np.object_)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RowError("unsupported_content", f"{where} is not a list of integers")
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            reason = f"token ids must be 0 to {self._vocab_size - 1}"
+            raise RowError("unsupported_content", f"{where}: {reason}")
+        return Prompt(ids.astype(np.int32), None, truncated=False, has_control_text=False)
+
+
+def _prompt(rendered: RenderedText, encoded: TokenIds | RowError) -> Prompt | RowError:
+    if isinstance(encoded, RowError):
+        return encoded
+    return Prompt(encoded, rendered.restored, False, rendered.has_control_text)
+
+
+def _or_error(function: Callable[[Row], _Result], row: Row) -> _Result | RowError:
+    try:
+        return function(row)
+    except RowError as error:
+        return error

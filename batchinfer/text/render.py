@@ -1,0 +1,126 @@
+"""A row to the text of its prompt: its source, then the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import ModelError, RowError, UsageError
+from batchinfer.text.chat import RESERVED_KWARGS, ChatTemplate, Message
+from batchinfer.text.control import Marks
+from batchinfer.text.encode import RenderedText
+from batchinfer.text.sources import checked_template, make_source
+from batchinfer.text.tokenizer import Tokenizer
+from batchinfer.text.values import SYSTEM_ROLES, decoded, map_texts, texts_in
+
+_GIVE_TEMPLATE = "Give prompt.chat_template the path of one, or take a model made for chat."
+
+
+class RowRenderer:
+    """Renders rows. A string becomes one user message if there is a chat template, else it is
+    the prompt itself. A system message is put before conversations without one of their own."""
+
+    def __init__(
+        self,
+        config: PromptConfig,
+        tokenizer: Tokenizer,
+        *,
+        columns: Sequence[str],
+        conversation_columns: Collection[str],
+        chat_template_source: str | None,
+        now: datetime,
+    ) -> None:
+        """Arguments and errors are those of ``PromptBuilder``."""
+        self._control = None if config.parse_special_tokens else tokenizer.control
+        self._source = make_source(config, columns)
+        self._system = None
+        needed = self._source.columns
+        if config.system is not None:
+            available = frozenset(columns)
+            self._system = checked_template(config.system, "prompt.system", available)
+            needed |= self._system.columns(available)
+        self.columns = tuple(name for name in columns if name in needed)
+        self._chat = _chat_template(config, tokenizer, chat_template_source, now)
+        if self._chat is None:
+            talks = config.messages is not None or needed & frozenset(conversation_columns)
+            _refuse_chat_settings(config, talks=bool(talks))
+
+    def render(self, row: Mapping[str, object]) -> RenderedText:
+        """The row's text, with marks in place of its own control-token texts.
+
+        Raises:
+            RowError: ``empty_prompt``, ``invalid_utf8``, ``template_error``,
+                ``unsupported_content``, ``row_too_large``.
+        """
+        values = {name: decoded(row[name], name) for name in self.columns if name in row}
+        marks, has_control_text = None, False
+        if self._control is not None:
+            texts = list(texts_in(values))
+            if any(map(self._control.can_form_in, texts)):
+                has_control_text = any(map(self._control.occur_in, texts))
+                marks = Marks(self._control, texts)
+                values = map_texts(marks.mark, values)
+        prompt = self._source.read(values)
+        if self._chat is None and isinstance(prompt, str):
+            return RenderedText(prompt, True, marks, has_control_text)
+        # Chat templates write BOS themselves: transformers, too, adds no special tokens to them.
+        return RenderedText(self._as_chat(prompt, values), False, marks, has_control_text)
+
+    def _as_chat(self, prompt: str | list[Message], values: Mapping[str, Any]) -> str:
+        messages = [_message("user", prompt)] if isinstance(prompt, str) else prompt
+        if self._chat is None:
+            raise RowError(
+                "template_error", f"a conversation, but no chat template. {_GIVE_TEMPLATE}"
+            )
+        if self._system is not None and messages[0]["role"] not in SYSTEM_ROLES:
+            messages = [_message("system", self._system.render(values)), *messages]
+        return self._chat.render(messages)
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _chat_template(
+    config: PromptConfig, tokenizer: Tokenizer, file_content: str | None, now: datetime
+) -> ChatTemplate | None:
+    if taken := sorted(RESERVED_KWARGS & set(config.chat_template_kwargs)):
+        raise UsageError(f"prompt.chat_template_kwargs: {', '.join(taken)} cannot be set here")
+    if config.chat_template == "none":
+        return None
+    from_model = config.chat_template == "auto"
+    source = tokenizer.chat_template if from_model else file_content
+    if source is None and from_model:
+        return None
+    if source is None:
+        raise UsageError(f"prompt.chat_template: the file {config.chat_template} was not read")
+    return ChatTemplate(
+        source,
+        special_tokens=tokenizer.special_tokens,
+        kwargs=config.chat_template_kwargs,
+        now=now,
+        error=ModelError if from_model else UsageError,
+        origin="the model's chat template" if from_model else config.chat_template,
+    )
+
+
+def _refuse_chat_settings(config: PromptConfig, *, talks: bool) -> None:
+    """Without a chat template, refuse what only a chat template can honour.
+
+    Raises:
+        UsageError: ``chat_template: none`` was asked for.
+        ModelError: the tokenizer has no chat template.
+    """
+    settings = {
+        "prompt.system": config.system is not None,
+        "prompt.chat_template_kwargs": bool(config.chat_template_kwargs),
+        "a prompt made of messages": talks,
+    }
+    for what, given in settings.items():
+        if given and config.chat_template == "none":
+            raise UsageError(f"{what} needs a chat template, but prompt.chat_template is none")
+        if given:
+            message = f"{what} needs a chat template, but the model's tokenizer has none"
+            raise ModelError(message, hint=_GIVE_TEMPLATE)

@@ -1,0 +1,153 @@
+"""Where a row's prompt comes from: a column, a template, or a conversation of templates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import DataError, RowError, UsageError
+from batchinfer.text.chat import Message
+from batchinfer.text.template import RowTemplate
+from batchinfer.text.values import as_messages, require_content
+
+_MAX_COLUMNS_SHOWN = 20
+_DEFAULT_COLUMNS = ("messages", "prompt")
+
+
+class Source(Protocol):
+    """Makes a row's values (decoded text) into one text, or into a conversation."""
+
+    columns: frozenset[str]
+    """The input columns it reads."""
+
+    def read(self, values: Mapping[str, Any]) -> str | list[Message]:
+        """The prompt.
+
+        Raises:
+            RowError: ``empty_prompt``, ``template_error``, ``unsupported_content``.
+        """
+        ...
+
+
+class ColumnSource:
+    """A column of strings, or of conversations."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.columns = frozenset((name,))
+
+    def read(self, values: Mapping[str, Any]) -> str | list[Message]:
+        """The column's value, a string or a conversation."""
+        value = values.get(self._name)
+        where = f"column {self._name}"
+        if value is None:
+            raise RowError("empty_prompt", f"{where} is null")
+        if isinstance(value, str):
+            return _require_text(value, where)
+        if isinstance(value, list):
+            return as_messages(value, self._name)
+        kind = type(value).__name__
+        raise RowError("unsupported_content", f"{where}: {kind} is no text and no conversation")
+
+
+class TemplateSource:
+    """One text, rendered from the row's columns."""
+
+    def __init__(self, source: str, available: frozenset[str]) -> None:
+        self._template = checked_template(source, "prompt.template", available)
+        self.columns = self._template.columns(available)
+
+    def read(self, values: Mapping[str, Any]) -> str:
+        """The rendered text."""
+        return _require_text(self._template.render(values), self._template.key)
+
+
+class MessagesSource:
+    """A conversation whose contents are rendered from the row's columns."""
+
+    def __init__(self, messages: Sequence[Mapping[str, str]], available: frozenset[str]) -> None:
+        self._messages: list[tuple[str, RowTemplate]] = []
+        for index, message in enumerate(messages):
+            key = f"prompt.messages[{index}]"
+            if set(message) != {"role", "content"}:
+                raise UsageError(f"{key} must have role and content, and nothing else")
+            template = checked_template(message["content"], f"{key}.content", available)
+            self._messages.append((message["role"], template))
+        if not self._messages:
+            raise UsageError("prompt.messages is empty; give at least one message")
+        self.columns = frozenset().union(
+            *(template.columns(available) for _, template in self._messages)
+        )
+
+    def read(self, values: Mapping[str, Any]) -> list[Message]:
+        """The conversation, contents rendered."""
+        messages: list[Message] = [
+            {"role": role, "content": template.render(values)} for role, template in self._messages
+        ]
+        require_content(messages, "prompt.messages")
+        return messages
+
+
+def make_source(config: PromptConfig, columns: Sequence[str]) -> Source:
+    """The source that ``config`` names, or the default for data with ``columns``.
+
+    Raises:
+        UsageError: a template is invalid or reads a column that the data does not have; no source
+            is given and the data has no default column.
+        DataError: the data does not have the column.
+    """
+    available = frozenset(columns)
+    if config.template is not None:
+        return TemplateSource(config.template, available)
+    if config.messages is not None:
+        return MessagesSource(config.messages, available)
+    if config.column is not None:
+        require_column(config.column, "prompt.column", columns)
+        return ColumnSource(config.column)
+    for name in _DEFAULT_COLUMNS:
+        if name in available:
+            return ColumnSource(name)
+    raise UsageError(
+        f"the data has no column messages or prompt; {_found(columns)}",
+        hint="Say where the prompt is: prompt.column, prompt.template or prompt.messages.",
+    )
+
+
+def require_column(name: str, key: str, columns: Sequence[str]) -> None:
+    """Check that the data has the column that ``key`` names.
+
+    Raises:
+        DataError: it does not.
+    """
+    if name not in columns:
+        raise DataError(f"{key}: the data has no column {name!r}; {_found(columns)}")
+
+
+def checked_template(source: str, key: str, available: frozenset[str]) -> RowTemplate:
+    """A template that reads columns in ``available`` only.
+
+    Raises:
+        UsageError: it is invalid, or reads another column.
+    """
+    template = RowTemplate(source, key)
+    if missing := sorted(template.columns(available) - available):
+        names = ", ".join(missing)
+        raise UsageError(f"{key} reads {names}, not in the data; {_found(sorted(available))}")
+    return template
+
+
+def _require_text(text: str, where: str) -> str:
+    if not text.strip():
+        raise RowError("empty_prompt", f"{where} is empty or whitespace only")
+    return text
+
+
+def _found(columns: Sequence[str]) -> str:
+    shown = ", ".join(columns[:_MAX_COLUMNS_SHOWN])
+    more = (
+        ""
+        if len(columns) <= _MAX_COLUMNS_SHOWN
+        else f" and {len(columns) - _MAX_COLUMNS_SHOWN} more"
+    )
+    return f"its columns are: {shown or '(none)'}{more}"

@@ -1,0 +1,82 @@
+"""Row templates: Jinja2 over the columns of one row, in the bounded sandbox."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jinja2
+from jinja2 import meta
+
+from batchinfer.errors import UsageError
+from batchinfer.text.sandbox import BoundedEnvironment, render_bounded
+
+
+@functools.cache
+def _environment() -> BoundedEnvironment:
+    return BoundedEnvironment(undefined=jinja2.StrictUndefined)
+
+
+@functools.cache
+def _name_environment() -> BoundedEnvironment:
+    """For finding names only: without globals, a column may be called ``range`` or ``dict``."""
+    environment = BoundedEnvironment(undefined=jinja2.StrictUndefined)
+    environment.globals.clear()
+    return environment
+
+
+class RowTemplate:
+    """A compiled row template. Text of the row is never itself taken for a template."""
+
+    def __init__(self, source: str, key: str) -> None:
+        """Compile ``source``; ``key`` is the job file's key that holds it, for messages.
+
+        Raises:
+            UsageError: the template has a syntax error or reaches for Python's internals.
+        """
+        self.key = key
+        try:
+            self._template = _environment().compile_bounded(source)
+            tree = _name_environment().parse(source)
+            self._names = frozenset(meta.find_undeclared_variables(tree))
+        except jinja2.TemplateError as error:
+            line = (
+                f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            )
+            raise UsageError(
+                f"{key} is not a valid Jinja2 template{line}: {error.message}"
+            ) from error
+
+    def columns(self, available: frozenset[str] | None = None) -> frozenset[str]:
+        """Columns the template reads.
+
+        A name Jinja2 itself defines (``range``) is a column only if it is in ``available``.
+        """
+        builtin = self._names & set(_environment().globals)
+        return self._names - (builtin - (available or frozenset()))
+
+    def render(self, row: Mapping[str, object]) -> str:
+        """The text for ``row``.
+
+        Raises:
+            RowError: ``template_error``, naming the column where one is undefined.
+        """
+        return render_bounded(self._template, row, self.key)
+
+
+def compile_template(source: str, key: str = "prompt.template") -> RowTemplate:
+    """Compile a row template.
+
+    Raises:
+        UsageError: the template has a syntax error or reaches for Python's internals.
+    """
+    return RowTemplate(source, key)
+
+
+def template_columns(source: str, key: str = "prompt.template") -> set[str]:
+    """Columns that a row template reads, found without running it.
+
+    Raises:
+        UsageError: as for ``compile_template``.
+    """
+    return set(compile_template(source, key).columns())

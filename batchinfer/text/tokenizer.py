@@ -1,0 +1,236 @@
+"""Texts to token ids and back, equal to what transformers' tokenizer gives."""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as Backend
+
+from batchinfer.text.control import ControlTokens
+
+TokenIds = npt.NDArray[np.int32]
+
+_MAX_CHARS_PER_CALL = 2**22
+"""Texts encoded in one call: the backend needs some 200 bytes per character meanwhile."""
+_WORD_PIECE_SPACES = (
+    *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")),
+    *((" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
+)
+
+
+class Tokenizer:
+    """A model's tokenizer. Thread-safe: the backend is a private copy, never changed later."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        chat_template: str | None,
+        special_tokens: Mapping[str, str],
+        control_tokens: frozenset[str],
+        clean_up_tokenization_spaces: bool = False,
+    ) -> None:
+        """Wrap a copy of ``backend``.
+
+        Args:
+            backend: transformers' ``tokenizer.backend_tokenizer``.
+            chat_template: transformers' ``tokenizer.chat_template``, the default one.
+            special_tokens: transformers' ``tokenizer.special_tokens_map``; templates may use them.
+            control_tokens: texts of the added tokens that steer the model; a row's text never
+                becomes one of them unless it is parsed with special tokens.
+            clean_up_tokenization_spaces: as in transformers; like there, BPE ignores it.
+        """
+        self._backend = _private_copy(backend.to_str())
+        self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens)
+        self.control = ControlTokens(control_tokens)
+        self.cleans_up_spaces = clean_up_tokenization_spaces and _model_type(backend) != "BPE"
+        self._secret_of = {
+            token: f"control{secrets.token_hex(16)}x{index}x"
+            for index, token in enumerate(sorted(self.control.tokens))
+        }
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest token id, added tokens included."""
+        added = self._backend.get_added_tokens_decoder()
+        return max(
+            self._backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1
+        )
+
+    @functools.cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that ``skip_special_tokens`` leaves out of the text."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(id_ for id_, token in added.items() if token.special)
+
+    @functools.cached_property
+    def num_added_special_tokens(self) -> int:
+        """Tokens that ``add_special_tokens`` adds to a text."""
+        return int(self._backend.num_special_tokens_to_add(False))
+
+    @functools.cached_property
+    def bos_token_id(self) -> int | None:
+        """Id of the beginning-of-sequence token, if there is one."""
+        bos = self.special_tokens.get("bos_token")
+        return None if bos is None else self._backend.token_to_id(bos)
+
+    @functools.cached_property
+    def has_byte_fallback(self) -> bool:
+        """Whether runs of ``<0xNN>`` tokens are decoded together, as in SentencePiece."""
+        if self._backend.decoder is None:
+            return False
+        decoder = json.loads(self._backend.decoder.__getstate__())
+        parts = decoder.get("decoders", [decoder])
+        return any(part.get("type") == "ByteFallback" for part in parts)
+
+    def token(self, token_id: int) -> str | None:
+        """The token's own text in the vocabulary, or None for an id without a token."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool, parse_special_tokens: bool
+    ) -> list[TokenIds]:
+        """Token ids of each text.
+
+        Args:
+            texts: valid Unicode (no lone surrogates).
+            add_special_tokens: put BOS and kin where the tokenizer says, as ``tokenizer(text)``.
+            parse_special_tokens: false keeps a control token's text in ``texts`` plain text.
+        """
+        backend = self._backend if parse_special_tokens else self._plain_backend
+        return _encode(backend, texts, add_special_tokens)
+
+    def encode_marked(
+        self,
+        texts: Sequence[str],
+        restore: Sequence[Callable[[str], str]],
+        *,
+        add_special_tokens: bool,
+    ) -> list[TokenIds]:
+        """Token ids of rendered texts in which only the control tokens in sight count.
+
+        Args:
+            texts: rendered with marks in place of the row's own control-token texts.
+            restore: for each text, puts those back; they become plain text.
+            add_special_tokens: as in ``encode_batch``.
+        """
+        disguised = [
+            put_back(self.control.pattern.sub(lambda match: self._secret_of[match[0]], text))
+            for text, put_back in zip(texts, restore, strict=True)
+        ]
+        return _encode(self._plain_backend, disguised, add_special_tokens)
+
+    def num_control_ids(self, token_ids: TokenIds) -> int:
+        """How many of ``token_ids`` are control tokens."""
+        known = token_ids[token_ids < len(self._is_control)]
+        return int(np.count_nonzero(self._is_control[known]))
+
+    def decode(self, token_ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool) -> str:
+        """The text of ``token_ids``, as transformers' ``tokenizer.decode``; ids without a token
+        have no text."""
+        text = self._backend.decode(_as_list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self._clean_up(text)
+
+    def decode_batch(
+        self, sequences: Sequence[Sequence[int] | TokenIds], *, skip_special_tokens: bool
+    ) -> list[str]:
+        """``decode`` for many sequences at once."""
+        lists = [_as_list(token_ids) for token_ids in sequences]
+        texts = self._backend.decode_batch(lists, skip_special_tokens=skip_special_tokens)
+        return [self._clean_up(text) for text in texts]
+
+    def _clean_up(self, text: str) -> str:
+        if self.cleans_up_spaces:
+            for spaced, plain in _WORD_PIECE_SPACES:
+                text = text.replace(spaced, plain)
+        return text
+
+    @functools.cached_property
+    def _is_control(self) -> npt.NDArray[np.bool_]:
+        """[vocab_size]; the unknown token is left out: any odd character becomes it."""
+        ids = [self._backend.token_to_id(token) for token in self.control.tokens]
+        is_control = np.zeros(self.vocab_size, dtype=np.bool_)
+        is_control[[id_ for id_ in ids if id_ is not None]] = True
+        unknown = self._backend.token_to_id(self.special_tokens.get("unk_token", ""))
+        if unknown is not None:
+            is_control[unknown] = False
+        return is_control
+
+    @functools.cached_property
+    def _plain_backend(self) -> Backend:
+        """The backend with its control tokens renamed to texts nobody can know, ids kept.
+
+        Text then never becomes a control token, whichever way the tokenizer looks for them
+        (added tokens, normalised text, whole words, merges); a template's own control token is
+        written under its new name.
+        """
+        return _private_copy(
+            json.dumps(_renamed(json.loads(self._backend.to_str()), self._secret_of))
+        )
+
+
+def _private_copy(serialised: str) -> Backend:
+    backend = Backend.from_str(serialised)
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _model_type(backend: Backend) -> str:
+    return type(backend.model).__name__
+
+
+def _as_list(token_ids: Sequence[int] | TokenIds) -> list[int]:
+    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+
+
+def _encode(backend: Backend, texts: Sequence[str], add_special_tokens: bool) -> list[TokenIds]:
+    encoded: list[TokenIds] = []
+    for group in _groups(texts):
+        encodings = backend.encode_batch_fast(group, add_special_tokens=add_special_tokens)
+        encoded += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+    return encoded
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Runs of texts, each of a bounded number of characters in all (or a single text)."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > _MAX_CHARS_PER_CALL:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
+
+
+def _renamed(tokenizer: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A serialised tokenizer with some tokens' texts replaced, everywhere they are looked up."""
+    for token in tokenizer["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = tokenizer["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): id_ for text, id_ in vocab.items()}
+    else:  # Unigram: pieces with scores, ids by position
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not _touches(pair, names)]
+    return tokenizer
+
+
+def _touches(pair: str | list[str], names: Mapping[str, str]) -> bool:
+    left, right = pair.split(" ") if isinstance(pair, str) else pair
+    return left in names or right in names or left + right in names

@@ -1,0 +1,113 @@
+"""What a row's columns hold, as text: strict UTF-8, conversations checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from batchinfer.errors import RowError
+from batchinfer.text.chat import Message
+from batchinfer.text.growth import MAX_TEXT_CHARS
+
+SYSTEM_ROLES = ("system", "developer")
+
+
+def decoded(value: object, column: str) -> Any:
+    """``value`` with all bytes in it, nested ones too, decoded from UTF-8. NUL stays.
+
+    Raises:
+        RowError: ``invalid_utf8``; ``row_too_large``.
+    """
+    if isinstance(value, bytes | bytearray | memoryview):
+        try:
+            value = str(value, "utf-8")
+        except UnicodeDecodeError as error:
+            raise RowError("invalid_utf8", f"column {column}: {error}") from error
+    if isinstance(value, str):
+        if len(value) > MAX_TEXT_CHARS:
+            what = f"column {column} holds {len(value)} characters, over {MAX_TEXT_CHARS}"
+            raise RowError("row_too_large", what)
+        return value
+    if isinstance(value, Mapping):
+        return {decoded(key, column): decoded(item, column) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [decoded(item, column) for item in value]
+    return value
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """All texts in ``value``, nested ones too (keys are not texts)."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from texts_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_in(item)
+
+
+def map_texts(function: Callable[[str], str], value: Any) -> Any:
+    """``value`` with ``function`` applied to all its texts."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_texts(function, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [map_texts(function, item) for item in value]
+    return value
+
+
+def as_messages(value: list[Any], column: str) -> list[Message]:
+    """The messages of a conversation, without its null fields and with contents as one text
+    (text parts are joined by newlines, as vLLM does).
+
+    Raises:
+        RowError: ``empty_prompt``; ``unsupported_content`` for what is no message, or holds
+            anything but text.
+    """
+    messages = [
+        _as_message(item, f"column {column}, message {at}") for at, item in enumerate(value)
+    ]
+    require_content(messages, f"column {column}")
+    return messages
+
+
+def require_content(messages: list[Message], where: str) -> None:
+    """Check that somebody says something.
+
+    Raises:
+        RowError: ``empty_prompt``.
+    """
+    spoken = [message for message in messages if message["role"] not in SYSTEM_ROLES] or messages
+    if not any(
+        message.get("content", "").strip() or message.get("tool_calls") for message in spoken
+    ):
+        raise RowError("empty_prompt", f"{where}: the conversation is empty")
+
+
+def _as_message(item: object, where: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise RowError("unsupported_content", f"{where} is not a struct of role and content")
+    message = {key: value for key, value in item.items() if value is not None}
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise RowError("unsupported_content", f"{where} has no role")
+    content = message.get("content", "")
+    if isinstance(content, list):
+        message["content"] = "\n".join(_part_text(part, where) for part in content)
+    elif not isinstance(content, str):
+        kind = type(content).__name__
+        raise RowError("unsupported_content", f"{where}: content is {kind}, not text")
+    return message
+
+
+def _part_text(part: object, where: str) -> str:
+    """The text of one part of a content, ``{"type": "text", "text": ...}``."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in ("text", None):
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise RowError("unsupported_content", f"{where}: a part of type {kind}; only text is supported")

@@ -1,0 +1,131 @@
+"""One attention function for transformers' own model classes, over the paged KV pool.
+
+Registered with transformers' ``AttentionInterface`` and without a mask function, so that
+transformers makes no mask. What a call cannot be told by the model (block tables, slots) it finds
+in the forward context that the runner opens around the model's call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from batchinfer.engine.step import Step
+from batchinfer.worker.cpu_attention import CpuAttention
+from batchinfer.worker.cuda_attention import CudaAttention
+from batchinfer.worker.kv_cache import KVCache
+
+ATTENTION_NAME = "batchinfer_paged"
+
+# Arguments that would change the result, and that this function does not implement.
+_UNSUPPORTED = ("position_bias", "indices", "block_indices", "relative_attention_bias")
+
+
+class UnsupportedAttentionError(Exception):
+    """A model asks its attention for something that is not paged attention."""
+
+
+class AttentionBackend(Protocol):
+    """What runs a layer's attention on one kind of device."""
+
+    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the step that the following calls belong to, and its arrays on the device."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, Dk]
+        key: torch.Tensor,  # [T, Hkv, Dk]
+        value: torch.Tensor,  # [T, Hkv, Dv]
+        *,
+        scale: float,
+        sliding_window: int,
+        softcap: float,
+        sinks: torch.Tensor | None,  # [Hq]
+    ) -> torch.Tensor:
+        """Write the step's keys and values, attend, return [T, Hq, Dv]."""
+        ...
+
+
+def make_backend(cache: KVCache) -> AttentionBackend:
+    """The backend for the device the pool is on."""
+    return CudaAttention(cache) if cache.pool.is_cuda else CpuAttention(cache)
+
+
+_backend: ContextVar[AttentionBackend] = ContextVar("attention_backend")
+
+
+@contextmanager
+def forward_context(backend: AttentionBackend) -> Iterator[None]:
+    """Let the attention layers of the models called inside use ``backend``."""
+    token = _backend.set(backend)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, Hq, T, Dk]
+    key: torch.Tensor,  # [1, Hkv, T, Dk]
+    value: torch.Tensor,  # [1, Hkv, T, Dv]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every attention layer; returns [1, T, Hq, Dv] and no weights.
+
+    Raises:
+        UnsupportedAttentionError: when the model asks for a mask, a bias or sparse attention.
+    """
+    _check_call(module, query, attention_mask, kwargs)
+    sinks = kwargs.get("s_aux")
+    out = _backend.get().attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        sliding_window=_sliding_window(module, kwargs),
+        softcap=float(kwargs.get("softcap") or 0.0),
+        sinks=sinks,
+    )
+    return out[None], None
+
+
+def register() -> None:
+    """Make ``attn_implementation="batchinfer_paged"`` known to transformers."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+
+
+def _sliding_window(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> int:
+    """The layer's window in tokens, 0 for none; most families pass it, some only keep it."""
+    window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
+    return int(window or 0)
+
+
+def _check_call(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    kwargs: Mapping[str, Any],
+) -> None:
+    if getattr(module, "layer_idx", None) is None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} does not know its layer")
+    if attention_mask is not None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} makes its own attention mask")
+    if query.shape[0] != 1:
+        raise UnsupportedAttentionError(f"{type(module).__name__} reshapes its batch")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise UnsupportedAttentionError(f"{type(module).__name__} is not causal")
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise UnsupportedAttentionError(f"{type(module).__name__} passes {name}")

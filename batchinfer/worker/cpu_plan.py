@@ -1,0 +1,191 @@
+"""Which blocks a step's queries read, cut into a few rectangles for batched matrix products.
+
+The queries of a step become tiles of 1, 16 or 64 tokens of one sequence. Tiles of one size and of
+about the same context go into one bucket, padded to the longest of them; the padding is bounded,
+and so is the memory a bucket gathers. Everything here is made once a step and used by all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchinfer.engine.step import Step
+from batchinfer.worker.kv_cache import KVCache
+
+_TILE_SIZES = (1, 16, 64)
+# What a bucket may gather, in bytes: keys and values are still in the cache when they are used.
+_BUCKET_BYTES = 4 << 20
+# A bucket costs as much time as gathering about this much, so that less padding is not worth one.
+_BUCKET_OVERHEAD_BYTES = 512 << 10
+_PADDING_SHARE = 0.125
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """R tiles of Q queries over a context of C tokens, gathered as whole blocks."""
+
+    num_tiles: int  # R
+    tile_size: int  # Q
+    context: int  # C, a multiple of the block size
+    queries: slice  # R * Q rows of Plan.tokens
+    key_rows: torch.Tensor  # rows of KVCache.units, ordered [R, kv_head, block, unit]
+    value_rows: torch.Tensor
+    hidden: torch.Tensor  # [R, 1, 1, Q, C] bool: the query does not see the position
+    stale: torch.Tensor  # rows of values [R, kv_head, C] past a tile's context, in its last block
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step's buckets for one window. Queries stand in the order of the buckets."""
+
+    buckets: tuple[Bucket, ...]
+    tokens: torch.Tensor  # [queries] packed token of each query; padding repeats one
+    rows: torch.Tensor  # [T] which query each packed token is
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles as columns. Positions count from the start of the sequence."""
+
+    sequence: Ints
+    token: Ints  # first packed token
+    length: Ints  # queries
+    position: Ints  # of the first query
+    first_block: Ints  # first block of the table that any query sees
+    num_blocks: Ints
+    size: Ints  # 1, 16 or 64
+
+    def take(self, rows: Ints) -> _Tiles:
+        return _Tiles(*(getattr(self, name)[rows] for name in self.__slots__))
+
+    def offsets(self) -> Ints:
+        """[R, Q] each query's place in its tile; what pads a tile repeats the first query."""
+        queries = np.arange(self.size[0])
+        return np.where(queries < self.length[:, None], queries, 0)
+
+
+def make_plan(step: Step, cache: KVCache, sliding_window: int) -> Plan:
+    """Cut the step's queries into buckets. A window of 0 means the whole context is seen."""
+    tiles = _tiles(step, cache.layout.block_size, sliding_window)
+    block_bytes = cache.layout.bytes_per_block // cache.layout.num_layers
+    buckets: list[Bucket] = []
+    tokens, real = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+    num_queries = 0
+    for size in _TILE_SIZES:
+        chosen = np.flatnonzero(tiles.size == size)
+        if len(chosen) == 0:
+            continue
+        ordered = tiles.take(chosen[np.argsort(-tiles.num_blocks[chosen], kind="stable")])
+        for rows in _rectangles(ordered.num_blocks, block_bytes):
+            part = ordered.take(rows)
+            queries = slice(num_queries, num_queries + len(rows) * size)
+            buckets.append(_bucket(part, queries, step, cache, sliding_window))
+            tokens.append((part.token[:, None] + part.offsets()).reshape(-1))
+            real.append((np.arange(size) < part.length[:, None]).reshape(-1))
+            num_queries = queries.stop
+    all_tokens, is_real = np.concatenate(tokens), np.concatenate(real)
+    rows_of = np.empty(step.num_tokens, np.int64)
+    rows_of[all_tokens[is_real]] = np.flatnonzero(is_real)
+    return Plan(tuple(buckets), torch.from_numpy(all_tokens), torch.from_numpy(rows_of))
+
+
+def _tiles(step: Step, block_size: int, sliding_window: int) -> _Tiles:
+    """Cut every sequence's queries into tiles of the largest size; the rest is one tile."""
+    largest = _TILE_SIZES[-1]
+    starts = step.query_starts.astype(np.int64)
+    num_queries = np.diff(starts)
+    tiles_each = -(-num_queries // largest)
+    sequence = np.repeat(np.arange(len(num_queries)), tiles_each)
+    within = np.arange(len(sequence)) - np.repeat(np.cumsum(tiles_each) - tiles_each, tiles_each)
+    offset = within * largest
+    length = np.minimum(num_queries[sequence] - offset, largest)
+    position = step.context_lens.astype(np.int64)[sequence] - num_queries[sequence] + offset
+    first_seen = np.maximum(position + 1 - sliding_window, 0) if sliding_window else 0 * position
+    first_block = first_seen // block_size
+    return _Tiles(
+        sequence=sequence,
+        token=starts[sequence] + offset,
+        length=length,
+        position=position,
+        first_block=first_block,
+        num_blocks=(position + length - 1) // block_size + 1 - first_block,
+        size=np.array(_TILE_SIZES)[np.searchsorted(_TILE_SIZES, length)],
+    )
+
+
+def _rectangles(num_blocks: Ints, block_bytes: int) -> Iterator[Ints]:
+    """Cut descending block counts into runs whose padding and whose size are bounded."""
+    free_padding = _BUCKET_OVERHEAD_BYTES // block_bytes
+    begin = 0
+    while begin < len(num_blocks):
+        rest = num_blocks[begin:]
+        gathered = rest[0] * np.arange(1, len(rest) + 1)
+        padding = gathered - np.cumsum(rest)
+        fits = (gathered * block_bytes <= _BUCKET_BYTES) & (
+            padding <= np.maximum(free_padding, _PADDING_SHARE * gathered)
+        )
+        end = begin + max(1, len(rest) if fits.all() else int(np.argmin(fits)))
+        yield np.arange(begin, end)
+        begin = end
+
+
+def _bucket(
+    tiles: _Tiles, queries: slice, step: Step, cache: KVCache, sliding_window: int
+) -> Bucket:
+    layout = cache.layout
+    num_blocks = int(tiles.num_blocks.max())
+    context = num_blocks * layout.block_size
+    key_rows, value_rows = _gather_rows(tiles, num_blocks, step, cache)
+    position = tiles.position[:, None] + tiles.offsets()  # [R, Q]
+    columns = (tiles.first_block * layout.block_size)[:, None] + np.arange(context)  # [R, C]
+    distance = position[:, :, None] - columns[:, None, :]
+    hidden = (distance < 0) | (distance >= sliding_window) if sliding_window else distance < 0
+    return Bucket(
+        num_tiles=len(tiles.sequence),
+        tile_size=int(tiles.size[0]),
+        context=context,
+        queries=queries,
+        key_rows=key_rows,
+        value_rows=value_rows,
+        hidden=torch.from_numpy(hidden[:, None, None]),
+        stale=_stale_values(tiles, columns, layout.num_kv_heads, layout.block_size),
+    )
+
+
+def _gather_rows(
+    tiles: _Tiles, num_blocks: int, step: Step, cache: KVCache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of ``cache.units`` to gather for keys and values; past a tile's blocks the null slot."""
+    table = step.block_tables
+    block = np.arange(num_blocks)
+    columns = np.minimum(tiles.first_block[:, None] + block, table.shape[1] - 1)
+    slots = table[tiles.sequence[:, None], columns].astype(np.int64)
+    slots = np.where(block < tiles.num_blocks[:, None], slots, cache.null_slot)  # [R, block]
+
+    def rows(width: int) -> torch.Tensor:
+        units = width // cache.unit
+        heads = np.arange(cache.layout.num_kv_heads)[:, None, None] * units
+        first = slots[:, None, :, None] * cache.rows_per_slot + heads
+        return torch.from_numpy((first + np.arange(units)).reshape(-1))
+
+    key_rows = rows(cache.layout.key_width)
+    if cache.layout.value_width == cache.layout.key_width:
+        return key_rows, key_rows
+    return key_rows, rows(cache.layout.value_width)
+
+
+def _stale_values(tiles: _Tiles, columns: Ints, num_kv_heads: int, block_size: int) -> torch.Tensor:
+    """Rows past each context up to the end of its block: whatever was there, NaN perhaps."""
+    end = (tiles.position + tiles.length)[:, None]
+    block_end = -(-end // block_size) * block_size
+    tile, column = np.nonzero((columns >= end) & (columns < block_end))
+    head = np.arange(num_kv_heads)[:, None]
+    rows = (tile * num_kv_heads + head) * columns.shape[1] + column
+    return torch.from_numpy(rows.reshape(-1))

@@ -1,0 +1,50 @@
+"""One forward pass over a packed row of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchinfer.engine.step import Step
+from batchinfer.worker.attention import AttentionBackend, forward_context
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.transfer import to_device
+
+
+@torch.inference_mode()
+def forward(
+    model: torch.nn.Module, cache: KVCache, backend: AttentionBackend, step: Step
+) -> torch.Tensor:
+    """Copy the step's blocks, write the KV of its tokens, attend.
+
+    Returns:
+        Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype.
+    """
+    tensors = to_device(_device_arrays(step), cache.pool.device)
+    if len(step.block_copies):
+        cache.copy_blocks(tensors["block_copies"])
+    backend.begin_step(step, tensors)
+    with forward_context(backend):
+        output = model(
+            input_ids=tensors["token_ids"][None],
+            position_ids=tensors["positions"][None],
+            use_cache=False,
+            logits_to_keep=tensors["logits_indices"],
+        )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+def _device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
+    """The arrays a forward pass reads, in the integer types torch indexes with."""
+    return {
+        "token_ids": step.token_ids.astype(np.int64),
+        "positions": step.positions.astype(np.int64),
+        "logits_indices": step.logits_indices.astype(np.int64),
+        "slot_mapping": step.slot_mapping.astype(np.int64, copy=False),
+        "query_starts": step.query_starts,
+        "context_lens": step.context_lens,
+        "block_tables": step.block_tables,
+        "block_copies": step.block_copies,
+    }

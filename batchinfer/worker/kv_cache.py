@@ -1,0 +1,128 @@
+"""The KV pool: one tensor, block-major, so that a block of all layers is one contiguous run."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from batchinfer.engine.layout import KVLayout
+from batchinfer.errors import DeviceError
+
+_ALIGNMENT = 64  # bytes of a cache line
+
+
+class KVCache:
+    """Keys and values of every block, ``[slot, layer, key or value, kv_head, token, width]``.
+
+    Slots are flat rows of elements because keys and values may differ in width. One slot more
+    than asked for, ``null_slot``, holds zeros and is never written: padding reads from it.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make an uninitialised pool; memory is touched as blocks are written.
+
+        Raises:
+            DeviceError: when the pool does not fit the device.
+        """
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.null_slot = num_blocks
+        self.unit = math.gcd(layout.key_width, layout.value_width)
+        """Elements that divide both a key and a value."""
+        self.pool = _allocate(num_blocks + 1, layout.elements_per_block, device, dtype)
+        self.pool[self.null_slot].zero_()
+        per_head = layout.block_size * layout.key_width
+        self._value_offset = layout.num_kv_heads * per_head
+        self._layer_elements = layout.elements_per_block // layout.num_layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool."""
+        return self.pool.nbytes
+
+    def key(self, layer: int) -> torch.Tensor:
+        """Keys of a layer: [slot, kv_head, block_size, key_width], strided."""
+        return self._view(layer * self._layer_elements, self.layout.key_width)
+
+    def value(self, layer: int) -> torch.Tensor:
+        """Values of a layer: [slot, kv_head, block_size, value_width], strided."""
+        offset = layer * self._layer_elements + self._value_offset
+        return self._view(offset, self.layout.value_width)
+
+    def write(
+        self,
+        layer: int,
+        key: torch.Tensor,  # [T, kv_head, key_width]
+        value: torch.Tensor,  # [T, kv_head, value_width]
+        slot_mapping: torch.Tensor,  # [T] int64, slot * block_size + offset
+    ) -> None:
+        """Store the keys and values of T tokens, each where ``slot_mapping`` says."""
+        key_cache, value_cache = self.key(layer), self.value(layer)
+        if self.pool.is_cuda:
+            from batchinfer.kernels.kv_write import kv_write
+
+            kv_write(key, value, key_cache, value_cache, slot_mapping)
+            return
+        slots = slot_mapping // self.layout.block_size
+        offsets = slot_mapping % self.layout.block_size
+        key_cache[slots, :, offsets] = key
+        value_cache[slots, :, offsets] = value
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        """Copy whole blocks: pairs [C, 2] of (source slot, destination slot).
+
+        Destinations are distinct and none is also a source.
+        """
+        if self.pool.is_cuda:
+            from batchinfer.kernels.block_copy import block_copy
+
+            block_copy(self.pool, pairs)
+            return
+        source, destination = pairs.long().unbind(dim=1)
+        self.pool[destination] = self.pool[source]
+
+    def units(self, layer: int, *, values: bool) -> torch.Tensor:
+        """The pool from a layer's keys (or values) on, as rows of ``block_size * unit`` elements.
+
+        Head h of slot s begins at row ``s * rows_per_slot + h * (width / unit)``.
+        """
+        row = self.layout.block_size * self.unit
+        offset = layer * self._layer_elements + (self._value_offset if values else 0)
+        flat = self.pool.view(-1)[offset:]
+        return flat[: len(flat) // row * row].view(-1, row)
+
+    @property
+    def rows_per_slot(self) -> int:
+        """Rows of ``units`` from one slot to the next."""
+        return self.layout.elements_per_block // (self.layout.block_size * self.unit)
+
+    def _view(self, offset: int, width: int) -> torch.Tensor:
+        block_size = self.layout.block_size
+        shape = (len(self.pool), self.layout.num_kv_heads, block_size, width)
+        strides = (self.layout.elements_per_block, block_size * width, width, 1)
+        return self.pool.as_strided(shape, strides, offset)
+
+
+def _allocate(
+    num_slots: int, slot_elements: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Uninitialised ``[num_slots, slot_elements]``."""
+    num_bytes = num_slots * slot_elements * dtype.itemsize
+    try:
+        if device.type != "cpu":
+            return torch.empty(num_slots, slot_elements, device=device, dtype=dtype)
+        # NumPy asks Linux for huge pages where torch does not: blocks lie far apart, and with
+        # small pages every gathered head costs a TLB miss.
+        raw = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        aligned = torch.from_numpy(raw[start : start + num_bytes])
+        return aligned.view(dtype).view(num_slots, slot_elements)
+    except (MemoryError, RuntimeError) as error:
+        raise DeviceError(
+            f"no room for a KV pool of {num_slots} blocks ({num_bytes / 2**30:.2f} GiB)",
+            hint="lower engine.num_kv_blocks, engine.kv_cache_memory or gpu_memory_utilization",
+        ) from error

@@ -1,0 +1,138 @@
+"""How many KV blocks the pool gets, and where a device's memory goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from batchinfer.config import EngineConfig, parse_size
+from batchinfer.engine.layout import KVLayout, text_config
+from batchinfer.errors import DeviceError
+
+_CPU_SHARE_OF_FREE = 0.25
+_CGROUP = Path("/sys/fs/cgroup")
+# Copies of a token's hidden and of its inner MLP state that are alive at the widest point of a
+# layer: residual, normed, q, k, v, rotated q and k, attended; gate, up and their product.
+_HIDDEN_COPIES = 8
+_INNER_COPIES = 3
+# Float32 copies of a row of logits that sampling holds: the row, sorted, its order (8 bytes), sums.
+_LOGITS_COPIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose."""
+
+    num_blocks: int
+    weight_bytes: int
+    pool_bytes: int
+    activation_bytes: int
+    """Estimate for a step of ``max_num_batched_tokens`` tokens."""
+    logits_bytes: int
+    """Estimate for sampling ``max_num_seqs`` rows."""
+    available_bytes: int
+    """What the device had for all of these."""
+
+    def lines(self) -> list[str]:
+        """A table for the log."""
+        rows = (
+            ("weights", self.weight_bytes),
+            (f"KV pool ({self.num_blocks} blocks)", self.pool_bytes),
+            ("activations (at most)", self.activation_bytes),
+            ("logits (at most)", self.logits_bytes),
+            ("available", self.available_bytes),
+        )
+        width = max(len(name) for name, _ in rows)
+        return [f"{name:<{width}}  {size / 2**20:>12,.1f} MiB" for name, size in rows]
+
+
+def plan_memory(
+    engine: EngineConfig,
+    layout: KVLayout,
+    config: Mapping[str, Any],
+    *,
+    device: torch.device,
+    weight_bytes: int,
+    max_model_len: int,
+) -> MemoryPlan:
+    """Size the pool: ``num_kv_blocks``, else ``kv_cache_memory``, else what the device leaves.
+
+    On a CUDA device that is ``gpu_memory_utilization`` of its memory less weights, activations
+    and logits. On a CPU it is what ``max_num_seqs`` sequences of ``max_model_len`` tokens can
+    use, at most a quarter of the free memory. Call it when the weights are loaded.
+
+    Raises:
+        DeviceError: with numbers and the key to change, when not even one block fits, or when
+            more blocks are asked for than fit.
+    """
+    activations = _activation_bytes(engine, layout, config)
+    logits = engine.max_num_seqs * int(text_config(config)["vocab_size"]) * 4 * _LOGITS_COPIES
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = int(total * engine.gpu_memory_utilization) - (total - free) - activations - logits
+        available, key = total, "engine.gpu_memory_utilization"
+        num_blocks = _blocks(engine, layout, default=room // layout.bytes_per_block)
+    else:
+        free = free_host_bytes()
+        room, available, key = free, free + weight_bytes, "engine.kv_cache_memory"
+        usable = engine.max_num_seqs * layout.blocks_for(max_model_len)
+        quarter = int(free * _CPU_SHARE_OF_FREE) // layout.bytes_per_block
+        num_blocks = _blocks(engine, layout, default=min(usable, quarter))
+    pool_bytes = num_blocks * layout.bytes_per_block
+    if num_blocks < 1 or pool_bytes > room:
+        raise DeviceError(
+            f"a KV pool of {max(num_blocks, 1)} blocks takes {_mib(layout, num_blocks)} MiB; "
+            f"the device leaves {max(room, 0) / 2**20:,.1f} MiB beside weights of "
+            f"{weight_bytes / 2**20:,.1f} MiB",
+            hint=_hint(engine, key),
+        )
+    return MemoryPlan(num_blocks, weight_bytes, pool_bytes, activations, logits, available)
+
+
+def free_host_bytes() -> int:
+    """Memory this process may still take: what the host has, or its control group allows."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else max(0, min(free, int(limit) - used))
+
+
+def _blocks(engine: EngineConfig, layout: KVLayout, default: int) -> int:
+    if engine.num_kv_blocks is not None:
+        return engine.num_kv_blocks
+    if engine.kv_cache_memory is not None:
+        return (
+            parse_size(engine.kv_cache_memory, "engine.kv_cache_memory") // layout.bytes_per_block
+        )
+    return default
+
+
+def _activation_bytes(engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any]) -> int:
+    text = text_config(config)
+    hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
+    inner = int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
+    per_token = _HIDDEN_COPIES * hidden + _INNER_COPIES * inner
+    return engine.max_num_batched_tokens * per_token * layout.element_bytes
+
+
+def _mib(layout: KVLayout, num_blocks: int) -> str:
+    return f"{max(num_blocks, 1) * layout.bytes_per_block / 2**20:,.1f}"
+
+
+def _hint(engine: EngineConfig, default_key: str) -> str:
+    if engine.num_kv_blocks is not None:
+        return "lower engine.num_kv_blocks"
+    if engine.kv_cache_memory is not None:
+        return "set engine.kv_cache_memory to more than one block and less than what is left"
+    return (
+        f"raise {default_key}, lower engine.max_num_batched_tokens or engine.max_num_seqs, "
+        "or take a smaller model"
+    )

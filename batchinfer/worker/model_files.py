@@ -1,0 +1,131 @@
+"""What is checked about a model before its weights load: files, headers, config, family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchinfer.errors import ModelError
+
+CONFIG_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Patterns of a hub repository's files that configure the model and its tokenizer."""
+ALL_FILES = (*CONFIG_FILES, "*.safetensors")
+
+_HEADER_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
+
+
+def resolve_folder(name: str, revision: str | None, patterns: tuple[str, ...] = ALL_FILES) -> Path:
+    """The folder that holds the model: ``name`` itself, or the hub's download of it.
+
+    Raises:
+        ModelError: no such folder, and no such model on the hub or no way to reach it.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"model.name: there is no folder {name}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:  # the hub client raises errors of several libraries
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model.name: {name} is no local folder and cannot be fetched from the hub: {reason}",
+            hint="download it where there is a network and give the folder's path",
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, refused if it names code to run or quantised weights.
+
+    Raises:
+        ModelError: missing, not JSON, or one of the above.
+    """
+    config = read_json(folder / "config.json")
+    if config is None:
+        raise ModelError(f"{folder} is no model folder: it has no config.json")
+    if "auto_map" in config:
+        raise ModelError(
+            f"{folder}/config.json needs the model's own code (auto_map), which is never run; "
+            "use a model of a family that transformers has itself"
+        )
+    if config.get("quantization_config"):
+        raise ModelError(
+            f"not yet: {folder} holds quantised weights (quantization_config); "
+            "use the checkpoint they were made from"
+        )
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file; None where there is no such file.
+
+    Raises:
+        ModelError: the file cannot be read or holds something else.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; fetch the model again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object; fetch the model again")
+    return value
+
+
+def check_weights(folder: Path) -> dict[str, str]:
+    """Check that the folder's safetensors files are all there and whole.
+
+    Returns:
+        The dtype of every tensor, by name, as safetensors writes it (``F32``, ``BF16``).
+
+    Raises:
+        ModelError: no safetensors files, one that the index names is missing, or one is cut short.
+    """
+    index = read_json(folder / "model.safetensors.index.json")
+    if index is not None:
+        names = sorted(set(index.get("weight_map", {}).values()))
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        found = next((p.name for pattern in ("*.bin", "*.pt*") for p in folder.glob(pattern)), None)
+        what = f"only {found}, which can run code when loaded" if found else "no weights"
+        raise ModelError(f"{folder} has {what}; convert or fetch the model as safetensors")
+    dtypes: dict[str, str] = {}
+    for name in names:
+        dtypes |= _check_file(folder / name)
+    return dtypes
+
+
+def _check_file(path: Path) -> dict[str, str]:
+    """Compare a file's size with what its header says."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+            raw = file.read(header_bytes) if header_bytes <= _MAX_HEADER_BYTES else b""
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path} is missing, the model's index names it; fetch the model again"
+        ) from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        header: Mapping[str, Any] = json.loads(raw)
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        dtypes = {name: str(entry["dtype"]) for name, entry in tensors.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is no safetensors file; fetch the model again") from error
+    expected = _HEADER_LENGTH_BYTES + header_bytes + end
+    if size != expected:
+        raise ModelError(
+            f"{path} has {size} bytes where its header says {expected}; fetch the model again"
+        )
+    return dtypes

@@ -1,0 +1,195 @@
+"""Draws a step's tokens from its logits.
+
+Probabilities are held as integers in units of 2**-40 of the most likely token's, so that sums
+over the vocabulary are exact and do not depend on the order of summation. A row therefore gets
+the same token alone or in company, in any chunk, for any number of samples. What is cut off is
+under 1e-12 of the most likely token's probability.
+
+K samples draw from R rows of logits; D = distinct distributions among them; V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer.engine.step import Bool, Int32, Int64, SamplingBatch, StepResult
+from batchinfer.worker.philox import RANDOM_BITS, random_bits
+from batchinfer.worker.sampling_edits import edit_logits
+from batchinfer.worker.sampling_filters import keep_most_likely
+from batchinfer.worker.sampling_logprobs import RowStats, row_stats, token_ranks, top_logits
+from batchinfer.worker.sampling_parts import Part, edited_samples, split
+from batchinfer.worker.transfer import to_device
+
+_WEIGHT_OF_MAX = 2.0**40
+"""Weights of 2**22 tokens add up to less than 2**62."""
+
+_WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
+"""Most logits worked on at a time; the CPU's is about what a cache holds. Each takes at most
+64 bytes besides the logits."""
+
+
+class Sampler:
+    """Turns logits and sampling parameters into tokens. Holds no state.
+
+    Follows vLLM's order: log-probabilities of the raw logits; then bias and bans, allowed ids,
+    penalties; most likely token for temperature 0; else temperature, min-p, top-k, top-p, and
+    the inverse of the cumulative distribution in id order at one uniform number per token from
+    Philox keyed by (seed, stream, sample index, position).
+    """
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> StepResult:
+        """Draw every sample's token; one copy from device to host, at the end.
+
+        A sample is marked nonfinite where its raw row holds NaN or +inf or nothing but -inf, and
+        where its bans and allowed ids leave it no token; its token and log-probability are 0.
+        Other samples are not affected. Equally likely tokens count as ordered by id.
+
+        Args:
+            logits: [R, V] floating point, on any device; left as they are.
+            batch: how to draw K samples.
+
+        Returns:
+            Arrays on the host. ``ranks`` are 0, ``top_token_ids`` 0 and ``top_logprobs`` -inf
+            for samples that asked for none while others did; L is at most V.
+        """
+        if len(batch.logits_rows) == 0:
+            return _to_host(torch.zeros(0), torch.zeros(0), torch.zeros(0), None)
+        chunk = max(1, _WORKSPACE_ELEMENTS[logits.device.type] // logits.shape[1])
+        edited = edited_samples(batch)
+        plain = (batch.temperature == 0) & ~edited
+        stats = row_stats(logits, chunk, want_argmax=bool(plain.any()))
+        rows = to_device({"rows": batch.logits_rows.astype(np.int64)}, logits.device)["rows"]
+        token_ids, finite = _choose_all(logits, batch, edited, stats, rows, chunk)
+        values = logits[rows, token_ids].float()
+        logprobs = stats.logprobs(rows, values).masked_fill_(~finite, 0)
+        return _to_host(
+            token_ids,
+            logprobs,
+            ~finite,
+            _alternatives(logits, batch, stats, rows, values, chunk),
+        )
+
+
+def _choose_all(
+    logits: Tensor, batch: SamplingBatch, edited: Bool, stats: RowStats, rows: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Token ids [K], and whether each sample had finite logits to draw from [K]."""
+    finite = stats.maximum.isfinite()[rows]
+    token_ids = torch.zeros_like(rows) if stats.argmax is None else stats.argmax[rows]
+    bits = np.zeros(len(rows), np.int64)
+    if (batch.temperature > 0).any():
+        bits = random_bits(batch.seed, batch.stream, batch.sample_index, batch.position)
+    for part in split(batch, edited, logits.shape[1], chunk):
+        arrays = {"samples": part.samples, "distributions": part.distributions}
+        on = to_device(arrays, logits.device)
+        own = _rows_of(logits, batch.logits_rows[part.heads])
+        if edited[part.heads].any():
+            own = own.clone()
+            edit_logits(own, batch, part.heads)
+        maximum = own.amax(1, keepdim=True)
+        if part.greedy:
+            chosen = own.argmax(1)[on["distributions"]]
+        else:
+            weights = _weights(own, maximum, batch, part)
+            chosen = _draw(weights, part, bits[part.samples])
+        token_ids[on["samples"]] = chosen
+        finite[on["samples"]] &= maximum.isfinite()[:, 0][on["distributions"]]
+    return token_ids.masked_fill_(~finite, 0), finite
+
+
+def _rows_of(logits: Tensor, rows: Int32) -> Tensor:
+    """Those rows in float32; neighbours in a float32 tensor are not copied."""
+    if (np.diff(rows) == 1).all():
+        return logits[int(rows[0]) : int(rows[-1]) + 1].float()
+    on = to_device({"rows": rows}, logits.device)
+    return logits.index_select(0, on["rows"]).float()
+
+
+def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, part: Part) -> Tensor:
+    """Probabilities as integers, int64 [D, V], at temperature and with the filters applied."""
+    min_p = batch.min_p[part.heads]
+    arrays = {"temperature": batch.temperature[part.heads, None], "min_p": min_p[:, None]}
+    on = to_device(arrays, logits.device)
+    shifted = logits - maximum
+    # A row without a finite maximum is drawn from as if flat; its token is dropped later.
+    shifted.masked_fill_(~maximum.isfinite(), 0)
+    relative = shifted.div_(on["temperature"]).exp_()
+    if min_p.any():
+        relative.masked_fill_(relative < on["min_p"], 0)
+    weights = relative.mul_(_WEIGHT_OF_MAX).long()
+    if part.filtered:
+        keep_most_likely(weights, logits, batch.top_k[part.heads], batch.top_p[part.heads])
+    return weights
+
+
+def _draw(weights: Tensor, part: Part, bits: Int64) -> Tensor:
+    """The first token, in id order, whose cumulative weight is over u times the total.
+
+    Exact in integers, so a token of weight 0 is never drawn.
+
+    Args:
+        weights: int64 [D, V].
+        part: the k samples.
+        bits: [k] u in units of 2**-RANDOM_BITS.
+
+    Returns:
+        int64 [k].
+    """
+    order = np.arange(len(part.samples))
+    place = order - np.searchsorted(part.distributions, part.distributions)  # in its distribution
+    arrays = {"distributions": part.distributions, "place": place, "bits": bits}
+    on = to_device(arrays, weights.device)
+    at = on["distributions"], on["place"]
+    cumulative = weights.cumsum(1)
+    total = cumulative[:, -1][on["distributions"]]
+    # floor(total * bits / 2**RANDOM_BITS), in halves: the product does not fit in 63 bits.
+    low = (total & (2**RANDOM_BITS - 1)) * on["bits"] >> RANDOM_BITS
+    targets = cumulative.new_zeros(len(weights), int(place.max()) + 1)
+    targets[at] = (total >> RANDOM_BITS) * on["bits"] + low
+    return torch.searchsorted(cumulative, targets, right=True)[at]
+
+
+def _alternatives(
+    logits: Tensor, batch: SamplingBatch, stats: RowStats, rows: Tensor, values: Tensor, chunk: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Ranks [K], top token ids [K, L] and their log-probabilities, if any sample wants them."""
+    wanted = batch.num_logprobs
+    if wanted.max() < 0:
+        return None
+    ranks = token_ranks(logits, batch.logits_rows, values, wanted, chunk)
+    top_ids, top_values = top_logits(logits, batch.logits_rows, wanted, chunk)
+    return ranks, top_ids, stats.logprobs(rows, top_values)
+
+
+def _to_host(
+    token_ids: Tensor,
+    logprobs: Tensor,
+    nonfinite: Tensor,
+    alternatives: tuple[Tensor, Tensor, Tensor] | None,
+) -> StepResult:
+    """Everything to the host in one copy: one int32 matrix, float32 columns by their bits."""
+    columns = [token_ids, logprobs, nonfinite]
+    if alternatives is not None:
+        columns += alternatives
+    packed = torch.cat([_as_int32(column) for column in columns], dim=1).cpu().numpy()
+    floats = packed.view(np.float32)
+    ranks = top_token_ids = top_logprobs = None
+    if alternatives is not None:
+        middle = (packed.shape[1] + 4) // 2
+        ranks, top_token_ids, top_logprobs = packed[:, 3], packed[:, 4:middle], floats[:, middle:]
+    return StepResult(
+        token_ids=packed[:, 0],
+        logprobs=floats[:, 1],
+        nonfinite=packed[:, 2].astype(np.bool_),
+        ranks=ranks,
+        top_token_ids=top_token_ids,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _as_int32(column: Tensor) -> Tensor:
+    matrix = column if column.ndim == 2 else column[:, None]
+    return matrix.view(torch.int32) if matrix.is_floating_point() else matrix.int()

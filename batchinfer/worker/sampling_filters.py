@@ -1,0 +1,115 @@
+"""Top-k and top-p over integer weights, without sorting the vocabulary where it can be helped.
+
+The most likely tokens are a prefix of one total order: larger logits first, equal logits by
+ascending id. A filter comes down to the last token kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer.engine.step import Float32, Int32
+from batchinfer.worker.transfer import to_device
+
+_FIRST_CANDIDATES = 256
+_CANDIDATES_GROWTH = 8
+_LOWEST_INT32 = -(2**31)
+_ID_MASK = 2**32 - 1
+
+
+def keep_most_likely(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> None:
+    """Set to 0, in place, the weights of tokens outside of top-k and then of top-p.
+
+    Top-p keeps the smallest set of most likely tokens whose share of what top-k left reaches
+    ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
+
+    On CUDA the host waits for the device where a distribution has top-p alone: how many
+    candidates it takes is known only then.
+
+    Args:
+        weights: int64 [D, V], not negative; tokens removed before are 0.
+        logits: float32 [D, V], in the order of which tokens are kept.
+        top_k: [D] 0 = all.
+        top_p: [D].
+    """
+    vocab = weights.shape[1]
+    most = np.where((top_k > 0) & (top_k < vocab), top_k, vocab).astype(np.int64)[:, None]
+    unlimited = bool((most == vocab).any())
+    size = int(most[most < vocab].max(initial=1))
+    if unlimited:
+        size = min(max(size, _FIRST_CANDIDATES), vocab)
+    on = to_device({"most": most, "share": top_p.astype(np.float64)[:, None]}, weights.device)
+    last = torch.empty_like(on["most"])
+    rows = torch.arange(len(most), device=weights.device)
+    of_rows = [logits, weights, on["most"], on["share"]]
+    while True:
+        last[rows], reached = _last_kept(*of_rows, size=size)
+        if size == vocab or not unlimited:
+            break
+        short = (~reached).nonzero()[:, 0]
+        if len(short) == 0:
+            break
+        rows = rows[short]
+        of_rows = [of_row[short] for of_row in of_rows]
+        size = min(size * _CANDIDATES_GROWTH, vocab)
+    threshold = logits.gather(1, last)
+    after = torch.arange(vocab, device=last.device) > last
+    weights.masked_fill_((logits < threshold) | ((logits == threshold) & after), 0)
+
+
+def _last_kept(
+    logits: Tensor, weights: Tensor, most: Tensor, share: Tensor, *, size: int
+) -> tuple[Tensor, Tensor]:
+    """Ids [d, 1] of the last tokens kept, and [d] whether ``size`` candidates were enough."""
+    candidates = most_likely(logits, size)
+    mass = weights.gather(1, candidates).cumsum(1)
+    end = (most - 1).clamp(max=size - 1)
+    limited = most < logits.shape[1]
+    total = torch.where(limited, mass.gather(1, end), weights.sum(1, keepdim=True))
+    # Both sides of the comparison round alike on the way to float64.
+    before = (mass.double() < share * total.double()).sum(1, keepdim=True)
+    return candidates.gather(1, torch.minimum(before, end)), (before <= end)[:, 0]
+
+
+def most_likely(logits: Tensor, size: int) -> Tensor:
+    """Ids of the ``size`` most likely tokens, in order.
+
+    The vocabulary is cut into blocks. Only the ``size`` blocks with the largest maxima, lower
+    blocks first among equals, can hold one of the ``size`` most likely tokens.
+
+    Args:
+        logits: float32 [D, V].
+        size: 0 to V.
+
+    Returns:
+        int64 [D, size].
+    """
+    rows, vocab = logits.shape
+    width = math.isqrt(vocab // max(size, 1))
+    if width < 2:
+        ids = torch.arange(vocab, device=logits.device)
+        return _first_ids(logits, ids, size)
+    even = vocab - vocab % width
+    maxima = logits[:, :even].view(rows, -1, width).amax(2)
+    if even < vocab:
+        maxima = torch.cat((maxima, logits[:, even:].amax(1, keepdim=True)), dim=1)
+    blocks = _first_ids(maxima, torch.arange(maxima.shape[1], device=logits.device), size)
+    ids = (blocks[:, :, None] * width + torch.arange(width, device=logits.device)).flatten(1)
+    values = logits.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, -torch.inf)
+    return _first_ids(values, ids, size)
+
+
+def _first_ids(values: Tensor, ids: Tensor, size: int) -> Tensor:
+    """The ids of the ``size`` largest values, by descending value, then by ascending id.
+
+    One int64 holds a value as an integer of the same order above, its id's complement below, so
+    that no two are equal and any selection algorithm gives the same answer.
+    """
+    bits = values.view(torch.int32)
+    ascending = torch.where(bits < 0, _LOWEST_INT32 - bits, bits)  # -0.0 and 0.0 are equal
+    keys = (ascending.long() << 32).add_(_ID_MASK - ids)
+    return _ID_MASK - (keys.topk(size, dim=1).values & _ID_MASK)

@@ -1,0 +1,79 @@
+"""Which samples are worked on together, decided on the host from the batch alone.
+
+D = distributions in a part: samples that draw from the same row of logits with the same
+parameters share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchinfer.engine.step import Bool, Int64, SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Samples that need the same kind of work, few enough for the workspace."""
+
+    samples: Int64  # [k] index into the batch's K samples
+    distributions: Int64  # [k] which of the D each draws from, ascending
+    heads: Int64  # [D] the first sample of each distribution
+    greedy: bool
+    """Whether the samples take the most likely token."""
+    filtered: bool
+    """Whether any has top-k or top-p."""
+
+
+def edited_samples(batch: SamplingBatch) -> Bool:
+    """[K] whether bias, an allowed list or penalties change the sample's logits."""
+    edited = np.zeros(len(batch.logits_rows), np.bool_)
+    edited[batch.bias_samples] = True
+    edited[batch.allowed_samples] = True
+    if batch.penalties is not None:
+        edited[batch.penalties.samples] = True
+    return edited
+
+
+def split(batch: SamplingBatch, edited: Bool, vocab: int, most: int) -> Iterator[Part]:
+    """Parts of at most ``most`` distributions that together hold every sample but the plain.
+
+    The plain ones take the most likely token of an unedited row, which needs no part.
+    """
+    greedy = batch.temperature == 0
+    filtered = ((batch.top_k > 0) & (batch.top_k < vocab)) | (batch.top_p < 1)
+    kinds = (
+        (greedy & edited, True, False),
+        (~greedy & ~filtered, False, False),
+        (~greedy & filtered, False, True),
+    )
+    for chosen, is_greedy, is_filtered in kinds:
+        samples = np.flatnonzero(chosen)
+        if len(samples) == 0:
+            continue
+        first = _starts_distribution(batch, edited, samples)
+        distributions = np.cumsum(first) - 1
+        for low in range(0, int(first.sum()), most):
+            start, stop = np.searchsorted(distributions, (low, low + most))
+            mine = slice(int(start), int(stop))
+            yield Part(
+                samples=samples[mine],
+                distributions=distributions[mine] - low,
+                heads=samples[mine][first[mine]],
+                greedy=is_greedy,
+                filtered=is_filtered,
+            )
+
+
+def _starts_distribution(batch: SamplingBatch, edited: Bool, samples: Int64) -> Bool:
+    """[k] whether a sample differs from the one before it; a row's samples are neighbours."""
+    first = np.ones(len(samples), np.bool_)
+    same = ~edited[samples[1:]] & ~edited[samples[:-1]]
+    columns = (batch.logits_rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
+    for column in columns:
+        values = column[samples]
+        same &= values[1:] == values[:-1]
+    first[1:] = ~same
+    return first

@@ -1,0 +1,38 @@
+"""Host arrays to device tensors, many in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_ALIGNMENT = 16  # bytes; enough for any dtype's view and for vector loads
+
+
+def to_device(
+    arrays: Mapping[str, npt.NDArray[np.generic]], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Tensors of the arrays' shapes and dtypes on ``device``; one transfer for all of them.
+
+    On the CPU they share the arrays' memory.
+    """
+    if device.type == "cpu":
+        return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
+    offsets, end = {}, 0
+    for name, array in arrays.items():
+        offsets[name] = end
+        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    staging = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+    host = staging.numpy()
+    for name, array in arrays.items():
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        host[offsets[name] : offsets[name] + array.nbytes] = flat
+    packed = staging.to(device, non_blocking=True)
+    return {
+        name: packed[offsets[name] : offsets[name] + array.nbytes]
+        .view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
+        .view(array.shape)
+        for name, array in arrays.items()
+    }

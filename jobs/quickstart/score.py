@@ -1,0 +1,62 @@
+"""Compare what the quickstart job wrote with the expected answers.
+
+    python jobs/quickstart/score.py OUT        # OUT is the job's output directory
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+
+def load(out_dir: str | Path) -> pl.DataFrame:
+    """The job's rows, with a column `right`; a row that failed counts as wrong."""
+    parts = sorted(Path(out_dir).joinpath("data").glob("*.parquet"))
+    if not parts:
+        raise FileNotFoundError(f"no finished parts in {out_dir}/data; has the job run?")
+    matches = pl.col("generated_text").str.strip_chars() == pl.col("answer")
+    return pl.read_parquet(parts).with_columns(right=matches.fill_null(False))
+
+
+def score(out_dir: str | Path) -> dict[str, Any]:
+    """`rows`, `right`, `accuracy`, and the accuracy of each task under `tasks`."""
+    return summarise(load(out_dir))
+
+
+def summarise(rows: pl.DataFrame) -> dict[str, Any]:
+    tasks = rows.group_by("task").agg(pl.col("right").mean()).sort("task")
+    return {
+        "rows": rows.height,
+        "right": int(rows["right"].sum()),
+        "accuracy": float(rows["right"].sum() / max(1, rows.height)),
+        "tasks": dict(tasks.iter_rows()),
+    }
+
+
+def print_samples(rows: pl.DataFrame, count: int) -> None:
+    """A few rows as a person would look at them, the wrong ones first."""
+    for row in rows.sort("right", maintain_order=True).head(count).iter_rows(named=True):
+        print(f"\n--- {row['id']} ({row['task']}): {'right' if row['right'] else 'WRONG'}")
+        print(row["document"])
+        print(f"generated: {row['generated_text']}")
+        print(f"expected:  {row['answer']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Score the output of the quickstart job.")
+    parser.add_argument("out", type=Path, help="output directory of the job")
+    parser.add_argument("--samples", type=int, default=3, help="rows to show")
+    args = parser.parse_args()
+    rows = load(args.out)
+    result = summarise(rows)
+    print(f"{result['right']} of {result['rows']} rows are right ({result['accuracy']:.1%})")
+    for task, accuracy in result["tasks"].items():
+        print(f"  {task:10s} {accuracy:.1%}")
+    print_samples(rows, args.samples)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""The inputs that the kernels and their twins are compared on: odd shapes on purpose.
+
+A case is a shape; `build_*` makes its tensors from a seed, on a device, in a dtype. What a kernel
+may not read is made to show: stale cache contents are NaN, table entries past a sequence's blocks
+lie outside the pool, and outputs hold NaN before the call.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# No pool has a slot of this number.
+GARBAGE_BLOCK = 2**30
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """A step: `lens` holds (query_len, context_len) of every sequence."""
+
+    name: str
+    lens: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    key_width: int = 16
+    value_width: int = 0  # 0: as the key's
+    block_size: int = 16
+    sliding_window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    num_splits: int | None = None
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The tensors of a case; `arguments` are those of `paged_attention`, by name."""
+
+    pool: torch.Tensor  # [num_slots, slot_elems], what the two caches are views of
+    arguments: dict[str, Any]
+
+    def with_fresh_out(self) -> dict[str, Any]:
+        """The arguments with an `out` of NaN."""
+        return self.arguments | {"out": torch.full_like(self.arguments["out"], float("nan"))}
+
+
+_DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 257))
+_MIXED = ((7, 7), (1, 33), (64, 64), (1, 257), (7, 40), (1, 1), (64, 100))
+
+# Small and nasty: also run in Triton's interpreter, which takes milliseconds a program.
+INTERPRETED_ATTENTION_CASES = (
+    AttentionCase("decodes", _DECODES, num_heads=4, num_kv_heads=1, key_width=40),
+    AttentionCase("decodes_split", _DECODES, num_heads=3, num_kv_heads=1, num_splits=3),
+    AttentionCase("decodes_group_1", ((1, 17), (1, 70)), num_heads=2, block_size=1, key_width=80),
+    AttentionCase("mixed", _MIXED, num_heads=6, num_kv_heads=2, block_size=32),
+    AttentionCase("chunk_of_64_after_7", ((64, 71),), num_heads=8, num_kv_heads=1, key_width=64),
+    AttentionCase("one_token", ((1, 1),), num_heads=1, num_kv_heads=1),
+    AttentionCase("no_query_and_padding", ((0, 9), (1, 0), (5, 20), (0, 0), (1, 3), (1, 0))),
+    AttentionCase(
+        "window_within_chunk", ((64, 80), (7, 7), (1, 257), (1, 3)), sliding_window=5, num_splits=2
+    ),
+    AttentionCase(
+        "window_not_of_tiles", ((1, 257), (1, 200), (3, 130)), sliding_window=100, num_splits=3
+    ),
+    AttentionCase("window_of_1", ((7, 20), (1, 65)), sliding_window=1),
+    AttentionCase("softcap", ((7, 30), (1, 90)), softcap=2.0, num_splits=2),
+    AttentionCase("sinks", ((7, 30), (1, 257), (1, 1)), sinks=True, num_splits=3),
+    AttentionCase(
+        "everything",
+        _MIXED[:5],
+        num_heads=8,
+        num_kv_heads=1,
+        key_width=96,
+        sliding_window=20,
+        softcap=5.0,
+        sinks=True,
+        num_splits=2,
+    ),
+    AttentionCase("key_wider_than_value", ((5, 37), (1, 37)), key_width=192, value_width=128),
+    AttentionCase("value_wider_than_key", ((5, 37), (1, 37)), key_width=16, value_width=40),
+)
+
+_GROUPS = ((1, 1), (8, 8), (3, 1), (12, 4), (8, 2), (8, 1), (16, 2), (71, 1), (128, 1))
+_WIDTHS = ((16, 16), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+_LONG = ((1, 4097), (1, 1), (1, 511), (1, 512), (1, 513), (1, 1025), (300, 1111), (2, 700))
+
+# The rest, for a GPU: each group with two of the widths, and the features at real lengths. Not all
+# combinations, since each is compiled.
+ATTENTION_CASES = (
+    *INTERPRETED_ATTENTION_CASES,
+    *(
+        AttentionCase(
+            f"heads_{heads}_{kv_heads}_width_{key}_{value}", _MIXED, heads, kv_heads, key, value
+        )
+        for i, (heads, kv_heads) in enumerate(_GROUPS)
+        for key, value in (_WIDTHS[i % 8], _WIDTHS[(i + 3) % 8])
+    ),
+    *(
+        AttentionCase(
+            f"long_block_{block_size}_window_{window}_splits_{splits}",
+            _LONG,
+            num_heads=8,
+            num_kv_heads=2,
+            key_width=128,
+            block_size=block_size,
+            sliding_window=window,
+            softcap=cap,
+            sinks=sinks,
+            num_splits=splits,
+        )
+        for block_size in (1, 16, 32, 24)
+        for window, cap, sinks in ((0, 0.0, False), (128, 0.0, True), (700, 30.0, False))
+        for splits in (None, 1, 4)
+    ),
+    AttentionCase("many", tuple((1, 1 + 37 * i % 900) for i in range(300)), 16, 8, 128),
+    AttentionCase(
+        "many_chunks", tuple((1 + 13 * i % 90, 90 + 37 * i % 900) for i in range(100)), 16, 8, 128
+    ),
+)
+
+
+def build_attention(
+    case: AttentionCase, device: torch.device | str, dtype: torch.dtype
+) -> AttentionInputs:
+    """Make the tensors of a case. The caches are the second layer's part of a two-layer pool."""
+    generator = torch.Generator().manual_seed(case.seed)
+    value_width = case.value_width or case.key_width
+    query_lens, context_lens = zip(*case.lens, strict=True)
+    num_tokens, max_context_len = sum(query_lens), max(context_lens)
+
+    blocks = [-(-context_len // case.block_size) for context_len in context_lens]
+    num_slots = sum(blocks) + 3
+    free = torch.randperm(num_slots, generator=generator).tolist()
+    tables = torch.full((len(case.lens), max(*blocks, 1) + 2), GARBAGE_BLOCK, dtype=torch.int32)
+    key_elems = case.num_kv_heads * case.block_size * case.key_width
+    value_elems = case.num_kv_heads * case.block_size * value_width
+    layer_elems = key_elems + value_elems
+    pool = torch.full((num_slots, 2 * layer_elems), float("nan"))
+    key_cache = pool[:, layer_elems : layer_elems + key_elems].view(
+        num_slots, case.num_kv_heads, case.block_size, case.key_width
+    )
+    value_cache = pool[:, layer_elems + key_elems :].view(
+        num_slots, case.num_kv_heads, case.block_size, value_width
+    )
+    for row, (query_len, context_len) in enumerate(case.lens):
+        # What lies before the window of the first query token has been given up.
+        begin = context_len - query_len + 1 - case.sliding_window if case.sliding_window else 0
+        positions = torch.arange(min(max(0, begin), context_len), context_len)
+        for block in sorted(set((positions // case.block_size).tolist())):
+            tables[row, block] = free.pop()
+        slots = tables[row, positions // case.block_size].long()
+        offsets = positions % case.block_size
+        for cache in (key_cache, value_cache):
+            shape = (len(positions), case.num_kv_heads, cache.shape[3])
+            cache[slots, :, offsets] = torch.randn(shape, generator=generator)
+
+    pool = pool.to(device, dtype)
+    query = torch.randn(num_tokens, case.num_heads, case.key_width, generator=generator)
+    sinks = torch.randn(case.num_heads, generator=generator) if case.sinks else None
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    return AttentionInputs(
+        pool,
+        {
+            "query": query.to(device, dtype),
+            "key_cache": pool.as_strided(
+                key_cache.shape, key_cache.stride(), key_cache.storage_offset()
+            ),
+            "value_cache": pool.as_strided(
+                value_cache.shape, value_cache.stride(), value_cache.storage_offset()
+            ),
+            "block_tables": tables.to(device),
+            "query_starts": starts.to(device, torch.int32),
+            "context_lens": torch.tensor(context_lens, dtype=torch.int32).to(device),
+            "scale": case.key_width**-0.5,
+            "out": torch.empty(num_tokens, case.num_heads, value_width, device=device, dtype=dtype),
+            "sliding_window": case.sliding_window,
+            "softcap": case.softcap,
+            "sinks": None if sinks is None else sinks.to(device, dtype),
+            "max_query_len": max(query_lens),
+            "max_context_len": max_context_len,
+            "num_splits": case.num_splits,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class WriteCase:
+    """Write `num_tokens` tokens; every third one is skipped where `skips` is set."""
+
+    name: str
+    num_tokens: int
+    num_kv_heads: int
+    key_width: int
+    value_width: int
+    block_size: int
+    skips: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+WRITE_CASES = (
+    WriteCase("one", 1, 1, 16, 16, 1),
+    WriteCase("odd_widths", 7, 3, 40, 80, 16),
+    WriteCase("skips", 10, 2, 64, 64, 16, skips=True),
+    WriteCase("key_wider", 5, 4, 192, 128, 32),
+    WriteCase("many_heads", 3, 40, 128, 128, 16),
+    WriteCase("block_size_not_a_power_of_two", 9, 5, 96, 96, 24, skips=True),
+    WriteCase("no_tokens", 0, 2, 16, 16, 16),
+)
+
+
+def build_write(
+    case: WriteCase, device: torch.device | str, dtype: torch.dtype
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Make the pool, full of NaN, and the arguments of `kv_write`, by name.
+
+    Key and value are slices of one row, as a merged q/k/v product hands them out.
+    """
+    generator = torch.Generator().manual_seed(case.seed)
+    heads, num_slots = case.num_kv_heads, case.num_tokens // case.block_size + 3
+    key_elems, value_elems = (heads * width for width in (case.key_width, case.value_width))
+    rows = torch.randn(case.num_tokens, key_elems + value_elems + 8, generator=generator)
+    rows = rows.to(device, dtype)
+    slot_elems = case.block_size * (key_elems + value_elems)
+    pool = torch.full((num_slots, slot_elems), float("nan"), device=device, dtype=dtype)
+    keys, values = pool[:, : case.block_size * key_elems], pool[:, case.block_size * key_elems :]
+    destinations = torch.randperm(num_slots * case.block_size, generator=generator)
+    slot_mapping = destinations[: case.num_tokens].clone()
+    if case.skips:
+        slot_mapping[::3] = -1
+    return pool, {
+        "key": rows[:, :key_elems].view(-1, heads, case.key_width),
+        "value": rows[:, key_elems:-8].view(-1, heads, case.value_width),
+        "key_cache": keys.view(num_slots, heads, case.block_size, case.key_width),
+        "value_cache": values.view(num_slots, heads, case.block_size, case.value_width),
+        "slot_mapping": slot_mapping.to(device),
+    }
+
+
+@dataclass(frozen=True)
+class CopyCase:
+    """Copy `num_pairs` of `num_slots` blocks."""
+
+    name: str
+    num_slots: int
+    slot_elems: int
+    num_pairs: int
+    index_dtype: torch.dtype = torch.int32
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+COPY_CASES = (
+    CopyCase("one", 2, 1, 1),
+    CopyCase("several", 9, 4097, 3),
+    CopyCase("half_of_the_pool", 8, 10_000, 4, torch.int64),
+    CopyCase("whole_chunks", 5, 8192, 2),
+    CopyCase("no_pairs", 3, 64, 0),
+)
+
+
+def build_copy(
+    case: CopyCase, device: torch.device | str, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Make the arguments of `block_copy`, by name. Sources may repeat; some elements are NaN."""
+    generator = torch.Generator().manual_seed(case.seed)
+    pool = torch.randn(case.num_slots, case.slot_elems, generator=generator)
+    pool[:, ::7] = float("nan")
+    slots = torch.randperm(case.num_slots, generator=generator)
+    destinations, others = slots[: case.num_pairs], slots[case.num_pairs :]
+    sources = others[torch.randint(len(others), (case.num_pairs,), generator=generator)]
+    pairs = torch.stack([sources, destinations], dim=1).to(device, case.index_dtype)
+    return {"pool": pool.to(device, dtype), "pairs": pairs}

@@ -1,0 +1,25 @@
+"""What the launches in this folder share: where a kernel can run, and how it is compiled."""
+
+import torch
+import triton
+
+# Triton decides when a kernel is decorated, that is when its module is imported, and not when it is
+# launched. Reading the setting here, at import too, keeps this answer the same as Triton's.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# Given with every launch. Multiply-adds are fused whatever Triton's default is: it changes after
+# 3.9, which warns where the option is left out.
+OPTIONS: dict[str, bool] = {"enable_fp_fusion": True}
+
+
+def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
+    """Raise unless all tensors are on one CUDA device, or Triton interprets."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{name}: tensors on several devices: {sorted(map(str, devices))}")
+    (device,) = devices
+    if device.type != "cuda" and not INTERPRETED:
+        raise RuntimeError(
+            f"{name}: tensors are on {device.type!r}, the Triton kernel needs a CUDA device. "
+            "Elsewhere use the CPU path, or set TRITON_INTERPRET=1 before triton is imported."
+        )

@@ -1,0 +1,123 @@
+"""The kernels of this folder once more, in plain torch: these define what is correct.
+
+Simple before fast: loops over sequences, float64 inside. They run on any device, and read nothing
+that the kernels may not read: a stale slot or a table entry past a sequence's blocks stays unread.
+"""
+
+import torch
+
+
+def paged_attention(
+    query: torch.Tensor,  # [T, Hq, Dk]
+    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dk]
+    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv]
+    block_tables: torch.Tensor,  # [S, max_blocks] int32
+    query_starts: torch.Tensor,  # [S + 1] int32
+    context_lens: torch.Tensor,  # [S] int32
+    *,
+    scale: float,
+    out: torch.Tensor,  # [T, Hq, Dv]
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [Hq]
+    max_query_len: int,
+    max_context_len: int,
+    num_splits: int | None = None,
+) -> None:
+    """Causal attention over a paged KV cache, one sequence after the other.
+
+    The last three arguments tell the kernel how to launch. They change nothing here.
+    """
+    del max_query_len, max_context_len, num_splits
+    starts = query_starts.tolist()
+    for sequence, context_len in enumerate(context_lens.tolist()):
+        rows = slice(starts[sequence], starts[sequence + 1])
+        query_len = rows.stop - rows.start
+        if query_len == 0:
+            continue
+        positions = torch.arange(context_len - query_len, context_len, device=query.device)
+        begin = max(0, context_len - query_len + 1 - sliding_window) if sliding_window else 0
+        key_positions = torch.arange(begin, context_len, device=query.device)
+        table = block_tables[sequence]
+        mask = visible(positions, key_positions, sliding_window)
+        out[rows] = attention(
+            query[rows],
+            gather(key_cache, table, key_positions),
+            gather(value_cache, table, key_positions),
+            mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        ).to(out.dtype)
+
+
+def gather(
+    cache: torch.Tensor,  # [num_slots, Hkv, block_size, D]
+    table: torch.Tensor,  # [max_blocks]
+    positions: torch.Tensor,  # [K]
+) -> torch.Tensor:  # [K, Hkv, D]
+    """Read the tokens at `positions` of one sequence out of its blocks."""
+    block_size = cache.shape[2]
+    slots = table[positions // block_size].long()
+    return cache[slots, :, positions % block_size]
+
+
+def visible(
+    positions: torch.Tensor,  # [Q]
+    key_positions: torch.Tensor,  # [K]
+    sliding_window: int,
+) -> torch.Tensor:  # [Q, K] bool
+    """Position p sees the positions up to itself; with a window w only those in (p - w, p]."""
+    distance = positions[:, None] - key_positions[None, :]
+    mask = distance >= 0
+    return mask & (distance < sliding_window) if sliding_window else mask
+
+
+def attention(
+    query: torch.Tensor,  # [Q, Hq, Dk]
+    key: torch.Tensor,  # [K, Hkv, Dk]
+    value: torch.Tensor,  # [K, Hkv, Dv]
+    mask: torch.Tensor,  # [Q, K] bool
+    *,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,  # [Hq]
+) -> torch.Tensor:  # [Q, Hq, Dv] float64
+    """Masked softmax attention in float64. A sink is one more logit that has no value."""
+    group = query.shape[1] // key.shape[1]
+    key = key.double().repeat_interleave(group, dim=1)
+    value = value.double().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def kv_write(
+    key: torch.Tensor,  # [T, Hkv, Dk]
+    value: torch.Tensor,  # [T, Hkv, Dv]
+    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dk]
+    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv]
+    slot_mapping: torch.Tensor,  # [T] int64
+) -> None:
+    """Scatter keys and values into their slots; a negative mapping skips the token."""
+    block_size = key_cache.shape[2]
+    kept = slot_mapping >= 0
+    slots, offsets = slot_mapping[kept] // block_size, slot_mapping[kept] % block_size
+    key_cache[slots, :, offsets] = key[kept].to(key_cache.dtype)
+    value_cache[slots, :, offsets] = value[kept].to(value_cache.dtype)
+
+
+def block_copy(
+    pool: torch.Tensor,  # [num_slots, slot_elems]
+    pairs: torch.Tensor,  # [C, 2]
+) -> None:
+    """Copy the source slot's row of every pair over its destination slot's row."""
+    sources, destinations = pairs.long().unbind(dim=1)
+    pool[destinations] = pool[sources]

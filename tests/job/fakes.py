@@ -1,0 +1,102 @@
+"""A model-free engine that answers a prompt with the prompt, and jobs that run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from batchinfer.engine.engine import Engine
+from batchinfer.job.spec import JobSpec
+from batchinfer.text.tokenizer import Tokenizer
+from tests.engine.fake import EOS, make_engine
+
+EOS_TEXT = "<eos>"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte; id 0 ends a text."""
+    alphabet = [EOS_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Backend(models.BPE({text: i for i, text in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS_TEXT])
+    return Tokenizer(
+        backend,
+        chat_template=None,
+        special_tokens={"eos_token": EOS_TEXT},
+        control_tokens=frozenset({EOS_TEXT}),
+    )
+
+
+def echo(context: bytes, stream: int, sample: int, position: int) -> int:
+    """The prompt's next token; after its last, the end of the text."""
+    tokens = np.frombuffer(context, dtype=np.int32)
+    return int(tokens[position]) if 2 * position < len(tokens) else EOS
+
+
+@dataclass
+class FakeBuilt:
+    """What ``build_engine`` returns, around a fake runner."""
+
+    engine: Engine
+    tokenizer: Tokenizer = field(default_factory=byte_tokenizer)
+    eos_token_ids: frozenset[int] = frozenset({EOS})
+    max_model_len: int = 256
+    vocab_size: int = 257
+    block_size: int = 4
+    num_blocks: int = 0
+    bytes_per_block: int = 1024
+    device: str = "fake"
+    model_facts: dict[str, Any] = field(default_factory=lambda: {"name": "echo"})
+
+    def device_bytes(self) -> int:
+        return 12345
+
+
+class FakeBuild:
+    """Builds echo engines, and counts them."""
+
+    def __init__(self, num_blocks: int = 128, max_num_seqs: int = 16) -> None:
+        self.num_blocks = num_blocks
+        self.max_num_seqs = max_num_seqs
+        self.count = 0
+        self.before_step: Callable[[int], None] = lambda number: None
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        self.count += 1
+        log("a table of memory")
+        real, runner = make_engine(
+            self.num_blocks,
+            4,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=256,
+            next_token=echo,
+        )
+        run, steps = runner.run, iter(range(1_000_000))
+
+        def run_step(step: Any) -> Any:
+            self.before_step(next(steps))
+            return run(step)
+
+        runner.run = run_step  # type: ignore[method-assign]
+        return FakeBuilt(real, num_blocks=self.num_blocks)
+
+
+def job(tmp_path: Path, **sections: dict[str, Any]) -> JobSpec:
+    """A job over ``tmp_path/in`` into ``tmp_path/out``, changed by ``sections``."""
+    fields: dict[str, dict[str, Any]] = {
+        "model": {"name": "echo"},
+        "input": {"path": str(tmp_path / "in")},
+        "prompt": {"column": "prompt", "chat_template": "none"},
+        "sampling": {"max_tokens": 8, "temperature": 0.0},
+        "output": {"path": str(tmp_path / "out"), "rows_per_part": 10},
+    }
+    for name, values in sections.items():
+        fields[name] = {**fields.get(name, {}), **values}
+    return JobSpec.model_validate(fields)

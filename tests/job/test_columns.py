@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import datetime
+
+import pyarrow as pa
+import pytest
+
+from batchinfer.job.columns import python_rows, with_valid_text
+from tests.job.datasets import strings
+
+INVALID = b"caf\xe9"
+MENDED = "caf\N{REPLACEMENT CHARACTER}"
+
+TEXT = strings([b"ok", INVALID, None])
+NESTED = {
+    "large_string": TEXT.cast(pa.binary()).cast(pa.large_binary()).view(pa.large_string()),
+    "dictionary": pa.DictionaryArray.from_arrays(pa.array([0, 1, None], pa.int32()), TEXT),
+    "list": pa.ListArray.from_arrays(pa.array([0, 1, 2, 2], pa.int32()), TEXT),
+    "struct": pa.StructArray.from_arrays([TEXT, pa.array([1, 2, 3])], ["role", "n"]),
+    "map": pa.MapArray.from_arrays([0, 1, 2, 2], TEXT.slice(0, 2), pa.array([1, 2])),
+}
+
+
+def test_text_arrives_as_bytes_and_the_rest_as_python_values() -> None:
+    messages = pa.array([[{"role": "user", "content": "hi"}], None, []])
+    columns = [TEXT, pa.array([1, 2, None]), messages, NESTED["dictionary"]]
+    rows = python_rows(pa.record_batch(columns, names=["text", "n", "messages", "label"]))
+    assert rows == [
+        {"text": b"ok", "n": 1, "messages": [{"role": b"user", "content": b"hi"}], "label": b"ok"},
+        {"text": INVALID, "n": 2, "messages": None, "label": INVALID},
+        {"text": None, "n": None, "messages": [], "label": None},
+    ]
+
+
+def test_rows_without_columns_are_rows_still() -> None:
+    batch = pa.record_batch([pa.array([1, 2])], names=["x"]).select([])
+    assert python_rows(batch) == [{}, {}]
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view()])
+def test_every_string_type_arrives_as_bytes(kind: pa.DataType) -> None:
+    assert python_rows(pa.record_batch([pa.array(["é"], kind)], ["x"])) == [{"x": "é".encode()}]
+
+
+def test_times_with_nanoseconds_arrive_as_python_times() -> None:
+    times = pa.array([1_500], pa.timestamp("ns"))
+    expected = datetime.datetime(1970, 1, 1, microsecond=1)
+    assert python_rows(pa.record_batch([times], ["t"])) == [{"t": expected}]
+
+
+def test_valid_columns_are_written_as_they_are() -> None:
+    column = pa.array(["é", None])
+    assert with_valid_text(column) is column
+
+
+def test_invalid_text_is_written_with_replacement_characters() -> None:
+    mended = with_valid_text(TEXT)
+    assert mended.type == pa.string()
+    assert mended.to_pylist() == ["ok", MENDED, None]
+
+
+@pytest.mark.parametrize("kind", list(NESTED))
+def test_invalid_text_is_mended_however_deep(kind: str) -> None:
+    mended = with_valid_text(NESTED[kind])
+    mended.validate(full=True)
+    assert mended.type == NESTED[kind].type
+    assert len(mended) == 3
+    assert MENDED in repr(mended.to_pylist())

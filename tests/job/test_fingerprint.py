@@ -1,0 +1,114 @@
+"""Which changes of a job make it another job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from batchinfer.errors import UsageError
+from batchinfer.job.fingerprint import differing_keys, fingerprint, fingerprint_facts
+from batchinfer.job.load import load_job
+from batchinfer.job.spec import JobSpec
+from tests.job.job_files import write_job
+
+MODEL = {"weights": "abc", "tokenizer": "def"}
+
+
+def job(folder: Path, *overrides: str) -> JobSpec:
+    return load_job(write_job(folder), overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "sampling.max_tokens=9",
+        "sampling.seed=1",
+        "sampling.stop=[x]",
+        "prompt.template=x",
+        "prompt.system=x",
+        "prompt.parse_special_tokens=true",
+        "model.dtype=float32",
+        "model.max_model_len=9",
+        "input.limit=9",
+        "input.keep_columns=[a]",
+        "input.id_column=a",
+        "output.rows_per_part=9",
+        "output.include=[prompt]",
+        "output.rename={a: b}",
+    ],
+)
+def test_what_changes_the_output_changes_the_fingerprint(tmp_path: Path, override: str) -> None:
+    before, after = job(tmp_path), job(tmp_path, override)
+    assert fingerprint(before, MODEL) != fingerprint(after, MODEL)
+    facts = [fingerprint_facts(spec, MODEL) for spec in (before, after)]
+    [key] = differing_keys(*facts)
+    assert key.startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "name=other",
+        "input.path=other.parquet",
+        "output.path=other",
+        "output.if_exists=error",
+        "errors.max_error_rate=1",
+        "stats.every_steps=9",
+        "engine.order=input",
+        "engine.order_window=9",
+        "engine.num_kv_blocks=9",
+        "engine.block_size=9",
+        "engine.max_num_seqs=9",
+        "engine.enable_prefix_caching=false",
+        "engine.preset=cpu",
+        "sampling.temperature=1",
+        "sampling.seed=null",
+        "model.name=./copied",
+    ],
+)
+def test_what_does_not_stays_out(tmp_path: Path, override: str) -> None:
+    assert fingerprint(job(tmp_path), MODEL) == fingerprint(job(tmp_path, override), MODEL)
+
+
+def test_other_weights_are_another_job(tmp_path: Path) -> None:
+    spec = job(tmp_path)
+    other = {**MODEL, "weights": "xyz"}
+    assert fingerprint(spec, MODEL) != fingerprint(spec, other)
+    assert differing_keys(fingerprint_facts(spec, MODEL), fingerprint_facts(spec, other)) == [
+        "model_facts.weights"
+    ]
+
+
+def test_a_chat_template_counts_by_its_text(tmp_path: Path) -> None:
+    for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
+        (tmp_path / name).write_text(text)
+    a, b, c = (fingerprint(job(tmp_path, f"prompt.chat_template={n}"), {}) for n in "abc")
+    assert a == b != c
+
+
+def test_a_chat_template_that_went_away(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one")
+    spec = job(tmp_path, "prompt.chat_template=a")
+    (tmp_path / "a").unlink()
+    with pytest.raises(UsageError, match=r"prompt\.chat_template: .*No such file"):
+        fingerprint(spec, {})
+
+
+def test_facts_survive_json_and_name_each_difference(tmp_path: Path) -> None:
+    before = fingerprint_facts(
+        job(tmp_path, "sampling.logit_bias={5: 1}", "output.rename={a: b}"), MODEL
+    )
+    assert differing_keys(json.loads(json.dumps(before)), before) == []
+    after = fingerprint_facts(job(tmp_path, "sampling.n=2", "input.limit=1"), MODEL)
+    assert differing_keys(before, after) == [
+        "input.limit",
+        "output.rename.a",
+        "sampling.logit_bias",
+        "sampling.n",
+    ]
+
+
+def test_the_fingerprint_is_a_sha256(tmp_path: Path) -> None:
+    assert len(bytes.fromhex(fingerprint(job(tmp_path), MODEL))) == 32

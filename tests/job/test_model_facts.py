@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchinfer.job.model_facts import model_facts
+from batchinfer.job.spec import ModelSpec
+
+HEADER = b'{"w":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}'
+WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + b"\x00\x00"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "README.md").write_text("hello")
+    return tmp_path
+
+
+def facts(folder: Path) -> object:
+    return model_facts(ModelSpec(name=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", WEIGHTS + b"\x00"),
+        ("model.safetensors", WEIGHTS.replace(b"F16", b"I16")),
+        ("config.json", b"{} "),
+        ("chat_template.jinja", b"{{ x }}"),
+    ],
+)
+def test_what_changes_outputs_changes_the_facts(folder: Path, name: str, content: bytes) -> None:
+    before = facts(folder)
+    (folder / name).write_bytes(content)
+    assert facts(folder) != before
+
+
+def test_where_the_folder_is_and_its_readme_do_not_count(folder: Path, tmp_path: Path) -> None:
+    before = facts(folder)
+    (folder / "README.md").write_text("bye")
+    moved = tmp_path.with_name(tmp_path.name + "-moved")
+    folder.rename(moved)
+    assert facts(moved) == before
+
+
+def test_a_hub_id_is_its_name_and_revision() -> None:
+    main, pinned = (ModelSpec(name="org/model", revision=r) for r in (None, "abc"))
+    assert model_facts(main) != model_facts(pinned)

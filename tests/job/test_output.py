@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from batchinfer.errors import DataError, LockedError, StorageError
+from batchinfer.job.manifest import Manifest, Part, read_manifest
+from batchinfer.job.output import OutputDir
+from batchinfer.job.source import InputFile
+from batchinfer.job.stats import requests_table
+from tests.job.datasets import flip_bit
+
+FILE = InputFile("/data/a.parquet", 100, 1, 25, "f00")
+MANIFEST = Manifest("abc", {"sampling": {"top_p": 1.0}, "task": "generate"}, (FILE,), 25, 10)
+ROWS = [range(10), range(10, 20), range(20, 25)]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> OutputDir:
+    return OutputDir(tmp_path / "out")
+
+
+def begin(out: OutputDir, manifest: Manifest = MANIFEST, if_exists: str = "resume") -> list[Part]:
+    with out.locked():
+        return out.begin(manifest, if_exists)
+
+
+def commit(out: OutputDir, part: Part) -> Path:
+    out.commit(part, pa.table({"row_id": list(part.rows)}), requests_table([]), {}, 0)
+    return out.data / f"{part.name}.parquet"
+
+
+def begun(out: OutputDir) -> Path:
+    """The file of the first part, the only one that is finished."""
+    return commit(out, begin(out)[0])
+
+
+def test_parts_cover_the_rows_in_order() -> None:
+    assert [part.rows for part in MANIFEST.parts()] == ROWS
+    assert [part.name for part in MANIFEST.parts()] == ["part-00000", "part-00001", "part-00002"]
+
+
+def test_an_empty_dataset_has_one_part_without_rows() -> None:
+    assert [part.rows for part in replace(MANIFEST, num_rows=0).parts()] == [range(0)]
+
+
+def test_a_finished_part_is_not_made_again(out: OutputDir) -> None:
+    begun(out)
+    assert [part.rows for part in begin(out)] == ROWS[1:]
+
+
+def test_the_manifest_reads_back_as_it_was_written(out: OutputDir) -> None:
+    begun(out)
+    assert read_manifest(out.manifest) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: flip_bit(path, 40),
+    ],
+)
+def test_a_part_that_was_harmed_is_made_again(out: OutputDir, harm) -> None:
+    harm(begun(out))
+    assert [part.rows for part in begin(out)] == ROWS
+
+
+def test_a_part_that_was_only_copied_is_kept(out: OutputDir) -> None:
+    os.utime(begun(out), ns=(5, 5))
+    assert [part.rows for part in begin(out)] == ROWS[1:]
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"[]", b'{"rows": 10}'])
+def test_a_part_with_a_torn_record_is_made_again(out: OutputDir, record: bytes) -> None:
+    begun(out)
+    (out.parts / "part-00000.json").write_bytes(record)
+    assert [part.rows for part in begin(out)] == ROWS
+
+
+def test_data_holds_parts_and_nothing_else(out: OutputDir) -> None:
+    begun(out)
+    assert [path.name for path in out.data.iterdir()] == ["part-00000.parquet"]
+    assert list(out.staging.iterdir()) == []
+
+
+def test_a_changed_job_names_the_key_and_its_values(out: OutputDir) -> None:
+    begun(out)
+    changed = {"sampling": {"top_p": 0.5}, "task": "generate"}
+    with pytest.raises(LockedError, match=r"sampling\.top_p was 1\.0, is 0\.5"):
+        begin(out, replace(MANIFEST, fingerprint="def", job=changed))
+
+
+def test_a_changed_job_may_begin_where_no_part_is_finished(out: OutputDir) -> None:
+    begin(out)
+    changed = replace(MANIFEST, fingerprint="def", job={})
+    begin(out, changed)
+    assert read_manifest(out.manifest) == changed
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([replace(FILE, mtime_ns=2)], "/data/a.parquet was written again"),
+        ([replace(FILE, path="/data/b.parquet")], "/data/a.parquet is gone"),
+        ([FILE, replace(FILE, path="/data/b.parquet")], "/data/b.parquet is new"),
+    ],
+)
+def test_a_changed_input_names_the_file(out: OutputDir, files: list[InputFile], message) -> None:
+    begun(out)
+    with pytest.raises(DataError, match=message):
+        begin(out, replace(MANIFEST, inputs=tuple(files)))
+
+
+def test_a_torn_manifest_is_refused(out: OutputDir) -> None:
+    begun(out)
+    out.manifest.write_bytes(b'{"fingerprint": "a')
+    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+        begin(out)
+
+
+def test_overwrite_starts_over(out: OutputDir) -> None:
+    begun(out)
+    out.success.touch()
+    out.write_json(out.summary, {})
+    other = replace(MANIFEST, fingerprint="def", job={})
+    assert len(begin(out, other, "overwrite")) == 3
+    assert sorted(path.name for path in out.root.iterdir()) == ["_batchinfer", "data", "stats"]
+    assert list(out.data.iterdir()) == []
+
+
+def test_if_exists_error(out: OutputDir) -> None:
+    begin(out, if_exists="error")
+    with pytest.raises(LockedError, match="if_exists is error"):
+        begin(out, if_exists="error")
+
+
+@pytest.mark.parametrize("if_exists", ["resume", "overwrite"])
+def test_files_of_unknown_origin_are_neither_mixed_with_nor_deleted(
+    out: OutputDir, if_exists: str
+) -> None:
+    out.data.mkdir(parents=True)
+    (out.data / "precious.csv").touch()
+    with pytest.raises(LockedError, match="no output of batchinfer"):
+        begin(out, if_exists=if_exists)
+    assert (out.data / "precious.csv").exists()
+
+
+def test_success_goes_when_there_is_work_again(out: OutputDir) -> None:
+    for part in begin(out):
+        path = commit(out, part)
+    out.success.touch()
+    assert begin(out) == []
+    assert out.success.exists()
+    path.unlink()
+    assert len(begin(out)) == 1
+    assert not out.success.exists()
+
+
+def test_a_second_run_is_locked_out(out: OutputDir) -> None:
+    with (
+        out.locked(),
+        pytest.raises(LockedError, match="another run is writing"),
+        OutputDir(out.root).locked(),
+    ):
+        pass
+    with out.locked():
+        pass
+
+
+def test_an_output_that_cannot_be_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(StorageError, match="out"), OutputDir(tmp_path / "out").locked():
+        pass
+
+
+def test_a_part_that_cannot_be_written_is_not_finished(
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = begin(out)[0]
+
+    def full(source: object, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        commit(out, part)
+    assert out.finished(part) is None
+    assert list(out.data.iterdir()) == []
+
+
+def test_a_record_says_what_is_in_the_part(out: OutputDir) -> None:
+    part = begin(out)[0]
+    table = pa.table({"row_id": list(part.rows)})
+    out.commit(part, table, requests_table([]), {"empty_prompt": 2}, 3)
+    record = out.finished(part)
+    assert record is not None
+    assert record.rows == 10
+    assert record.error_codes == {"empty_prompt": 2}
+    assert record.control_text_rows == 3
+    stored = json.loads((out.parts / "part-00000.json").read_bytes())
+    assert stored["sha256"] == record.sha256

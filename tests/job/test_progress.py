@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from batchinfer.engine.stats import StepStats
+from batchinfer.job.progress import Lines, make_progress, say, too_many_errors
+
+HALF_FULL = cast(StepStats, SimpleNamespace(kv_blocks_used=50, kv_blocks_total=100))
+
+
+def test_a_line_every_thirty_seconds() -> None:
+    now, lines = [0.0], []
+    progress = Lines(200, clock=lambda: now[0], write=lines.append)
+    for second in range(0, 95, 5):
+        now[0] = float(second)
+        progress.update(rows=5, tokens=50, stats=HALF_FULL)
+    assert lines == [
+        "35 of 200 rows, 12 tokens/s, pool 50%, about 2 min 21 s left",
+        "65 of 200 rows, 11 tokens/s, pool 50%, about 2 min 05 s left",
+        "95 of 200 rows, 11 tokens/s, pool 50%, about 1 min 39 s left",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "quiet", "shows"),
+    [(Terminal(), False, True), (Terminal(), True, False), (io.StringIO(), False, False)],
+)
+def test_a_bar_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, quiet: bool, shows: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    progress = make_progress(10, quiet=quiet)
+    progress.update(rows=10, tokens=30, stats=HALF_FULL)
+    progress.close()
+    assert ("10/10 rows" in stream.getvalue() and "pool 50%" in stream.getvalue()) == shows
+
+
+def test_no_stderr_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    make_progress(10, quiet=False).update(rows=1, tokens=1, stats=None)
+
+
+def test_a_closed_stream_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    say("hello")
+
+
+def test_too_many_errors_says_which() -> None:
+    rows: dict[str, Any] = {"total": 100, "error": 5, "error_codes": {"empty_prompt": 5}}
+    message = too_many_errors(rows, 0.01, Path("/out"))
+    assert "5 of 100 rows failed" in message
+    assert "empty_prompt 5" in message
+    assert "/out" in message

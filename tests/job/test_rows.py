@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.request import Completion, SampleOutput, TokenLogprobs
+from batchinfer.errors import RowError
+from batchinfer.job.order import PromptRow
+from batchinfer.job.rows import RequestMaker, RowFinisher
+from batchinfer.protocols import StopMatch
+from batchinfer.text.prompts import Prompt
+from tests.job.fakes import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def ids(text: str) -> Any:
+    return TOKENIZER.encode_batch([text], add_special_tokens=False, parse_special_tokens=True)[0]
+
+
+def prompt(text: str) -> Prompt:
+    return Prompt(ids(text), text, truncated=True, has_control_text=True)
+
+
+def sample(index: int, text: str, **fields: Any) -> SampleOutput:
+    values = {"finish_reason": "length", "stop_reason": None, "stop_match": None, "logprobs": None}
+    return SampleOutput(index, ids(text), cumulative_logprob=-1.5, **{**values, **fields})
+
+
+def finish(*samples: SampleOutput, include: tuple[str, ...] = (), **params: Any) -> dict[str, Any]:
+    maker = RequestMaker(SamplingParams(seed=3), TOKENIZER, frozenset({0}))
+    completion = Completion(maker.make(7, prompt("ask")), list(samples))
+    finisher = RowFinisher(SamplingParams(**params), TOKENIZER, include)
+    return finisher.finish(PromptRow(7, prompt("ask")), completion).values
+
+
+def test_a_request_carries_what_the_job_says() -> None:
+    params = SamplingParams(seed=3, stop=("\n",), bad_words=("no",))
+    request = RequestMaker(params, TOKENIZER, frozenset({0})).make(7, prompt("ask"))
+    assert (request.row_id, request.rng_key, request.eos_token_ids) == (7, (3, 7), {0})
+    assert request.params is params
+    assert np.array_equal(request.prompt_token_ids, ids("ask"))
+    assert tuple(ids("no")) in request.bad_words_token_ids
+    assert request.make_stop_checker is not None
+
+
+def test_a_job_without_stop_strings_needs_no_checker() -> None:
+    request = RequestMaker(SamplingParams(seed=3), TOKENIZER, frozenset()).make(7, prompt("ask"))
+    assert request.make_stop_checker is None
+
+
+def test_a_finished_row() -> None:
+    assert finish(sample(0, "first"), sample(1, "second!")) == {
+        "row_id": 7,
+        "generated_text": "first",
+        "outputs": [
+            {
+                "index": index,
+                "text": text,
+                "finish_reason": "length",
+                "stop_reason": None,
+                "num_tokens": len(text),
+                "cumulative_logprob": -1.5,
+            }
+            for index, text in enumerate(["first", "second!"])
+        ],
+        "num_prompt_tokens": 3,
+        "num_output_tokens": 12,
+        "truncated": True,
+        "status": "ok",
+        "error": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "params", "text", "reason"),
+    [
+        ({"stop_reason": None}, {}, "one", None),
+        ({"stop_reason": 46}, {}, "one", "46"),
+        ({"stop_reason": 46}, {"include_stop_str_in_output": True}, "one.", "46"),
+        ({"stop_reason": "ne", "stop_match": StopMatch("ne", 1)}, {}, "o", "ne"),
+    ],
+)
+def test_where_the_text_ends(fields: Any, params: Any, text: str, reason: str | None) -> None:
+    (output,) = finish(sample(0, "one.", finish_reason="stop", **fields), **params)["outputs"]
+    assert (output["text"], output["stop_reason"]) == (text, reason)
+    assert output["num_tokens"] == 4
+
+
+def test_samples_finished_before_another_failed_are_kept() -> None:
+    request = RequestMaker(SamplingParams(seed=3), TOKENIZER, frozenset()).make(7, prompt("ask"))
+    completion = Completion(request, [sample(1, "kept")], "nan_logits", "not a number")
+    finisher = RowFinisher(SamplingParams(), TOKENIZER, ())
+    values = finisher.finish(PromptRow(7, prompt("ask")), completion).values
+    assert values["status"] == "error"
+    assert values["error"] == {"code": "nan_logits", "message": "not a number"}
+    assert values["generated_text"] is None
+    assert [output["text"] for output in values["outputs"]] == ["kept"]
+    assert values["num_output_tokens"] == 4
+
+
+def test_what_is_included() -> None:
+    logprobs = [TokenLogprobs(5, -0.5, 1, ((5, -0.5), (6, -2.0)))]
+    include = ("prompt", "token_ids", "logprobs")
+    values = finish(sample(0, "a", logprobs=logprobs), include=include)
+    assert values["prompt"] == "ask"
+    (output,) = values["outputs"]
+    assert np.array_equal(output["token_ids"], ids("a"))
+    top = [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -2.0}]
+    assert output["logprobs"] == [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": top}]
+
+
+def test_a_row_that_never_reached_the_engine() -> None:
+    finisher = RowFinisher(SamplingParams(), TOKENIZER, ())
+    row = finisher.finish(PromptRow(7, RowError("empty_prompt", "no text")), None)
+    assert row.stats is None
+    assert row.values["error"] == {"code": "empty_prompt", "message": "no text"}
+    assert row.values["num_prompt_tokens"] is None
+    assert row.values["outputs"] == []

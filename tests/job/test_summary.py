@@ -1,0 +1,175 @@
+"""Statistics of whole jobs: the contract's columns, definitions and identities."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.run import run_job
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
+
+STEP_COLUMNS = [
+    *("run_id", "step", "t_s", "step_ms", "num_running", "num_waiting", "num_swapped"),
+    *("num_preempted", "prefill_tokens", "decode_tokens", "recomputed_tokens", "cached_tokens"),
+    *("kv_blocks_total", "kv_blocks_used", "kv_blocks_shared", "kv_blocks_cached"),
+    *("kv_tokens_live", "kv_waste", "kv_logical_blocks", "kv_tokens_logical"),
+    *("contiguous_blocks", "cow_copies", "swapped_in_blocks", "swapped_out_blocks"),
+    *("device_bytes", "host_rss_bytes"),
+]
+REQUEST_COLUMNS = [
+    *("row_id", "prompt_tokens", "output_tokens", "cached_tokens", "recomputed_tokens"),
+    *("preemptions", "swapped_blocks", "peak_blocks", "queue_ms", "prefill_ms", "decode_ms"),
+    "latency_ms",
+]
+SUMMARY_KEYS = {
+    "rows": ["total", "ok", "error"],
+    "tokens": ["prompt", "prompt_computed", "prompt_cached", "recomputed", "output"],
+    "time_s": ["total", "load", "engine"],
+    "throughput": ["output_tokens_per_s", "total_tokens_per_s", "rows_per_s"],
+    "kv": [
+        *("block_size", "num_blocks", "bytes_per_block", "peak_used_blocks", "mean_utilization"),
+        *("peak_utilization", "mean_waste", "contiguous_waste", "sharing_saving"),
+        *("prefix_hit_rate", "cow_copies", "preemptions", "swapped_blocks"),
+    ],
+}
+
+
+class Finished:
+    """The committed files of a job."""
+
+    def __init__(self, path: Path) -> None:
+        out = path / "out"
+        self.steps = pq.read_table(out / "stats" / "steps.parquet")
+        self.requests = pq.read_table(out / "stats" / "requests.parquet")
+        self.summary: dict[str, Any] = json.loads((out / "summary.json").read_bytes())
+        self.data = pq.read_table(sorted((out / "data").iterdir()))
+
+    def total(self, table: pa.Table, column: str) -> Any:
+        return pc.sum(table[column]).as_py()
+
+
+def dataset(path: Path) -> None:
+    """40 rows that share a beginning, with a bad one among them."""
+    prompts = [f"The same instruction for every row. {row * 37 % 101}" for row in range(40)]
+    prompts[11] = ""
+    write_parquet(path / "in" / "x.parquet", {"prompt": prompts})
+
+
+def run(path: Path, build: FakeBuild | None = None, **sections: Any) -> Finished:
+    spec = job(path, errors={"max_error_rate": 1}, sampling={"max_tokens": 12}, **sections)
+    assert run_job(spec, build=build or FakeBuild(), quiet=True) is ExitCode.OK
+    return Finished(path)
+
+
+def check_identities(job: Finished) -> None:
+    tokens = job.summary["tokens"]
+    assert tokens["prompt"] == tokens["prompt_computed"] + tokens["prompt_cached"]
+    prefill = job.total(job.steps, "prefill_tokens")
+    assert prefill == tokens["prompt_computed"] + tokens["recomputed"]
+    assert job.total(job.steps, "recomputed_tokens") == tokens["recomputed"]
+    assert tokens["output"] == job.total(job.data, "num_output_tokens")
+    assert tokens["prompt"] == job.total(job.data, "num_prompt_tokens")
+
+
+def test_names_are_the_contract(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    job = run(tmp_path)
+    assert job.steps.schema.names == STEP_COLUMNS
+    assert job.requests.schema.names == REQUEST_COLUMNS
+    for section, keys in SUMMARY_KEYS.items():
+        assert set(keys) <= set(job.summary[section]), section
+    assert {"model", "device", "versions", "fingerprint"} <= set(job.summary)
+
+
+@pytest.mark.parametrize("num_blocks", [128, 30])
+@pytest.mark.parametrize("every_steps", [1, 7])
+def test_identities(tmp_path: Path, num_blocks: int, every_steps: int) -> None:
+    dataset(tmp_path)
+    job = run(tmp_path, FakeBuild(num_blocks), stats={"every_steps": every_steps})
+    check_identities(job)
+    assert (job.summary["kv"]["preemptions"] > 0) == (num_blocks == 30)
+
+
+def test_every_row_that_reached_the_engine_has_its_statistics(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    job = run(tmp_path)
+    assert job.requests["row_id"].to_pylist() == [row for row in range(40) if row != 11]
+
+
+def test_definitions(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    job = run(tmp_path)
+    column = {
+        name: job.steps[name].to_numpy() for name in job.steps.schema.names if name != "run_id"
+    }
+    kv, weights = job.summary["kv"], column["step_ms"]
+    used = column["kv_blocks_used"]
+
+    def mean(values: Any) -> Any:
+        return pytest.approx(np.average(values, weights=weights))
+
+    assert kv["mean_utilization"] == mean(used / 128)
+    assert kv["peak_utilization"] == max(used) / 128
+    assert kv["peak_used_blocks"] == max(used)
+    assert kv["mean_waste"] == mean(column["kv_waste"])
+    assert kv["sharing_saving"] == mean(1 - used / column["kv_logical_blocks"])
+    reserved = column["contiguous_blocks"] * 4
+    assert kv["contiguous_waste"] == mean(1 - column["kv_tokens_logical"] / reserved)
+    tokens = job.summary["tokens"]
+    assert kv["prefix_hit_rate"] == tokens["prompt_cached"] / tokens["prompt"]
+    assert 0.5 < kv["prefix_hit_rate"] < 1
+    time_s, throughput = job.summary["time_s"], job.summary["throughput"]
+    assert time_s["total"] == pytest.approx(time_s["load"] + time_s["engine"])
+    assert throughput["output_tokens_per_s"] == pytest.approx(tokens["output"] / time_s["engine"])
+
+
+def test_steps_know_where_memory_is(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    job = run(tmp_path)
+    assert set(job.steps["device_bytes"].to_pylist()) == {12345}
+    assert pc.min(job.steps["host_rss_bytes"]).as_py() > 10**7
+
+
+def test_sampled_steps_keep_their_sums(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    every = run(tmp_path)
+    some = run(tmp_path, output={"if_exists": "overwrite"}, stats={"every_steps": 5})
+    assert some.steps.num_rows == -(-every.steps.num_rows // 5)
+    for name in ("prefill_tokens", "decode_tokens", "cached_tokens", "cow_copies"):
+        assert some.total(some.steps, name) == every.total(every.steps, name)
+    assert some.steps["step"][-1] == every.steps["step"][-1]
+
+
+def test_runs_of_one_job_are_put_together(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    build = FakeBuild(max_num_seqs=4)
+    build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 60 else None
+    engine = {"order": "input", "max_num_seqs": 4}
+    spec = job(tmp_path, errors={"max_error_rate": 1}, sampling={"max_tokens": 12}, engine=engine)
+    assert run_job(spec, build=build, quiet=True) is ExitCode.INTERRUPTED
+    finished = run(tmp_path, engine=engine)
+    assert finished.requests["row_id"].to_pylist() == [row for row in range(40) if row != 11]
+    assert set(finished.steps["run_id"].to_pylist()) == {"run-00001", "run-00002"}
+    tokens = finished.summary["tokens"]
+    assert tokens["output"] == finished.total(finished.data, "num_output_tokens")
+    lost = finished.total(finished.steps, "prefill_tokens") - tokens["prompt_computed"]
+    assert lost >= tokens["recomputed"]
+
+
+def test_a_job_without_steps(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", " "]})
+    finished = run(tmp_path)
+    assert finished.steps.num_rows == finished.requests.num_rows == 0
+    assert finished.summary["kv"]["mean_utilization"] == 0.0
+    assert finished.summary["throughput"]["output_tokens_per_s"] == 0.0

@@ -1,0 +1,78 @@
+"""Compile every kernel in bfloat16 for the CUDA targets, on a machine that has no GPU.
+
+Run by `test_compile.py`, as a process of its own: Triton cannot interpret and compile in the same
+one. The launches run up to the point where a device would be needed; each prints a line.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from batchinfer.kernels import launch
+from batchinfer.kernels.block_copy import block_copy
+from batchinfer.kernels.cases import (
+    COPY_CASES,
+    WRITE_CASES,
+    AttentionCase,
+    build_attention,
+    build_copy,
+    build_write,
+)
+from batchinfer.kernels.kv_write import kv_write
+from batchinfer.kernels.paged_attention import paged_attention
+
+LENS = ((1, 100), (5, 90))
+CASES = (
+    AttentionCase("plain", LENS, 16, 8, 128, num_splits=4),
+    AttentionCase(
+        "everything", LENS, 8, 1, 80, 40, sliding_window=50, softcap=3.0, sinks=True, num_splits=4
+    ),
+    AttentionCase("wide", LENS, 4, 4, 256, num_splits=1),
+)
+
+
+class NoDevice:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        # Triton keeps compiled kernels by device: another number for another target.
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_all() -> None:
+    """Call every wrapper; its launches compile, for the driver that is active."""
+    for case in CASES:
+        paged_attention(**build_attention(case, "cpu", torch.bfloat16).arguments)
+    kv_write(**build_write(WRITE_CASES[1], "cpu", torch.bfloat16)[1])
+    block_copy(**build_copy(COPY_CASES[1], "cpu", torch.bfloat16))
+
+
+def main() -> None:
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        print(driver.active.get_current_device(), self.fn.__name__, kernel.metadata.shared)
+
+    JITFunction.run = compile_only
+    launch.INTERPRETED = True  # lets CPU tensors through; their pointers are never followed
+    for capability in map(int, sys.argv[1:]):
+        driver.set_active(NoDevice(capability))
+        compile_all()
+
+
+if __name__ == "__main__":
+    main()

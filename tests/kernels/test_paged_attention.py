@@ -1,0 +1,172 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.kernels import launch, paged_attention, reference
+from batchinfer.kernels.cases import (
+    ATTENTION_CASES,
+    INTERPRETED_ATTENTION_CASES,
+    AttentionCase,
+    build_attention,
+)
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+SPLIT_CASES = [case for case in INTERPRETED_ATTENTION_CASES if (case.num_splits or 1) > 1]
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut contexts of a few tiles into pieces, as long ones are."""
+    monkeypatch.setattr(paged_attention, "DECODE_PIECE", 64)
+
+
+def check(case: AttentionCase, device: str, dtype: torch.dtype) -> None:
+    """The kernel's output is the twin's, and finite, whatever the dead parts of the cache hold."""
+    inputs = build_attention(case, device, dtype)
+    got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
+    paged_attention.paged_attention(**got)
+    reference.paged_attention(**expected)
+    assert expected["out"].isfinite().all()
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", INTERPRETED_ATTENTION_CASES, ids=str)
+@pytest.mark.usefixtures("short_pieces")
+def test_equals_its_twin(case: AttentionCase, dtype: torch.dtype, interpreter: str) -> None:
+    check(case, interpreter, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_equals_its_twin_on_a_gpu(case: AttentionCase, gpu: str) -> None:
+    check(case, gpu, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", INTERPRETED_ATTENTION_CASES, ids=str)
+def test_other_dtypes_on_a_gpu(case: AttentionCase, dtype: torch.dtype, gpu: str) -> None:
+    check(case, gpu, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
+@pytest.mark.usefixtures("short_pieces")
+def test_short_pieces_on_a_gpu(case: AttentionCase, gpu: str) -> None:
+    check(case, gpu, torch.bfloat16)
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn) -> AttentionCase:
+    query_lens = draw(st.lists(st.sampled_from([0, 1, 1, 1, 2, 7, 33]), min_size=1, max_size=4))
+    before = [draw(st.integers(min_value=0, max_value=140)) for _ in query_lens]
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (1, 5)]))
+    return AttentionCase(
+        name="random",
+        lens=tuple((query, query + old) for query, old in zip(query_lens, before, strict=True)),
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        key_width=draw(st.integers(min_value=1, max_value=40)),
+        value_width=draw(st.integers(min_value=1, max_value=40)),
+        block_size=draw(st.sampled_from([1, 3, 16, 32])),
+        sliding_window=draw(st.sampled_from([0, 0, 1, 2, 30, 64, 100])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),
+        sinks=draw(st.booleans()),
+        num_splits=draw(st.sampled_from([None, 1, 2, 3, 7])),
+        seed=draw(st.integers(min_value=0, max_value=2**16)),
+    )
+
+
+@pytest.mark.usefixtures("short_pieces", "interpreter")
+def test_equals_its_twin_on_random_shapes() -> None:
+    @settings(deadline=None, max_examples=25, derandomize=True)
+    @given(attention_cases())
+    def compare(case: AttentionCase) -> None:
+        check(case, "cpu", torch.float32)
+
+    compare()
+
+
+def test_pieces_do_not_depend_on_company(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A row's bits are the same alone, beside a longer one, and under another bound on the pieces.
+    monkeypatch.setattr(paged_attention, "DECODE_PIECE", 64)
+    alone = build_attention(AttentionCase("alone", ((1, 150),)), interpreter, torch.float32)
+    outs = []
+    for num_splits, bound in ((3, 150), (9, 150), (None, 150), (None, 2000)):
+        arguments = alone.with_fresh_out() | {"num_splits": num_splits, "max_context_len": bound}
+        paged_attention.paged_attention(**arguments)
+        outs.append(arguments["out"])
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+def test_leaves_rows_past_the_last_sequence_alone(interpreter: str) -> None:
+    inputs = build_attention(
+        AttentionCase("tail", ((3, 9), (1, 5))), interpreter, torch.float32
+    ).with_fresh_out()
+    inputs["query"] = torch.cat([inputs["query"], torch.full_like(inputs["query"], float("nan"))])
+    inputs["out"] = torch.cat([inputs["out"], inputs["out"]])
+    paged_attention.paged_attention(**inputs)
+    assert inputs["out"][:4].isfinite().all()
+    assert inputs["out"][4:].isnan().all()
+
+
+def test_takes_strided_query_and_out(interpreter: str) -> None:
+    # A merged q/k/v product hands the query out as a slice of its rows.
+    inputs = build_attention(AttentionCase("x", ((3, 9), (1, 5))), interpreter, torch.float32)
+    expected = inputs.with_fresh_out()
+    reference.paged_attention(**expected)
+    strided = inputs.with_fresh_out()
+    for name in ("query", "out"):
+        wide = torch.full((4, 9, 16), float("nan"))
+        wide[:, 2:6] = strided[name]
+        strided[name] = wide[:, 2:6]
+    paged_attention.paged_attention(**strided)
+    torch.testing.assert_close(strided["out"], expected["out"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_nan_in_one_sequence_stays_there(interpreter: str) -> None:
+    inputs = build_attention(
+        AttentionCase("x", ((1, 40), (3, 40), (1, 20))), interpreter, torch.float32
+    ).with_fresh_out()
+    slot = int(inputs["block_tables"][1, 0])
+    inputs["value_cache"][slot] = float("nan")
+    paged_attention.paged_attention(**inputs)
+    assert inputs["out"][[0, 4]].isfinite().all()
+    assert inputs["out"][1:4].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "reach", "expected"),
+    [(1, 1, 1), (1, 512, 1), (1, 513, 3), (1, 4096, 9), (1024, 10**6, 15), (10**7, 10**6, 1)],
+)
+def test_default_num_splits(num_sequences: int, reach: int, expected: int) -> None:
+    splits = paged_attention.default_num_splits(num_sequences, 32, 128, reach)
+    assert splits == expected
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("widths", [32, 96, 192, 256, 384, 512])
+def test_tiles_divide_pieces_and_fit(widths: int, element_size: int) -> None:
+    for config in (
+        paged_attention.decode_config(4, widths, element_size),
+        paged_attention.chunk_config(4, widths, element_size),
+    ):
+        assert paged_attention.DECODE_PIECE % config.tile == 0
+        assert config.tile & (config.tile - 1) == 0
+        assert config.tile * widths * element_size <= 32 * 2**10
+
+
+def test_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    inputs = build_attention(ATTENTION_CASES[0], "cpu", torch.float32)
+    with pytest.raises(RuntimeError, match="paged_attention: tensors are on 'cpu'"):
+        paged_attention.paged_attention(**inputs.arguments)
+
+
+def test_refuses_caches_of_another_dtype(interpreter: str) -> None:
+    inputs = build_attention(ATTENTION_CASES[0], interpreter, torch.float32).arguments
+    with pytest.raises(AssertionError, match="dtype"):
+        paged_attention.paged_attention(**inputs | {"query": inputs["query"].half()})

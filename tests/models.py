@@ -1,0 +1,105 @@
+"""Tiny random checkpoints of many families, so that tests need no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+VOCAB_SIZE = 199
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 9},
+    "gemma2": {
+        "head_dim": 8,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 10.0,
+    },
+    "gemma3_text": {"head_dim": 8, "sliding_window": 9, "layer_types": _LAYER_TYPES},
+    "gpt_oss": {
+        "head_dim": 8,
+        "sliding_window": 9,
+        "num_local_experts": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "qwen3_moe": {"head_dim": 8, **_MOE},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"num_key_value_heads": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "cohere2": {"sliding_window": 9, "logit_scale": 0.5, "layer_types": _LAYER_TYPES},
+    "olmo2": {},
+    "starcoder2": {"sliding_window": 9},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+}
+
+FAMILIES = tuple(_FAMILIES)
+"""Families that a tiny checkpoint can be made of."""
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """A config of 3 small layers with grouped heads; no end-of-sequence token."""
+    values = _COMMON | _FAMILIES[family] | changes
+    if family == "gpt2":
+        unused = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        unused += ("num_key_value_heads", "max_position_embeddings")
+        values = {key: value for key, value in values.items() if key not in unused}
+    return CONFIG_MAPPING[family](**values)
+
+
+def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
+    """transformers' own float32 model of ``tiny_config``, with eager attention."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family, **changes), attn_implementation="eager", dtype=torch.float32
+    )
+    for name, parameter in model.named_parameters():
+        if "sinks" in name:
+            torch.nn.init.normal_(parameter, std=2.0)
+    return model.eval()
+
+
+def make_checkpoint(family: str, path: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a tiny random float32 checkpoint (weights and config, no tokenizer) to ``path``."""
+    model = tiny_model(family, seed=seed, **changes)
+    model.generation_config.eos_token_id = model.config.eos_token_id
+    model.save_pretrained(path)
+    return path

@@ -1,0 +1,294 @@
+"""The command line: what is printed, what is imported, what the exit code is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from batchinfer import cli
+from batchinfer.bench_options import BenchOptions
+from batchinfer.errors import (
+    DataError,
+    DeviceError,
+    ExitCode,
+    JobError,
+    LockedError,
+    ModelError,
+    StorageError,
+)
+from batchinfer.job.spec import JobSpec
+from tests.job.job_files import MINIMAL, write_job
+
+HEAVY = ("torch", "transformers", "polars", "pyarrow", "tokenizers", "triton", "rich")
+
+
+@dataclass
+class Finished:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Finished]
+
+
+@pytest.fixture
+def batchinfer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the program in this process."""
+
+    def run(*arguments: str) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["batchinfer", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        printed = capsys.readouterr()
+        return Finished(int(caught.value.code or 0), printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture
+def fake_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., ExitCode]], None]:
+    """Put a function in the place of ``run_job``."""
+
+    def install(function: Callable[..., ExitCode]) -> None:
+        module = ModuleType("batchinfer.job.run")
+        module.run_job = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "batchinfer.job.run", module)
+
+    return install
+
+
+# Fast answers
+
+
+def in_new_process(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """Run the program in a process of its own; also: the heavy modules it imported."""
+    code = (
+        "import sys\n"
+        "sys.argv[0] = 'batchinfer'\n"
+        "from batchinfer.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print('IMPORTED', *sys.modules, file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    imported = done.stderr.rpartition("IMPORTED")[2].split()
+    return done, {name for name in imported if name.partition(".")[0] in HEAVY}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["run", "--help"], 0),
+        (["schema"], 0),
+        (["bench"], 2),
+        (["plan", "job.yaml", "--json"], 2),
+        (["run", "no-such-job.yaml"], 2),
+        (["validate", "{job}"], 0),
+        (["run", "{job}", "--set", "sampling.top_p=2.0"], 2),
+    ],
+)
+def test_help_and_usage_errors_import_nothing_heavy(
+    tmp_path: Path, arguments: list[str], code: int
+) -> None:
+    job = str(write_job(tmp_path, MINIMAL + "prompt: {template: '{{ text }}'}"))
+    done, heavy = in_new_process(*(argument.format(job=job) for argument in arguments))
+    assert done.returncode == code, done.stderr
+    assert heavy == set()
+
+
+def test_help_alone_does_not_load_the_job_plane() -> None:
+    done, _ = in_new_process("--help")
+    assert "pydantic" not in done.stderr
+    for command in ("run", "validate", "schema", "bench", "plan", "status", "verify", "report"):
+        assert f"\n  {command} " in done.stdout
+
+
+def test_a_reader_that_went_away_is_no_error() -> None:
+    command = f"{sys.executable} -c 'from batchinfer.cli import main; main()' schema | true"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_closed_stdout_is_no_error() -> None:
+    command = f"{sys.executable} -c 'from batchinfer.cli import main; main()' schema >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Commands
+
+
+def test_version(batchinfer: Run) -> None:
+    assert batchinfer("--version").out.startswith("batchinfer 0.")
+
+
+def test_schema_prints_json(batchinfer: Run) -> None:
+    assert "sampling" in json.loads(batchinfer("schema").out)["properties"]
+
+
+def test_validate_says_ok_in_one_line(batchinfer: Run, tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    done = batchinfer("validate", str(job))
+    assert (done.code, done.out, done.err) == (0, f"{job}: OK\n", "")
+
+
+def test_validate_finds_a_template_that_does_not_compile(batchinfer: Run, tmp_path: Path) -> None:
+    job = write_job(tmp_path, MINIMAL + "prompt:\n  template: |\n    Hello\n    {{ name\n")
+    done = batchinfer("validate", str(job))
+    assert done.code == ExitCode.USAGE
+    assert "line 6: prompt.template is not a valid Jinja2 template (line 2)" in done.err
+
+
+def test_run_hands_the_job_over(batchinfer: Run, fake_run: Any, tmp_path: Path) -> None:
+    calls: list[tuple[JobSpec, bool, bool]] = []
+
+    def run_job(spec: JobSpec, *, overwrite: bool, quiet: bool) -> ExitCode:
+        calls.append((spec, overwrite, quiet))
+        return ExitCode.OK
+
+    fake_run(run_job)
+    job = write_job(tmp_path, MINIMAL + "vars: {ds: null}")
+    arguments = ["--set", "sampling.n=2", "--set", "sampling.top_k=3", "--var", "ds=x"]
+    arguments += ["--output", str(tmp_path / "o"), "--limit", "4", "--overwrite", "--quiet"]
+    assert batchinfer("run", str(job), *arguments).code == 0
+    [(spec, overwrite, quiet)] = calls
+    assert (spec.sampling.n, spec.sampling.top_k, spec.vars) == (2, 3, {"ds": "x"})
+    assert (spec.output.path, spec.input.limit) == (str(tmp_path / "o"), 4)
+    assert (overwrite, quiet) == (True, True)
+
+
+@pytest.mark.parametrize("code", list(ExitCode))
+def test_the_code_of_run_is_the_exit_code(
+    batchinfer: Run, fake_run: Any, tmp_path: Path, code: ExitCode
+) -> None:
+    fake_run(lambda spec, **options: code)
+    assert batchinfer("run", str(write_job(tmp_path))).code == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DataError, 4),
+        (ModelError, 5),
+        (DeviceError, 6),
+        (LockedError, 7),
+        (StorageError, 8),
+    ],
+)
+def test_an_error_of_the_users_is_its_message_and_its_code(
+    batchinfer: Run, fake_run: Any, tmp_path: Path, error: type[JobError], code: int
+) -> None:
+    def run_job(spec: JobSpec, **options: bool) -> ExitCode:
+        raise error("\n".join(f"[bold]line {i}" for i in range(20)))
+
+    fake_run(run_job)
+    done = batchinfer("run", str(write_job(tmp_path)))
+    assert done.code == code
+    assert done.err.splitlines() == [f"[bold]line {i}" for i in range(12)]
+
+
+def test_ctrl_c_is_75(batchinfer: Run, fake_run: Any, tmp_path: Path) -> None:
+    def run_job(spec: JobSpec, **options: bool) -> ExitCode:
+        raise KeyboardInterrupt
+
+    fake_run(run_job)
+    assert batchinfer("run", str(write_job(tmp_path))).code == ExitCode.INTERRUPTED
+
+
+def test_a_bug_is_one_line_and_a_log_in_the_output(
+    batchinfer: Run, fake_run: Any, tmp_path: Path
+) -> None:
+    def run_job(spec: JobSpec, **options: bool) -> ExitCode:
+        (Path(spec.output.path) / "_batchinfer").mkdir(parents=True)
+        raise ZeroDivisionError("in the engine")
+
+    fake_run(run_job)
+    done = batchinfer("run", str(write_job(tmp_path)))
+    assert done.code == ExitCode.BUG
+    [line] = done.err.splitlines()
+    log = Path(line.split()[-1])
+    assert log.parent == tmp_path / "out" / "_batchinfer"
+    assert "ZeroDivisionError: in the engine" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["rum"], "No such command 'rum'"),
+        (["run"], "Missing argument"),
+        (["run", "x.yaml", "--limit", "-1"], "--limit"),
+        (["run", "x.yaml", "--zork"], "--zork"),
+        (["run", "x.yaml", "--shard", "0/2"], "not yet: --shard"),
+        (["run", "x.yaml", "--retry-errors"], "not yet: --retry-errors"),
+        (["run", "no-such.yaml"], "no-such.yaml: cannot be read: No such file"),
+        (["run", "x.yaml", "--var", "zork"], "write --var name=text"),
+        (["plan", "x.yaml", "--device", "h200"], "not yet: batchinfer plan"),
+        (["status", "out"], "not yet: batchinfer status"),
+        (["verify", "out"], "not yet: batchinfer verify"),
+        (["report", "out"], "not yet: batchinfer report"),
+        (["init", "x.parquet"], "not yet: batchinfer init"),
+        (["run-batch", "-i", "a", "-o", "b", "--model", "m"], "not yet: batchinfer run-batch"),
+        (["bench", "--model", "m", "--dtype", "int3"], "--dtype int3: must be one of auto"),
+        (["bench", "--model", "m", "--n", "0"], "--n"),
+    ],
+)
+def test_usage_errors_exit_2(
+    batchinfer: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "zork" in arguments:
+        write_job(tmp_path).rename("x.yaml")
+    done = batchinfer(*arguments)
+    assert done.code == ExitCode.USAGE
+    assert says in done.err
+    assert done.out == ""
+    assert len(done.err.splitlines()) <= 12
+
+
+def test_bench_hands_its_options_over(
+    batchinfer: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[BenchOptions] = []
+    module = ModuleType("batchinfer.bench")
+    module.run_bench = calls.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "batchinfer.bench", module)
+    options = "--model m --input-len 5 --output-len 6 --num-prompts 7 --n 2 --dtype float32"
+    options += " --seed 3 --max-num-seqs 8 --max-num-batched-tokens 9 --block-size 4"
+    options += " --num-kv-blocks 10 --dataset d.parquet --output-json r.json"
+    assert batchinfer("bench", *options.split()).code == 0
+    assert calls == [
+        BenchOptions(
+            model="m",
+            input_len=5,
+            output_len=6,
+            num_prompts=7,
+            n=2,
+            dtype="float32",
+            seed=3,
+            max_num_seqs=8,
+            max_num_batched_tokens=9,
+            block_size=4,
+            num_kv_blocks=10,
+            dataset=Path("d.parquet"),
+            output_json=Path("r.json"),
+        )
+    ]

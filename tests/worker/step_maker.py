@@ -1,0 +1,97 @@
+"""Builds steps by hand: sequences with scattered blocks, advanced by any number of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchinfer.engine.step import SamplingBatch, Step
+
+
+@dataclass
+class HandSequence:
+    """A sequence with its block table, advanced by hand."""
+
+    token_ids: list[int]
+    block_table: list[int]
+    num_computed: int = 0
+
+
+@dataclass
+class StepMaker:
+    """Hands out blocks in a shuffled order and builds steps of greedy samples."""
+
+    num_blocks: int
+    block_size: int
+    seed: int = 0
+    free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        order = np.random.default_rng(self.seed).permutation(self.num_blocks)
+        self.free = [int(block) for block in order]
+
+    def sequence(self, token_ids: list[int]) -> HandSequence:
+        """A new sequence; nothing of it is computed."""
+        return HandSequence(list(token_ids), [])
+
+    def step(
+        self,
+        parts: list[tuple[HandSequence, int]],
+        *,
+        copies: tuple[tuple[int, int], ...] = (),
+        every_logit: bool = False,
+    ) -> Step:
+        """Compute the next tokens of each sequence; logits of those that end their sequence."""
+        tokens, positions, starts, slots, wanted = [], [], [0], [], []
+        for sequence, count in parts:
+            first = sequence.num_computed
+            sequence.num_computed += count
+            while len(sequence.block_table) * self.block_size < sequence.num_computed:
+                sequence.block_table.append(self.free.pop())
+            for position in range(first, sequence.num_computed):
+                tokens.append(sequence.token_ids[position])
+                positions.append(position)
+                block = sequence.block_table[position // self.block_size]
+                slots.append(block * self.block_size + position % self.block_size)
+                if every_logit or position == len(sequence.token_ids) - 1:
+                    wanted.append(len(tokens) - 1)
+            starts.append(len(tokens))
+        longest = max(len(sequence.block_table) for sequence, _ in parts)
+        tables = np.zeros((len(parts), longest), np.int32)
+        for row, (sequence, _) in enumerate(parts):
+            tables[row, : len(sequence.block_table)] = sequence.block_table
+        return Step(
+            token_ids=np.array(tokens, np.int32),
+            positions=np.array(positions, np.int32),
+            query_starts=np.array(starts, np.int32),
+            context_lens=np.array([s.num_computed for s, _ in parts], np.int32),
+            block_tables=tables,
+            slot_mapping=np.array(slots, np.int64),
+            block_copies=np.array(copies, np.int32).reshape(-1, 2),
+            logits_indices=np.array(wanted, np.int32),
+            sampling=greedy_batch(len(wanted)),
+        )
+
+
+def greedy_batch(num_samples: int) -> SamplingBatch:
+    """One greedy sample from each row of logits."""
+    zeros, none = np.zeros(num_samples, np.float32), np.empty(0, np.int32)
+    return SamplingBatch(
+        logits_rows=np.arange(num_samples, dtype=np.int32),
+        temperature=zeros,
+        top_p=np.ones(num_samples, np.float32),
+        top_k=zeros.astype(np.int32),
+        min_p=zeros,
+        seed=zeros.astype(np.uint64),
+        stream=zeros.astype(np.uint64),
+        sample_index=zeros.astype(np.int32),
+        position=zeros.astype(np.int32),
+        num_logprobs=np.full(num_samples, -1, np.int32),
+        penalties=None,
+        bias_samples=none,
+        bias_token_ids=none,
+        bias_values=np.empty(0, np.float32),
+        allowed_samples=none,
+        allowed_token_ids=none,
+    )

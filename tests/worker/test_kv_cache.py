@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer.engine.layout import KVLayout
+from batchinfer.errors import DeviceError
+from batchinfer.worker.kv_cache import KVCache
+
+CPU = torch.device("cpu")
+
+
+def make(key_width: int = 6, value_width: int = 4, num_blocks: int = 5) -> KVCache:
+    layout = KVLayout(
+        num_layers=3,
+        num_kv_heads=2,
+        key_width=key_width,
+        value_width=value_width,
+        block_size=4,
+        element_bytes=4,
+    )
+    return KVCache(layout, num_blocks, CPU, torch.float32)
+
+
+def test_views_tile_the_pool() -> None:
+    cache = make()
+    cache.pool.fill_(-1)
+    for layer in range(3):
+        cache.key(layer).fill_(2 * layer)
+        cache.value(layer).fill_(2 * layer + 1)
+    counts = torch.bincount(cache.pool.long().flatten())
+    per_slot = 2 * 4 * 6  # slots (one is the null slot), heads, tokens ...
+    assert counts.tolist() == [per_slot * n for n in (6, 4)] * 3
+
+
+def test_a_block_is_one_contiguous_run_of_all_layers() -> None:
+    cache = make()
+    assert cache.pool.is_contiguous()
+    assert cache.pool.shape == (6, cache.layout.elements_per_block)
+    assert cache.key(2)[4].data_ptr() > cache.pool[4].data_ptr()
+    assert cache.value(2)[4].data_ptr() < cache.pool[5].data_ptr()
+
+
+def test_write_puts_tokens_where_the_mapping_says() -> None:
+    cache = make()
+    cache.pool.zero_()
+    key, value = torch.randn(3, 2, 6), torch.randn(3, 2, 4)
+    cache.write(1, key, value, torch.tensor([9, 2, 19]))
+    for token, (slot, offset) in enumerate([(2, 1), (0, 2), (4, 3)]):
+        assert torch.equal(cache.key(1)[slot, :, offset], key[token])
+        assert torch.equal(cache.value(1)[slot, :, offset], value[token])
+    assert torch.count_nonzero(cache.pool) == key.numel() + value.numel()
+
+
+def test_copy_blocks_moves_every_layer() -> None:
+    cache = make()
+    cache.pool.copy_(torch.randn_like(cache.pool))
+    before = cache.pool.clone()
+    cache.copy_blocks(torch.tensor([[0, 3], [4, 1]], dtype=torch.int32))
+    assert torch.equal(cache.pool[[3, 1]], before[[0, 4]])
+    assert torch.equal(cache.pool[[0, 2, 4, 5]], before[[0, 2, 4, 5]])
+
+
+def test_the_null_slot_is_one_more_than_asked_for_and_zero() -> None:
+    cache = make()
+    assert cache.null_slot == cache.num_blocks == 5
+    assert torch.count_nonzero(cache.pool[5]) == 0
+
+
+@pytest.mark.parametrize(("key_width", "value_width"), [(6, 4), (4, 4), (8, 12)])
+def test_units_find_each_head(key_width: int, value_width: int) -> None:
+    cache = make(key_width, value_width)
+    cache.pool.copy_(torch.randn_like(cache.pool))
+    slot, head = 3, 1
+    for values, width, view in ((False, key_width, cache.key), (True, value_width, cache.value)):
+        rows = cache.units(2, values=values)
+        first = slot * cache.rows_per_slot + head * (width // cache.unit)
+        got = rows[first : first + width // cache.unit].reshape(4, width)
+        assert torch.equal(got, view(2)[slot, head])
+
+
+def test_a_pool_that_does_not_fit_names_the_keys() -> None:
+    with pytest.raises(DeviceError, match="engine.num_kv_blocks"):
+        make(num_blocks=2**52)
