@@ -1,1 +1,21 @@
 """Run a language model over a whole dataset, as many sequences at a time as memory allows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.config import SamplingParams
+
+if TYPE_CHECKING:
+    from batchinfer.llm import LLM, BeamSearchParams, RequestOutput
+
+__all__ = ["LLM", "BeamSearchParams", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for: the command line starts without."""
+    if name in __all__:
+        from batchinfer import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

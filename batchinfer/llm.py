@@ -15,7 +15,7 @@ from batchinfer.build import build_engine
 from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
 from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
 from batchinfer.errors import NotYetError, RowError
-from batchinfer.job.measures import Measured, measures
+from batchinfer.job.measures import Measured
 from batchinfer.text.prompts import Prompt, PromptBuilder
 from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
 
@@ -76,6 +76,15 @@ class RequestOutput:
     error: RowError | None = None
 
 
+@dataclass(frozen=True)
+class _Model:
+    name: str
+    revision: str | None
+    tokenizer: str | None
+    dtype: str
+    max_model_len: int | None
+
+
 class LLM:
     """A model, loaded once and run on as many prompts as are given.
 
@@ -109,7 +118,7 @@ class LLM:
             raise NotYetError("tensor_parallel_size over 1")
         self._source = (tokenizer or model, revision)
         self._built = build_engine(
-            ModelChoice(model, revision, tokenizer, dtype, max_model_len),
+            _Model(model, revision, tokenizer, dtype, max_model_len),
             EngineConfig(**engine_keys),
             log=lambda line: None,
         )
@@ -134,7 +143,9 @@ class LLM:
         Returns:
             An output for each prompt, in order.
         """
-        return self._run([self._prompt(item) for item in _items(prompts)], sampling_params, use_tqdm)
+        return self._run(
+            [self._prompt(item) for item in _items(prompts)], sampling_params, use_tqdm
+        )
 
     def chat(
         self,
@@ -172,9 +183,18 @@ class LLM:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, revision=revision)
         return tokenizer
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._built.vocab_size
+
     def stats(self) -> dict[str, dict[str, float]]:
         """``tokens``, ``throughput`` and ``kv`` of all calls so far, as in ``summary.json``."""
-        return measures(self._measured)
+        return self._measured.measures()
+
+    def reset_stats(self) -> None:
+        """Begin ``stats`` anew."""
+        self._measured = Measured(self._built.block_size)
 
     def _prompt(self, item: PromptLike) -> Prompt | RowError:
         tokenizer = self._built.tokenizer
@@ -217,7 +237,8 @@ class LLM:
                     prompt = prompts[at]
                     assert isinstance(prompt, Prompt)
                     outputs[at] = self._output(completion, prompt)
-                bar.update(len(outcome.completions))
+                if outcome.completions:
+                    bar.update(len(outcome.completions))
         self._measured.seconds += time.perf_counter() - began
         self._num_requests += len(prompts)
         return [outputs[at] for at in range(len(prompts))]
@@ -287,3 +308,28 @@ class LLM:
             token_id: Logprob(logprob, rank, decode([token_id], skip_special_tokens=False))
             for token_id, (logprob, rank) in entries.items()
         }
+
+
+def _items(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """Several prompts as a list, one as a list of one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [prompts]  # type: ignore[list-item]  # the token ids of one prompt
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{count} prompts, but {len(params)} sampling params")
+    return list(params)
+
+
+def _failed(
+    request_id: str, prompt: str | None, token_ids: list[int], error: RowError
+) -> RequestOutput:
+    return RequestOutput(request_id, prompt, token_ids, None, 0, True, [], error)

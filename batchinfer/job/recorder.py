@@ -53,6 +53,7 @@ class Recorder:
         self._began = time.perf_counter()
         self._steps: list[StepRow] = []
         self._num_files = 0
+        self._save()  # takes the id
 
     def loaded(self, built: Built) -> None:
         """Note that the model is loaded, and what came of it."""
@@ -63,6 +64,7 @@ class Recorder:
             "num_blocks": built.num_blocks,
             "bytes_per_block": built.bytes_per_block,
         }
+        self._save()  # before the first step: the summary reads them together
 
     def sampler(self, every_steps: int) -> StepSampler:
         """Makes the rows of this run's steps."""
@@ -77,14 +79,17 @@ class Recorder:
     def checkpoint(self) -> None:
         """Put on disk what has been taken so far."""
         self._flush()
-        self.run.total_s = time.perf_counter() - self._began
-        self._out.write_json(self._out.runs / f"{self.run.run_id}.json", asdict(self.run))
+        self._save()
 
     def log(self, line: str) -> None:
         """Append a line to the run's log."""
         path = self._out.logs / f"{self.run.run_id}.log"
         with storage_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def _save(self) -> None:
+        self.run.total_s = time.perf_counter() - self._began
+        self._out.write_json(self._out.runs / f"{self.run.run_id}.json", asdict(self.run))
 
     def _flush(self) -> None:
         if self._steps:

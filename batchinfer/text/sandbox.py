@@ -45,7 +45,7 @@ class TemplateCostError(jinja2.TemplateRuntimeError):
 class _Budget:
     """What one render may still spend."""
 
-    steps: int = MAX_STEPS
+    steps: int = field(default_factory=lambda: MAX_STEPS)
     chars: int = _MAX_CHARS_HANDLED
     deadline: float = field(default_factory=lambda: time.thread_time() + MAX_CPU_SECONDS)
 

@@ -104,7 +104,10 @@ def _config(folder: Path) -> PreTrainedConfig:
         )
     try:
         refuse_unsupported(raw)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
         KVLayout.from_config(config.to_dict(), block_size=1, dtype="float32")
     except Exception as error:  # a config's own validation raises errors of several libraries
         reason = " ".join(str(error).split())

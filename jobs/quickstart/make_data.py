@@ -117,25 +117,22 @@ INSTRUCTIONS: dict[str, str] = {
 }
 TASKS = tuple(INSTRUCTIONS)
 
-FIRST_A = "Mar Al Jo El Ka Li Ro Ta Be Da Fe Ha Is Lu Ni Or Pe Sa Te Vi Bo Cor Em Mi".split()
-FIRST_B = "ra li no sa mi te lo vi da ne ri ba".split()
-FIRST_C = "n s na ra né lle ck th m nor wen bert dan la".split()
-LAST_A = "Dos Hal Bran Kes Lin Mor Nor Pel Rav Sten Tor Val Wex Zim Ost Gar Fal Bel Hol Cra".split()
-LAST_B = "ti ber ka lo den va ri mo se gu".split()
-LAST_C = "k son ström man ski ley dt rt ner ton berg well ris mond".split()
-TOWN_A = "Ash Birk Cold Dun Elm Fair Green Hart Kings Long Mill North Oak Rock Silver Stan".split()
-TOWN_B = "ing er en le".split()
-TOWN_C = "ford ham bridge field port wick mouth bury dale haven stead gate".split()
-STREET_KINDS = "Street Road Lane Way Avenue Square".split()
-COMPANY_KINDS = "Ltd GmbH Inc Group Partners Trading".split()
-MATERIALS = "walnut steel bamboo leather glass copper cotton ceramic linen marble".split()
-COLOURS = "black white green blue red grey yellow brown".split()
-GOODS = (
-    "desk lamp,office chair,kettle,backpack,keyboard,headset,notebook,bookshelf,coffee mug,"
-    "wall clock,travel bag,monitor stand,water bottle,side table,pencil case,toaster"
-).split(",")
-SERVICES = "billing search login mailer gateway catalog basket payment storage report".split()
-CURRENCIES = "EUR USD GBP CHF".split()
+FIRST_A = ["Mar", "Al", "Jo", "El", "Ka", "Li", "Ro", "Ta", "Be", "Da", "Fe", "Ha", "Is", "Lu", "Ni", "Or", "Pe", "Sa", "Te", "Vi", "Bo", "Cor", "Em", "Mi"]
+FIRST_B = ["ra", "li", "no", "sa", "mi", "te", "lo", "vi", "da", "ne", "ri", "ba"]
+FIRST_C = ["n", "s", "na", "ra", "né", "lle", "ck", "th", "m", "nor", "wen", "bert", "dan", "la"]
+LAST_A = ["Dos", "Hal", "Bran", "Kes", "Lin", "Mor", "Nor", "Pel", "Rav", "Sten", "Tor", "Val", "Wex", "Zim", "Ost", "Gar", "Fal", "Bel", "Hol", "Cra"]
+LAST_B = ["ti", "ber", "ka", "lo", "den", "va", "ri", "mo", "se", "gu"]
+LAST_C = ["k", "son", "ström", "man", "ski", "ley", "dt", "rt", "ner", "ton", "berg", "well", "ris", "mond"]
+TOWN_A = ["Ash", "Birk", "Cold", "Dun", "Elm", "Fair", "Green", "Hart", "Kings", "Long", "Mill", "North", "Oak", "Rock", "Silver", "Stan"]
+TOWN_B = ["ing", "er", "en", "le"]
+TOWN_C = ["ford", "ham", "bridge", "field", "port", "wick", "mouth", "bury", "dale", "haven", "stead", "gate"]
+STREET_KINDS = ["Street", "Road", "Lane", "Way", "Avenue", "Square"]
+COMPANY_KINDS = ["Ltd", "GmbH", "Inc", "Group", "Partners", "Trading"]
+MATERIALS = ["walnut", "steel", "bamboo", "leather", "glass", "copper", "cotton", "ceramic", "linen", "marble"]
+COLOURS = ["black", "white", "green", "blue", "red", "grey", "yellow", "brown"]
+GOODS = ["desk lamp", "office chair", "kettle", "backpack", "keyboard", "headset", "notebook", "bookshelf", "coffee mug", "wall clock", "travel bag", "monitor stand", "water bottle", "side table", "pencil case", "toaster"]
+SERVICES = ["billing", "search", "login", "mailer", "gateway", "catalog", "basket", "payment", "storage", "report"]
+CURRENCIES = ["EUR", "USD", "GBP", "CHF"]
 
 
 @dataclass(frozen=True)
@@ -293,7 +290,7 @@ URGENCIES: dict[str, list[str]] = {
         "Take all the time you need.",
     ],
 }
-SUBJECTS = "A question|Please help|My order|Hello|Your shop|A short note".split("|")
+SUBJECTS = ["A question", "Please help", "My order", "Hello", "Your shop", "A short note"]
 GREETINGS = ["Hello,", "Dear team,", "Good morning,", "Hi,", "To whom it may concern,"]
 CLOSINGS = ["Thank you,", "Kind regards,", "Best wishes,", "Thanks in advance,"]
 ASIDES = [
@@ -523,7 +520,7 @@ NEW_PLANS = [
     "We now meet for the {topic} at {time} on {date}, room {room}.",
     "Please come to the {topic} on {date}, {time}, room {room}.",
 ]
-TOPICS = "budget review,team lunch,planning round,sales call,safety training,job talk".split(",")
+TOPICS = ["budget review", "team lunch", "planning round", "sales call", "safety training", "job talk"]
 REMARKS = [
     "Please bring your notes.",
     "Coffee will be served.",

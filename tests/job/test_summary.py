@@ -6,7 +6,8 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.engine.request import RequestStats
+from batchinfer.engine.stats import StepStats
 from batchinfer.errors import ExitCode
+from batchinfer.job.measures import Measured
 from batchinfer.job.run import run_job
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
@@ -173,3 +177,37 @@ def test_a_job_without_steps(tmp_path: Path) -> None:
     assert finished.steps.num_rows == finished.requests.num_rows == 0
     assert finished.summary["kv"]["mean_utilization"] == 0.0
     assert finished.summary["throughput"]["output_tokens_per_s"] == 0.0
+
+
+def test_a_run_that_crashed_counts_by_its_finished_parts(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    build = FakeBuild(max_num_seqs=4)
+
+    def crash(step: int) -> None:
+        if step == 60:
+            raise RuntimeError("bug")
+
+    build.before_step = crash
+    spec = job(tmp_path, errors={"max_error_rate": 1}, sampling={"max_tokens": 12})
+    with pytest.raises(RuntimeError, match="bug"):
+        run_job(spec, build=build, quiet=True)
+    finished = run(tmp_path)
+    assert finished.summary["rows"]["total"] == finished.data.num_rows == 40
+    assert finished.summary["kv"]["num_blocks"] == 128
+    assert finished.steps["run_id"][-1].as_py() == "run-00002"
+
+
+def test_measures_without_files_are_those_of_the_summary(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    finished = run(tmp_path)
+    measured = Measured(block_size=4)
+    for step in finished.steps.to_pylist():
+        measured.add(cast(StepStats, SimpleNamespace(**step)), [])
+    for row in finished.requests.drop_columns("row_id").to_pylist():
+        measured.add(None, [RequestStats(**row)])
+    measured.seconds = finished.summary["time_s"]["engine"]
+    measures = measured.measures()
+    assert measures["tokens"] == finished.summary["tokens"]
+    assert measures["kv"].items() <= finished.summary["kv"].items()
+    output_rate = measures["throughput"]["output_tokens_per_s"]
+    assert output_rate == finished.summary["throughput"]["output_tokens_per_s"]

@@ -6,7 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -70,7 +78,12 @@ def _sentencepiece() -> Any:
     backend = Backend.from_str(json.dumps(serialised))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1),
+        ]
     )
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
@@ -93,7 +106,9 @@ def wrap(reference: Any, *, chat_template: str | None = None) -> Tokenizer:
         backend,
         chat_template=chat_template,
         special_tokens={
-            name: text for name, text in reference.special_tokens_map.items() if isinstance(text, str)
+            name: text
+            for name, text in reference.special_tokens_map.items()
+            if isinstance(text, str)
         },
         control_tokens=frozenset(token.content for token in added if token.special),
         clean_up_tokenization_spaces=reference.clean_up_tokenization_spaces,

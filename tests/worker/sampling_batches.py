@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,7 @@ class Sample:
 def make_batch(samples: Sequence[Sample]) -> SamplingBatch:
     """The samples as the struct of arrays that goes to the worker."""
 
-    def column(name: str, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+    def column(name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         return np.array([getattr(sample, name) for sample in samples], dtype)
 
     bias = [(k, i, v) for k, s in enumerate(samples) for i, v in s.bias.items()]

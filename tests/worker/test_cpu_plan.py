@@ -55,11 +55,11 @@ def test_decodes_and_chunks_do_not_share_a_bucket() -> None:
 
 def test_a_window_leaves_old_blocks_ungathered() -> None:
     plan, _ = plan_of([(200, 1)], window=6)
-    assert plan.buckets[0].context == 2 * BLOCK_SIZE
+    assert plan.buckets[0].context == 3 * BLOCK_SIZE
 
 
 def test_small_blocks_share_a_bucket() -> None:
-    contexts = np.random.default_rng(0).integers(100, 400, 60).tolist()
+    contexts = np.random.default_rng(0).integers(100, 400, 20).tolist()
     plan, _ = plan_of([(context, 1) for context in contexts])
     assert len(plan.buckets) == 1  # blocks this small are not worth a second bucket
 

@@ -80,5 +80,5 @@ def test_units_find_each_head(key_width: int, value_width: int) -> None:
 
 
 def test_a_pool_that_does_not_fit_names_the_keys() -> None:
-    with pytest.raises(DeviceError, match="engine.num_kv_blocks"):
+    with pytest.raises(DeviceError, match="num_kv_blocks"):
         make(num_blocks=2**52)

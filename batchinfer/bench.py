@@ -1,0 +1,103 @@
+"""``batchinfer bench``: throughput on synthetic or given prompts."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.bench_options import BenchOptions
+from batchinfer.config import SamplingParams
+from batchinfer.errors import DataError, UsageError
+from batchinfer.llm import LLM, PromptLike
+
+_ENGINE_KEYS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
+_DATASET_COLUMNS = ("prompt_token_ids", "token_ids", "prompt", "text")
+
+
+def run_bench(options: BenchOptions) -> dict[str, Any]:
+    """Load the model, run the prompts once, print and return what was measured.
+
+    Weights are loaded and one prompt is run before the clock starts.
+
+    Raises:
+        JobError: the model cannot be run, or the dataset cannot be read.
+    """
+    keys = {name: value for name in _ENGINE_KEYS if (value := getattr(options, name)) is not None}
+    try:
+        llm = LLM(options.model, dtype=options.dtype, **keys)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    prompts = _prompts(options, llm.vocab_size)
+    params = SamplingParams(
+        max_tokens=options.output_len,
+        n=options.n,
+        temperature=0.0 if options.n == 1 else 1.0,
+        ignore_eos=True,
+        seed=options.seed if options.n == 1 else None,
+    )
+    llm.generate(prompts[:1], params, use_tqdm=False)
+    llm.reset_stats()
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    elapsed = time.perf_counter() - began
+    errors = [output.error for output in outputs if output.error is not None]
+    result = {
+        "model": options.model,
+        "num_requests": len(prompts),
+        "num_errors": len(errors),
+        "elapsed_s": elapsed,
+        "requests_per_s": len(prompts) / elapsed,
+        **llm.stats(),
+    }
+    if options.output_json is not None:
+        options.output_json.write_text(json.dumps(result, indent=2) + "\n")
+    _report(result)
+    if errors:
+        print(f"{len(errors)} prompts could not be run; the first: {errors[0]}")
+    return result
+
+
+def _prompts(options: BenchOptions, vocab_size: int) -> list[PromptLike]:
+    if options.dataset is not None:
+        return _dataset(options.dataset, options.num_prompts)
+    rng = np.random.default_rng(options.seed)
+    ids = rng.integers(0, vocab_size, (options.num_prompts, options.input_len))
+    return list(ids.tolist())
+
+
+def _dataset(path: Path, limit: int) -> list[PromptLike]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+        column = next((name for name in _DATASET_COLUMNS if name in names), None)
+        if column is None:
+            raise DataError(
+                f"{path} has no column of prompts: it has {', '.join(names)}",
+                hint=f"name one of them {' or '.join(_DATASET_COLUMNS)}",
+            )
+        return list(pq.read_table(path, columns=[column])[column].slice(0, limit).to_pylist())
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _report(result: dict[str, Any]) -> None:
+    throughput, kv, tokens = result["throughput"], result["kv"], result["tokens"]
+    print(
+        f"Throughput: {result['requests_per_s']:.2f} requests/s, "
+        f"{throughput['total_tokens_per_s']:.1f} total tokens/s, "
+        f"{throughput['output_tokens_per_s']:.1f} output tokens/s"
+    )
+    print(
+        f"Tokens: {tokens['prompt_computed']:,} of {tokens['prompt']:,} prompt tokens computed, "
+        f"{tokens['output']:,} output tokens, {tokens['recomputed']:,} recomputed"
+    )
+    print(
+        f"KV pool: {kv['mean_utilization']:.1%} used on average, {kv['peak_utilization']:.1%} at "
+        f"most, {kv['mean_waste']:.1%} waste, {kv['sharing_saving']:.1%} saved by sharing"
+    )

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from batchinfer.errors import ExitCode, ModelError
+from batchinfer.worker.loader import LoadedModel, load_model
+from tests.models import VOCAB_SIZE, make_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, **options: Any) -> LoadedModel:
+    return load_model(str(folder), device=CPU, **options)
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | changes))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make_checkpoint("llama", tmp_path)
+
+
+def test_loads_as_saved(llama: Path) -> None:
+    loaded = load(llama)
+    parameters = list(loaded.model.parameters())
+    assert {p.dtype for p in parameters} == {torch.float32}
+    assert not any(p.requires_grad for p in parameters)
+    assert not loaded.model.training
+    assert loaded.dtype == "float32"
+    assert loaded.max_model_len == 512
+    assert loaded.eos_token_ids == frozenset()
+    assert loaded.facts["family"] == "llama"
+    assert loaded.layout(16).num_kv_heads == 2
+
+
+def test_casts_when_asked(llama: Path) -> None:
+    loaded = load(llama, dtype="bfloat16")
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
+    assert loaded.layout(16).element_bytes == 2
+
+
+def test_takes_a_shorter_max_model_len(llama: Path) -> None:
+    assert load(llama, max_model_len=100).max_model_len == 100
+    with pytest.raises(ModelError, match=r"max_model_len is 600.*at most 512"):
+        load(llama, max_model_len=600)
+
+
+def test_collects_every_end_of_sequence_id(llama: Path) -> None:
+    change_json(llama / "config.json", eos_token_id=5)
+    change_json(llama / "generation_config.json", eos_token_id=[2, 7])
+    assert load(llama).eos_token_ids == {2, 7}
+    change_json(llama / "generation_config.json", eos_token_id=None)
+    assert load(llama).eos_token_ids == {5}
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _garble(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+
+
+def _only_bin(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _missing_shard(folder: Path) -> None:
+    change_json(
+        folder / "model.safetensors.index.json", weight_map={"a": "model-00002.safetensors"}
+    )
+
+
+def _large_vocabulary(folder: Path) -> None:
+    words = {f"w{i}": i for i in range(VOCAB_SIZE + 1)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+
+
+def _falcon(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "falcon"}))
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: change_json(folder / "config.json", **changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+        (_only_bin, r"only pytorch_model.bin.*as safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+        (_truncate, "bytes where its header says"),
+        (_garble, "no safetensors file"),
+        (_missing_shard, "model-00002.safetensors is missing"),
+        (_large_vocabulary, f"ids up to {VOCAB_SIZE} and the model {VOCAB_SIZE} embeddings"),
+        (_config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map"),
+        (_config(quantization_config={"quant_method": "awq"}), "not yet: .*quantised"),
+        (_config(model_type="nonesuch"), "'nonesuch'"),
+        (_config(model_type="mamba"), "'mamba' cannot be run.*recurrent"),
+        (_config(model_type="bloom"), "ALiBi"),
+        (_falcon, "'falcon' cannot be run.*replaced"),
+        (_config(model_type="vit"), "vit"),
+        (_config(architectures=["LlamaForSequenceClassification"]), "SequenceClassification"),
+        (_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "dynamic"),
+        (_config(num_hidden_layers=4), "tensors are missing"),
+        (_config(hidden_size=64), "cannot be loaded"),
+    ],
+)
+def test_refuses_in_one_line(llama: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(llama)
+    with pytest.raises(ModelError, match=message) as raised:
+        load(llama)
+    assert raised.value.exit_code == ExitCode.MODEL
+    assert "\n" not in str(raised.value)
+
+
+def test_nothing_in_the_folder_is_executed(llama: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    (llama / "evil.py").write_text(f"open({str(witness)!r}, 'w')\nclass Model: pass\n")
+    change_json(llama / "config.json", auto_map={"AutoConfig": "evil.Model"})
+    with pytest.raises(ModelError, match="never run"):
+        load(llama)
+    assert not witness.exists()
+
+
+def test_a_missing_folder_is_named() -> None:
+    with pytest.raises(ModelError, match=r"there is no folder \./nowhere"):
+        load_model("./nowhere", device=CPU)
+
+
+def test_a_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="some-org/some-model is no local folder"):
+        load_model("some-org/some-model", device=CPU)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from batchinfer.config import EngineConfig
+from batchinfer.engine.layout import KVLayout
+from batchinfer.errors import DeviceError, ExitCode
+from batchinfer.worker import memory
+from batchinfer.worker.memory import MemoryPlan, plan_memory
+
+CONFIG = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
+LAYOUT = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=4)  # 4 KiB a block
+MIB = 2**20
+
+
+def plan(device: str = "cpu", **engine: Any) -> MemoryPlan:
+    return plan_memory(
+        EngineConfig(**engine),
+        LAYOUT,
+        CONFIG,
+        device=torch.device(device),
+        weight_bytes=3 * MIB,
+        max_model_len=100,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 64 * MIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * MIB, 100 * MIB))
+
+
+def test_blocks_win_over_bytes() -> None:
+    assert plan(num_kv_blocks=7, kv_cache_memory="1MiB").num_blocks == 7
+
+
+def test_bytes_win_over_utilization() -> None:
+    assert plan("cuda", kv_cache_memory="1MiB", max_num_batched_tokens=1).num_blocks == 256
+
+
+def test_a_cpu_pool_is_what_the_job_can_use() -> None:
+    assert plan(max_num_seqs=4).num_blocks == 4 * 7
+
+
+def test_a_cpu_pool_is_at_most_a_quarter_of_what_is_free() -> None:
+    assert plan(max_num_seqs=4096).num_blocks == 16 * MIB // LAYOUT.bytes_per_block
+
+
+def test_a_cuda_pool_is_the_share_less_everything_else() -> None:
+    found = plan("cuda", gpu_memory_utilization=0.5, max_num_batched_tokens=64, max_num_seqs=8)
+    room = 50 * MIB - 20 * MIB - found.activation_bytes - found.logits_bytes
+    assert found.num_blocks == room // LAYOUT.bytes_per_block
+    assert found.activation_bytes > 0
+    assert found.logits_bytes > 8 * 100 * 4
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "key"),
+    [
+        ("cpu", {"num_kv_blocks": 10**6}, "engine.num_kv_blocks"),
+        ("cpu", {"kv_cache_memory": "1GiB"}, "engine.kv_cache_memory"),
+        ("cpu", {"kv_cache_memory": "1KiB"}, "engine.kv_cache_memory"),
+        ("cuda", {"gpu_memory_utilization": 0.1}, "engine.gpu_memory_utilization"),
+    ],
+)
+def test_what_does_not_fit_names_numbers_and_key(
+    device: str, engine: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(DeviceError, match=r"MiB; the device leaves .* MiB") as raised:
+        plan(device, **engine)
+    assert key in str(raised.value)
+    assert raised.value.exit_code == ExitCode.DEVICE
+
+
+def test_the_table_names_every_purpose() -> None:
+    text = "\n".join(plan(num_kv_blocks=256).lines())
+    for part in ("weights", "KV pool (256 blocks)", "activations", "logits", "1.0 MiB", "3.0 MiB"):
+        assert part in text
+
+
+def test_free_host_bytes_respects_the_control_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    unlimited = memory.free_host_bytes()
+    assert unlimited > 0
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert memory.free_host_bytes() == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_host_bytes() > 3000

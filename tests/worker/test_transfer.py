@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.worker.transfer import to_device
+
+ARRAYS = {
+    "ids": np.arange(5, dtype=np.int64),
+    "empty": np.empty((0, 2), np.int32),
+    "table": np.arange(6, dtype=np.int32).reshape(2, 3),
+    "slots": np.array([7, -1], np.int64),
+}
+
+
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_arrays_arrive_as_they_are(device: str) -> None:
+    tensors = to_device(ARRAYS, torch.device(device))
+    for name, array in ARRAYS.items():
+        assert tensors[name].device.type == device
+        np.testing.assert_array_equal(tensors[name].cpu().numpy(), array, strict=True)
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    tensors = to_device(ARRAYS, torch.device("cpu"))
+    assert tensors["ids"].data_ptr() == ARRAYS["ids"].ctypes.data
