@@ -140,10 +140,14 @@ class SamplingParams:
         if not holds:
             raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {what}")
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
-        return self.temperature == 0.0
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raise ValueError, naming the field, for a token id that is not below ``vocab_size``."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            highest = max(getattr(self, name) or (), default=0)
+            if highest >= vocab_size:
+                raise ValueError(
+                    f"{name} has {highest}; the model's token ids are below {vocab_size}"
+                )
 
 
 SAMPLING_ALIASES: Mapping[str, str] = {

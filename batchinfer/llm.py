@@ -221,6 +221,7 @@ class LLM:
         engine = self._built.engine
         outputs: dict[int, RequestOutput] = {}
         for at, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            one.check_token_ids(self.vocab_size)
             if isinstance(prompt, RowError):
                 outputs[at] = _failed(self._request_id(at), None, [], prompt)
             else:

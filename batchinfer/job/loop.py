@@ -67,11 +67,12 @@ class EngineLoop:
             if batch is None:
                 break
             for row in batch:
-                if isinstance(row.prompt, RowError):
+                if isinstance(row.prompt, RowError) or row.sampling is None:
                     failed.append(row)
                 else:
                     self._in_flight[row.row_id] = row
-                    self.engine.add_request(self.requests.make(row.row_id, row.prompt))
+                    request = self.requests.make(row.row_id, row.prompt, row.sampling)
+                    self.engine.add_request(request)
         return failed
 
     def _step(self, failed: list[PromptRow]) -> Finished:

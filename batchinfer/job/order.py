@@ -11,6 +11,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.job.columns import python_rows
 from batchinfer.job.manifest import Part
+from batchinfer.job.row_params import COLUMN, RowParams, RowSampling
 from batchinfer.job.source import BATCH_ROWS, Source
 from batchinfer.text.prompts import Prompt, PromptBuilder
 from batchinfer.text.sources import make_source, require_column
@@ -22,6 +23,8 @@ class PromptRow:
 
     row_id: int
     prompt: Prompt | RowError
+    sampling: RowSampling | None = None
+    """None for a row that cannot run."""
 
 
 def check_prompt_source(config: PromptConfig, columns: Sequence[str]) -> None:
@@ -42,12 +45,29 @@ def check_prompt_source(config: PromptConfig, columns: Sequence[str]) -> None:
 
 
 def prompt_rows(
-    source: Source, parts: Sequence[Part], builder: PromptBuilder
+    source: Source, parts: Sequence[Part], builder: PromptBuilder, params: RowParams
 ) -> Iterator[list[PromptRow]]:
     """Prompts of the rows of ``parts``, in input order, a batch at a time."""
-    for first_row, batch in source.scan(builder.columns, [part.rows for part in parts]):
-        prompts = builder.build(python_rows(batch))
-        yield [PromptRow(row_id, prompt) for row_id, prompt in enumerate(prompts, first_row)]
+    columns = [*builder.columns]
+    if COLUMN in source.schema.names and COLUMN not in columns:
+        columns.append(COLUMN)
+    for first_row, batch in source.scan(columns, [part.rows for part in parts]):
+        rows = python_rows(batch)
+        prompts = builder.build(rows)
+        yield [
+            _prompt_row(row_id, prompt, params.of(row.get(COLUMN)))
+            for row_id, (row, prompt) in enumerate(zip(rows, prompts, strict=True), first_row)
+        ]
+
+
+def _prompt_row(
+    row_id: int, prompt: Prompt | RowError, sampling: RowSampling | RowError
+) -> PromptRow:
+    if isinstance(prompt, RowError):
+        return PromptRow(row_id, prompt)
+    if isinstance(sampling, RowError):
+        return PromptRow(row_id, sampling)
+    return PromptRow(row_id, prompt, sampling)
 
 
 def without_text(batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:

@@ -19,6 +19,7 @@ from batchinfer.job.order import PromptRow, by_prefix, prompt_rows, without_text
 from batchinfer.job.output import OutputDir
 from batchinfer.job.progress import Progress
 from batchinfer.job.recorder import Recorder, package_versions
+from batchinfer.job.row_params import RowParams
 from batchinfer.job.rows import RequestMaker, RowFinisher
 from batchinfer.job.sink import Sink
 from batchinfer.job.source import BATCH_ROWS, Source
@@ -74,7 +75,9 @@ def make_parts(
         return True
     built = build(spec.model, spec.engine, log=recorder.log)
     recorder.loaded(built)
-    rows: Iterator[list[PromptRow]] = prompt_rows(source, todo, _prompt_builder(job, built))
+    params = RowParams(spec.sampling, built.vocab_size)
+    rows: Iterator[list[PromptRow]]
+    rows = prompt_rows(source, todo, _prompt_builder(job, built), params)
     rows = takewhile(lambda _: not stop.is_set(), rows)  # a window takes a while to collect
     if "prompt" not in spec.output.include:
         rows = without_text(rows)
@@ -82,14 +85,14 @@ def make_parts(
         rows = by_prefix(rows, todo, spec.engine.order_window)
     loop = EngineLoop(
         built.engine,
-        RequestMaker(spec.sampling, built.tokenizer, built.eos_token_ids),
+        RequestMaker(built.tokenizer, built.eos_token_ids),
         recorder.sampler(spec.stats.every_steps),
         built.device_bytes,
         progress,
         stop,
         max_waiting=2 * spec.engine.max_num_seqs,
     )
-    finisher = RowFinisher(spec.sampling, built.tokenizer, spec.output.include)
+    finisher = RowFinisher(built.tokenizer, spec.output.include)
 
     def write(finished: Finished) -> None:
         recorder.add(finished.steps)

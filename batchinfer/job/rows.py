@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, Request, RequestStats, SampleOutput
 from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
-from batchinfer.protocols import StopChecker
+from batchinfer.job.row_params import RowSampling
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
 from batchinfer.text.tokenizer import Tokenizer
@@ -28,30 +28,23 @@ class FinishedRow:
 
 
 class RequestMaker:
-    """Makes the requests of a job, whose rows share one set of sampling parameters."""
+    """Makes the requests of a job's rows."""
 
-    def __init__(
-        self, params: SamplingParams, tokenizer: Tokenizer, eos_token_ids: frozenset[int]
-    ) -> None:
-        assert params.seed is not None, "a job has a seed"
-        self._params = params
-        self._seed = params.seed
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        self._bad_words = bad_words_token_ids(tokenizer, params.bad_words)
-        self._make_stop_checker: Callable[[], StopChecker] | None = None
-        if params.stop:
-            self._make_stop_checker = make_stop_checker_factory(tokenizer, params)
 
-    def make(self, row_id: int, prompt: Prompt) -> Request:
-        """The request of a row; its random numbers depend on the job's seed and the row id."""
+    def make(self, row_id: int, prompt: Prompt, sampling: RowSampling) -> Request:
+        """The request of a row."""
+        params = sampling.params
         return Request(
             row_id=row_id,
             prompt_token_ids=prompt.token_ids,
-            params=self._params,
-            rng_key=(self._seed, row_id),
+            params=params,
+            rng_key=sampling.rng_key(row_id),
             eos_token_ids=self._eos_token_ids,
-            bad_words_token_ids=self._bad_words,
-            make_stop_checker=self._make_stop_checker,
+            bad_words_token_ids=bad_words_token_ids(self._tokenizer, params.bad_words),
+            make_stop_checker=make_stop_checker_factory(self._tokenizer, params),
         )
 
 
@@ -59,15 +52,11 @@ class RowFinisher:
     """Turns what the engine gave back into output columns.
 
     Args:
-        params: the job's sampling parameters.
         tokenizer: makes text of token ids.
         include: what ``output.include`` names.
     """
 
-    def __init__(
-        self, params: SamplingParams, tokenizer: Tokenizer, include: Collection[str]
-    ) -> None:
-        self._params = params
+    def __init__(self, tokenizer: Tokenizer, include: Collection[str]) -> None:
         self._tokenizer = tokenizer
         self._include = include
 
@@ -76,7 +65,7 @@ class RowFinisher:
         if isinstance(row.prompt, RowError):
             return FinishedRow(_error_values(row.row_id, row.prompt), None, False)
         assert completion is not None
-        prompt, outputs = row.prompt, [self._output(sample) for sample in completion.outputs]
+        prompt, outputs = row.prompt, self._outputs(completion)
         failed = completion.error_code is not None
         values = {
             "row_id": row.row_id,
@@ -92,14 +81,18 @@ class RowFinisher:
             values["prompt"] = prompt.text
         return FinishedRow(values, completion.stats, prompt.has_control_text)
 
-    def _output(self, sample: SampleOutput) -> dict[str, Any]:
+    def _outputs(self, completion: Completion) -> list[dict[str, Any]]:
+        params = completion.request.params
+        return [self._output(sample, params) for sample in completion.outputs]
+
+    def _output(self, sample: SampleOutput, params: SamplingParams) -> dict[str, Any]:
         stopped_by_token = sample.finish_reason == "stop" and sample.stop_match is None
         text = output_text(
             self._tokenizer,
             sample.token_ids,
             sample.stop_match,
-            skip_special_tokens=self._params.skip_special_tokens,
-            drop_last_token=stopped_by_token and not self._params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            drop_last_token=stopped_by_token and not params.include_stop_str_in_output,
         )
         output = {
             "index": sample.index,

@@ -232,8 +232,6 @@ def _check_names(path: str, schema: pa.Schema) -> None:
     for name in schema.names:
         if schema.names.count(name) > 1:
             raise DataError(f"{path} has more than one column named {name!r}")
-    if "sampling_params" in schema.names:
-        raise NotYetError(f"a column named sampling_params ({path})")
 
 
 def _check_same_schema(

@@ -94,7 +94,7 @@ def paged_attention_forward(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        sliding_window=_sliding_window(module, kwargs),
+        sliding_window=int(kwargs.get("sliding_window") or 0),
         softcap=float(kwargs.get("softcap") or 0.0),
         sinks=sinks,
     )
@@ -104,12 +104,6 @@ def paged_attention_forward(
 def register() -> None:
     """Make ``attn_implementation="batchinfer_paged"`` known to transformers."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
-
-
-def _sliding_window(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> int:
-    """The layer's window in tokens, 0 for none; most families pass it, some only keep it."""
-    window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
-    return int(window or 0)
 
 
 def _check_call(

@@ -59,7 +59,7 @@ class CpuAttention:
             by_head = scores.view(
                 bucket.num_tiles, key.shape[1], -1, bucket.tile_size, bucket.context
             )
-            by_head.masked_fill_(bucket.hidden, float("-inf"))
+            by_head[..., bucket.all_visible :].masked_fill_(bucket.hidden, float("-inf"))
             weighed = self._weigh(bucket, scores, values)
             if sinks is not None:
                 weighed *= _left_by_sinks(by_head, sinks).to(weighed.dtype)

@@ -37,7 +37,8 @@ class Bucket:
     queries: slice  # R * Q rows of Plan.tokens
     key_rows: torch.Tensor  # rows of KVCache.units, ordered [R, kv_head, block, unit]
     value_rows: torch.Tensor
-    hidden: torch.Tensor  # [R, 1, 1, Q, C] bool: the query does not see the position
+    all_visible: int  # positions from here on may be hidden, those before are seen by every query
+    hidden: torch.Tensor  # [R, 1, 1, Q, C - all_visible] bool: the query does not see the position
     stale: torch.Tensor  # rows of values [R, kv_head, C] past a tile's context, in its last block
 
 
@@ -145,7 +146,8 @@ def _bucket(
     key_rows, value_rows = _gather_rows(tiles, num_blocks, step, cache)
     position = tiles.position[:, None] + tiles.offsets()  # [R, Q]
     columns = (tiles.first_block * layout.block_size)[:, None] + np.arange(context)  # [R, C]
-    distance = position[:, :, None] - columns[:, None, :]
+    all_visible = 0 if sliding_window else int((position[:, 0] - columns[:, 0]).min())
+    distance = position[:, :, None] - columns[:, None, all_visible:]
     hidden = (distance < 0) | (distance >= sliding_window) if sliding_window else distance < 0
     return Bucket(
         num_tiles=len(tiles.sequence),
@@ -154,6 +156,7 @@ def _bucket(
         queries=queries,
         key_rows=key_rows,
         value_rows=value_rows,
+        all_visible=all_visible,
         hidden=torch.from_numpy(hidden[:, None, None]),
         stale=_stale_values(tiles, columns, layout.num_kv_heads, layout.block_size),
     )

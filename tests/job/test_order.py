@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchinfer.config import PromptConfig
+from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.errors import DataError, RowError, UsageError
 from batchinfer.job.manifest import Part
 from batchinfer.job.order import (
@@ -16,12 +16,15 @@ from batchinfer.job.order import (
     prompt_rows,
     without_text,
 )
+from batchinfer.job.row_params import RowParams
 from batchinfer.job.source import open_source
 from batchinfer.text.prompts import Prompt, PromptBuilder
 from tests.job.datasets import write_parquet
 from tests.job.fakes import byte_tokenizer
 
 PARTS = [Part(index, range(4 * index, 4 * index + 4)) for index in range(4)]
+
+PARAMS = RowParams(SamplingParams(seed=0), vocab_size=257)
 
 
 def row(row_id: int, *token_ids: int) -> PromptRow:
@@ -45,7 +48,7 @@ def test_rows_are_read_and_made_into_prompts(tmp_path: Path) -> None:
         config, byte_tokenizer(), max_model_len=100, columns=source.schema.names
     )
     parts = [Part(0, range(2)), Part(2, range(3, 4))]
-    rows = [r for batch in prompt_rows(source, parts, builder) for r in batch]
+    rows = [r for batch in prompt_rows(source, parts, builder, PARAMS) for r in batch]
     assert [r.row_id for r in rows] == [0, 1, 3]
     shown = [r.prompt.code if isinstance(r.prompt, RowError) else r.prompt.text for r in rows]
     assert shown == ["a", "empty_prompt", "d"]

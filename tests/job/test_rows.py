@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.request import Completion, SampleOutput, TokenLogprobs
+from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
+from batchinfer.job.row_params import RowSampling
 from batchinfer.job.rows import RequestMaker, RowFinisher
 from batchinfer.protocols import StopMatch
 from batchinfer.text.prompts import Prompt
@@ -30,16 +31,20 @@ def sample(index: int, text: str, **fields: Any) -> SampleOutput:
     return SampleOutput(index, ids(text), cumulative_logprob=-1.5, **{**values, **fields})
 
 
+def request_of(params: SamplingParams, *, own_seed: bool = False) -> Request:
+    maker = RequestMaker(TOKENIZER, frozenset({0}))
+    return maker.make(7, prompt("ask"), RowSampling(params, own_seed))
+
+
 def finish(*samples: SampleOutput, include: tuple[str, ...] = (), **params: Any) -> dict[str, Any]:
-    maker = RequestMaker(SamplingParams(seed=3), TOKENIZER, frozenset({0}))
-    completion = Completion(maker.make(7, prompt("ask")), list(samples))
-    finisher = RowFinisher(SamplingParams(**params), TOKENIZER, include)
+    completion = Completion(request_of(SamplingParams(seed=3, **params)), list(samples))
+    finisher = RowFinisher(TOKENIZER, include)
     return finisher.finish(PromptRow(7, prompt("ask")), completion).values
 
 
 def test_a_request_carries_what_the_job_says() -> None:
     params = SamplingParams(seed=3, stop=("\n",), bad_words=("no",))
-    request = RequestMaker(params, TOKENIZER, frozenset({0})).make(7, prompt("ask"))
+    request = request_of(params)
     assert (request.row_id, request.rng_key, request.eos_token_ids) == (7, (3, 7), {0})
     assert request.params is params
     assert np.array_equal(request.prompt_token_ids, ids("ask"))
@@ -48,8 +53,11 @@ def test_a_request_carries_what_the_job_says() -> None:
 
 
 def test_a_job_without_stop_strings_needs_no_checker() -> None:
-    request = RequestMaker(SamplingParams(seed=3), TOKENIZER, frozenset()).make(7, prompt("ask"))
-    assert request.make_stop_checker is None
+    assert request_of(SamplingParams(seed=3)).make_stop_checker is None
+
+
+def test_a_row_with_its_own_seed_forgets_its_id() -> None:
+    assert request_of(SamplingParams(seed=3), own_seed=True).rng_key == (3, 0)
 
 
 def test_a_finished_row() -> None:
@@ -91,9 +99,10 @@ def test_where_the_text_ends(fields: Any, params: Any, text: str, reason: str | 
 
 
 def test_samples_finished_before_another_failed_are_kept() -> None:
-    request = RequestMaker(SamplingParams(seed=3), TOKENIZER, frozenset()).make(7, prompt("ask"))
-    completion = Completion(request, [sample(1, "kept")], "nan_logits", "not a number")
-    finisher = RowFinisher(SamplingParams(), TOKENIZER, ())
+    completion = Completion(
+        request_of(SamplingParams(seed=3)), [sample(1, "kept")], "nan_logits", "not a number"
+    )
+    finisher = RowFinisher(TOKENIZER, ())
     values = finisher.finish(PromptRow(7, prompt("ask")), completion).values
     assert values["status"] == "error"
     assert values["error"] == {"code": "nan_logits", "message": "not a number"}
@@ -114,7 +123,7 @@ def test_what_is_included() -> None:
 
 
 def test_a_row_that_never_reached_the_engine() -> None:
-    finisher = RowFinisher(SamplingParams(), TOKENIZER, ())
+    finisher = RowFinisher(TOKENIZER, ())
     row = finisher.finish(PromptRow(7, RowError("empty_prompt", "no text")), None)
     assert row.stats is None
     assert row.values["error"] == {"code": "empty_prompt", "message": "no text"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.errors import DataError, NotYetError, UsageError
+from batchinfer.errors import DataError, UsageError
 from batchinfer.job.source import BATCH_ROWS, find_files, open_source
 from tests.job.datasets import flip_bit, write_parquet
 
@@ -108,12 +108,6 @@ def test_a_column_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     table = pa.table([pa.array([1]), pa.array([2])], names=["x", "x"])
     pq.write_table(table, tmp_path / "x.parquet")
     with pytest.raises(DataError, match="more than one column named 'x'"):
-        open_source(str(tmp_path))
-
-
-def test_a_column_of_sampling_params_is_not_yet_read(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "x.parquet", {"sampling_params": ["{}"]})
-    with pytest.raises(NotYetError, match="sampling_params"):
         open_source(str(tmp_path))
 
 

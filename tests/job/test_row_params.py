@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchinfer.config import SamplingParams
+from batchinfer.errors import RowError, UsageError
+from batchinfer.job.row_params import RowParams, RowSampling
+
+JOB = SamplingParams(max_tokens=8, temperature=0.5, seed=0)
+PARAMS = RowParams(JOB, vocab_size=100)
+
+
+def sampling(value: object) -> RowSampling:
+    found = PARAMS.of(value)
+    assert isinstance(found, RowSampling), found
+    return found
+
+
+def test_a_row_without_params_has_the_jobs() -> None:
+    assert sampling(None).params is JOB
+    assert sampling(None).rng_key(7) == (0, 7)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b'{"max_new_tokens": 3, "stop": "x"}', {"max_tokens": 3, "stop": [b"x"], "top_p": None}],
+)
+def test_a_row_changes_some_of_them(value: object) -> None:
+    params = sampling(value).params
+    assert (params.max_tokens, params.stop, params.temperature) == (3, ("x",), 0.5)
+
+
+def test_a_rows_own_seed_takes_the_place_of_its_id() -> None:
+    assert sampling({"seed": 5}).rng_key(7) == (5, 0)
+    assert sampling({"n": 2}).rng_key(7) == (0, 7)
+
+
+def test_a_map_of_biases() -> None:
+    assert sampling({"logit_bias": [(3, 1.5)]}).params.logit_bias == {3: 1.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "must be an object"),
+        (b"\xff", "UTF-8"),
+        (b'{"max_tokens": "3"}', "max_tokens"),
+        (b'{"max_tokens": true}', "max_tokens"),
+        (b'{"temprature": 1}', "temprature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"beam_width": 2}, "not yet"),
+        ({"stop_token_ids": [100]}, "below 100"),
+        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "sampling_params"),
+        (b'{"temperature": NaN}', "sampling_params"),
+    ],
+)
+def test_a_bad_row_says_what_is_wrong(value: Any, message: str) -> None:
+    found = PARAMS.of(value)
+    assert isinstance(found, RowError)
+    assert found.code == "bad_sampling_params"
+    assert message in found.message
+
+
+def test_the_jobs_own_token_ids_are_checked() -> None:
+    with pytest.raises(UsageError, match=r"sampling\.logit_bias has 100"):
+        RowParams(SamplingParams(seed=0, logit_bias={100: 1.0}), vocab_size=100)
+
+
+def test_equal_cells_are_parsed_once() -> None:
+    cell = json.dumps({"n": 3}).encode()
+    assert sampling(cell) is sampling(cell)
