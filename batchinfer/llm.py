@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -220,29 +220,36 @@ class LLM:
         fresh_seed = secrets.randbits(64)
         engine = self._built.engine
         outputs: dict[int, RequestOutput] = {}
-        for at, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        for one in params:
             one.check_token_ids(self.vocab_size)
+        for at, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             if isinstance(prompt, RowError):
                 outputs[at] = _failed(self._request_id(at), None, [], prompt)
             else:
                 rng_key = (fresh_seed, at) if one.seed is None else (one.seed, 0)
                 engine.add_request(self._request(at, prompt, one, rng_key))
-        began = time.perf_counter()
         with tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar:
             bar.update(len(outputs))
+            for completion in self._completions():
+                at = completion.request.row_id
+                prompt = prompts[at]
+                assert isinstance(prompt, Prompt)
+                outputs[at] = self._output(completion, prompt)
+                bar.update()
+        self._num_requests += len(prompts)
+        return [outputs[at] for at in range(len(prompts))]
+
+    def _completions(self) -> Iterator[Completion]:
+        """Run the engine until it has nothing left; interrupted, it forgets the rest."""
+        engine, began = self._built.engine, time.perf_counter()
+        try:
             while engine.num_unfinished:
                 outcome = engine.step()
                 self._measured.add(outcome.stats, [c.stats for c in outcome.completions])
-                for completion in outcome.completions:
-                    at = completion.request.row_id
-                    prompt = prompts[at]
-                    assert isinstance(prompt, Prompt)
-                    outputs[at] = self._output(completion, prompt)
-                if outcome.completions:
-                    bar.update(len(outcome.completions))
-        self._measured.seconds += time.perf_counter() - began
-        self._num_requests += len(prompts)
-        return [outputs[at] for at in range(len(prompts))]
+                yield from outcome.completions
+        finally:
+            engine.abort_all()
+            self._measured.seconds += time.perf_counter() - began
 
     def _request_id(self, at: int) -> str:
         return str(self._num_requests + at)

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB_SIZE = 199
 
@@ -102,4 +108,30 @@ def make_checkpoint(family: str, path: Path, *, seed: int = 0, **changes: Any) -
     model = tiny_model(family, seed=seed, **changes)
     model.generation_config.eos_token_id = model.config.eos_token_id
     model.save_pretrained(path)
+    return path
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_text_model(path: Path, **changes: Any) -> Path:
+    """A tiny random Llama with a byte tokenizer, a chat template and ``<|im_end|>`` as its end."""
+    specials = ["<s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({text: at for at, text in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+    ids = {"vocab_size": len(alphabet), "bos_token_id": 0, "eos_token_id": 2}
+    make_checkpoint("llama", path, **ids, **changes)
+    tokenizer.save_pretrained(path)
     return path

@@ -54,15 +54,6 @@ class Setup:
     """Steps after which the newest sequence loses its blocks."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small only lose by sharing their work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
     """Loads a tiny checkpoint of a family, once."""

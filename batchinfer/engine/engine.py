@@ -81,6 +81,12 @@ class Engine:
         state.live.append(Sequence(state, 0))
         self.scheduler.add(state.live[0])
 
+    def abort_all(self) -> None:
+        """Forget every unfinished request, and whatever a step that failed was to fill."""
+        self.scheduler.abort_all()
+        self._refused.clear()
+        self._num_unfinished = 0
+
     def step(self) -> StepOutcome:
         """Run one step."""
         began = self._clock()

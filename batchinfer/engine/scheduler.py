@@ -135,6 +135,13 @@ class Scheduler:
                 self.pool.forget(block)
         self.pool.release(self.table.remove(sequence))
 
+    def abort_all(self) -> None:
+        """Drop every sequence, and take what was not computed out of the prefix index."""
+        self.pool.revoke()
+        for sequence in list(self.table.running()):
+            self.pool.release(self.table.remove(sequence))
+        self.waiting.clear()
+
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks; it is recomputed when they are found again."""
         sequence.state.stats.preemptions += 1

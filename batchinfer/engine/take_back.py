@@ -169,5 +169,5 @@ def _completion(state: RequestState, *, failed: bool, now: float) -> Completion:
     completion = Completion(state.request, outputs, stats=stats)
     if failed:
         completion.error_code = "nan_logits"
-        completion.error_message = "the model's logits for this row hold NaN or infinity"
+        completion.error_message = "the logits hold NaN or infinity, or bans leave no token"
     return completion

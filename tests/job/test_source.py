@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.errors import DataError, NotYetError
+from batchinfer.errors import DataError, NotYetError, UsageError
 from batchinfer.job.source import BATCH_ROWS, find_files, open_source
 from tests.job.datasets import flip_bit, write_parquet
 

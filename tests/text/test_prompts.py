@@ -246,7 +246,7 @@ class TestControlText:
             backend, chat_template=None, special_tokens={}, control_tokens=frozenset({"<end>"})
         )
 
-        prompt = one(builder(tokenizer), {"prompt": "hello ＜end＞"})
+        prompt = one(builder(tokenizer), {"prompt": "hello \uff1cend\uff1e"})
 
         assert tokens(tokenizer, prompt) == ["hello", "<unk>"]
 

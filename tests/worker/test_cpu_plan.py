@@ -41,7 +41,9 @@ def test_every_token_is_one_query_and_sees_its_window(
 ) -> None:
     plan, num_tokens = plan_of(parts, window)
     assert plan.tokens[plan.rows].tolist() == list(range(num_tokens))
-    seen = torch.cat([(~b.hidden).sum(-1).flatten() for b in plan.buckets])[plan.rows]
+    seen = torch.cat([b.all_visible + (~b.hidden).sum(-1).flatten() for b in plan.buckets])[
+        plan.rows
+    ]
     positions = np.concatenate([np.arange(c, c + n) for c, n in parts])
     expected = np.minimum(positions + 1, window) if window else positions + 1
     assert seen.tolist() == expected.tolist()

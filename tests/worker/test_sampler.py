@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,6 +166,31 @@ class TestKeys:
             assert sample(normal(1, 1003), samples[:count]).token_ids.tolist() == tokens[:count]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"row": 1},
+        {"temperature": 3.0},
+        {"top_k": 2},
+        {"top_p": 0.3},
+        {"min_p": 0.5},
+        {"allowed": [4, 5, 6]},
+        {"bias": {3: 9.0}},
+        {"presence": 2.0, "output": list(range(40))},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.parametrize("usual", [Sample(), Sample(top_k=50)], ids=["plain", "filtered"])
+def test_neighbours_that_differ_in_one_thing_share_nothing(
+    change: dict[str, Any], usual: Sample
+) -> None:
+    logits = normal(2, 67, scale=1.0)
+    kinds = (usual, dataclasses.replace(usual, **change))
+    samples = [dataclasses.replace(kinds[i // 2 % 2], index=i) for i in range(60)]
+    alone = [int(sample(logits, [asked]).token_ids[0]) for asked in samples]
+    assert sample(logits, samples).token_ids.tolist() == alone
+
+
 COMPANY = [
     Sample(row=0, temperature=0, logprobs=3),
     Sample(row=1, stream=1, logprobs=0),
@@ -269,7 +295,7 @@ class TestLogprobs:
         expected = logits.log_softmax(1)[range(3), result.token_ids.tolist()]
         np.testing.assert_allclose(result.logprobs, expected, rtol=1e-6)
         assert result.token_ids[1] == 5
-        assert result.ranks is result.top_token_ids is result.top_logprobs is None
+        assert (result.ranks, result.top_token_ids, result.top_logprobs) == (None, None, None)
 
     def test_ranks_and_alternatives(self) -> None:
         logits = normal(2, 1003)

@@ -85,11 +85,12 @@ def test_presence_and_frequency_look_at_the_output_only() -> None:
 
 
 def test_padding_penalises_no_token() -> None:
-    long = Sample(presence=1.0, repetition=2.0, prompt=[5, 6, 7, 8], output=[1, 2, 3])
-    short = Sample(presence=1.0, repetition=2.0, prompt=[9], output=[])
-    nothing = Sample(presence=1.0, repetition=2.0)
+    long = Sample(frequency=1.0, repetition=2.0, prompt=[5, 6, 7, 8], output=[1, 2, 3])
+    short = Sample(frequency=1.0, repetition=2.0, prompt=[9], output=[0])
+    nothing = Sample(frequency=1.0, repetition=2.0)
     rows = edited(torch.ones(1, VOCAB), [long, short, nothing])
-    assert (rows[1] != 1).nonzero().flatten().tolist() == [9]
+    assert rows[1, [0, 9]].tolist() == [-0.5, 0.5]
+    assert (rows[1] != 1).sum() == 2
     assert rows[2].equal(torch.ones(VOCAB))
 
 

@@ -1,0 +1,37 @@
+"""Every example job runs as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.load import load_job
+from batchinfer.job.run import run_job
+
+JOBS = Path(__file__).parent.parent.parent / "jobs"
+EXAMPLES = sorted(JOBS.glob("*.yaml"))
+
+
+def test_there_are_examples() -> None:
+    assert {path.stem for path in EXAMPLES} >= {
+        "quickstart",
+        "shared-prefix",
+        "parallel-sampling",
+        "chat",
+    }
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(path: Path, tmp_path: Path) -> None:
+    spec = load_job(path, output=tmp_path / "out", limit=6)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    (part,) = (tmp_path / "out" / "data").iterdir()
+    rows = pq.read_table(part).to_pylist()
+    assert [row["row_id"] for row in rows] == list(range(6))
+    for row in rows:
+        assert row["status"] == "ok"
+        assert len(row["outputs"]) == spec.sampling.n
+        assert row["generated_text"] == row["outputs"][0]["text"]

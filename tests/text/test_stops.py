@@ -1,0 +1,182 @@
+"""Stop strings end a sample's text where a search of the whole text would."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.config import SamplingParams
+from batchinfer.protocols import StopChecker, StopMatch
+from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
+from batchinfer.text.tokenizer import Tokenizer
+
+
+def checker(
+    tokenizer: Tokenizer, *stop: str, include: bool = False, skip: bool = True
+) -> StopChecker:
+    params = SamplingParams(stop=stop, include_stop_str_in_output=include, skip_special_tokens=skip)
+    make = make_stop_checker_factory(tokenizer, params)
+    assert make is not None
+    return make()
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids = tokenizer.encode_batch([text], add_special_tokens=False, parse_special_tokens=True)
+    return [int(id_) for id_ in ids[0]]
+
+
+def feed(
+    made: StopChecker, token_ids: list[int], *, min_tokens: int = 0
+) -> tuple[int, StopMatch | None]:
+    """How many tokens it took, and the match."""
+    for count, token_id in enumerate(token_ids, 1):
+        if match := made.on_token(token_id, may_stop=count >= min_tokens):
+            return count, match
+    return len(token_ids), None
+
+
+def text_until_stop(tokenizer: Tokenizer, text: str, *stop: str, include: bool = False) -> str:
+    ids = encode(tokenizer, text)
+    count, match = feed(checker(tokenizer, *stop, include=include), ids)
+    return output_text(tokenizer, ids[:count], match, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "kept"),
+    [
+        ("hello world stop hello", ("stop",), "hello world "),
+        ("hello world stopping", ("opp",), "hello world st"),
+        ("one two", ("none",), "one two"),
+        ("naïve 東京 🙂 end", ("🙂",), "naïve 東京 "),
+        ("naïve 東京 🙂 end", ("京 🙂",), "naïve 東"),
+        ("abc", ("c", "bc"), "ab"),
+        ("abc", ("bc", "c"), "a"),
+        ("a\n\nb", ("\n\n",), "a"),
+        ("stop", ("stop",), ""),
+        ("x x x x END y", ("x x x y", " END y"), "x x x x"),
+    ],
+)
+def test_the_text_ends_before_the_stop_string(
+    tokenizer: Tokenizer, text: str, stop: tuple[str, ...], kept: str
+) -> None:
+    assert text_until_stop(tokenizer, text, *stop) == kept
+
+
+def test_it_is_kept_if_asked(tokenizer: Tokenizer) -> None:
+    assert text_until_stop(tokenizer, "one. two. three", ".", include=True) == "one."
+
+
+def test_the_match_that_ends_first_counts(chatml: Tokenizer) -> None:
+    ids = encode(chatml, "abcdefgh")
+
+    _, match = feed(checker(chatml, "bcdefg", "cde"), ids)
+
+    assert match == StopMatch("cde", 2)
+
+
+def test_it_stops_with_the_token_that_completes_it(chatml: Tokenizer) -> None:
+    ids = encode(chatml, "hello 🙂 more")
+    smile = encode(chatml, "hello 🙂")
+
+    count, match = feed(checker(chatml, "🙂"), ids)
+
+    assert (count, match) == (len(smile), StopMatch("🙂", 6))
+
+
+def test_a_match_before_min_tokens_never_counts(chatml: Tokenizer) -> None:
+    ids = encode(chatml, "a.b.c.d")
+    assert len(ids) == 7
+
+    assert feed(checker(chatml, "."), ids, min_tokens=3) == (4, StopMatch(".", 3))
+    assert feed(checker(chatml, "b.c"), ids, min_tokens=5) == (5, StopMatch("b.c", 2))
+    assert feed(checker(chatml, "b.c"), ids, min_tokens=6) == (7, None)
+
+
+def test_a_character_completed_after_min_tokens_counts(chatml: Tokenizer) -> None:
+    ids = encode(chatml, "🤖")
+    assert len(ids) > 1
+
+    assert feed(checker(chatml, "🤖"), ids, min_tokens=len(ids)) == (len(ids), StopMatch("🤖", 0))
+
+
+def test_special_tokens_are_no_text_when_skipped(chatml: Tokenizer) -> None:
+    ids = encode(chatml, "st<|im_start|>op")
+
+    assert feed(checker(chatml, "stop"), ids) == (len(ids), StopMatch("stop", 0))
+    assert feed(checker(chatml, "stop", skip=False), ids) == (len(ids), None)
+    assert feed(checker(chatml, "im_start", skip=False), ids)[1] == StopMatch("im_start", 4)
+
+
+def naive(
+    tokenizer: Tokenizer, ids: list[int], stop: list[str], include: bool, min_tokens: int
+) -> tuple[int, StopMatch | None]:
+    """Search the whole text after every token."""
+    ignored = 0
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count], skip_special_tokens=True)
+        if count < min_tokens:
+            ignored = len(text.rstrip("\ufffd"))
+            continue
+        ends = [
+            (start + len(word), order, word)
+            for order, word in enumerate(stop)
+            for start in range(len(text))
+            if text.startswith(word, start) and start + len(word) > ignored
+        ]
+        if ends:
+            end, _, word = min(ends)
+            return count, StopMatch(word, end if include else end - len(word))
+    return len(ids), None
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data(), include=st.booleans(), min_tokens=st.integers(0, 6))
+def test_matches_equal_a_search_of_the_whole_text(
+    tokenizer: Tokenizer, data: st.DataObject, include: bool, min_tokens: int
+) -> None:
+    alphabet = encode(tokenizer, "ab ba 🙂 é stop  a")
+    ids = data.draw(st.lists(st.sampled_from(alphabet), max_size=25))
+    stop = data.draw(st.lists(st.text("ab 🙂é", min_size=1, max_size=4), min_size=1, max_size=3))
+
+    found = feed(checker(tokenizer, *stop, include=include), ids, min_tokens=min_tokens)
+
+    assert found == naive(tokenizer, ids, stop, include, min_tokens)
+
+
+def test_no_stop_strings_need_no_checker(chatml: Tokenizer) -> None:
+    assert make_stop_checker_factory(chatml, SamplingParams()) is None
+
+
+def test_each_sample_has_its_own_checker(chatml: Tokenizer) -> None:
+    make = make_stop_checker_factory(chatml, SamplingParams(stop=("ab",)))
+    assert make is not None
+    a, b = encode(chatml, "a")[0], encode(chatml, "b")[0]
+    first, second = make(), make()
+
+    assert first.on_token(a, may_stop=True) is None
+    assert second.on_token(b, may_stop=True) is None
+    assert first.on_token(b, may_stop=True) == StopMatch("ab", 0)
+
+
+def test_the_end_token_has_no_text(chatml: Tokenizer) -> None:
+    ids = encode(chatml, "hello.<|im_end|>")
+
+    assert output_text(chatml, ids, None, True) == "hello."
+    assert output_text(chatml, ids, None, False) == "hello.<|im_end|>"
+    assert output_text(chatml, ids, None, False, drop_last_token=True) == "hello."
+    assert output_text(chatml, ids[:-1], None, True, drop_last_token=True) == "hello"
+
+
+def test_bad_words_are_banned_with_and_without_a_space(chatml: Tokenizer) -> None:
+    banned = bad_words_token_ids(chatml, [" hello", "stop world"])
+
+    texts = [chatml.decode(list(ids), skip_special_tokens=False) for ids in banned]
+    assert texts == ["hello", " hello", "stop world", " stop world"]
+
+
+def test_bad_words_are_not_repeated(sentencepiece: Tokenizer) -> None:
+    banned = bad_words_token_ids(sentencepiece, ["hello", "hello"])
+
+    assert len(banned) == 1  # a leading space is its own either way
+    assert bad_words_token_ids(sentencepiece, []) == ()
