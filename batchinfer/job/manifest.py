@@ -37,6 +37,8 @@ class Manifest:
     inputs: tuple[InputFile, ...]
     num_rows: int
     rows_per_part: int
+    planned_at: str
+    """ISO 8601; what chat templates are told the time is, so that a resumed run says the same."""
 
     def parts(self) -> list[Part]:
         """All parts in order; an empty dataset has one without rows."""

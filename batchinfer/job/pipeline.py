@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from threading import Event
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from batchinfer.errors import UsageError
 from batchinfer.job.columns import is_conversation
 from batchinfer.job.loop import EngineLoop, Finished
-from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.manifest import Manifest, Part, read_manifest
 from batchinfer.job.order import PromptRow, by_prefix, prompt_rows, without_text
 from batchinfer.job.output import OutputDir
 from batchinfer.job.progress import Progress
@@ -117,6 +118,7 @@ def _prompt_builder(job: Job, built: Built) -> PromptBuilder:
         conversation_columns=[field.name for field in schema if is_conversation(field.type)],
         chat_template_source=None if template in ("auto", "none") else _text_of(template),
         vocab_size=built.vocab_size,
+        now=datetime.fromisoformat(read_manifest(job.out.manifest).planned_at),
     )
 
 

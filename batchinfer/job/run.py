@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 
 from batchinfer.errors import ExitCode, UsageError
@@ -83,6 +84,7 @@ def _look(spec: JobSpec) -> Job:
         source.files,
         source.num_rows,
         spec.output.rows_per_part,
+        datetime.now().isoformat(timespec="seconds"),
     )
     return Job(spec, source, table, manifest, out)
 

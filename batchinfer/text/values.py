@@ -9,6 +9,7 @@ from batchinfer.errors import RowError
 from batchinfer.text.chat import Message
 from batchinfer.text.growth import MAX_TEXT_CHARS
 
+_MAX_BYTES_PER_CHAR = 4
 SYSTEM_ROLES = ("system", "developer")
 
 
@@ -18,21 +19,26 @@ def decoded(value: object, column: str) -> Any:
     Raises:
         RowError: ``invalid_utf8``; ``row_too_large``.
     """
-    if isinstance(value, bytes | bytearray | memoryview):
+    if isinstance(value, bytes):
+        _require_size(len(value) // _MAX_BYTES_PER_CHAR, column)
         try:
             value = str(value, "utf-8")
         except UnicodeDecodeError as error:
             raise RowError("invalid_utf8", f"column {column}: {error}") from error
     if isinstance(value, str):
-        if len(value) > MAX_TEXT_CHARS:
-            what = f"column {column} holds {len(value)} characters, over {MAX_TEXT_CHARS}"
-            raise RowError("row_too_large", what)
+        _require_size(len(value), column)
         return value
     if isinstance(value, Mapping):
         return {decoded(key, column): decoded(item, column) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [decoded(item, column) for item in value]
     return value
+
+
+def _require_size(chars: int, column: str) -> None:
+    if chars > MAX_TEXT_CHARS:
+        what = f"column {column} holds over {MAX_TEXT_CHARS} characters"
+        raise RowError("row_too_large", what)
 
 
 def texts_in(value: object) -> Iterator[str]:

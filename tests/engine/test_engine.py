@@ -300,6 +300,16 @@ def test_a_row_with_nan_logits_errs_alone(num_blocks: int) -> None:
             assert output.token_ids.tolist() == expected(requests[row], output.index)
 
 
+def test_what_a_row_with_nan_logits_computed_is_not_found_again() -> None:
+    engine, runner = make_engine(num_blocks=50)
+    engine._runner = BreaksFor(50, runner.block_size)
+    prompt = list(range(1, 20))
+    broken, _ = run_all(engine, [make_request(1, prompt, max_tokens=6, n=3)])
+    assert broken[1].error_code == "nan_logits"
+    again, _ = run_all(engine, [make_request(2, prompt, max_tokens=2)])
+    assert again[2].stats.cached_tokens == 0
+
+
 def test_logprobs_come_only_to_rows_that_asked() -> None:
     class WithLogprobs(FakeRunner):
         def run(self, step: Step) -> StepResult:

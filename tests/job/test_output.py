@@ -16,7 +16,9 @@ from batchinfer.job.stats import requests_table
 from tests.job.datasets import flip_bit
 
 FILE = InputFile("/data/a.parquet", 100, 1, 25, "f00")
-MANIFEST = Manifest("abc", {"sampling": {"top_p": 1.0}, "task": "generate"}, (FILE,), 25, 10)
+MANIFEST = Manifest(
+    "abc", {"sampling": {"top_p": 1.0}, "task": "generate"}, (FILE,), 25, 10, "2026-11-20T10:00:00"
+)
 ROWS = [range(10), range(10, 20), range(20, 25)]
 
 

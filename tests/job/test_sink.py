@@ -19,6 +19,8 @@ from batchinfer.job.table import output_table
 from tests.job.datasets import write_parquet
 from tests.job.fakes import job
 
+NOW = "2026-11-20T10:00:00"
+
 
 def finished(row_id: int, code: str | None = None) -> FinishedRow:
     values: dict[str, Any] = {
@@ -39,7 +41,7 @@ class Fixture:
         write_parquet(path / "in" / "x.parquet", {"prompt": prompts}, rows_per_group=7)
         spec = job(path, output={"rows_per_part": rows_per_part})
         source = open_source(spec.input.paths)
-        manifest = Manifest("f", {}, source.files, num_rows, rows_per_part)
+        manifest = Manifest("f", {}, source.files, num_rows, rows_per_part, NOW)
         self.out = OutputDir(path / "out")
         with self.out.locked():
             parts = self.out.begin(manifest, "overwrite")
@@ -132,7 +134,7 @@ def test_no_kept_column(tmp_path: Path) -> None:
     source = open_source(spec.input.paths)
     out = OutputDir(tmp_path / "out")
     with out.locked():
-        out.begin(Manifest("f", {}, source.files, 2, 2), "resume")
+        out.begin(Manifest("f", {}, source.files, 2, 2, NOW), "resume")
     table = output_table(source, spec)
     sink = Sink(out, [Part(0, range(2))], table, source, {}, lambda: None)
     for row_id in (1, 0):

@@ -128,6 +128,12 @@ def test_the_time_is_that_of_the_job() -> None:
     assert template.render(ASKED) == "20 Nov 2026"
 
 
+def test_what_is_set_in_a_generation_block_stays_there() -> None:
+    source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+
+    assert chat_template(source).render(ASKED) == "21"
+
+
 def test_keywords_win_over_special_tokens() -> None:
     assert chat_template("{{ bos_token }}{{ tools }}").render(ASKED) == "<s>None"
     assert chat_template("{{ bos_token }}", bos_token="<b>").render(ASKED) == "<b>"

@@ -71,8 +71,14 @@ def _word_piece_decoder(backend: Backend) -> None:
     backend.decoder = decoders.WordPiece()
 
 
+def _two_stripped_spaces(backend: Backend) -> None:
+    parts = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 2, 0)]
+    backend.decoder = decoders.Sequence(parts)
+
+
 @pytest.mark.parametrize(
-    "set_decoder", [_metaspace_decoder, _end_of_word_decoder, _word_piece_decoder]
+    "set_decoder",
+    [_metaspace_decoder, _end_of_word_decoder, _word_piece_decoder, _two_stripped_spaces],
 )
 @settings(deadline=None, max_examples=20)
 @given(ids=st.lists(st.integers(0, 9), max_size=30))

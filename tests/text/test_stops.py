@@ -93,6 +93,12 @@ def test_a_match_before_min_tokens_never_counts(chatml: Tokenizer) -> None:
     assert feed(checker(chatml, "b.c"), ids, min_tokens=6) == (7, None)
 
 
+def test_nor_does_it_while_a_longer_stop_string_is_looked_for(chatml: Tokenizer) -> None:
+    ids = encode(chatml, "a.bcd")
+
+    assert feed(checker(chatml, ".", "a long one"), ids, min_tokens=3) == (5, None)
+
+
 def test_a_character_completed_after_min_tokens_counts(chatml: Tokenizer) -> None:
     ids = encode(chatml, "🤖")
     assert len(ids) > 1

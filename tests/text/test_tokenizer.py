@@ -138,6 +138,7 @@ def test_a_control_token_in_the_vocabulary_of_whole_words_is_out_of_reach() -> N
     )
 
     assert ids[0].tolist() == [2, 0, 0]
+    assert tokenizer.num_control_ids(ids[0]) == 0  # the unknown token steers nothing
 
 
 def test_a_control_piece_of_a_unigram_vocabulary_is_out_of_reach() -> None:

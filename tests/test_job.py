@@ -1,0 +1,140 @@
+"""Whole jobs over a real (tiny, random) model: every good row right, every bad row coded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from batchinfer.errors import ExitCode, UsageError
+from batchinfer.job.run import run_job
+from batchinfer.job.spec import JobSpec
+from tests.models import make_text_model
+
+NUM_ROWS = 120
+OUTPUT_TOKENS = 6
+TEMPLATE = "{{ text }}{{ '' if 10 // divisor else '' }}"
+BAD = {
+    7: ("empty_prompt", {"text": b"  "}),
+    23: ("prompt_too_long", {"text": b"x" * 600}),
+    41: ("invalid_utf8", {"text": b"broken \xff here"}),
+    58: ("template_error", {"divisor": 0}),
+    77: ("does_not_fit", {"sampling_params": '{"max_tokens": 400}'}),
+    101: ("bad_sampling_params", {"sampling_params": '{"temprature": 1}'}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    rows: list[dict[str, Any]] = [
+        {"text": b"Shared words, then number %d" % row, "divisor": 1, "sampling_params": None}
+        for row in range(NUM_ROWS)
+    ]
+    for row, (_, changes) in BAD.items():
+        rows[row] |= changes
+    text = pa.array([row["text"] for row in rows], pa.binary())
+    path = tmp_path / "rows.parquet"
+    table = {
+        "text": pa.Array.from_buffers(pa.string(), NUM_ROWS, text.buffers()),
+        "divisor": [row["divisor"] for row in rows],
+        "sampling_params": pa.array([row["sampling_params"] for row in rows], pa.string()),
+    }
+    pq.write_table(pa.table(table), path, row_group_size=32)
+    return path
+
+
+def job(dataset: Path, model: Path, **sections: dict[str, Any]) -> JobSpec:
+    fields: dict[str, Any] = {
+        "model": {"name": str(model)},
+        "input": {"path": str(dataset)},
+        "prompt": {"template": TEMPLATE, "chat_template": "none"},
+        "sampling": {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0, "ignore_eos": True},
+        "engine": {"num_kv_blocks": 24},
+        "output": {"path": str(dataset.parent / "out"), "include": ["token_ids"]},
+        "errors": {"max_error_rate": 0.1},
+    }
+    for name, values in sections.items():
+        fields[name] = fields[name] | values
+    return JobSpec.model_validate(fields)
+
+
+def rows_of(spec: JobSpec) -> list[dict[str, Any]]:
+    return pq.read_table(sorted(Path(spec.output.path, "data").iterdir())).to_pylist()
+
+
+@torch.inference_mode()
+def test_good_rows_are_right_and_bad_rows_are_coded(dataset: Path, model: Path) -> None:
+    spec = job(dataset, model, output={"rows_per_part": 50})
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    reference, tokenizer = (
+        cls.from_pretrained(model) for cls in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    rows = rows_of(spec)
+    assert [row["row_id"] for row in rows] == list(range(NUM_ROWS))
+    for row in rows:
+        if row["row_id"] in BAD:
+            code = BAD[row["row_id"]][0]
+            assert (row["status"], row["error"]["code"]) == ("error", code)
+            assert row["generated_text"] is None
+            continue
+        assert (row["status"], row["error"]) == ("ok", None)
+        prompt, output = tokenizer(row["text"])["input_ids"], row["outputs"][0]["token_ids"]
+        logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        taken = logits[torch.arange(OUTPUT_TOKENS), torch.tensor(output)]
+        assert (logits.max(dim=1).values - taken).max() < 1e-4
+        assert row["generated_text"] == tokenizer.decode(output, skip_special_tokens=True)
+
+
+def test_too_many_bad_rows_end_in_3_with_the_data_written(dataset: Path, model: Path) -> None:
+    spec = job(dataset, model, errors={"max_error_rate": 0.01})
+    out = Path(spec.output.path)
+    for _ in range(2):
+        assert run_job(spec, quiet=True) is ExitCode.TOO_MANY_ROW_ERRORS
+        assert len(rows_of(spec)) == NUM_ROWS
+        assert not (out / "_SUCCESS").exists()
+
+
+def test_the_numbers_of_a_job_agree_with_each_other(dataset: Path, model: Path) -> None:
+    spec = job(dataset, model)
+    run_job(spec, quiet=True)
+    out = Path(spec.output.path)
+    summary = json.loads((out / "summary.json").read_text())
+    steps = pq.read_table(out / "stats" / "steps.parquet")
+    requests = pq.read_table(out / "stats" / "requests.parquet")
+    tokens = summary["tokens"]
+    total = {name: sum(steps[name].to_pylist()) for name in ("prefill_tokens", "recomputed_tokens")}
+    assert tokens["prompt"] == tokens["prompt_computed"] + tokens["prompt_cached"]
+    assert total["prefill_tokens"] == tokens["prompt_computed"] + tokens["recomputed"]
+    assert total["recomputed_tokens"] == tokens["recomputed"]
+    assert sum(requests["output_tokens"].to_pylist()) == tokens["output"]
+    assert max(steps["kv_blocks_used"].to_pylist()) == summary["kv"]["peak_used_blocks"] <= 24
+    assert summary["rows"]["ok"] == NUM_ROWS - len(BAD)
+
+
+def test_outputs_do_not_depend_on_order_or_pool(dataset: Path, model: Path) -> None:
+    sampled = {"temperature": 1.0, "n": 2}
+    texts = []
+    for at, engine in enumerate(({}, {"order": "input"}, {"num_kv_blocks": 400, "block_size": 4})):
+        path = str(dataset.parent / f"out{at}")
+        spec = job(dataset, model, sampling=sampled, engine=engine, output={"path": path})
+        run_job(spec, quiet=True)
+        good = [row for row in rows_of(spec) if row["row_id"] not in BAD]
+        texts.append([[output["token_ids"] for output in row["outputs"]] for row in good])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_the_jobs_own_token_ids_are_checked_against_the_model(dataset: Path, model: Path) -> None:
+    spec = job(dataset, model, sampling={"stop_token_ids": [5000]})
+    with pytest.raises(UsageError, match=r"sampling\.stop_token_ids has 5000"):
+        run_job(spec, quiet=True)
