@@ -1,0 +1,50 @@
+"""Random models of real architectures, so that a benchmark needs no download.
+
+python benchmarks/models.py FOLDER     # writes FOLDER/small, 88 M parameters
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 8192
+SMALL = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+}
+
+
+def make_small(path: Path) -> Path:
+    """A Llama of 88 M parameters in float32, with an end-of-sequence token it does not use."""
+    if (path / "config.json").exists():
+        return path
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=None,
+        initializer_range=0.08,  # wider than usual, so that the likeliest token is not near-tied
+        **SMALL,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"t{at}": at for at in range(VOCAB_SIZE)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    make_small(parser.parse_args().folder / "small")
