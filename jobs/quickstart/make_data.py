@@ -76,12 +76,12 @@ INSTRUCTIONS: dict[str, str] = {
     ),
     "log": (
         "Read the log lines and report the error. "
-        "Each line holds the time, the level, the name of the service and a message. "
+        "Each line holds the time, the level, the name of the service in brackets and a message. "
         "Exactly one of the lines has the level ERROR, and its message holds a code that begins "
         "with the letter E. "
         "Lines with the level INFO or WARN are part of normal work and must be left out of the "
         "report. "
-        "Copy the time, the service and the code from the line with the error. "
+        "Copy the time, the service and the code from the line with the error, without brackets. "
         'Answer with one JSON object with the keys "time", "service" and "code", in that order, '
         "and write nothing before or after it."
     ),
@@ -117,22 +117,36 @@ INSTRUCTIONS: dict[str, str] = {
 }
 TASKS = tuple(INSTRUCTIONS)
 
-FIRST_A = ["Mar", "Al", "Jo", "El", "Ka", "Li", "Ro", "Ta", "Be", "Da", "Fe", "Ha", "Is", "Lu", "Ni", "Or", "Pe", "Sa", "Te", "Vi", "Bo", "Cor", "Em", "Mi"]
-FIRST_B = ["ra", "li", "no", "sa", "mi", "te", "lo", "vi", "da", "ne", "ri", "ba"]
-FIRST_C = ["n", "s", "na", "ra", "né", "lle", "ck", "th", "m", "nor", "wen", "bert", "dan", "la"]
-LAST_A = ["Dos", "Hal", "Bran", "Kes", "Lin", "Mor", "Nor", "Pel", "Rav", "Sten", "Tor", "Val", "Wex", "Zim", "Ost", "Gar", "Fal", "Bel", "Hol", "Cra"]
-LAST_B = ["ti", "ber", "ka", "lo", "den", "va", "ri", "mo", "se", "gu"]
-LAST_C = ["k", "son", "ström", "man", "ski", "ley", "dt", "rt", "ner", "ton", "berg", "well", "ris", "mond"]
-TOWN_A = ["Ash", "Birk", "Cold", "Dun", "Elm", "Fair", "Green", "Hart", "Kings", "Long", "Mill", "North", "Oak", "Rock", "Silver", "Stan"]
-TOWN_B = ["ing", "er", "en", "le"]
-TOWN_C = ["ford", "ham", "bridge", "field", "port", "wick", "mouth", "bury", "dale", "haven", "stead", "gate"]
-STREET_KINDS = ["Street", "Road", "Lane", "Way", "Avenue", "Square"]
-COMPANY_KINDS = ["Ltd", "GmbH", "Inc", "Group", "Partners", "Trading"]
-MATERIALS = ["walnut", "steel", "bamboo", "leather", "glass", "copper", "cotton", "ceramic", "linen", "marble"]
-COLOURS = ["black", "white", "green", "blue", "red", "grey", "yellow", "brown"]
-GOODS = ["desk lamp", "office chair", "kettle", "backpack", "keyboard", "headset", "notebook", "bookshelf", "coffee mug", "wall clock", "travel bag", "monitor stand", "water bottle", "side table", "pencil case", "toaster"]
-SERVICES = ["billing", "search", "login", "mailer", "gateway", "catalog", "basket", "payment", "storage", "report"]
-CURRENCIES = ["EUR", "USD", "GBP", "CHF"]
+
+def words(text: str) -> list[str]:
+    """The words of the text."""
+    return text.split()
+
+
+def phrases(text: str) -> list[str]:
+    """The parts of the text between commas."""
+    return text.split(", ")
+
+
+FIRST_A = words("Mar Al Jo El Ka Li Ro Ta Be Da Fe Ha Is Lu Ni Or Pe Sa Te Vi Bo Cor Em Mi")
+FIRST_B = words("ra li no sa mi te lo vi da ne ri ba")
+FIRST_C = words("n s na ra né lle ck th m nor wen bert dan la")
+LAST_A = words("Dos Hal Bran Kes Lin Mor Nor Pel Rav Sten Tor Val Wex Zim Ost Gar Fal Bel Hol Cra")
+LAST_B = words("ti ber ka lo den va ri mo se gu")
+LAST_C = words("k son ström man ski ley dt rt ner ton berg well ris mond")
+TOWN_A = words("Ash Birk Cold Dun Elm Fair Green Hart Kings Long Mill North Oak Rock Silver Stan")
+TOWN_B = words("ing er en le")
+TOWN_C = words("ford ham bridge field port wick mouth bury dale haven stead gate")
+STREET_KINDS = words("Street Road Lane Way Avenue Square")
+COMPANY_KINDS = words("Ltd GmbH Inc Group Partners Trading")
+MATERIALS = words("Walnut Steel Bamboo Leather Glass Copper Cotton Ceramic Linen Marble")
+COLOURS = words("Black White Green Blue Red Grey Yellow Brown")
+GOODS = phrases(
+    "Desk Lamp, Office Chair, Kettle, Backpack, Keyboard, Headset, Notebook, Bookshelf, Coffee "
+    "Mug, Wall Clock, Travel Bag, Monitor Stand, Water Bottle, Side Table, Pencil Case, Toaster"
+)
+SERVICES = words("billing search login mailer gateway catalog basket payment storage report")
+CURRENCIES = words("EUR USD GBP CHF")
 
 
 @dataclass(frozen=True)
@@ -290,7 +304,7 @@ URGENCIES: dict[str, list[str]] = {
         "Take all the time you need.",
     ],
 }
-SUBJECTS = ["A question", "Please help", "My order", "Hello", "Your shop", "A short note"]
+SUBJECTS = phrases("A question, Please help, My order, Hello, Your shop, A short note")
 GREETINGS = ["Hello,", "Dear team,", "Good morning,", "Hi,", "To whom it may concern,"]
 CLOSINGS = ["Thank you,", "Kind regards,", "Best wishes,", "Thanks in advance,"]
 ASIDES = [
@@ -406,18 +420,18 @@ def make_order(values: Values) -> tuple[str, str]:
 # Logs, reviews, messages, meetings -------------------------------------------------------------
 
 ROUTINE = [
-    "INFO {service} request {number} done",
-    "INFO {service} started",
-    "INFO {service} cache is warm",
-    "WARN {service} slow answer",
-    "WARN {service} retry {small}",
-    "INFO {service} saved {small} files",
+    "INFO [{service}] request {number} done",
+    "INFO [{service}] started",
+    "INFO [{service}] cache is warm",
+    "WARN [{service}] slow answer",
+    "WARN [{service}] retry {small}",
+    "INFO [{service}] saved {small} files",
 ]
 FAILURES = [
-    "ERROR {service} failed with {code}",
-    "ERROR {service} {code} no connection",
-    "ERROR {service} gave up, code {code}",
-    "ERROR {service} {code} disk is full",
+    "ERROR [{service}] failed with {code}",
+    "ERROR [{service}] {code} no connection",
+    "ERROR [{service}] gave up, code {code}",
+    "ERROR [{service}] {code} disk is full",
 ]
 
 
@@ -520,7 +534,7 @@ NEW_PLANS = [
     "We now meet for the {topic} at {time} on {date}, room {room}.",
     "Please come to the {topic} on {date}, {time}, room {room}.",
 ]
-TOPICS = ["budget review", "team lunch", "planning round", "sales call", "safety training", "job talk"]
+TOPICS = phrases("budget review, team lunch, planning round, sales call, safety training, job talk")
 REMARKS = [
     "Please bring your notes.",
     "Coffee will be served.",

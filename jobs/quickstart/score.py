@@ -1,6 +1,6 @@
 """Compare what the quickstart job wrote with the expected answers.
 
-    python jobs/quickstart/score.py OUT        # OUT is the job's output directory
+python jobs/quickstart/score.py OUT        # OUT is the job's output directory
 """
 
 from __future__ import annotations

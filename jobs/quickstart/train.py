@@ -28,9 +28,10 @@ HERE = Path(__file__).resolve().parent
 PAD, BOS, IM_START, IM_END = SPECIALS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 
 # A space joins a lower-case word, but neither a capital nor a digit: names and numbers then get
-# the same tokens after a space as after a quotation mark, which makes them easy to copy. Digits
-# are single tokens for the same reason.
-WORDS = r" ?\p{Ll}+|\p{Lu}+\p{Ll}*|\p{N}| ?[^\s\p{L}\p{N}]+|\s+|."
+# the same tokens after a space as after a quotation mark, which makes them easy to copy. Numbers
+# are cut into pairs of digits: a single digit occurs so often in a document that "what came
+# after it" does not say how a number goes on.
+WORDS = r" ?\p{Ll}+|\p{Lu}+\p{Ll}*|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+|."
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -205,7 +206,9 @@ def batches(examples: list[Example], max_tokens: int, pad: int) -> list[Batch]:
     return [*result, collate(group, pad)]
 
 
-def training_batches(args: argparse.Namespace, encoder: Encoder, pad: int, step: int) -> Iterator[Batch]:
+def training_batches(
+    args: argparse.Namespace, encoder: Encoder, pad: int, step: int
+) -> Iterator[Batch]:
     """One batch per step: easy exercises, then short instructions, then whole ones."""
     seed = args.seed + 1_000 * rank() + 10_000 * step
     rows, values = training_rows(seed), Values(seed, "train")
@@ -259,13 +262,15 @@ def exact_match(model: LlamaForCausalLM, batch_list: list[Batch]) -> dict[str, f
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Linear warm-up, a plateau, and a linear way down from `decay_from` on."""
     if step < args.decay_from:
-        return float(args.lr) * min(1.0, (step + 1) / args.warmup)
-    return float(args.lr) * (1 - (step - args.decay_from) / (args.steps - args.decay_from))
+        share = min(1.0, (step + 1) / args.warmup)
+    else:
+        share = 1 - (step - args.decay_from) / (args.steps - args.decay_from)
+    return float(args.lr * share)
 
 
 def rank() -> int:
     """Number of this process among those that torchrun started; 0 if it is alone."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return int(dist.get_rank()) if dist.is_initialized() else 0
 
 
 def share_gradients(parameters: list[torch.nn.Parameter]) -> None:
@@ -276,9 +281,8 @@ def share_gradients(parameters: list[torch.nn.Parameter]) -> None:
     flat = torch.cat([g.flatten() for g in gradients])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for gradient, piece in zip(
-        gradients, flat.split([g.numel() for g in gradients]), strict=True
-    ):
+    pieces = torch.split(flat, [g.numel() for g in gradients])
+    for gradient, piece in zip(gradients, pieces, strict=True):
         gradient.copy_(piece.view_as(gradient))
 
 
@@ -319,7 +323,7 @@ def train(args: argparse.Namespace) -> None:
         weight = args.document_weight if step < args.copy_steps else 0.0
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, next(source), weight)
-        loss.backward()
+        torch.autograd.backward(loss)
         share_gradients(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -362,18 +366,18 @@ def parse_args() -> argparse.Namespace:
     option("--state", type=Path, help="file to go on from, and to keep the state in")
     option("--seed", type=int, default=1)
     option("--threads", type=int, default=1, help="of each process")
-    option("--vocab-size", type=int, default=1280)
+    option("--vocab-size", type=int, default=1408)
     option("--max-length", type=int, default=1024)
     option("--width", type=int, default=192)
     option("--mlp-width", type=int, default=384)
     option("--layers", type=int, default=4)
     option("--heads", type=int, default=6)
     option("--kv-heads", type=int, default=3)
-    option("--steps", type=int, default=6_000)
+    option("--steps", type=int, default=3_000)
     option("--copy-steps", type=int, default=1_000, help="steps until the copying exercises end")
-    option("--short-steps", type=int, default=3_500, help="steps with short instructions")
+    option("--short-steps", type=int, default=1_300, help="steps with short instructions")
     option("--whole-early", type=float, default=0.1, help="share of whole ones before that")
-    option("--decay-from", type=int, default=3_500, help="step from which the rate goes down")
+    option("--decay-from", type=int, default=1_500, help="step from which the rate goes down")
     option("--batch-tokens", type=int, default=2_560, help="of each process")
     option("--lr", type=float, default=1.5e-3)
     option("--warmup", type=int, default=100)
