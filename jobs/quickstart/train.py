@@ -1,10 +1,12 @@
 """Train the quickstart's tokenizer and model on text that `make_data.py` makes up.
 
-The model is a small Llama with its own byte-level BPE. It learns in two stages: most of the steps
-see each task's first sentence only, which is cheap and is where it learns to look things up and
-copy them; the rest see the whole instruction, which is what the quickstart job sends.
+The model is a small Llama with its own byte-level BPE. It learns in two stages: the first steps
+see mostly an instruction's first sentence, which is cheap and is where the model learns to look
+things up and copy them; the others see the whole instruction, as the quickstart job sends it.
 
-    python jobs/quickstart/train.py            # writes jobs/quickstart/model/
+    torchrun --nproc-per-node 2 jobs/quickstart/train.py        # writes jobs/quickstart/model/
+
+It also runs alone, with half the rows in each step: `python jobs/quickstart/train.py`.
 """
 
 from __future__ import annotations
