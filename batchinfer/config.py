@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,6 +9,11 @@ from typing import Any, ClassVar, Literal
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that can be asked for, as in the OpenAI and vLLM APIs."""
+
+MAX_SAMPLES = 16_384
+"""Most samples per prompt, as in vLLM."""
+HUGE = 1e30
+"""Most that a number may be which is computed with in float32."""
 
 _NOT_YET_SAMPLING: Mapping[str, object] = {
     "prompt_logprobs": None,
@@ -98,16 +102,19 @@ class SamplingParams:
         for name, default in _NOT_YET_SAMPLING.items():
             if getattr(self, name) != default:
                 raise ValueError(f"not yet: sampling.{name} is not supported by this version")
-        for name in ("max_tokens", "n"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("max_tokens", 1 <= self.max_tokens < 2**31, "1 to 2**31 - 1")
+        self._require("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
         self._require("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens")
-        self._require("temperature", 0.0 <= self.temperature < math.inf, "0 or more")
+        self._require("temperature", 0.0 <= self.temperature <= HUGE, f"0 to {HUGE:g}")
         self._require("top_p", 0.0 < self.top_p <= 1.0, "over 0 and at most 1")
-        self._require("top_k", self.top_k >= -1, "-1, 0 or more")
+        self._require("top_k", -1 <= self.top_k < 2**31, "-1, 0 or more, below 2**31")
         self._require("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(name, -2.0 <= getattr(self, name) <= 2.0, "-2 to 2")
-        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "over 0")
+        penalty = self.repetition_penalty
+        self._require(
+            "repetition_penalty", 1 / HUGE <= penalty <= HUGE, f"over 0, at most {HUGE:g}"
+        )
         self._require("seed", self.seed is None or 0 <= self.seed < 2**64, "0 to 2**64 - 1")
         self._require(
             "logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "0 to 20"
@@ -119,8 +126,9 @@ class SamplingParams:
             ids = self.allowed_token_ids
             self._require("allowed_token_ids", bool(ids) and min(ids) >= 0, "ids, at least one")
         if self.logit_bias is not None:
-            finite = all(math.isfinite(v) for v in self.logit_bias.values())
-            self._require("logit_bias", finite and all(k >= 0 for k in self.logit_bias), "finite")
+            small = all(abs(value) <= HUGE for value in self.logit_bias.values())
+            ids = all(token_id >= 0 for token_id in self.logit_bias)
+            self._require("logit_bias", small and ids, f"token ids with values up to {HUGE:g}")
 
     def _normalise(self) -> None:
         """Take a single text for a list of one, and lists for tuples."""

@@ -190,7 +190,13 @@ class LLM:
 
     def stats(self) -> dict[str, dict[str, float]]:
         """``tokens``, ``throughput`` and ``kv`` of all calls so far, as in ``summary.json``."""
-        return self._measured.measures()
+        measures, built = self._measured.measures(), self._built
+        pool = {
+            "block_size": built.block_size,
+            "num_blocks": built.num_blocks,
+            "bytes_per_block": built.bytes_per_block,
+        }
+        return {**measures, "kv": {**pool, **measures["kv"]}}
 
     def reset_stats(self) -> None:
         """Begin ``stats`` anew."""
@@ -207,7 +213,7 @@ class LLM:
             return Prompt(token_ids, item, truncated=False, has_control_text=False)
         token_ids = np.asarray(item, dtype=np.int32)
         if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < self._built.vocab_size:
-            return RowError("empty_prompt", "a token id is outside the vocabulary")
+            return RowError("unsupported_content", "a token id is outside the vocabulary")
         return Prompt(token_ids, None, truncated=False, has_control_text=False)
 
     def _run(
@@ -218,7 +224,7 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _params_of_each(sampling_params, len(prompts))
         fresh_seed = secrets.randbits(64)
-        engine = self._built.engine
+        requests: list[Request] = []
         outputs: dict[int, RequestOutput] = {}
         for one in params:
             one.check_token_ids(self.vocab_size)
@@ -227,10 +233,10 @@ class LLM:
                 outputs[at] = _failed(self._request_id(at), None, [], prompt)
             else:
                 rng_key = (fresh_seed, at) if one.seed is None else (one.seed, 0)
-                engine.add_request(self._request(at, prompt, one, rng_key))
+                requests.append(self._request(at, prompt, one, rng_key))
         with tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar:
             bar.update(len(outputs))
-            for completion in self._completions():
+            for completion in self._completions(requests):
                 at = completion.request.row_id
                 prompt = prompts[at]
                 assert isinstance(prompt, Prompt)
@@ -239,10 +245,12 @@ class LLM:
         self._num_requests += len(prompts)
         return [outputs[at] for at in range(len(prompts))]
 
-    def _completions(self) -> Iterator[Completion]:
-        """Run the engine until it has nothing left; interrupted, it forgets the rest."""
+    def _completions(self, requests: list[Request]) -> Iterator[Completion]:
+        """Run requests to their ends; interrupted, the engine forgets the rest."""
         engine, began = self._built.engine, time.perf_counter()
         try:
+            for request in requests:
+                engine.add_request(request)
             while engine.num_unfinished:
                 outcome = engine.step()
                 self._measured.add(outcome.stats, [c.stats for c in outcome.completions])

@@ -129,9 +129,9 @@ class Scheduler:
         self.pool.release(self.table.remove(sequence))
 
     def drop(self, sequence: Sequence) -> None:
-        """Give up a running sequence's blocks; what it alone filled is not found again."""
+        """Give up a running sequence's blocks, none of which must be found again."""
         for block in sequence.blocks:
-            if block.ref_count == 1 and block.indexed:
+            if block.indexed:
                 self.pool.forget(block)
         self.pool.release(self.table.remove(sequence))
 
@@ -277,6 +277,8 @@ class Scheduler:
         fills can be shared but not copied from, and a row that is computing a longer common
         prefix is worth waiting for; both are seen from the step itself, nothing is stored.
         """
+        if sequence.state.computes_alone:
+            return _Hit([], None, 0), False
         size, pool = self.table.block_size, self.pool
         key = sequence.key(0, sequence.num_tokens - 1)
         match = pool.match(key)

@@ -20,6 +20,7 @@ class RequestState:
     __slots__ = (
         "admitted_at",
         "arrived_at",
+        "computes_alone",
         "finished",
         "first_token_at",
         "live",
@@ -32,6 +33,8 @@ class RequestState:
         self.arrived_at = arrived_at
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
+        self.computes_alone = False
+        """Whether the row takes no blocks that another computed."""
         self.live: list[Sequence] = []
         self.finished: dict[int, SampleOutput] = {}
         self.stats = RequestStats(prompt_tokens=request.num_prompt_tokens)

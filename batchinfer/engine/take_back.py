@@ -39,8 +39,8 @@ def take_back(
     leaders = np.cumsum(copies) - copies
     table.num_tokens[rows] += 1
     table.last_token[rows] = result.token_ids[leaders]
-    ends, stops = _ends(table, drawn, sequences, result)
     failed = result.nonfinite
+    ends, stops = _ends(table, drawn, sequences, result)
     lengths = table.num_tokens[drawn] - table.num_prompt[drawn]
     scheduler.lengths.observe(lengths, np.asarray([stop is not None for stop in stops]))
 
@@ -53,12 +53,10 @@ def take_back(
     for at in np.flatnonzero(ends & ~failed):
         states[sequences[at].state] = None
         _finish(scheduler, sequences[at], stops[at])
-    errors = {}
-    for at in np.flatnonzero(failed):
-        states[sequences[at].state] = None
-        errors[sequences[at].state] = sequences[at]
-    for sequence in errors.values():
-        _fail(scheduler, sequence)
+    errors = dict.fromkeys(sequences[at].state for at in np.flatnonzero(failed))
+    states |= errors
+    for state in errors:
+        _give_up(scheduler, state)
     return [
         _completion(state, failed=state in errors, now=now) for state in states if not state.live
     ]
@@ -114,7 +112,7 @@ def _ends(
     for stopped_at in np.flatnonzero(by_token):
         stops[stopped_at] = int(tokens[stopped_at])
     for at, sequence in enumerate(sequences):
-        if sequence.stop_checker is not None and stops[at] is None:
+        if sequence.stop_checker is not None and stops[at] is None and not result.nonfinite[at]:
             stops[at] = sequence.stop_checker.on_token(int(tokens[at]), may_stop=bool(may_stop[at]))
     stopped = np.asarray([stop is not None for stop in stops], dtype=np.bool_)
     return stopped | (table.num_tokens[drawn] >= table.max_total[drawn]), stops
@@ -139,21 +137,35 @@ def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | No
         scheduler.finish(sequence)
     state.live.remove(sequence)
     reason = "length" if stop is None else "stop"
-    if isinstance(stop, int) and stop in state.request.eos_token_ids:
+    request = state.request
+    by_eos = stop in request.eos_token_ids and not request.params.ignore_eos
+    if isinstance(stop, int) and by_eos:
         stop = None  # as vLLM: only a stop token that the user named is a reason
     state.finished[sequence.index] = sequence.output(reason, stop)
 
 
-def _fail(scheduler: Scheduler, sequence: Sequence) -> None:
-    """End a row whose logits are not numbers; what it computed must not be found again."""
-    state = sequence.state
+def _give_up(scheduler: Scheduler, state: RequestState) -> None:
+    """Stop a row whose logits are not numbers.
+
+    What it computed must not be found again. If it used blocks that another row computed, those
+    may be to blame (a NaN that one token causes spreads to the whole tile it is attended in), so
+    the row starts over and computes everything itself; its random numbers are the same.
+    """
     state.note_peak_blocks()
+    joined = state.stats.cached_tokens > 0 and not state.computes_alone
     for sample in state.live:
         if sample.row >= 0:
             scheduler.drop(sample)
         elif sample in scheduler.waiting:  # not there if it was drawn in this very step
             scheduler.waiting.remove(sample)
     state.live.clear()
+    if joined:
+        state.computes_alone = True
+        state.finished.clear()
+        leader = Sequence(state, 0)
+        leader.computed_once = state.request.num_prompt_tokens
+        state.live.append(leader)
+        scheduler.requeue(leader)
 
 
 def _completion(state: RequestState, *, failed: bool, now: float) -> Completion:

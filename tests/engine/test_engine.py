@@ -216,6 +216,7 @@ def test_stop_tokens_end_a_sample_once_it_is_long_enough() -> None:
 
     assert run() == ([9, EOS], "stop", None)
     assert run(ignore_eos=True) == ([9, EOS, 8, 9, EOS], "length", None)
+    assert run(stop_token_ids=[EOS], ignore_eos=True) == ([9, EOS], "stop", EOS)
     assert run(stop_token_ids=[8], ignore_eos=True) == ([9, EOS, 8], "stop", 8)
     assert run(stop_token_ids=[9], min_tokens=3) == ([9, EOS, 8, 9], "stop", 9)
 

@@ -1,0 +1,49 @@
+"""A row whose logits are not numbers errs alone, whatever it shares with others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer import LLM, SamplingParams
+from tests.models import make_text_model
+
+PREFIX = list(range(20, 40))
+POISON = 77  # a token whose embedding is not a number
+GOOD = [PREFIX + [50, 51, 52], PREFIX + [53], PREFIX + [60 + at for at in range(9)]]
+BAD = PREFIX + [POISON]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_model(tmp_path_factory.mktemp("model"))
+
+
+def poisoned(model: Path, **engine: int) -> LLM:
+    llm = LLM(str(model), num_kv_blocks=64, block_size=4, **engine)
+    with torch.no_grad():
+        weights = llm._built.engine._runner._model.get_input_embeddings().weight
+        weights[POISON] = torch.nan
+    return llm
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("max_num_batched_tokens", [8192, 7])
+def test_rows_that_share_its_prefix_are_right(
+    model: Path, n: int, max_num_batched_tokens: int
+) -> None:
+    params = SamplingParams(max_tokens=6, n=n, seed=1, ignore_eos=True)
+    alone = [
+        poisoned(model).generate([prompt], params, use_tqdm=False)[0].outputs for prompt in GOOD
+    ]
+    llm = poisoned(model, max_num_batched_tokens=max_num_batched_tokens)
+    outputs = llm.generate([BAD, *GOOD, BAD], params, use_tqdm=False)
+    for bad in (outputs[0], outputs[-1]):
+        assert bad.error is not None
+        assert bad.error.code == "nan_logits"
+    for output, samples in zip(outputs[1:-1], alone, strict=True):
+        assert output.error is None
+        assert [s.token_ids for s in output.outputs] == [s.token_ids for s in samples]
+    llm._built.engine.scheduler.check_invariants()
