@@ -111,10 +111,8 @@ class SamplingParams:
         self._require("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(name, -2.0 <= getattr(self, name) <= 2.0, "-2 to 2")
-        penalty = self.repetition_penalty
-        self._require(
-            "repetition_penalty", 1 / HUGE <= penalty <= HUGE, f"over 0, at most {HUGE:g}"
-        )
+        positive = 1 / HUGE <= self.repetition_penalty <= HUGE
+        self._require("repetition_penalty", positive, f"over 0 and at most {HUGE:g}")
         self._require("seed", self.seed is None or 0 <= self.seed < 2**64, "0 to 2**64 - 1")
         self._require(
             "logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "0 to 20"
@@ -127,8 +125,8 @@ class SamplingParams:
             self._require("allowed_token_ids", bool(ids) and min(ids) >= 0, "ids, at least one")
         if self.logit_bias is not None:
             small = all(abs(value) <= HUGE for value in self.logit_bias.values())
-            ids = all(token_id >= 0 for token_id in self.logit_bias)
-            self._require("logit_bias", small and ids, f"token ids with values up to {HUGE:g}")
+            known = all(token_id >= 0 for token_id in self.logit_bias)
+            self._require("logit_bias", small and known, f"token ids with values up to {HUGE:g}")
 
     def _normalise(self) -> None:
         """Take a single text for a list of one, and lists for tuples."""

@@ -12,8 +12,8 @@ from tests.models import make_text_model
 
 PREFIX = list(range(20, 40))
 POISON = 77  # a token whose embedding is not a number
-GOOD = [PREFIX + [50, 51, 52], PREFIX + [53], PREFIX + [60 + at for at in range(9)]]
-BAD = PREFIX + [POISON]
+GOOD = [[*PREFIX, 50, 51, 52], [*PREFIX, 53], [*PREFIX, *range(60, 69)]]
+BAD = [*PREFIX, POISON]
 
 
 @pytest.fixture(scope="module")
