@@ -93,7 +93,7 @@ def _penalties(samples: list[int], sequences: list[Sequence]) -> Penalties | Non
         presence=np.asarray([p.presence_penalty for p in params], dtype=np.float32),
         frequency=np.asarray([p.frequency_penalty for p in params], dtype=np.float32),
         repetition=np.asarray([p.repetition_penalty for p in params], dtype=np.float32),
-        prompt_token_ids=_padded([s.request.prompt_token_ids.tolist() for _, s in penalised]),
+        prompt_token_ids=_padded([s.request.prompt_token_ids for _, s in penalised]),
         output_token_ids=_padded([s.output_ids for _, s in penalised]),
     )
 
@@ -105,7 +105,7 @@ def _is_penalised(sequence: Sequence) -> bool:
     )
 
 
-def _padded(rows: list[list[int]]) -> Int32:
+def _padded(rows: Items[Int32 | list[int]]) -> Int32:
     """Rows of token ids, filled up with -1."""
     padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int32)
     for row, token_ids in zip(padded, rows, strict=True):

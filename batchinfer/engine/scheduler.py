@@ -104,10 +104,11 @@ class Scheduler:
         table.num_computed[rows] += schedule.num_new.astype(np.int32)
         np.maximum.at(table.computed_once, rows, table.num_computed[rows])
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork(self, parent: Sequence, child: Sequence, forecast: Forecast) -> None:
         """Run ``child``, which shares all tokens computed so far with ``parent``, if it fits.
 
-        Otherwise it waits, and finds or recomputes the prefix when its turn comes.
+        Otherwise it waits, and finds or recomputes the prefix when its turn comes. ``forecast``
+        is the present one, forks before this one included.
         """
         table, row = self.table, parent.row
         computed = int(table.num_computed[row])
@@ -115,7 +116,7 @@ class Scheduler:
         child.index_parent = parent.index_parent
         joined = computed // table.block_size  # a partly filled block will be copied
         remaining = self._remaining(child)
-        if not table.has_room or not self._forecast().admit(child.num_tokens, remaining, joined):
+        if not table.has_room or not forecast.admit(child.num_tokens, remaining, joined):
             self.requeue(child)
             return
         for block in parent.blocks:
@@ -238,7 +239,7 @@ class Scheduler:
     def _admit(self, schedule: Schedule) -> None:
         """Start waiting sequences while tokens, rows and, by the forecast, blocks last."""
         budget = self._max_tokens - int(schedule.num_new.sum())
-        forecast = self._forecast()
+        forecast = self.forecast()
         rows, chunks, sources = [], [], []
         at = 0
         while at < min(len(self.waiting), _LOOK_AHEAD) and budget > 0 and self.table.has_room:
@@ -331,7 +332,7 @@ class Scheduler:
 
     # -- packing ----------------------------------------------------------------------------
 
-    def _forecast(self) -> Forecast:
+    def forecast(self) -> Forecast:
         """The pool's future with what runs now, and with the samples that will fork from it."""
         table = self.table
         rows = table.rows()

@@ -122,12 +122,15 @@ def _fork(
     scheduler: Scheduler, rows: Rows, copies: Int32, sequences: list[Sequence], gone: Bool
 ) -> None:
     """Run the new samples of rows that have several, sharing the prompt's blocks."""
+    if not (copies > 1).any():
+        return
     scheduler.table.unborn[rows] = 0
+    forecast = scheduler.forecast()
     first = np.cumsum(copies) - copies
     for row, count in zip(first[copies > 1].tolist(), copies[copies > 1].tolist(), strict=True):
         for at in range(row + 1, row + count):
             if not gone[at]:
-                scheduler.fork(sequences[row], sequences[at])
+                scheduler.fork(sequences[row], sequences[at], forecast)
 
 
 def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | None) -> None:

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from batchinfer.engine.layout import KVLayout, max_positions, refuse_unsupported
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention import ATTENTION_NAME, register
+from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.model_files import check_weights, read_config, resolve_folder
 from batchinfer.worker.quiet import quiet_transformers
 from batchinfer.worker.rope import fix_longrope
@@ -73,6 +74,9 @@ def load_model(
     _check_vocabulary(folder, config)
     dtype = _dtype(dtype, values, check_weights(folder))
     model = _load_weights(folder, config, dtype, device)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    if device.type == "cpu":
+        pack_linears(model, getattr(torch, dtype))
     fix_longrope(model, longest)
     check_model(model, KVLayout.from_config(values, block_size=16, dtype=dtype))
     return LoadedModel(
@@ -86,7 +90,7 @@ def load_model(
             "revision": revision,
             "family": config.model_type,
             "dtype": dtype,
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": num_parameters,
             "weight_bytes": model_bytes(model),
             "max_model_len": longest,
         },

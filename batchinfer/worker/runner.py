@@ -11,6 +11,7 @@ from batchinfer.engine.step import SamplingBatch, Step, StepResult
 from batchinfer.worker.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear import PackedLinear
 
 Sample = Callable[[torch.Tensor, SamplingBatch], StepResult]
 """Draws the samples of a step from its logits [R, vocabulary]."""
@@ -40,9 +41,10 @@ class ModelRunner:
 
 
 def model_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's parameters and buffers; tied ones count once."""
+    """Bytes of a model's parameters, buffers and packed weights; tied ones count once."""
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    return sum(tensors.values())
+    packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+    return sum(tensors.values()) + sum(packed)
 
 
 def _empty_result() -> StepResult:
