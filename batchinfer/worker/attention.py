@@ -16,9 +16,11 @@ import torch
 from transformers import AttentionInterface
 
 from batchinfer.engine.step import Step
+from batchinfer.kernels.cpu import native
 from batchinfer.worker.cpu_attention import CpuAttention
 from batchinfer.worker.cuda_attention import CudaAttention
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.native_attention import NativeAttention
 
 ATTENTION_NAME = "batchinfer_paged"
 
@@ -54,8 +56,10 @@ class AttentionBackend(Protocol):
 
 
 def make_backend(cache: KVCache) -> AttentionBackend:
-    """The backend for the device the pool is on."""
-    return CudaAttention(cache) if cache.pool.is_cuda else CpuAttention(cache)
+    """The backend for the device the pool is on; on a CPU the C kernels where they can be built."""
+    if cache.pool.is_cuda:
+        return CudaAttention(cache)
+    return NativeAttention(cache) if native.supports(cache.pool.dtype) else CpuAttention(cache)
 
 
 _backend: ContextVar[AttentionBackend] = ContextVar("attention_backend")

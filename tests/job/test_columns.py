@@ -48,6 +48,22 @@ def test_times_with_nanoseconds_arrive_as_python_times() -> None:
     assert python_rows(pa.record_batch([times], ["t"])) == [{"t": expected}]
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (pa.timestamp("ns", "UTC"), datetime.datetime(1970, 1, 1, 0, 0, 0, 1, datetime.UTC)),
+        (pa.time64("ns"), datetime.time(microsecond=1)),
+        (pa.duration("ns"), datetime.timedelta(microseconds=1)),
+    ],
+)
+def test_nanoseconds_arrive_as_python_times_however_deep(
+    kind: pa.DataType, expected: object
+) -> None:
+    struct = pa.array([{"t": [1_500]}, None], pa.struct([("t", pa.list_(kind))]))
+    rows = python_rows(pa.record_batch([struct], ["s"]))
+    assert rows == [{"s": {"t": [expected]}}, {"s": None}]
+
+
 def test_valid_columns_are_written_as_they_are() -> None:
     column = pa.array(["é", None])
     assert with_valid_text(column) is column
@@ -66,3 +82,10 @@ def test_invalid_text_is_mended_however_deep(kind: str) -> None:
     assert mended.type == NESTED[kind].type
     assert len(mended) == 3
     assert MENDED in repr(mended.to_pylist())
+
+
+def test_mending_keeps_nanoseconds() -> None:
+    times = pa.array([1_500, 2_001, None], pa.timestamp("ns"))
+    mended = with_valid_text(pa.StructArray.from_arrays([TEXT, times], ["role", "t"]))
+    assert mended.field("t").equals(times)
+    assert mended.field("role").to_pylist() == ["ok", MENDED, None]

@@ -172,6 +172,7 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ("{path: out}", "{path: o, rows_per_part: 0}", "output.rows_per_part is 0; it must be 1"),
         ("{path: out}", "{path: o, include: [prompts]}", 'output.include[0] is "prompts"'),
         ("{path: out}", "{path: o, include: [prompt, prompt]}", "output.include names something"),
+        ("{path: out}", "{path: o, include: [logprobs]}", "output.include names logprobs, but"),
         ("{path: out}", "{path: o, rename: {a: c, b: c}}", "output.rename gives two columns"),
     ],
 )

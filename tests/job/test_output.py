@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -104,6 +105,30 @@ def test_a_changed_job_may_begin_where_no_part_is_finished(out: OutputDir) -> No
     changed = replace(MANIFEST, fingerprint="def", job={})
     begin(out, changed)
     assert read_manifest(out.manifest) == changed
+
+
+@pytest.mark.parametrize(
+    "changes", [{"fingerprint": "def", "job": {}}, {"inputs": (replace(FILE, mtime_ns=2),)}]
+)
+def test_what_another_plan_left_unfinished_is_deleted(
+    out: OutputDir, changes: dict[str, Any]
+) -> None:
+    part = begin(out)[2]
+    left = [out.steps / "run-00001-000000.parquet", out.runs / "run-00001.json"]
+    left += [out.request_stats(part), out.data / f"{part.name}.parquet"]
+    for path in left:
+        path.touch()
+    begin(out)
+    assert all(path.exists() for path in left), "the same plan's own"
+    begin(out, replace(MANIFEST, **changes))
+    assert not any(path.exists() for path in left)
+
+
+def test_a_damaged_manifest_without_a_finished_part_is_no_hindrance(out: OutputDir) -> None:
+    begin(out)
+    out.manifest.write_bytes(b"{")
+    begin(out)
+    assert read_manifest(out.manifest) == MANIFEST
 
 
 @pytest.mark.parametrize(

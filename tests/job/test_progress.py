@@ -27,6 +27,14 @@ def test_a_line_every_thirty_seconds() -> None:
     ]
 
 
+def test_no_guess_before_a_row_is_finished() -> None:
+    now, lines = [0.0], []
+    progress = Lines(200, clock=lambda: now[0], write=lines.append)
+    now[0] = 31.0
+    progress.update(rows=0, tokens=0, stats=HALF_FULL)
+    assert lines == ["0 of 200 rows, 0 tokens/s, pool 50%"]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -38,6 +40,17 @@ def test_a_rows_own_seed_takes_the_place_of_its_id() -> None:
     assert sampling({"n": 2}).rng_key(7) == (0, 7)
 
 
+def test_null_keeps_what_the_job_says() -> None:
+    found = sampling(b'{"seed": null, "temperature": null, "max_new_tokens": null, "n": 2}')
+    assert (found.params.max_tokens, found.params.temperature, found.params.n) == (8, 0.5, 2)
+    assert found.rng_key(7) == (0, 7)
+    assert sampling(b'{"max_tokens": 3, "max_new_tokens": null}').params.max_tokens == 3
+
+
+def test_decimals_are_numbers() -> None:
+    assert sampling({"temperature": Decimal("0.25")}).params.temperature == 0.25
+
+
 def test_a_map_of_biases() -> None:
     assert sampling({"logit_bias": [(3, 1.5)]}).params.logit_bias == {3: 1.5}
 
@@ -56,6 +69,10 @@ def test_a_map_of_biases() -> None:
         ({"stop_token_ids": [100]}, "below 100"),
         (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "sampling_params"),
         (b'{"temperature": NaN}', "sampling_params"),
+        ({"temperature": datetime(2026, 11, 20)}, "a datetime is no value for a parameter"),
+        ({"temperature": Decimal("NaN")}, "sampling_params"),
+        (b'{"stop": ["\\ud800"]}', "sampling_params"),
+        (b'{"\\u0000": 1}', r"sampling_params: \x00 Unexpected"),
     ],
 )
 def test_a_bad_row_says_what_is_wrong(value: Any, message: str) -> None:

@@ -52,6 +52,16 @@ def test_a_request_carries_what_the_job_says() -> None:
     assert request.make_stop_checker is not None
 
 
+def test_bad_words_are_tokenized_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    maker = RequestMaker(tokenizer, frozenset({0}))
+    sampling = RowSampling(SamplingParams(seed=3, bad_words=("no",)), own_seed=False)
+    first = maker.make(7, prompt("ask"), sampling)
+    monkeypatch.setattr(tokenizer, "encode_batch", None)
+    again = RowSampling(SamplingParams(seed=3, bad_words=("no",), logit_bias={5: 1.0}), True)
+    assert maker.make(8, prompt("ask"), again).bad_words_token_ids == first.bad_words_token_ids
+
+
 def test_a_job_without_stop_strings_needs_no_checker() -> None:
     assert request_of(SamplingParams(seed=3)).make_stop_checker is None
 

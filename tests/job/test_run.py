@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
+from batchinfer.job import pipeline
+from batchinfer.job.order import PromptRow, prompt_rows
 from batchinfer.job.run import run_job
+from batchinfer.job.threads import Behind
 from tests.job.datasets import strings, write_parquet
 from tests.job.fakes import FakeBuild, job
 
@@ -300,6 +306,10 @@ def test_limit(tmp_path: Path, build: FakeBuild) -> None:
     spec = job(tmp_path, input={"path": str(tmp_path / "in"), "limit": 13})
     assert run_job(spec, build=build) is ExitCode.OK
     assert output(tmp_path)["row_id"].to_pylist() == list(range(13))
+    with pytest.raises(
+        LockedError, match=r"input\.limit was 13, is null\nuse --output .*--overwrite"
+    ):
+        run_job(job(tmp_path), build=build)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +319,7 @@ def test_limit(tmp_path: Path, build: FakeBuild) -> None:
         ({"prompt": {"column": None, "template": "{{ nope }}"}}, UsageError),
         ({"input": {"keep_columns": ["nope"]}}, DataError),
         ({"input": {"id_column": "twice"}}, DataError),
-        ({"output": {"include": ["logprobs"]}}, UsageError),
+        ({"prompt": {"column": "prompt", "system": "{{ nope }}"}}, UsageError),
         ({"output": {"rename": {"prompt": "status"}}}, UsageError),
     ],
 )
@@ -428,6 +438,81 @@ def test_a_signal_ends_the_run_after_the_step_and_the_next_run_goes_on(
     assert run_job(spec, build=FakeBuild()) is ExitCode.OK
     assert output(tmp_path)["generated_text"].to_pylist() == [prompt[:8] for prompt in prompts]
     assert np.array_equal(output(tmp_path)["row_id"], np.arange(25))
+
+
+def test_a_failed_engine_does_not_wait_for_the_next_window(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    leaving, read = threading.Event(), []
+
+    class Watched(Behind[Any]):
+        def __exit__(self, *error: Any) -> None:
+            leaving.set()
+            super().__exit__(*error)
+
+    def reading(*arguments: Any) -> Iterator[list[PromptRow]]:
+        batches = prompt_rows(*arguments)
+        yield next(batches)
+        for batch in batches:  # the next window's, which is collected before it is handed over
+            leaving.wait()
+            read.append(batch)
+            yield batch
+
+    def crash(step: int) -> None:
+        raise RuntimeError("bug")
+
+    build.before_step = crash
+    monkeypatch.setattr(pipeline, "prompt_rows", reading)
+    monkeypatch.setattr(pipeline, "Behind", Watched)
+    spec = job(tmp_path, engine={"order_window": 15}, output={"rows_per_part": 5})
+    with pytest.raises(RuntimeError, match="bug"):
+        run_job(spec, build=build)
+    assert len(read) == 1
+
+
+def test_a_killed_run_is_taken_up_where_it_was(tmp_path: Path) -> None:
+    prompts = numbered(tmp_path)
+    spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
+    script = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from batchinfer.job.run import run_job\n"
+        "from batchinfer.job.spec import JobSpec\n"
+        "from tests.job.fakes import FakeBuild\n"
+        "record = Path(sys.argv[2], '_batchinfer/parts/part-00000.json')\n"
+        "def kill(step):\n"
+        "    if step == 35:\n"  # the rows of the first part are finished, and maybe written
+        "        while not record.exists():\n"
+        "            os.sched_yield()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "build = FakeBuild(max_num_seqs=4)\n"
+        "build.before_step = kill\n"
+        "run_job(JobSpec.model_validate_json(sys.argv[1]), build=build)\n"
+    )
+    arguments = [sys.executable, "-c", script, spec.model_dump_json(), str(tmp_path / "out")]
+    killed = subprocess.run(arguments, check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    before = snapshot(tmp_path)
+    assert list(before) == ["part-00000.parquet"]
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    assert snapshot(tmp_path).items() > before.items()
+    assert output(tmp_path)["row_id"].to_pylist() == list(range(25))
+    assert output(tmp_path)["generated_text"].to_pylist() == [prompt[:8] for prompt in prompts]
+    assert summary(tmp_path)["rows"]["ok"] == 25
+
+
+def test_sampling_params_of_every_column_type(tmp_path: Path, build: FakeBuild) -> None:
+    columns = {
+        "temperature": pa.array([Decimal("0.00"), None], pa.decimal128(4, 2)),
+        "when": pa.array([None, 1_500], pa.timestamp("ns")),
+    }
+    params = pa.StructArray.from_arrays(list(columns.values()), list(columns))
+    path = tmp_path / "in" / "x.parquet"
+    write_parquet(path, {"prompt": ["good", "bad"], "sampling_params": params})
+    assert run_job(job(tmp_path, errors={"max_error_rate": 1}), build=build) is ExitCode.OK
+    good, bad = output(tmp_path).to_pylist()
+    assert (good["generated_text"], bad["error"]["code"]) == ("good", "bad_sampling_params")
 
 
 def test_what_the_user_sees(

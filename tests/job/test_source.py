@@ -51,6 +51,11 @@ def test_no_file_is_an_error(tmp_path: Path, entry: str) -> None:
         open_source(str(tmp_path / entry))
 
 
+def test_a_name_too_long_for_a_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"input\.path: .*nnn\.\.\.: File name too long"):
+        open_source(str(tmp_path / ("n" * 5000)))
+
+
 def test_remote_paths_are_not_yet_read() -> None:
     with pytest.raises(NotYetError, match="s3://lake"):
         open_source("s3://lake/prompts/")

@@ -197,6 +197,42 @@ def test_a_run_that_crashed_counts_by_its_finished_parts(tmp_path: Path) -> None
     assert finished.steps["run_id"][-1].as_py() == "run-00002"
 
 
+def test_an_abandoned_job_does_not_count(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    build = FakeBuild()
+    build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
+    abandoned = job(tmp_path, sampling={"max_tokens": 11})
+    assert run_job(abandoned, build=build, quiet=True) is ExitCode.INTERRUPTED
+    finished = run(tmp_path)
+    assert set(finished.steps["run_id"].to_pylist()) == {"run-00001"}
+    check_identities(finished)
+
+
+def test_the_peak_is_of_all_steps_however_few_are_written(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    every = run(tmp_path).summary["kv"]
+    some = run(tmp_path, output={"if_exists": "overwrite"}, stats={"every_steps": 1000})
+    assert some.steps.num_rows == 1
+    assert some.steps["kv_blocks_used"][0].as_py() < every["peak_used_blocks"]
+    for name in ("peak_used_blocks", "peak_utilization"):
+        assert some.summary["kv"][name] == every[name]
+
+
+def test_rows_the_engine_refused_have_no_statistics(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["b" * 100, "a"]})
+    finished = run(tmp_path, FakeBuild(num_blocks=10))
+    assert finished.data["num_prompt_tokens"].to_pylist() == [100, 1]
+    assert finished.requests["row_id"].to_pylist() == [1]
+
+
+def test_a_job_without_rows_has_every_number(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": pa.array([], pa.string())})
+    summary = run(tmp_path).summary
+    for section, keys in SUMMARY_KEYS.items():
+        assert set(keys) <= set(summary[section]), section
+    assert {summary["kv"][name] for name in SUMMARY_KEYS["kv"]} == {0}
+
+
 def test_measures_without_files_are_those_of_the_summary(tmp_path: Path) -> None:
     dataset(tmp_path)
     finished = run(tmp_path)

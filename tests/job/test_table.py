@@ -48,7 +48,9 @@ def test_the_generated_columns_are_the_contract(tmp_path: Path) -> None:
 
 def test_what_is_included_is_added(tmp_path: Path) -> None:
     include = ["prompt", "token_ids", "logprobs"]
-    table = table_of(tmp_path, {"text": ["a"]}, output={"include": include})
+    table = table_of(
+        tmp_path, {"text": ["a"]}, output={"include": include}, sampling={"logprobs": 1}
+    )
     added = f"{OUTPUT}, token_ids: list<item: int32>, logprobs: {LOGPROBS}"
     assert types(table.generated_schema) == {
         **GENERATED,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from batchinfer.engine.layout import KVLayout
+from batchinfer.kernels.cpu import native
 from batchinfer.worker.attention import (
     ATTENTION_NAME,
     UnsupportedAttentionError,
@@ -20,6 +21,13 @@ from tests.models import FAMILIES, VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import HandSequence, StepMaker
 
 TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def cpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to attend on a CPU; where no compiler is, the first is the second."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "supports", lambda dtype: False)
 
 
 class Parity:

@@ -1,0 +1,62 @@
+"""Paged attention on the CPU by the project's C kernels, straight over the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from batchinfer.engine.step import Step
+from batchinfer.kernels.cpu import native
+from batchinfer.worker.kv_cache import KVCache
+
+
+class NativeAttention:
+    """Attends over the pool's blocks for one step at a time."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the step that the following calls belong to, and its arrays as tensors."""
+        self._tensors = {
+            name: tensors[name].contiguous()
+            for name in ("slot_mapping", "block_tables", "query_starts", "context_lens")
+        }
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, Dk]
+        key: torch.Tensor,  # [T, Hkv, Dk]
+        value: torch.Tensor,  # [T, Hkv, Dv]
+        *,
+        scale: float,
+        sliding_window: int,
+        softcap: float,
+        sinks: torch.Tensor | None,  # [Hq]
+    ) -> torch.Tensor:
+        """Write the step's keys and values, attend, return [T, Hq, Dv]."""
+        key_cache, value_cache = self._cache.key(layer), self._cache.value(layer)
+        query, key, value = (_rows(tensor) for tensor in (query, key, value))
+        native.kv_write(key, value, key_cache, value_cache, self._tensors["slot_mapping"])
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        native.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            self._tensors["block_tables"],
+            self._tensors["query_starts"],
+            self._tensors["context_lens"],
+            scale=scale,
+            out=out,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return out
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with each head's row in one piece."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

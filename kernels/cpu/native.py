@@ -1,0 +1,206 @@
+"""The C kernels of this folder, compiled on first use and called through ctypes.
+
+Needs a C compiler (``$CC``, else ``cc``); where there is none, ``load`` gives None and the worker
+takes torch operations. The library is cached by source, flags, compiler and processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+_FOLDER = Path(__file__).resolve().parent
+_SOURCES = ("paged_attention.c", "attend.inc")
+# Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
+_FLAGS = (
+    *("-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-shared", "-std=gnu11"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+    *("-freciprocal-math", "-ffp-contract=fast"),
+)
+_ATTEND = {torch.float32: "attend_f32", torch.bfloat16: "attend_bf16"}
+
+_POINTER, _INT64, _INT32, _FLOAT = (
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_int32,
+    ctypes.c_float,
+)
+
+
+class _AttentionArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "out", "keys", "values")),
+        *((name, _POINTER) for name in ("block_tables", "query_starts", "context_lens", "sinks")),
+        *((name, _INT64) for name in ("query_token_stride", "query_head_stride")),
+        *((name, _INT64) for name in ("key_slot_stride", "key_head_stride")),
+        *((name, _INT64) for name in ("value_slot_stride", "value_head_stride", "table_width")),
+        *((name, _INT32) for name in ("num_sequences", "num_heads", "num_kv_heads")),
+        *((name, _INT32) for name in ("key_width", "value_width", "block_size")),
+        *((name, _INT32) for name in ("sliding_window", "num_threads")),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+    )
+
+
+class _WriteArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("key", "value", "keys", "values", "slot_mapping")),
+        *((name, _INT64) for name in ("key_token_stride", "key_head_stride")),
+        *((name, _INT64) for name in ("value_token_stride", "value_head_stride")),
+        *((name, _INT64) for name in ("keys_slot_stride", "keys_head_stride")),
+        *((name, _INT64) for name in ("values_slot_stride", "values_head_stride")),
+        *((name, _INT32) for name in ("num_tokens", "num_kv_heads", "key_width", "value_width")),
+        *((name, _INT32) for name in ("block_size", "element_size")),
+    )
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for ``dtype`` and a compiler that can build them."""
+    return dtype in _ATTEND and load() is not None
+
+
+def paged_attention(
+    query: torch.Tensor,  # [T, Hq, Dk], last dimension contiguous
+    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dk], last two contiguous
+    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv], last two contiguous
+    block_tables: torch.Tensor,  # [S, max_blocks] int32, contiguous
+    query_starts: torch.Tensor,  # [S + 1] int32
+    context_lens: torch.Tensor,  # [S] int32
+    *,
+    scale: float,
+    out: torch.Tensor,  # [T, Hq, Dv], contiguous
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [Hq]
+) -> None:
+    """Causal attention over a paged KV cache on the CPU; twin: ``reference.paged_attention``.
+
+    float32 or bfloat16, float32 accumulation. A row's bits depend on its own context alone.
+    """
+    library = load()
+    assert library is not None
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    arguments = _AttentionArgs(
+        *(t.data_ptr() for t in (query, out, key_cache, value_cache)),
+        *(t.data_ptr() for t in (block_tables, query_starts, context_lens)),
+        None if sinks is None else sinks.data_ptr(),
+        *query.stride()[:2],
+        *key_cache.stride()[:2],
+        *value_cache.stride()[:2],
+        block_tables.shape[1],
+        len(context_lens),
+        query.shape[1],
+        key_cache.shape[1],
+        key_cache.shape[3],
+        value_cache.shape[3],
+        key_cache.shape[2],
+        sliding_window,
+        torch.get_num_threads(),
+        scale,
+        softcap,
+    )
+    if getattr(library, _ATTEND[query.dtype])(ctypes.byref(arguments)):
+        raise MemoryError("no memory for the workspace of paged attention")
+
+
+def kv_write(
+    key: torch.Tensor,  # [T, Hkv, Dk], last dimension contiguous
+    value: torch.Tensor,  # [T, Hkv, Dv], last dimension contiguous
+    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dk], last two contiguous
+    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv], last two contiguous
+    slot_mapping: torch.Tensor,  # [T] int64
+) -> None:
+    """Store keys and values in their slots; twin: ``reference.kv_write``."""
+    library = load()
+    assert library is not None
+    arguments = _WriteArgs(
+        *(t.data_ptr() for t in (key, value, key_cache, value_cache, slot_mapping)),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:2],
+        *value_cache.stride()[:2],
+        *(len(key), key_cache.shape[1], key_cache.shape[3], value_cache.shape[3]),
+        *(key_cache.shape[2], key.element_size()),
+    )
+    library.write_kv(ctypes.byref(arguments))
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The compiled library, or None where it cannot be built."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        return None
+    try:
+        return ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _built(compiler: str) -> Path:
+    openmp = _openmp_libraries()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
+    parts = [version.stdout, _processor(), *map(str.encode, (*_FLAGS, *openmp))]
+    parts += [(_FOLDER / name).read_bytes() for name in _SOURCES]
+    name = f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
+    for folder in _cache_folders():
+        path = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not _is_own(folder):
+                continue
+            if path.exists():
+                return path
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                new = Path(scratch) / name
+                command = [compiler, *_FLAGS, str(_FOLDER / _SOURCES[0]), "-o", str(new)]
+                subprocess.run(
+                    [*command, "-fopenmp", *openmp, "-lm"],
+                    capture_output=True,
+                    check=True,
+                    timeout=120,
+                )
+                os.replace(new, path)  # another process may have built the same
+                return path
+        except OSError:
+            continue
+    raise OSError("no folder to build kernels in")
+
+
+def _openmp_libraries() -> list[str]:
+    """The OpenMP runtime that torch has loaded: a second one would fight it for the cores."""
+    return [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
+
+
+def _cache_folders() -> list[Path]:
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        user = [Path(root) if root else Path.home() / ".cache"]
+    except RuntimeError:  # no home
+        user = []
+    shared = Path(tempfile.gettempdir()) / f"batchinfer-{os.getuid()}"
+    return [*(folder / "batchinfer" for folder in user), shared]
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else can put a library there."""
+    status = folder.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _processor() -> bytes:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return b"".join(sorted({x for x in lines if x.startswith((b"model name", b"flags"))}))

@@ -1,0 +1,44 @@
+"""The engine's loop, where threads meet in ways that whole jobs cannot be made to repeat."""
+
+from __future__ import annotations
+
+from threading import Event
+
+from batchinfer.job.loop import EngineLoop, Finished
+from batchinfer.job.order import PromptRow
+from batchinfer.job.progress import make_progress
+from batchinfer.job.rows import RequestMaker
+from batchinfer.job.stats import StepSampler
+from batchinfer.job.threads import Ahead, Behind
+from tests.job.fakes import FakeBuild
+
+
+class StoppedWhileReading(Ahead[list[PromptRow]]):
+    """Rows whose reading is cut short while the loop waits for them."""
+
+    def __init__(self, stop: Event) -> None:
+        super().__init__([], depth=1)
+        self._stop = stop
+
+    def take(self, timeout_s: float) -> list[PromptRow] | None:
+        self._stop.set()
+        return None
+
+
+def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
+    stop = Event()
+    built = FakeBuild()(None, None, log=lambda line: None)
+    loop = EngineLoop(
+        built.engine,
+        RequestMaker(built.tokenizer, built.eos_token_ids),
+        StepSampler("run-00001", 1),
+        built.device_bytes,
+        make_progress(25, quiet=True),
+        stop,
+        max_waiting=4,
+    )
+    written: list[Finished] = []
+    with StoppedWhileReading(stop) as rows, Behind(written.append, depth=1) as writer:
+        while not rows.exhausted:  # the thread has nothing to do but to end
+            pass
+        assert not loop.run(rows, writer)

@@ -1,0 +1,67 @@
+"""``batchinfer bench``: the prompts it is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.bench import run_bench
+from batchinfer.bench_options import BenchOptions
+from batchinfer.errors import DataError
+from tests.models import make_text_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_model(tmp_path_factory.mktemp("model"))
+
+
+def bench(model: Path, column: str, values: Any) -> dict[str, Any]:
+    dataset = model / "prompts.parquet"
+    pq.write_table(pa.table({column: values}), dataset)
+    return run_bench(
+        BenchOptions(
+            model=str(model),
+            input_len=1,
+            output_len=2,
+            num_prompts=3,
+            n=1,
+            dtype="auto",
+            seed=0,
+            max_num_seqs=None,
+            max_num_batched_tokens=None,
+            block_size=None,
+            num_kv_blocks=64,
+            dataset=dataset,
+            output_json=None,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("prompt", ["one", "two"]), ("token_ids", pa.array([[5, 6], [7]], pa.list_(pa.int32())))],
+)
+def test_prompts_of_a_dataset(model: Path, column: str, values: Any) -> None:
+    result = bench(model, column, values)
+    assert (result["num_requests"], result["num_errors"]) == (2, 0)
+    assert result["tokens"]["output"] == 4
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("prompt", ["one", None], "row 1: prompt is null"),
+        ("token_ids", [[5], [6, None]], "row 1: token_ids holds a null"),
+        ("prompt", [5, 6], "column prompt is int64; it must be text or lists of token ids"),
+        ("text", pa.array([b"\xff"]).view(pa.string()), "row 0: text is not valid UTF-8"),
+        ("answer", ["one"], "has no column of prompts"),
+    ],
+)
+def test_a_bad_prompt_is_named(model: Path, column: str, values: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        bench(model, column, values)
