@@ -1,0 +1,129 @@
+"""On a CPU a row's logits have the same bits, whatever runs beside it and however it is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.request import Request
+from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.step import SamplingBatch, StepResult
+from batchinfer.engine.table import SequenceTable
+from batchinfer.kernels.cpu import native
+from batchinfer.worker import linear
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.loader import LoadedModel, load_model
+from batchinfer.worker.runner import ModelRunner
+from batchinfer.worker.sampler import Sampler
+from tests.models import make_checkpoint
+
+CPU = torch.device("cpu")
+# Widths that are multiples of 32, as those of real models are: torch computes the last elements of
+# a tensor, past whole pairs of vectors, with another exp.
+WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
+
+pytestmark = pytest.mark.skipif(
+    not native.supports(torch.float32) or not linear.packing_works(torch.float32),
+    reason="needs a C compiler and a processor that oneDNN packs weights for",
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    max_tokens: int = 512
+    num_blocks: int = 200
+    caching: bool = True
+    rows: tuple[int, ...] = tuple(range(12))
+    preempt_every: int = 0
+
+
+OTHERS = {
+    "chunks_of_7": Setup(max_tokens=7),
+    "no_prefix_caching": Setup(caching=False),
+    "other_order": Setup(rows=tuple(reversed(range(12)))),
+    "alone": Setup(rows=(4,)),
+    "small_pool": Setup(num_blocks=24, preempt_every=4),
+}
+
+
+class RecordingSampler(Sampler):
+    """Keeps the logits of every sample."""
+
+    def __init__(self) -> None:
+        self.logits: dict[tuple[int, int], bytes] = {}
+
+    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
+        rows = logits.view(torch.uint8).numpy()
+        for at, stream, position in zip(
+            batch.logits_rows, batch.stream, batch.position, strict=True
+        ):
+            self.logits[int(stream), int(position)] = rows[at].tobytes()
+        return super().__call__(logits, batch)
+
+
+def prompt(row: int) -> np.ndarray:
+    shared, own = np.random.default_rng(row % 3), np.random.default_rng(100 + row)
+    ids = [shared.integers(2, 190, 40), own.integers(2, 190, 1 + 3 * row)]
+    return np.concatenate(ids).astype(np.int32)
+
+
+def logits_of(loaded: LoadedModel, setup: Setup) -> dict[tuple[int, int], bytes]:
+    """The logits of every row and output position."""
+    cache = KVCache(loaded.layout(8), setup.num_blocks, CPU, getattr(torch, loaded.dtype))
+    pool = BlockPool(setup.num_blocks, 8, enable_prefix_caching=setup.caching)
+    scheduler = Scheduler(pool, SequenceTable(32, 512, 8), setup.max_tokens)
+    sampler = RecordingSampler()
+    engine = Engine(scheduler, ModelRunner(loaded.model, cache, sampler))
+    params = SamplingParams(max_tokens=8, temperature=0.7)
+    for row in setup.rows:
+        engine.add_request(Request(row, prompt(row), params, (1, row)))
+    steps = 0
+    while engine.num_unfinished:
+        engine.step()
+        steps += 1
+        running = list(scheduler.table.running())
+        if running and setup.preempt_every and steps % setup.preempt_every == 0:
+            scheduler.preempt(running[-1])
+    return sampler.logits
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    if not linear.packing_works(getattr(torch, request.param)):
+        pytest.skip(f"this processor does not pack {request.param}")
+    folder = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), **WIDE)
+    return load_model(str(folder), dtype=request.param, device=CPU)
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
+def test_logits_do_not_depend_on_how_a_row_is_run(llama: LoadedModel, other: Setup) -> None:
+    usual, changed = logits_of(llama, Setup()), logits_of(llama, other)
+    assert len(changed) == 8 * len(other.rows)
+    assert {key: usual[key] for key in changed} == changed
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt_neox", "olmo2"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    loaded = load_model(str(make_checkpoint(family, tmp_path, **WIDE)), device=CPU)
+    usual = logits_of(loaded, Setup())
+    for other in OTHERS.values():
+        changed = logits_of(loaded, other)
+        assert {key: usual[key] for key in changed} == changed
+
+
+def test_without_packed_weights_bits_do_depend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the tests above: they can fail."""
+    monkeypatch.setattr(linear, "packing_works", lambda dtype: False)
+    loaded = load_model(str(make_checkpoint("llama", tmp_path, **WIDE)), device=CPU)
+    usual = logits_of(loaded, Setup())
+    alone = logits_of(loaded, replace(Setup(), rows=(4,)))
+    assert {key: usual[key] for key in alone} != alone
