@@ -109,7 +109,7 @@ def test_logits_do_not_depend_on_how_a_row_is_run(llama: LoadedModel, other: Set
     assert {key: usual[key] for key in changed} == changed
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt_neox", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral", "olmo2"])
 def test_other_families(family: str, tmp_path: Path) -> None:
     loaded = load_model(str(make_checkpoint(family, tmp_path, **WIDE)), device=CPU)
     usual = logits_of(loaded, Setup())
