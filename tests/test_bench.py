@@ -44,7 +44,11 @@ def bench(model: Path, column: str, values: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("column", "values"),
-    [("prompt", ["one", "two"]), ("token_ids", pa.array([[5, 6], [7]], pa.list_(pa.int32())))],
+    [
+        ("prompt", ["one", "two"]),
+        ("text", pa.array(["one", "one"]).dictionary_encode()),
+        ("token_ids", pa.array([[5, 6], [7]], pa.list_(pa.int32()))),
+    ],
 )
 def test_prompts_of_a_dataset(model: Path, column: str, values: Any) -> None:
     result = bench(model, column, values)

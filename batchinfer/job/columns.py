@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -14,17 +15,21 @@ _BYTES_TYPE = {
 
 
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Rows of ``batch`` as dicts, with every text in them, however deep, as its bytes."""
+    """Rows of ``batch`` as dicts, with every text in them, however deep, as its bytes.
+
+    Times are Python's, which have no nanoseconds.
+    """
     rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        for row, value in zip(rows, python_values(_microseconds(column)), strict=True):
+        for row, value in zip(rows, _values(column, _as_bytes_and_microseconds), strict=True):
             row[name] = value
     return rows
 
 
 def python_values(column: pa.Array) -> list[Any]:
-    """Values of ``column``, with every text in them, however deep, as its bytes."""
-    return _text_as_bytes(column).to_pylist()  # type: ignore[no-any-return]
+    """Values of ``column``, none changed: every text in them, however deep, as its bytes, every
+    time in nanoseconds as their number."""
+    return _values(column, _as_bytes_and_nanoseconds)
 
 
 def is_conversation(kind: pa.DataType) -> bool:
@@ -44,32 +49,44 @@ def with_valid_text(column: pa.Array) -> pa.Array:
     return column
 
 
-def _text_as_bytes(column: pa.Array) -> pa.Array:
+def _values(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> list[Any]:
+    """Values of ``column`` after its types that hold no other type are cast as ``leaf`` says."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    wanted = _bytes_type(column.type)
-    return column if column.type == wanted else column.cast(wanted)
+    wanted = _with_leaves(column.type, leaf)
+    cast = column if column.type == wanted else column.cast(wanted, safe=False)
+    return cast.to_pylist()  # type: ignore[no-any-return]
 
 
-def _microseconds(column: pa.Array) -> pa.Array:
-    """Python's times have no nanoseconds."""
-    if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
-        return column.cast(pa.timestamp("us", column.type.tz), safe=False)
-    return column
+def _as_bytes_and_microseconds(kind: pa.DataType) -> pa.DataType:
+    if not _in_nanoseconds(kind):
+        return _BYTES_TYPE.get(kind, kind)
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    return pa.time64("us") if pa.types.is_time(kind) else pa.duration("us")
 
 
-def _bytes_type(kind: pa.DataType) -> pa.DataType:
+def _as_bytes_and_nanoseconds(kind: pa.DataType) -> pa.DataType:
+    return pa.int64() if _in_nanoseconds(kind) else _BYTES_TYPE.get(kind, kind)
+
+
+def _in_nanoseconds(kind: pa.DataType) -> bool:
+    timed = pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_duration(kind)
+    return bool(timed and kind.unit == "ns")
+
+
+def _with_leaves(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_bytes_type(field.type)) for field in kind])
+        return pa.struct([field.with_type(_with_leaves(field.type, leaf)) for field in kind])
     if pa.types.is_map(kind):
-        return pa.map_(_bytes_type(kind.key_type), _bytes_type(kind.item_type))
+        return pa.map_(_with_leaves(kind.key_type, leaf), _with_leaves(kind.item_type, leaf))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_bytes_type(kind.value_type), kind.list_size)
+        return pa.list_(_with_leaves(kind.value_type, leaf), kind.list_size)
     if pa.types.is_large_list(kind):
-        return pa.large_list(_bytes_type(kind.value_type))
+        return pa.large_list(_with_leaves(kind.value_type, leaf))
     if pa.types.is_list(kind):
-        return pa.list_(_bytes_type(kind.value_type))
-    return _BYTES_TYPE.get(kind, kind)
+        return pa.list_(_with_leaves(kind.value_type, leaf))
+    return leaf(kind)
 
 
 def _replace_invalid(column: pa.Array) -> pa.Array:

@@ -54,7 +54,8 @@ class EngineLoop:
             if self.engine.num_unfinished or failed:
                 writer.put(self._step(failed))
             else:
-                complete = rows.exhausted
+                # In this order: a stop is what may have ended the rows.
+                complete = rows.exhausted and not self.stop.is_set()
         writer.put(Finished([], self.sampler.rest(self.device_bytes())))
         return complete
 

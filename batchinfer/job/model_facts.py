@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os.path
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
 
 def _facts_of(name: str, revision: str | None) -> dict[str, Any]:
     folder = Path(name)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir, false for names no folder can have
         return {"name": name, "revision": revision}
     try:
         weights = {path.name: _weight_facts(path) for path in sorted(folder.glob("*.safetensors"))}

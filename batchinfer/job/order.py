@@ -14,7 +14,7 @@ from batchinfer.job.manifest import Part
 from batchinfer.job.row_params import COLUMN, RowParams, RowSampling
 from batchinfer.job.source import BATCH_ROWS, Source
 from batchinfer.text.prompts import Prompt, PromptBuilder
-from batchinfer.text.sources import make_source, require_column
+from batchinfer.text.sources import checked_template, make_source, require_column
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ def check_prompt_source(config: PromptConfig, columns: Sequence[str]) -> None:
         require_column(config.token_ids_column, "prompt.token_ids_column", columns)
     else:
         make_source(config, columns)
+    if config.system is not None:
+        checked_template(config.system, "prompt.system", frozenset(columns))
 
 
 def prompt_rows(

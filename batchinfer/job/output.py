@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from batchinfer.errors import LockedError
+from batchinfer.errors import DataError, LockedError
 from batchinfer.job.files import publish, sha256_of, storage_errors, write_file
 from batchinfer.job.manifest import Manifest, Part, read_manifest
 
@@ -103,11 +103,11 @@ class OutputDir:
         if self.manifest.exists() and if_exists == "error":
             raise LockedError(f"{self.root} holds output already, and output.if_exists is error")
         with storage_errors(self.root):
-            if if_exists == "overwrite":
+            if if_exists == "overwrite" or self._holds_another_plan(manifest):
                 self._clear()
             shutil.rmtree(self.staging, ignore_errors=True)
             self._make_directories()
-        if any(self.parts.iterdir()):
+        if self._has_finished_parts():
             read_manifest(self.manifest).check_same_job(manifest, str(self.root))
         else:
             self.write(self.manifest, manifest.to_json())
@@ -190,6 +190,19 @@ class OutputDir:
                 f"{self.data} holds files that are no output of batchinfer",
                 hint="use --output for another directory, or move them away",
             )
+
+    def _holds_another_plan(self, manifest: Manifest) -> bool:
+        """Whether what is here was begun for another plan, and none of its parts was finished."""
+        if not self.manifest.exists() or self._has_finished_parts():
+            return False
+        try:
+            begun = read_manifest(self.manifest)
+        except DataError:
+            return True
+        return (begun.fingerprint, begun.inputs) != (manifest.fingerprint, manifest.inputs)
+
+    def _has_finished_parts(self) -> bool:
+        return any(self.parts.glob("*"))
 
     def _clear(self) -> None:
         """Delete this program's output, the manifest last; the lock stays."""

@@ -69,25 +69,19 @@ def make_parts(
         JobError: data cannot be read, the model cannot be run, or a part cannot be written.
     """
     spec, source = job.spec, job.source
-    recorder = Recorder(job.out, {"name": spec.model.name})
+    recorder = Recorder(job.out, {"name": spec.model.name}, spec.stats.every_steps)
     sink = Sink(job.out, todo, job.table, source, _file_metadata(job), recorder.checkpoint)
     sink.write_complete()  # the part of an empty dataset lacks no row
     if not source.num_rows:
         return True
     built = build(spec.model, spec.engine, log=recorder.log)
     recorder.loaded(built)
-    params = RowParams(spec.sampling, built.vocab_size)
-    rows: Iterator[list[PromptRow]]
-    rows = prompt_rows(source, todo, _prompt_builder(job, built), params)
-    rows = takewhile(lambda _: not stop.is_set(), rows)  # a window takes a while to collect
-    if "prompt" not in spec.output.include:
-        rows = without_text(rows)
-    if spec.engine.order == "prefix":
-        rows = by_prefix(rows, todo, spec.engine.order_window)
+    leaving = Event()
+    rows = _rows(job, todo, built, lambda: stop.is_set() or leaving.is_set())
     loop = EngineLoop(
         built.engine,
         RequestMaker(built.tokenizer, built.eos_token_ids),
-        recorder.sampler(spec.stats.every_steps),
+        recorder.sampler,
         built.device_bytes,
         progress,
         stop,
@@ -102,9 +96,27 @@ def make_parts(
 
     batches_ahead = max(1, spec.engine.order_window // BATCH_ROWS)
     with Ahead(rows, batches_ahead) as ahead, Behind(write, _WRITES_DUE) as writer:
-        complete = loop.run(ahead, writer)
+        try:
+            complete = loop.run(ahead, writer)
+        finally:
+            leaving.set()
     recorder.checkpoint()
     return complete
+
+
+def _rows(
+    job: Job, todo: Sequence[Part], built: Built, is_over: Callable[[], bool]
+) -> Iterator[list[PromptRow]]:
+    """Prompts of the rows of ``todo``, in the order they should run, until ``is_over``."""
+    spec = job.spec
+    params = RowParams(spec.sampling, built.vocab_size)
+    rows = prompt_rows(job.source, todo, _prompt_builder(job, built), params)
+    rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
+    if "prompt" not in spec.output.include:
+        rows = without_text(rows)
+    if spec.engine.order == "prefix":
+        rows = by_prefix(rows, todo, spec.engine.order_window)
+    return rows
 
 
 def _prompt_builder(job: Job, built: Built) -> PromptBuilder:

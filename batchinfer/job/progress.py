@@ -126,11 +126,11 @@ class Lines:
         elapsed = counter.elapsed_s
         if elapsed >= self._next_s:
             self._next_s = elapsed + LINE_EVERY_S
-            left = elapsed / counter.rows * (counter.total - counter.rows) if counter.rows else None
-            self._write(
-                f"{counter.rows:,} of {counter.total:,} rows, {counter.rates}, "
-                f"about {_duration(left)} left"
-            )
+            line = f"{counter.rows:,} of {counter.total:,} rows, {counter.rates}"
+            if counter.rows:
+                left = elapsed / counter.rows * (counter.total - counter.rows)
+                line += f", about {_duration(left)} left"
+            self._write(line)
 
     def close(self) -> None:
         """See ``Progress``."""
@@ -151,7 +151,7 @@ def summary_lines(summary: dict[str, Any], output: Path) -> list[str]:
     lines.append(
         f"tokens   {tokens['output']:,} out, {rates['output_tokens_per_s']:,.0f} per second"
     )
-    if "num_blocks" in kv:
+    if kv["num_blocks"]:
         lines += [
             f"pool     {kv['num_blocks']:,} blocks of {kv['block_size']} tokens, "
             f"{kv['mean_utilization']:.1%} used on average, {kv['peak_utilization']:.1%} at most",
@@ -178,9 +178,7 @@ def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: Path) -
     )
 
 
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "an unknown time"
+def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -31,6 +31,8 @@ class Run:
     total_s: float = 0.0
     kv: dict[str, int] = field(default_factory=dict)
     """block_size, num_blocks, bytes_per_block; empty before the model is loaded."""
+    peak_used_blocks: int = 0
+    """Of all steps, also those that ``stats.every_steps`` leaves out."""
 
     @property
     def engine_s(self) -> float:
@@ -44,12 +46,15 @@ class Recorder:
     Args:
         out: the output directory.
         model: what is known of the model before it is loaded.
+        every_steps: steps per row of ``steps.parquet``.
     """
 
-    def __init__(self, out: OutputDir, model: dict[str, Any]) -> None:
+    def __init__(self, out: OutputDir, model: dict[str, Any], every_steps: int) -> None:
         self._out = out
         # Ids sort in the order of runs, whatever the clock did.
         self.run = Run(f"run-{len(list(out.runs.iterdir())) + 1:05d}", model)
+        self.sampler = StepSampler(self.run.run_id, every_steps)
+        """Makes the rows of this run's steps."""
         self._began = time.perf_counter()
         self._steps: list[StepRow] = []
         self._num_files = 0
@@ -65,10 +70,6 @@ class Recorder:
             "bytes_per_block": built.bytes_per_block,
         }
         self._save()  # before the first step: the summary reads them together
-
-    def sampler(self, every_steps: int) -> StepSampler:
-        """Makes the rows of this run's steps."""
-        return StepSampler(self.run.run_id, every_steps)
 
     def add(self, steps: list[StepRow]) -> None:
         """Take step rows, in order."""
@@ -89,6 +90,7 @@ class Recorder:
 
     def _save(self) -> None:
         self.run.total_s = time.perf_counter() - self._began
+        self.run.peak_used_blocks = self.sampler.peak_used_blocks
         self._out.write_json(self._out.runs / f"{self.run.run_id}.json", asdict(self.run))
 
     def _flush(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from batchinfer.config import SAMPLING_ALIASES, SamplingParams
 from batchinfer.errors import RowError, UsageError
+from batchinfer.job.messages import printable
 
 COLUMN = "sampling_params"
 _PARAMS = TypeAdapter(SamplingParams)
@@ -56,17 +58,18 @@ class RowParams:
     def of(self, value: object) -> RowSampling | RowError:
         """A row's parameters, from its cell: null, a JSON object, or a struct.
 
-        Null fields of a struct keep the job's value. Error code: ``bad_sampling_params``.
+        Null fields keep the job's value. Error code: ``bad_sampling_params``.
         """
         if value is None:
             return self._default
         try:
-            text = value.decode() if isinstance(value, bytes) else json.dumps(_plain(value))
-            return self._parsed(text)
+            return self._parsed(_text_of(value))
         except UnicodeDecodeError:
             return RowError(_CODE, f"{COLUMN} is not valid UTF-8")
         except RecursionError:
             return RowError(_CODE, f"{COLUMN} is nested too deeply")
+        except TypeError as error:
+            return RowError(_CODE, f"{COLUMN}: {error}")
 
     def _parse(self, text: str) -> RowSampling | RowError:
         try:
@@ -75,7 +78,11 @@ class RowParams:
             return RowError(_CODE, f"{COLUMN} is not JSON: {error}")
         if not isinstance(fields, Mapping):
             return RowError(_CODE, f"{COLUMN} must be an object of parameters, not {text[:60]}")
-        fields = {SAMPLING_ALIASES.get(name, name): value for name, value in fields.items()}
+        fields = {
+            SAMPLING_ALIASES.get(name, name): value
+            for name, value in fields.items()
+            if value is not None
+        }
         for name in ("stop", "bad_words"):
             if isinstance(fields.get(name), str):
                 fields[name] = [fields[name]]
@@ -84,17 +91,38 @@ class RowParams:
             params.check_token_ids(self._vocab_size)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"][:1])
-            return RowError(_CODE, f"{COLUMN}: {where} {first['msg']}".replace("Value error, ", ""))
+            what = first["msg"].removeprefix("Value error, ")
+            return RowError(
+                _CODE, printable(" ".join([f"{COLUMN}:", *map(str, first["loc"][:1]), what]))
+            )
         except ValueError as error:
             return RowError(_CODE, f"{COLUMN}: {error}")
-        return RowSampling(params, own_seed=fields.get("seed") is not None)
+        return RowSampling(params, own_seed="seed" in fields)
+
+
+def _text_of(value: object) -> str:
+    """A cell as JSON.
+
+    Raises:
+        UnicodeDecodeError: it holds text that is not UTF-8.
+        TypeError: it holds a value that JSON cannot, such as a time.
+    """
+    if isinstance(value, bytes):
+        return value.decode()
+    return json.dumps(_plain(value), default=_refuse)
+
+
+def _refuse(value: object) -> None:
+    raise TypeError(f"a {type(value).__name__} is no value for a parameter")
 
 
 def _plain(value: Any) -> Any:
-    """Arrow's structs as JSON data: texts decoded, null fields left out, maps as objects."""
+    """Arrow's structs as JSON data: texts decoded, decimals as floats, null fields left out, maps
+    as objects."""
     if isinstance(value, bytes):
         return value.decode()
+    if isinstance(value, Decimal):
+        return float(value)
     if isinstance(value, Mapping):
         return {name: _plain(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):

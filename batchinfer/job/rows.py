@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from batchinfer.config import SamplingParams
@@ -23,7 +24,7 @@ class FinishedRow:
     values: dict[str, Any]
     """Generated columns by name."""
     stats: RequestStats | None
-    """None where the row never reached the engine."""
+    """None where the engine ran nothing of the row."""
     has_control_text: bool
 
 
@@ -33,6 +34,8 @@ class RequestMaker:
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        # Most often a job has one list for all rows.
+        self._bad_words = lru_cache(maxsize=1024)(partial(bad_words_token_ids, tokenizer))
 
     def make(self, row_id: int, prompt: Prompt, sampling: RowSampling) -> Request:
         """The request of a row."""
@@ -43,7 +46,7 @@ class RequestMaker:
             params=params,
             rng_key=sampling.rng_key(row_id),
             eos_token_ids=self._eos_token_ids,
-            bad_words_token_ids=bad_words_token_ids(self._tokenizer, params.bad_words),
+            bad_words_token_ids=self._bad_words(params.bad_words),
             make_stop_checker=make_stop_checker_factory(self._tokenizer, params),
         )
 
@@ -79,7 +82,9 @@ class RowFinisher:
         }
         if "prompt" in self._include:
             values["prompt"] = prompt.text
-        return FinishedRow(values, completion.stats, prompt.has_control_text)
+        # A request that the engine refused has run nothing, not even its prompt.
+        stats = completion.stats if completion.stats.prompt_tokens else None
+        return FinishedRow(values, stats, prompt.has_control_text)
 
     def _outputs(self, completion: Completion) -> list[dict[str, Any]]:
         params = completion.request.params

@@ -75,8 +75,6 @@ def _look(spec: JobSpec) -> Job:
             raise UsageError(f"output.path: {file.path} is both input and output of this job")
     check_prompt_source(spec.prompt, source.schema.names)
     table = output_table(source, spec)
-    if "logprobs" in spec.output.include and spec.sampling.logprobs is None:
-        raise UsageError("output.include names logprobs, but sampling.logprobs is not set")
     facts = model_facts(spec.model)
     manifest = Manifest(
         fingerprint(spec, facts),

@@ -113,15 +113,22 @@ def find_files(path: str | Sequence[str]) -> list[Path]:
     with ``.`` or ``_`` are passed over.
 
     Raises:
-        DataError: an entry that matches no file.
+        DataError: an entry that matches no file, or cannot be looked at.
         UsageError: a file named twice.
     """
     entries = [path] if isinstance(path, str) else list(path)
-    found = [file for entry in entries for file in _expand(entry)]
+    found = [file for entry in entries for file in _find(entry)]
     for file, times in Counter(found).items():
         if times > 1:
             raise UsageError(f"input.path names {file} {times} times")
     return found
+
+
+def _find(entry: str) -> list[Path]:
+    try:
+        return _expand(entry)
+    except OSError as error:  # from names no file can have, and folders that may not be read
+        raise DataError(f"input.path: {printable(entry, 200)}: {error.strerror}") from None
 
 
 def _expand(entry: str) -> list[Path]:

@@ -212,6 +212,8 @@ class JobSpec(_Section):
                 "score": self.score is not None,
             }
         )
+        if "logprobs" in self.output.include and self.sampling.logprobs is None:
+            raise ValueError("output.include names logprobs, but sampling.logprobs is not set")
         return self
 
 

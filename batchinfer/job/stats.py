@@ -60,6 +60,8 @@ class StepSampler:
     """
 
     def __init__(self, run_id: str, every: int) -> None:
+        self.peak_used_blocks = 0
+        """Most blocks used in any step taken, in a row or not."""
         self._run_id = run_id
         self._every = every
         self._counts: StepRow = dict.fromkeys(_FLOWS, 0)
@@ -71,6 +73,7 @@ class StepSampler:
         """Take a step; the row it completes, if it does."""
         for name in _FLOWS:
             self._counts[name] += getattr(stats, name)
+        self.peak_used_blocks = max(self.peak_used_blocks, stats.kv_blocks_used)
         self._latest = stats
         self._num_steps += 1
         return self.rest(device_bytes) if self._num_steps == self._every else []

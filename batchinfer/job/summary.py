@@ -25,6 +25,9 @@ from batchinfer.job.output import OutputDir, PartRecord
 from batchinfer.job.recorder import Run, package_versions
 from batchinfer.job.stats import REQUESTS_SCHEMA, STEPS_SCHEMA
 
+_NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
+"""Where no run has loaded the model, because there are no rows."""
+
 
 def write_summary(out: OutputDir, manifest: Manifest) -> dict[str, Any]:
     """Merge the statistics of all runs, and write and return ``summary.json``.
@@ -56,7 +59,7 @@ def write_summary(out: OutputDir, manifest: Manifest) -> dict[str, Any]:
             "engine": engine_s,
         },
         "throughput": measured["throughput"],
-        "kv": {**runs[-1].kv, **measured["kv"]},
+        "kv": {**_NO_POOL, **runs[-1].kv, **measured["kv"], **_peaks(runs)},
         "model": runs[-1].model,
         "device": runs[-1].device,
         "versions": package_versions(),
@@ -64,6 +67,17 @@ def write_summary(out: OutputDir, manifest: Manifest) -> dict[str, Any]:
     }
     out.write_json(out.summary, summary)
     return summary
+
+
+def _peaks(runs: Iterable[Run]) -> dict[str, float]:
+    """The peaks by the runs' own records: ``steps.parquet`` may hold a sample of the steps."""
+    loaded = [run for run in runs if run.kv]
+    return {
+        "peak_used_blocks": max((run.peak_used_blocks for run in loaded), default=0),
+        "peak_utilization": max(
+            (run.peak_used_blocks / run.kv["num_blocks"] for run in loaded), default=0.0
+        ),
+    }
 
 
 def _merge(out: OutputDir, files: Iterable[Path], final: Path, schema: pa.Schema) -> None:

@@ -49,3 +49,7 @@ def test_where_the_folder_is_and_its_readme_do_not_count(folder: Path, tmp_path:
 def test_a_hub_id_is_its_name_and_revision() -> None:
     main, pinned = (ModelSpec(name="org/model", revision=r) for r in (None, "abc"))
     assert model_facts(main) != model_facts(pinned)
+
+
+def test_a_name_too_long_for_a_folder_is_a_hub_id() -> None:
+    assert model_facts(ModelSpec(name="n" * 300))["model"] == {"name": "n" * 300, "revision": None}
