@@ -16,8 +16,9 @@ from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
 from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.job.measures import Measured
+from batchinfer.job.row_params import RowSampling
+from batchinfer.job.rows import RequestMaker, sample_text
 from batchinfer.text.prompts import Prompt, PromptBuilder
-from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -224,6 +225,7 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _params_of_each(sampling_params, len(prompts))
         fresh_seed = secrets.randbits(64)
+        maker = RequestMaker(self._built.tokenizer, self._built.eos_token_ids)
         requests: list[Request] = []
         outputs: dict[int, RequestOutput] = {}
         for one in params:
@@ -232,8 +234,9 @@ class LLM:
             if isinstance(prompt, RowError):
                 outputs[at] = _failed(self._request_id(at), None, [], prompt)
             else:
-                rng_key = (fresh_seed, at) if one.seed is None else (one.seed, 0)
-                requests.append(self._request(at, prompt, one, rng_key))
+                own_seed = one.seed is not None
+                sampling = RowSampling(one if own_seed else replace(one, seed=fresh_seed), own_seed)
+                requests.append(maker.make(at, prompt, sampling))
         with tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar:
             bar.update(len(outputs))
             for completion in self._completions(requests):
@@ -262,20 +265,6 @@ class LLM:
     def _request_id(self, at: int) -> str:
         return str(self._num_requests + at)
 
-    def _request(
-        self, at: int, prompt: Prompt, params: SamplingParams, rng_key: tuple[int, int]
-    ) -> Request:
-        tokenizer = self._built.tokenizer
-        return Request(
-            row_id=at,
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            rng_key=rng_key,
-            eos_token_ids=self._built.eos_token_ids,
-            bad_words_token_ids=bad_words_token_ids(tokenizer, params.bad_words),
-            make_stop_checker=make_stop_checker_factory(tokenizer, params),
-        )
-
     def _output(self, completion: Completion, prompt: Prompt) -> RequestOutput:
         request = completion.request
         output = RequestOutput(
@@ -294,16 +283,9 @@ class LLM:
         )
 
     def _sample(self, sample: SampleOutput, params: SamplingParams) -> CompletionOutput:
-        by_token = sample.finish_reason == "stop" and sample.stop_match is None
         return CompletionOutput(
             index=sample.index,
-            text=output_text(
-                self._built.tokenizer,
-                sample.token_ids,
-                sample.stop_match,
-                skip_special_tokens=params.skip_special_tokens,
-                drop_last_token=by_token and not params.include_stop_str_in_output,
-            ),
+            text=sample_text(self._built.tokenizer, sample, params),
             token_ids=sample.token_ids.tolist(),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,

@@ -51,6 +51,18 @@ class RequestMaker:
         )
 
 
+def sample_text(tokenizer: Tokenizer, sample: SampleOutput, params: SamplingParams) -> str:
+    """A sample's text, without the token or the string that stopped it unless that is asked for."""
+    stopped_by_token = sample.finish_reason == "stop" and sample.stop_match is None
+    return output_text(
+        tokenizer,
+        sample.token_ids,
+        sample.stop_match,
+        skip_special_tokens=params.skip_special_tokens,
+        drop_last_token=stopped_by_token and not params.include_stop_str_in_output,
+    )
+
+
 class RowFinisher:
     """Turns what the engine gave back into output columns.
 
@@ -91,17 +103,9 @@ class RowFinisher:
         return [self._output(sample, params) for sample in completion.outputs]
 
     def _output(self, sample: SampleOutput, params: SamplingParams) -> dict[str, Any]:
-        stopped_by_token = sample.finish_reason == "stop" and sample.stop_match is None
-        text = output_text(
-            self._tokenizer,
-            sample.token_ids,
-            sample.stop_match,
-            skip_special_tokens=params.skip_special_tokens,
-            drop_last_token=stopped_by_token and not params.include_stop_str_in_output,
-        )
         output = {
             "index": sample.index,
-            "text": text,
+            "text": sample_text(self._tokenizer, sample, params),
             "finish_reason": sample.finish_reason,
             "stop_reason": None if sample.stop_reason is None else str(sample.stop_reason),
             "num_tokens": len(sample.token_ids),
