@@ -88,15 +88,8 @@ class BlockPool:
                     self._free.append(block.slot)
 
     def match(self, key: bytes) -> PrefixMatch:
-        """Blocks holding the longest known prefix of ``key``, including blocks in flight."""
+        """Blocks holding the longest known prefix of ``key``."""
         return self.index.match(key)
-
-    def is_in_flight(self, block: Block) -> bool:
-        """Whether the step being built writes to the block.
-
-        It can be shared (every layer writes KV before it attends), but not copied from.
-        """
-        return block in self._in_flight
 
     def enter(self, parent: Block, block: Block, key: bytes) -> Block | None:
         """Index a block that the step being built fills with the tokens of ``key``.
@@ -119,6 +112,9 @@ class BlockPool:
 
     def settle(self) -> None:
         """The step ran: what it filled is there."""
+        for block in self._in_flight:
+            if block.indexed:
+                self.index.settle(block)
         self._in_flight.clear()
 
     def revoke(self) -> None:
@@ -150,3 +146,4 @@ class BlockPool:
             assert (block.ref_count > 0) == (block in counts)
             assert (block in self._cached) == (block.ref_count == 0)
         assert all(block.indexed for block in self._cached)
+        self.index.check_invariants(self._in_flight)

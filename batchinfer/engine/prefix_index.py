@@ -60,32 +60,44 @@ class Block:
 
 
 class _Children:
-    """The indexed continuations of a block, sorted by key."""
+    """The indexed continuations of a block, by key.
 
-    __slots__ = ("blocks", "keys")
+    Those whose tokens are computed and those the step being built computes are sorted apart: only
+    the first can be copied from.
+    """
+
+    __slots__ = ("blocks", "in_flight", "settled")
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, Block] = {}
-        self.keys: list[bytes] = []
+        self.settled: list[bytes] = []
+        self.in_flight: list[bytes] = []
 
     def add(self, block: Block) -> None:
         self.blocks[block.key] = block
-        insort(self.keys, block.key)
+        insort(self.in_flight, block.key)
+
+    def settle(self, block: Block) -> None:
+        del self.in_flight[bisect_left(self.in_flight, block.key)]
+        insort(self.settled, block.key)
 
     def discard(self, block: Block) -> None:
         del self.blocks[block.key]
-        del self.keys[bisect_left(self.keys, block.key)]
+        for keys in (self.settled, self.in_flight):
+            at = bisect_left(keys, block.key)
+            if at < len(keys) and keys[at] == block.key:
+                del keys[at]
 
-    def longest(self, key: bytes) -> tuple[Block | None, int]:
-        """The child sharing most leading tokens with ``key``; in sorted order it is adjacent."""
-        best: Block | None = None
-        shared = 0
-        at = bisect_left(self.keys, key)
-        for neighbour in self.keys[max(at - 1, 0) : at + 1]:
-            count = common_tokens(neighbour, key)
-            if count > shared:
-                best, shared = self.blocks[neighbour], count
-        return best, shared
+
+def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
+    """Of sorted ``keys`` the one sharing most leading tokens with ``key``: it is adjacent."""
+    best, shared = b"", 0
+    at = bisect_left(keys, key)
+    for neighbour in keys[max(at - 1, 0) : at + 1]:
+        count = common_tokens(neighbour, key)
+        if count > shared:
+            best, shared = neighbour, count
+    return best, shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +105,11 @@ class PrefixMatch:
     """What the index holds of a key: whole blocks, then part of one more."""
 
     blocks: list[Block]
+    """Blocks of the step being built among them: every layer writes KV before it attends."""
     tail: Block | None
     tail_tokens: int
+    tokens_in_flight: int
+    """Tokens after ``blocks`` that a block of the step being built will hold."""
 
 
 class PrefixIndex:
@@ -113,13 +128,16 @@ class PrefixIndex:
                 break
             blocks.append(child)
             node, start = child, start + self._block_bytes
-        if node.children is None:
-            return PrefixMatch(blocks, None, 0)
+        children = node.children
+        if children is None:
+            return PrefixMatch(blocks, None, 0, 0)
         rest = key[start : start + self._block_bytes]
-        return PrefixMatch(blocks, *node.children.longest(rest))
+        tail, tail_tokens = _longest(children.settled, rest)
+        _, in_flight = _longest(children.in_flight, rest)
+        return PrefixMatch(blocks, children.blocks.get(tail), tail_tokens, in_flight)
 
     def insert(self, parent: Block, block: Block, key: bytes) -> Block:
-        """Index ``block`` below ``parent``; the block already there, if there is one, stays.
+        """Index ``block``, in flight, below ``parent``; one already there for ``key`` stays.
 
         Returns:
             The block that now answers for ``key``: later blocks go below it.
@@ -133,6 +151,12 @@ class PrefixIndex:
         block.parent, block.key = parent, key
         parent.children.add(block)
         return block
+
+    def settle(self, block: Block) -> None:
+        """The tokens of a block that was in flight are computed."""
+        assert block.parent is not None
+        assert block.parent.children is not None
+        block.parent.children.settle(block)
 
     def remove(self, block: Block) -> list[Block]:
         """Take ``block`` and all below it out of the index; returns them."""
@@ -148,12 +172,26 @@ class PrefixIndex:
         next(below)
         yield from below
 
+    def check_invariants(self, in_flight: set[Block]) -> None:
+        """Assert that every node's lists hold what they should; ``in_flight`` not yet computed."""
+        for node in (self.root, *self.blocks()):
+            children = node.children
+            if children is None:
+                continue
+            assert children.blocks, "an empty node is kept"
+            by_state: tuple[list[bytes], list[bytes]] = ([], [])
+            for key, block in children.blocks.items():
+                assert block.key == key
+                assert block.parent is node
+                by_state[block in in_flight].append(key)
+            assert (children.settled, children.in_flight) == tuple(map(sorted, by_state))
+
     def _unlink(self, block: Block) -> None:
         parent = block.parent
         assert parent is not None
         assert parent.children is not None
         parent.children.discard(block)
-        if not parent.children.keys:
+        if not parent.children.blocks:
             parent.children = None
 
     @staticmethod

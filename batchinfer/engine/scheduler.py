@@ -283,18 +283,22 @@ class Scheduler:
         size, pool = self.table.block_size, self.pool
         key = sequence.key(0, sequence.num_tokens - 1)
         match = pool.match(key)
-        hit = _Hit(match.blocks, match.tail, len(match.blocks) * size + match.tail_tokens)
-        within_reach = hit.num_tokens
-        if match.tail is not None and pool.is_in_flight(match.tail):
-            hit.tail, hit.num_tokens = None, len(match.blocks) * size
-        node = match.blocks[-1] if match.blocks else pool.index.root
         start = len(match.blocks) * size
+        hit = _Hit(match.blocks, match.tail, start + match.tail_tokens)
+        within_reach = start + match.tokens_in_flight
+        node = match.blocks[-1] if match.blocks else pool.index.root
         for leader in self._prefilling.get(node, ()):
             ahead = leader.key(start, leader.request.num_prompt_tokens)
             within_reach = max(within_reach, start + common_tokens(ahead, key[4 * start :]))
         gain = within_reach - hit.num_tokens
-        worth = gain >= size or gain * 16 >= sequence.num_tokens - hit.num_tokens
-        return hit, gain > 0 and worth
+        if gain >= size:
+            return hit, True
+        # For less than a block a row waits once: neighbours in sorted order nearly always have
+        # some tokens more in common, and would start one after the other.
+        holds_back = gain * 16 >= sequence.num_tokens - hit.num_tokens and not sequence.held_back
+        holds_back = holds_back and gain > 0
+        sequence.held_back |= holds_back
+        return hit, holds_back
 
     def _fit(self, hit: _Hit, chunk: int, *, required: bool) -> _Hit | None:
         """The hit, or less of it, such that its blocks and the chunk's are there; else None."""

@@ -56,6 +56,7 @@ class Sequence:
         "blocks",
         "computed_once",
         "cumulative_logprob",
+        "held_back",
         "index",
         "index_parent",
         "logprobs",
@@ -72,6 +73,8 @@ class Sequence:
         self.output_ids: list[int] = []
         self.blocks: list[Block] = []
         self.row = -1
+        self.held_back = False
+        """Whether it has let others go first for the sake of part of a block."""
         self.computed_once = 0
         """Leading tokens computed before, or found cached; computing them again is recompute."""
         self.index_parent: Block | None = None

@@ -149,6 +149,20 @@ def test_rows_under_several_prefixes_share_each() -> None:
     assert sum(step.prefill_tokens for step in steps) <= 1.01 * distinct
 
 
+def test_sorted_neighbours_do_not_start_one_after_the_other() -> None:
+    """Each has some tokens more in common with the next than with all the others."""
+    rng = np.random.default_rng(6)
+    common = rng.integers(1, 30_000, 300).tolist()
+    rows = sorted(
+        common + [*rng.integers(1, 5, 6).tolist(), *own] for own in prompts(rng, np.full(100, 40))
+    )
+    engine, _ = make_engine(4096, BLOCK, max_num_seqs=256, max_tokens=8192)
+    requests = [make_request(row, prompt, max_tokens=4) for row, prompt in enumerate(rows)]
+    _, steps = run_all(engine, requests)
+    assert steps[3].num_running >= 90
+    assert sum(step.prefill_tokens for step in steps) <= 300 + 100 * 46
+
+
 def test_a_follower_does_not_wait_for_a_single_common_token() -> None:
     engine, _ = make_engine(100, BLOCK, max_tokens=2048)
     rng = np.random.default_rng(2)
