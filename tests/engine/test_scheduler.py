@@ -154,7 +154,7 @@ def test_sorted_neighbours_do_not_start_one_after_the_other() -> None:
     rng = np.random.default_rng(6)
     common = rng.integers(1, 30_000, 300).tolist()
     rows = sorted(
-        common + [*rng.integers(1, 5, 6).tolist(), *own] for own in prompts(rng, np.full(100, 40))
+        [*common, *rng.integers(1, 5, 6).tolist(), *own] for own in prompts(rng, np.full(100, 40))
     )
     engine, _ = make_engine(4096, BLOCK, max_num_seqs=256, max_tokens=8192)
     requests = [make_request(row, prompt, max_tokens=4) for row, prompt in enumerate(rows)]
