@@ -37,12 +37,14 @@ def summarise(rows: pl.DataFrame) -> dict[str, Any]:
 
 
 def print_samples(rows: pl.DataFrame, count: int) -> None:
-    """A few rows as a person would look at them, the wrong ones first."""
-    for row in rows.sort("right", maintain_order=True).head(count).iter_rows(named=True):
+    """A few rows as a person would look at them: right ones, and a wrong one if there is any."""
+    right, wrong = rows.filter(pl.col("right")), rows.filter(~pl.col("right"))
+    for row in [*right.head(count).iter_rows(named=True), *wrong.head(1).iter_rows(named=True)]:
         print(f"\n--- {row['id']} ({row['task']}): {'right' if row['right'] else 'WRONG'}")
         print(row["document"])
         print(f"generated: {row['generated_text']}")
-        print(f"expected:  {row['answer']}")
+        if not row["right"]:
+            print(f"expected:  {row['answer']}")
 
 
 def main() -> None:
