@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.engine.block_pool import BlockPool
-from batchinfer.engine.forecast import Forecast, OutputLengths
+from batchinfer.engine.forecast import Forecast
+from batchinfer.engine.packing import Packing
 from batchinfer.engine.prefix_index import Block, common_tokens
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.table import Rows, SequenceTable
@@ -23,9 +24,6 @@ Int = npt.NDArray[np.integer]
 
 _LOOK_AHEAD = 256
 """Waiting sequences looked at in a step behind others that hold back for a prefix."""
-_WATERMARK = 0.01
-"""Share of the pool that admission leaves free, where no output length is known for sure."""
-_GOLDEN = 0.6180339887498949
 
 
 @dataclass(slots=True)
@@ -70,7 +68,7 @@ class Scheduler:
         self.pool = pool
         self.table = table
         self.waiting: deque[Sequence] = deque()
-        self.lengths = OutputLengths(table.max_model_len)
+        self.packing = Packing(pool, table)
         self._max_tokens = max_num_batched_tokens
         self._prefilling: dict[Block, list[Sequence]] = {}
 
@@ -115,7 +113,7 @@ class Scheduler:
         child.computed_once = computed
         child.index_parent = parent.index_parent
         joined = computed // table.block_size  # a partly filled block will be copied
-        remaining = self._remaining(child)
+        remaining = self.packing.remaining(child)
         if not table.has_room or not forecast.admit(child.num_tokens, remaining, joined):
             self.requeue(child)
             return
@@ -239,7 +237,7 @@ class Scheduler:
     def _admit(self, schedule: Schedule) -> None:
         """Start waiting sequences while tokens, rows and, by the forecast, blocks last."""
         budget = self._max_tokens - int(schedule.num_new.sum())
-        forecast = self.forecast()
+        forecast = self.packing.forecast()
         rows, chunks, sources = [], [], []
         at = 0
         while at < min(len(self.waiting), _LOOK_AHEAD) and budget > 0 and self.table.has_room:
@@ -252,13 +250,15 @@ class Scheduler:
             alone = self.table.num_running == 0
             fitting = self._fit(hit, chunk, required=alone)
             if fitting is None or not (
-                forecast.admit(sequence.num_tokens, self._remaining(sequence), fitting.joined)
+                forecast.admit(
+                    sequence.num_tokens, self.packing.remaining(sequence), fitting.joined
+                )
                 or alone
             ):
                 break
             hit = fitting
             del self.waiting[at]
-            self._expect_samples(forecast, sequence)
+            self.packing.expect_samples(forecast, sequence)
             chunk = min(chunk, sequence.num_tokens - hit.num_tokens)
             if hit.tail is not None:
                 sources.append(hit.tail)
@@ -333,55 +333,6 @@ class Scheduler:
         self._extend(row, chunk, schedule.copies)
         self._index_filled(np.asarray([row], dtype=np.intp), np.asarray([chunk], dtype=np.int32))
         return row
-
-    # -- packing ----------------------------------------------------------------------------
-
-    def forecast(self) -> Forecast:
-        """The pool's future with what runs now, and with the samples that will fork from it."""
-        table = self.table
-        rows = table.rows()
-        joined = table.num_joined[rows]
-        owned = int((table.num_blocks[rows] - joined - table.tail_shared[rows]).sum())
-        unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
-        remaining = self._remaining_of_rows(rows)
-        unborn = table.unborn[rows]
-        full_blocks = np.repeat(table.num_prompt[rows] // table.block_size, unborn)
-        return Forecast(
-            np.concatenate([table.num_tokens[rows], np.repeat(table.num_tokens[rows], unborn)]),
-            np.concatenate([remaining, np.repeat(remaining, unborn)]),
-            np.concatenate([joined, full_blocks]),
-            shared_blocks=max(self.pool.num_used - owned, 0),
-            capacity=self.pool.num_blocks * (1.0 - _WATERMARK * unsure),
-            block_size=table.block_size,
-        )
-
-    def _expect_samples(self, forecast: Forecast, leader: Sequence) -> None:
-        """Count on the samples that will fork from a row just admitted, as far as they fit."""
-        if leader.output_ids:
-            return
-        remaining, full_blocks = self._remaining(leader), leader.num_tokens // self.table.block_size
-        for _ in range(leader.request.params.n - 1):
-            if not forecast.admit(leader.num_tokens, remaining, full_blocks):
-                break
-
-    def _remaining_of_rows(self, rows: Rows) -> npt.NDArray[np.float64]:
-        table = self.table
-        ages = table.num_tokens[rows] - table.num_prompt[rows]
-        limits = table.max_total[rows] - table.num_prompt[rows]
-        quantiles = np.asarray(table.admission[rows] * _GOLDEN + 0.5, dtype=np.float64) % 1.0
-        totals = self.lengths.predict(ages, limits, quantiles)
-        remaining: npt.NDArray[np.float64]
-        remaining = np.where(table.length_known[rows], limits, totals) - ages
-        return remaining
-
-    def _remaining(self, sequence: Sequence) -> float:
-        """Output tokens a waiting sequence is taken to add: an average one of its age."""
-        age = len(sequence.output_ids)
-        limit = self.table.total_limit(sequence) - sequence.request.num_prompt_tokens
-        if not sequence.request.stop_token_ids and sequence.stop_checker is None:
-            return float(limit - age)
-        total = self.lengths.predict(np.array([age]), np.array([limit]), np.array([0.5]))
-        return float(total[0]) - age
 
     def check_invariants(self) -> None:
         """Assert that queue, table and pool agree."""

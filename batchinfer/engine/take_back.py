@@ -42,7 +42,7 @@ def take_back(
     failed = result.nonfinite
     ends, stops = _ends(table, drawn, sequences, result)
     lengths = table.num_tokens[drawn] - table.num_prompt[drawn]
-    scheduler.lengths.observe(lengths, np.asarray([stop is not None for stop in stops]))
+    scheduler.packing.lengths.observe(lengths, np.asarray([stop is not None for stop in stops]))
 
     for at in np.flatnonzero(lengths == 1):
         state = sequences[at].state
@@ -125,7 +125,7 @@ def _fork(
     if not (copies > 1).any():
         return
     scheduler.table.unborn[rows] = 0
-    forecast = scheduler.forecast()
+    forecast = scheduler.packing.forecast()
     first = np.cumsum(copies) - copies
     for row, count in zip(first[copies > 1].tolist(), copies[copies > 1].tolist(), strict=True):
         for at in range(row + 1, row + count):

@@ -21,6 +21,7 @@ from batchinfer.worker.cpu_attention import CpuAttention
 from batchinfer.worker.cuda_attention import CudaAttention
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.native_attention import NativeAttention
+from batchinfer.worker.variant import AttentionVariant
 
 ATTENTION_NAME = "batchinfer_paged"
 
@@ -45,11 +46,7 @@ class AttentionBackend(Protocol):
         query: torch.Tensor,  # [T, Hq, Dk]
         key: torch.Tensor,  # [T, Hkv, Dk]
         value: torch.Tensor,  # [T, Hkv, Dv]
-        *,
-        scale: float,
-        sliding_window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,  # [Hq]
+        variant: AttentionVariant,
     ) -> torch.Tensor:
         """Write the step's keys and values, attend, return [T, Hq, Dv]."""
         ...
@@ -91,16 +88,17 @@ def paged_attention_forward(
         UnsupportedAttentionError: when the model asks for a mask, a bias or sparse attention.
     """
     _check_call(module, query, attention_mask, kwargs)
-    sinks = kwargs.get("s_aux")
     out = _backend.get().attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        sliding_window=int(kwargs.get("sliding_window") or 0),
-        softcap=float(kwargs.get("softcap") or 0.0),
-        sinks=sinks,
+        AttentionVariant(
+            scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            sliding_window=int(kwargs.get("sliding_window") or 0),
+            softcap=float(kwargs.get("softcap") or 0.0),
+            sinks=kwargs.get("s_aux"),
+        ),
     )
     return out[None], None
 

@@ -9,6 +9,7 @@ import torch
 from batchinfer.engine.step import Step
 from batchinfer.worker.cpu_plan import Bucket, Plan, make_plan
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.variant import AttentionVariant
 
 
 class CpuAttention:
@@ -36,23 +37,20 @@ class CpuAttention:
         query: torch.Tensor,  # [T, Hq, Dk]
         key: torch.Tensor,  # [T, Hkv, Dk]
         value: torch.Tensor,  # [T, Hkv, Dv]
-        *,
-        scale: float,
-        sliding_window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,  # [Hq]
+        variant: AttentionVariant,
     ) -> torch.Tensor:
         """Write the step's keys and values, attend, return [T, Hq, Dv]."""
         self._cache.write(layer, key, value, self._slot_mapping)
-        if sliding_window not in self._plans:
-            self._plans[sliding_window] = make_plan(self._step, self._cache, sliding_window)
-        plan = self._plans[sliding_window]
+        window, softcap = variant.sliding_window, variant.softcap
+        if window not in self._plans:
+            self._plans[window] = make_plan(self._step, self._cache, window)
+        plan = self._plans[window]
         keys = self._cache.units(layer, values=False)
         values = self._cache.units(layer, values=True)
         queries = query.index_select(0, plan.tokens)
         attended = query.new_empty(len(queries), query.shape[1], value.shape[2])
         for bucket in plan.buckets:
-            scores = self._scores(bucket, queries[bucket.queries], keys, scale)
+            scores = self._scores(bucket, queries[bucket.queries], keys, variant.scale)
             if softcap:
                 scores.div_(softcap).tanh_().mul_(softcap)
             # [R, Hkv, heads per KV head, Q, C]
@@ -61,8 +59,8 @@ class CpuAttention:
             )
             by_head[..., bucket.all_visible :].masked_fill_(bucket.hidden, float("-inf"))
             weighed = self._weigh(bucket, scores, values)
-            if sinks is not None:
-                weighed *= _left_by_sinks(by_head, sinks).to(weighed.dtype)
+            if variant.sinks is not None:
+                weighed *= _left_by_sinks(by_head, variant.sinks).to(weighed.dtype)
             _store(weighed, attended[bucket.queries], bucket)
         return attended.index_select(0, plan.rows)
 

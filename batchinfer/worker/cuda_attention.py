@@ -9,6 +9,7 @@ import torch
 
 from batchinfer.engine.step import Step
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.variant import AttentionVariant
 
 
 class CudaAttention:
@@ -29,11 +30,7 @@ class CudaAttention:
         query: torch.Tensor,  # [T, Hq, Dk]
         key: torch.Tensor,  # [T, Hkv, Dk]
         value: torch.Tensor,  # [T, Hkv, Dv]
-        *,
-        scale: float,
-        sliding_window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,  # [Hq]
+        variant: AttentionVariant,
     ) -> torch.Tensor:
         """Write the step's keys and values, attend, return [T, Hq, Dv]."""
         from batchinfer.kernels.paged_attention import paged_attention
@@ -47,11 +44,11 @@ class CudaAttention:
             self._tensors["block_tables"],
             self._tensors["query_starts"],
             self._tensors["context_lens"],
-            scale=scale,
             out=out,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
+            scale=variant.scale,
+            sliding_window=variant.sliding_window,
+            softcap=variant.softcap,
+            sinks=variant.sinks,
             max_query_len=self._max_query_len,
             max_context_len=self._max_context_len,
         )

@@ -9,6 +9,7 @@ import torch
 from batchinfer.engine.step import Step
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.variant import AttentionVariant
 
 
 class NativeAttention:
@@ -30,11 +31,7 @@ class NativeAttention:
         query: torch.Tensor,  # [T, Hq, Dk]
         key: torch.Tensor,  # [T, Hkv, Dk]
         value: torch.Tensor,  # [T, Hkv, Dv]
-        *,
-        scale: float,
-        sliding_window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,  # [Hq]
+        variant: AttentionVariant,
     ) -> torch.Tensor:
         """Write the step's keys and values, attend, return [T, Hq, Dv]."""
         key_cache, value_cache = self._cache.key(layer), self._cache.value(layer)
@@ -48,11 +45,11 @@ class NativeAttention:
             self._tensors["block_tables"],
             self._tensors["query_starts"],
             self._tensors["context_lens"],
-            scale=scale,
             out=out,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
+            scale=variant.scale,
+            sliding_window=variant.sliding_window,
+            softcap=variant.softcap,
+            sinks=variant.sinks,
         )
         return out
 

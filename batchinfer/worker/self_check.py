@@ -21,6 +21,7 @@ from batchinfer.errors import ModelError
 from batchinfer.worker.attention import AttentionBackend, UnsupportedAttentionError, make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.variant import AttentionVariant
 
 _TOKENS = (3, 7)
 _RELATIVE_TOLERANCE = 2e-2  # of the largest logit: enough for 16-bit weights
@@ -119,11 +120,7 @@ class _Recorder:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
+        variant: AttentionVariant,
     ) -> torch.Tensor:
         if layer != len(self.windows):
             raise UnsupportedAttentionError(f"its layers do not attend in order (layer {layer})")
@@ -134,14 +131,5 @@ class _Recorder:
             raise UnsupportedAttentionError(
                 f"layer {layer} has keys and values of {shapes} where its config says {expected}"
             )
-        self.windows.append(sliding_window)
-        return self.backend.attend(
-            layer,
-            query,
-            key,
-            value,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        self.windows.append(variant.sliding_window)
+        return self.backend.attend(layer, query, key, value, variant)
