@@ -255,13 +255,13 @@ class EngineConfig:
     """Bits never depend on what ran beside a row, on any device."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "order_window"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("block_size", self.block_size <= 1024, "at most 1024")
+        most = {"block_size": 1024, "max_num_seqs": 2**16, "max_num_batched_tokens": 2**24}
+        for name, bound in (most | {"order_window": 2**31 - 1}).items():
+            self._require(name, 1 <= getattr(self, name) <= bound, f"1 to {bound}")
         share = self.gpu_memory_utilization
         self._require("gpu_memory_utilization", 0.0 < share <= 1.0, "over 0 and at most 1")
         blocks = self.num_kv_blocks
-        self._require("num_kv_blocks", blocks is None or blocks >= 1, "at least 1")
+        self._require("num_kv_blocks", blocks is None or 1 <= blocks < 2**31, "1 to 2**31 - 1")
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory, "kv_cache_memory")
         parse_size(self.swap_space, "swap_space")
