@@ -104,7 +104,7 @@ def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
         ("engine: 3", "engine is 3; it must be keys and values"),
         ("stats: [1]", "stats is [1]; it must be keys and values"),
         ("engine: {block_size: '16'}", 'engine.block_size is "16"; it must be a whole number'),
-        ("engine: {block_size: 0}", "engine.block_size is 0; it must be at least 1"),
+        ("engine: {block_size: 0}", "engine.block_size is 0; it must be 1 to 1024"),
         ("engine: {block_size: 1.5}", "engine.block_size is 1.5; it must be a whole number"),
         ("engine: {order: up}", "engine.order is \"up\"; it must be 'prefix' or 'input'"),
         ("engine: {device: no}", 'engine.device is "no"; it must be'),
