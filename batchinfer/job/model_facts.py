@@ -21,7 +21,7 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
     and tokenizer file. A hub id: its name and revision as written.
 
     Raises:
-        ModelError: a file in the folder cannot be read.
+        ModelError: the folder is not there, or a file in it cannot be read.
     """
     facts = {"model": _facts_of(model.name, model.revision)}
     if model.tokenizer is not None:
@@ -32,6 +32,8 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
 def _facts_of(name: str, revision: str | None) -> dict[str, Any]:
     folder = Path(name)
     if not os.path.isdir(folder):  # unlike Path.is_dir, false for names no folder can have
+        if folder.is_absolute():  # found before --overwrite deletes anything
+            raise ModelError(f"model.name: there is no folder {name}")
         return {"name": name, "revision": revision}
     try:
         weights = {path.name: _weight_facts(path) for path in sorted(folder.glob("*.safetensors"))}

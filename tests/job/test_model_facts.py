@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.errors import ModelError
 from batchinfer.job.model_facts import model_facts
 from batchinfer.job.spec import ModelSpec
 
@@ -53,3 +54,8 @@ def test_a_hub_id_is_its_name_and_revision() -> None:
 
 def test_a_name_too_long_for_a_folder_is_a_hub_id() -> None:
     assert model_facts(ModelSpec(name="n" * 300))["model"] == {"name": "n" * 300, "revision": None}
+
+
+def test_a_folder_that_is_not_there_is_found_before_anything_is_deleted() -> None:
+    with pytest.raises(ModelError, match="there is no folder /nowhere"):
+        model_facts(ModelSpec(name="/nowhere"))
