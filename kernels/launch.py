@@ -23,3 +23,8 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
             f"{name}: tensors are on {device.type!r}, the Triton kernel needs a CUDA device. "
             "Elsewhere use the CPU path, or set TRITON_INTERPRET=1 before triton is imported."
         )
+
+
+def warps_for(elements: int) -> int:
+    """Warps of a program that holds a tile of so many elements: eight or more to a thread."""
+    return min(16, max(1, elements // 256))

@@ -121,3 +121,67 @@ def block_copy(
     """Copy the source slot's row of every pair over its destination slot's row."""
     sources, destinations = pairs.long().unbind(dim=1)
     pool[destinations] = pool[sources]
+
+
+def rms_norm(
+    x: torch.Tensor,  # [N, W]
+    weight: torch.Tensor,  # [W]
+    *,
+    eps: float,
+    offset: float = 0.0,
+    out: torch.Tensor,  # [N, W]
+) -> None:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), row by row (Zhang & Sennrich 2019,
+    arXiv:1910.07467; an offset of 1 is Gemma's)."""
+    wide = x.double()
+    inverse = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    out.copy_(wide * inverse * (offset + weight.double()))
+
+
+def silu_mul(
+    gate_up: torch.Tensor,  # [N, 2 * W]
+    *,
+    out: torch.Tensor,  # [N, W]
+) -> None:
+    """silu(gate) * up of rows that hold gate and up side by side (Shazeer 2020,
+    arXiv:2002.05202)."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    out.copy_(gate * gate.sigmoid() * up)
+
+
+def rotary_write(
+    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]
+    cos: torch.Tensor,  # [T, R], R <= D
+    sin: torch.Tensor,  # [T, R]
+    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D]
+    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D]
+    slot_mapping: torch.Tensor,  # [T] int64
+    *,
+    q_norm: torch.Tensor | None = None,  # [D]
+    k_norm: torch.Tensor | None = None,  # [D]
+    eps: float = 0.0,
+    offset: float = 0.0,
+) -> None:
+    """Queries normalised (where there is a norm) and rotated in place; keys likewise into their
+    slots, values as they are. Rotary positions as in GPT-NeoX: element i turns with i + R / 2 (Su
+    et al. 2021, arXiv:2104.09864)."""
+    _, num_kv_heads, _, width = key_cache.shape
+    heads = qkv.view(len(qkv), qkv.shape[1] // width, width)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+    value = heads[:, num_heads + num_kv_heads :]
+
+    def turned(x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        wide = x.double()
+        if norm is not None:
+            normed = torch.empty_like(wide)
+            rms_norm(wide, norm, eps=eps, offset=offset, out=normed)
+            wide = normed
+        turning, rest = wide[..., : cos.shape[1]], wide[..., cos.shape[1] :]
+        low, high = turning.chunk(2, dim=-1)
+        quarter_turn = torch.cat([-high, low], dim=-1)
+        turning = turning * cos.double()[:, None] + quarter_turn * sin.double()[:, None]
+        return torch.cat([turning, rest], dim=-1)
+
+    kv_write(turned(key, k_norm), value, key_cache, value_cache, slot_mapping)
+    query.copy_(turned(query, q_norm))

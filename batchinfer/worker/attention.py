@@ -2,7 +2,7 @@
 
 Registered with transformers' ``AttentionInterface`` and without a mask function, so that
 transformers makes no mask. What a call cannot be told by the model (block tables, slots) it finds
-in the forward context that the runner opens around the model's call.
+in the forward context that is opened around the model's call.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -44,11 +45,9 @@ class AttentionBackend(Protocol):
         self,
         layer: int,
         query: torch.Tensor,  # [T, Hq, Dk]
-        key: torch.Tensor,  # [T, Hkv, Dk]
-        value: torch.Tensor,  # [T, Hkv, Dv]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        """Write the step's keys and values, attend, return [T, Hq, Dv]."""
+        """Attend over what is in the cache; returns [T, Hq, Dv]."""
         ...
 
 
@@ -59,17 +58,27 @@ def make_backend(cache: KVCache) -> AttentionBackend:
     return NativeAttention(cache) if native.supports(cache.pool.dtype) else CpuAttention(cache)
 
 
-_backend: ContextVar[AttentionBackend] = ContextVar("attention_backend")
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What the attention layers of one forward pass need."""
+
+    cache: KVCache
+    backend: AttentionBackend
+    slot_mapping: torch.Tensor  # [T] int64: where each token's keys and values go
+
+
+_context: ContextVar[ForwardContext] = ContextVar("forward_context")
+current_context = _context.get
 
 
 @contextmanager
-def forward_context(backend: AttentionBackend) -> Iterator[None]:
-    """Let the attention layers of the models called inside use ``backend``."""
-    token = _backend.set(backend)
+def forward_context(context: ForwardContext) -> Iterator[None]:
+    """Let the attention layers of the models called inside use ``context``."""
+    token = _context.set(context)
     try:
         yield
     finally:
-        _backend.reset(token)
+        _context.reset(token)
 
 
 def paged_attention_forward(
@@ -88,11 +97,12 @@ def paged_attention_forward(
         UnsupportedAttentionError: when the model asks for a mask, a bias or sparse attention.
     """
     _check_call(module, query, attention_mask, kwargs)
-    out = _backend.get().attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
+    context, layer = current_context(), int(module.layer_idx)  # type: ignore[arg-type]
+    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    context.cache.write(layer, key, value, context.slot_mapping)
+    out = context.backend.attend(
+        layer,
         query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
         AttentionVariant(
             scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
             sliding_window=int(kwargs.get("sliding_window") or 0),

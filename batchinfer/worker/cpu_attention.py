@@ -29,33 +29,30 @@ class CpuAttention:
         """Take the step that the following calls belong to, and its arrays as tensors."""
         self._step = step
         self._plans.clear()
-        self._slot_mapping = tensors["slot_mapping"]
 
     def attend(
         self,
         layer: int,
         query: torch.Tensor,  # [T, Hq, Dk]
-        key: torch.Tensor,  # [T, Hkv, Dk]
-        value: torch.Tensor,  # [T, Hkv, Dv]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        """Write the step's keys and values, attend, return [T, Hq, Dv]."""
-        self._cache.write(layer, key, value, self._slot_mapping)
+        """Attend over what is in the cache; returns [T, Hq, Dv]."""
         window, softcap = variant.sliding_window, variant.softcap
+        layout = self._cache.layout
         if window not in self._plans:
             self._plans[window] = make_plan(self._step, self._cache, window)
         plan = self._plans[window]
         keys = self._cache.units(layer, values=False)
         values = self._cache.units(layer, values=True)
         queries = query.index_select(0, plan.tokens)
-        attended = query.new_empty(len(queries), query.shape[1], value.shape[2])
+        attended = query.new_empty(len(queries), query.shape[1], layout.value_width)
         for bucket in plan.buckets:
             scores = self._scores(bucket, queries[bucket.queries], keys, variant.scale)
             if softcap:
                 scores.div_(softcap).tanh_().mul_(softcap)
             # [R, Hkv, heads per KV head, Q, C]
             by_head = scores.view(
-                bucket.num_tiles, key.shape[1], -1, bucket.tile_size, bucket.context
+                bucket.num_tiles, layout.num_kv_heads, -1, bucket.tile_size, bucket.context
             )
             by_head[..., bucket.all_visible :].masked_fill_(bucket.hidden, float("-inf"))
             weighed = self._weigh(bucket, scores, values)

@@ -28,15 +28,12 @@ class CudaAttention:
         self,
         layer: int,
         query: torch.Tensor,  # [T, Hq, Dk]
-        key: torch.Tensor,  # [T, Hkv, Dk]
-        value: torch.Tensor,  # [T, Hkv, Dv]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        """Write the step's keys and values, attend, return [T, Hq, Dv]."""
+        """Attend over what is in the cache; returns [T, Hq, Dv]."""
         from batchinfer.kernels.paged_attention import paged_attention
 
-        self._cache.write(layer, key, value, self._tensors["slot_mapping"])
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        out = query.new_empty(*query.shape[:2], self._cache.layout.value_width)
         paged_attention(
             query,
             self._cache.key(layer),

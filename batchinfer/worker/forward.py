@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from batchinfer.engine.step import Step
-from batchinfer.worker.attention import AttentionBackend, forward_context
+from batchinfer.worker.attention import AttentionBackend, ForwardContext, forward_context
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.transfer import to_device
 
@@ -25,7 +25,7 @@ def forward(
     if len(step.block_copies):
         cache.copy_blocks(tensors["block_copies"])
     backend.begin_step(step, tensors)
-    with forward_context(backend):
+    with forward_context(ForwardContext(cache, backend, tensors["slot_mapping"])):
         output = model(
             input_ids=tensors["token_ids"][None],
             position_ids=tensors["positions"][None],

@@ -9,6 +9,9 @@ import torch
 
 from batchinfer.engine.layout import KVLayout
 from batchinfer.errors import DeviceError
+from batchinfer.kernels import reference
+from batchinfer.kernels.cpu import native
+from batchinfer.worker.row_ops import HeadNorms, rotary_write
 
 _ALIGNMENT = 64  # bytes of a cache line
 
@@ -60,17 +63,40 @@ class KVCache:
         value: torch.Tensor,  # [T, kv_head, value_width]
         slot_mapping: torch.Tensor,  # [T] int64, slot * block_size + offset
     ) -> None:
-        """Store the keys and values of T tokens, each where ``slot_mapping`` says."""
+        """Store the keys and values of T tokens, each where ``slot_mapping`` says.
+
+        Raises:
+            ValueError: they are not of the layout's shape.
+        """
+        shapes, layout = [tuple(key.shape[1:]), tuple(value.shape[1:])], self.layout
+        expected = [(layout.num_kv_heads, w) for w in (layout.key_width, layout.value_width)]
+        if shapes != expected:
+            raise ValueError(
+                f"layer {layer} has keys and values of {shapes} where its config says {expected}"
+            )
         key_cache, value_cache = self.key(layer), self.value(layer)
         if self.pool.is_cuda:
             from batchinfer.kernels.kv_write import kv_write
 
             kv_write(key, value, key_cache, value_cache, slot_mapping)
-            return
-        slots = slot_mapping // self.layout.block_size
-        offsets = slot_mapping % self.layout.block_size
-        key_cache[slots, :, offsets] = key
-        value_cache[slots, :, offsets] = value
+        elif native.supports(self.pool.dtype):
+            key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+            native.kv_write(key, value, key_cache, value_cache, slot_mapping)
+        else:
+            reference.kv_write(key, value, key_cache, value_cache, slot_mapping)
+
+    def rotary_write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,  # [T, (Hq + 2 * kv_head) * width]
+        cos: torch.Tensor,  # [T, rotary_width]
+        sin: torch.Tensor,  # [T, rotary_width]
+        slot_mapping: torch.Tensor,  # [T] int64
+        norms: HeadNorms | None,
+    ) -> None:
+        """Turn queries in place by their rotary positions; store turned keys, and values."""
+        caches = self.key(layer), self.value(layer)
+        rotary_write(qkv, cos, sin, *caches, slot_mapping, norms)
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy whole blocks: pairs [C, 2] of (source slot, destination slot).

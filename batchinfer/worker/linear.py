@@ -46,6 +46,22 @@ class PackedLinear(nn.Module):
         return packed
 
 
+def merged(*linears: nn.Linear) -> nn.Linear:
+    """One layer whose outputs are those of ``linears``, which take the same input, side by side."""
+    first = linears[0]
+    widths = [linear.out_features for linear in linears]
+    one = nn.Linear(first.in_features, sum(widths), bias=False, device="meta")
+    weights = torch.cat([linear.weight.detach() for linear in linears])
+    one.weight = nn.Parameter(weights, requires_grad=False)
+    if any(linear.bias is not None for linear in linears):
+        biases = [
+            linear.weight.new_zeros(width) if linear.bias is None else linear.bias.detach()
+            for linear, width in zip(linears, widths, strict=True)
+        ]
+        one.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return one
+
+
 def pack_linears(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace the linear layers of a model on the CPU, one at a time, where packing works."""
     if not packing_works(dtype):

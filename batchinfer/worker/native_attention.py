@@ -22,22 +22,19 @@ class NativeAttention:
         """Take the step that the following calls belong to, and its arrays as tensors."""
         self._tensors = {
             name: tensors[name].contiguous()
-            for name in ("slot_mapping", "block_tables", "query_starts", "context_lens")
+            for name in ("block_tables", "query_starts", "context_lens")
         }
 
     def attend(
         self,
         layer: int,
         query: torch.Tensor,  # [T, Hq, Dk]
-        key: torch.Tensor,  # [T, Hkv, Dk]
-        value: torch.Tensor,  # [T, Hkv, Dv]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        """Write the step's keys and values, attend, return [T, Hq, Dv]."""
+        """Attend over what is in the cache; returns [T, Hq, Dv]."""
         key_cache, value_cache = self._cache.key(layer), self._cache.value(layer)
-        query, key, value = (_rows(tensor) for tensor in (query, key, value))
-        native.kv_write(key, value, key_cache, value_cache, self._tensors["slot_mapping"])
-        out = query.new_empty(*query.shape[:2], value.shape[2])
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        out = query.new_empty(*query.shape[:2], value_cache.shape[3])
         native.paged_attention(
             query,
             key_cache,
@@ -52,8 +49,3 @@ class NativeAttention:
             sinks=variant.sinks,
         )
         return out
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with each head's row in one piece."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -10,10 +10,9 @@
    tile, the step or the thread it is computed in. What positions hold that a token does not see
    cannot matter to it. Accumulation is in float32. */
 
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "elements.h"
 
 #define PIECE 256
 #define TILE_ROWS 16
@@ -44,48 +43,10 @@ typedef struct {
     int32_t num_tokens, num_kv_heads, key_width, value_width, block_size, element_size;
 } write_args;
 
-/* exp for x <= 0, to 2 ulp; NaN stays NaN. Written out so that it vectorises everywhere. */
-static inline float exp_negative(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    float n = rintf(x * 1.44269504f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691e-4f;
-    p = p * r + 1.3981999e-3f;
-    p = p * r + 8.3334519e-3f;
-    p = p * r + 4.1665796e-2f;
-    p = p * r + 1.6666665e-1f;
-    p = p * r + 5.0000001e-1f;
-    p = p * r * r + r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return p * scale;
-}
-
-static inline float from_bf16(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline uint16_t to_bf16(float x) { /* to nearest, ties to even; NaN stays NaN */
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40);
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
 static inline const float *widened(const uint16_t *source, float *buffer, int count) {
     for (int i = 0; i < count; i++) buffer[i] = from_bf16(source[i]);
     return buffer;
 }
-
-#ifdef __FMA__
-#define FMA(a, b, c) __builtin_fmaf(a, b, c) /* unlike a sum, never reordered */
-#else
-#define FMA(a, b, c) ((a) * (b) + (c))
-#endif
 
 #define ELEMENT float
 #define NAME attend_f32

@@ -24,6 +24,16 @@ from batchinfer.kernels.cases import (
 )
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.paged_attention import paged_attention
+from batchinfer.kernels.rms_norm import rms_norm
+from batchinfer.kernels.rotary_write import rotary_write
+from batchinfer.kernels.row_cases import (
+    ROTARY_CASES,
+    ROW_CASES,
+    build_rms_norm,
+    build_rotary_write,
+    build_silu_mul,
+)
+from batchinfer.kernels.silu_mul import silu_mul
 
 LENS = ((1, 100), (5, 90))
 CASES = (
@@ -54,10 +64,14 @@ class NoDevice:
 
 def compile_all() -> None:
     """Call every wrapper; its launches compile, for the driver that is active."""
-    for case in CASES:
-        paged_attention(**build_attention(case, "cpu", torch.bfloat16).arguments)
+    for attention in CASES:
+        paged_attention(**build_attention(attention, "cpu", torch.bfloat16).arguments)
     kv_write(**build_write(WRITE_CASES[1], "cpu", torch.bfloat16)[1])
     block_copy(**build_copy(COPY_CASES[1], "cpu", torch.bfloat16))
+    rms_norm(**build_rms_norm(ROW_CASES[2], "cpu", torch.bfloat16))
+    silu_mul(**build_silu_mul(ROW_CASES[2], "cpu", torch.bfloat16))
+    for case in ROTARY_CASES[1:3]:
+        rotary_write(**build_rotary_write(case, "cpu", torch.bfloat16)[1])
 
 
 def main() -> None:

@@ -1,0 +1,105 @@
+"""The C kernels of this folder as a shared library, compiled on first use.
+
+Needs a C compiler (``$CC``, else ``cc``). The library is cached by source, flags, compiler and
+processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+_log = logging.getLogger(__name__)  # a warning, so that it shows: the first start takes longer
+
+_FOLDER = Path(__file__).resolve().parent
+_SOURCES = ("paged_attention.c", "row_ops.c")
+_INCLUDED = ("elements.h", "attend.inc", "row_ops.inc")
+# Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
+_FLAGS = (
+    *("-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-shared", "-std=gnu11"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+    *("-freciprocal-math", "-ffp-contract=fast"),
+)
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The compiled library, or None where it cannot be built."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        return None
+    try:
+        return ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _built(compiler: str) -> Path:
+    openmp = _openmp_libraries()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
+    parts = [version.stdout, _processor(), *map(str.encode, (*_FLAGS, *openmp))]
+    parts += [(_FOLDER / name).read_bytes() for name in (*_SOURCES, *_INCLUDED)]
+    name = f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
+    for folder in _cache_folders():
+        path = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not _is_own(folder):
+                continue
+            if path.exists():
+                return path
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                new = Path(scratch) / name
+                sources = [str(_FOLDER / source) for source in _SOURCES]
+                _log.warning("compiling the C kernels for this processor, once, into %s", folder)
+                subprocess.run(
+                    [compiler, *_FLAGS, *sources, "-o", str(new), "-fopenmp", *openmp, "-lm"],
+                    capture_output=True,
+                    check=True,
+                    timeout=120,
+                )
+                os.replace(new, path)  # another process may have built the same
+                return path
+        except OSError:
+            continue
+    raise OSError("no folder to build kernels in")
+
+
+def _openmp_libraries() -> list[str]:
+    """The OpenMP runtime that torch has loaded: a second one would fight it for the cores."""
+    return [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
+
+
+def _cache_folders() -> list[Path]:
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        user = [Path(root) if root else Path.home() / ".cache"]
+    except RuntimeError:  # no home
+        user = []
+    shared = Path(tempfile.gettempdir()) / f"batchinfer-{os.getuid()}"
+    return [*(folder / "batchinfer" for folder in user), shared]
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else can put a library there."""
+    status = folder.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _processor() -> bytes:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return b"".join(sorted({x for x in lines if x.startswith((b"model name", b"flags"))}))

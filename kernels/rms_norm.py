@@ -1,0 +1,67 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
+# the comment behind each. Compile-time constants are written as constants.)
+"""Root mean square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+Formula, for every row:
+
+    out = x / sqrt(mean(x^2) + eps) * (offset + weight)
+
+The sum, the root and the products are float32, rounded to `out`'s dtype once. One program takes one
+row whole.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.launch import OPTIONS, check_launchable, warps_for
+
+
+def rms_norm(
+    x: torch.Tensor,  # [N, W], last dimension contiguous
+    weight: torch.Tensor,  # [W]
+    *,
+    eps: float,
+    offset: float = 0.0,
+    out: torch.Tensor,  # [N, W], contiguous
+) -> None:
+    """Normalise every row of `x` into `out`."""
+    check_launchable("rms_norm", x, weight, out)
+    num_rows, width = x.shape
+    if num_rows == 0:
+        return
+    block = triton.next_power_of_2(width)
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        weight,
+        out,
+        x.stride(0),
+        eps,
+        OFFSET=offset,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=warps_for(block),
+        **OPTIONS,
+    )
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _rms_norm_kernel(
+    x_ptr,  # [N, W]
+    weight_ptr,  # [W]
+    out_ptr,  # [N, W]
+    x_row_stride,
+    eps,
+    OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x) / WIDTH + eps)
+    tl.store(out_ptr + row * WIDTH + columns, x * inverse * (OFFSET + weight), mask=mask)

@@ -1,0 +1,153 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
+# the comment behind each. Compile-time constants are written as constants.)
+"""From the q/k/v product to attention: norms, rotary positions and the KV write in one launch.
+
+Formula, for every token and every query and key head x (Su et al. 2021, arXiv:2104.09864, in the
+arrangement of GPT-NeoX), where R is the rotated width and x is first normalised as in `rms_norm` if
+there is a norm:
+
+    out[i]         = x[i]         * cos[i]         - x[i + R / 2] * sin[i]          i < R / 2
+    out[i + R / 2] = x[i + R / 2] * cos[i + R / 2] + x[i]         * sin[i + R / 2]
+    out[i]         = x[i]                                                           i >= R
+
+Queries are replaced in place; keys go to their slots, values are copied to theirs. All in float32,
+rounded once. One program takes all heads of one token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.launch import OPTIONS, check_launchable, warps_for
+
+
+def rotary_write(
+    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D], last dimension contiguous
+    cos: torch.Tensor,  # [T, R], contiguous
+    sin: torch.Tensor,  # [T, R], contiguous
+    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D], last dimension contiguous
+    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D], last dimension contiguous
+    slot_mapping: torch.Tensor,  # [T] int64, slot * block_size + offset; negative: skip the token
+    *,
+    q_norm: torch.Tensor | None = None,  # [D]
+    k_norm: torch.Tensor | None = None,  # [D]
+    eps: float = 0.0,
+    offset: float = 0.0,
+) -> None:
+    """Normalise and rotate queries in place, and keys on their way into the cache."""
+    check_launchable("rotary_write", qkv, cos, sin, key_cache, value_cache, slot_mapping)
+    _, num_kv_heads, block_size, width = key_cache.shape
+    num_heads = qkv.shape[1] // width - 2 * num_kv_heads
+    if len(qkv) == 0:
+        return
+    heads_block = triton.next_power_of_2(num_heads + num_kv_heads)
+    width_block = triton.next_power_of_2(width)
+    _rotary_write_kernel[(len(qkv),)](
+        qkv,
+        cos,
+        sin,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        q_norm,
+        k_norm,
+        qkv.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        eps,
+        OFFSET=offset,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        WIDTH=width,
+        ROTARY_WIDTH=cos.shape[1],
+        BLOCK_SIZE=block_size,
+        HEADS_BLOCK=heads_block,
+        KV_HEADS_BLOCK=triton.next_power_of_2(num_kv_heads),
+        WIDTH_BLOCK=width_block,
+        num_warps=warps_for(heads_block * width_block),
+        **OPTIONS,
+    )
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _rotary_write_kernel(
+    qkv_ptr,  # [T, (Hq + 2 * Hkv) * D]
+    cos_ptr,  # [T, R]
+    sin_ptr,  # [T, R]
+    key_cache_ptr,  # [num_slots, Hkv, block_size, D]
+    value_cache_ptr,  # [num_slots, Hkv, block_size, D]
+    slot_mapping_ptr,  # [T] int64
+    q_norm_ptr,  # [D] or None
+    k_norm_ptr,  # [D] or None
+    qkv_token_stride,
+    key_cache_slot_stride,
+    key_cache_head_stride,
+    key_cache_token_stride,
+    value_cache_slot_stride,
+    value_cache_head_stride,
+    value_cache_token_stride,
+    eps,
+    OFFSET: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROTARY_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    KV_HEADS_BLOCK: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    qkv_ptr += token * qkv_token_stride
+    destination = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    slot = destination // BLOCK_SIZE
+    position = destination % BLOCK_SIZE
+    heads = tl.arange(0, HEADS_BLOCK)[:, None]
+    columns = tl.arange(0, WIDTH_BLOCK)[None, :]
+    is_query = heads < NUM_HEADS
+    mask = (heads < NUM_HEADS + NUM_KV_HEADS) & (columns < WIDTH)
+
+    # The element each one turns with; where nothing turns, cos is 1 and sin 0.
+    half: tl.constexpr = ROTARY_WIDTH // 2
+    is_low = columns < half
+    turns = columns < ROTARY_WIDTH
+    partner = tl.where(is_low, columns + half, tl.where(turns, columns - half, columns))
+    cos = tl.load(cos_ptr + token * ROTARY_WIDTH + columns, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * ROTARY_WIDTH + columns, mask=turns, other=0.0).to(tl.float32)
+
+    x = tl.load(qkv_ptr + heads * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(qkv_ptr + heads * WIDTH + partner, mask=mask, other=0.0).to(tl.float32)
+    if q_norm_ptr is not None:
+        inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / WIDTH + eps)
+        here = columns < WIDTH
+        q_norm = tl.load(q_norm_ptr + columns, mask=here, other=0.0).to(tl.float32)
+        k_norm = tl.load(k_norm_ptr + columns, mask=here, other=0.0).to(tl.float32)
+        x *= inverse * (OFFSET + tl.where(is_query, q_norm, k_norm))
+        q_norm = tl.load(q_norm_ptr + partner, mask=here, other=0.0).to(tl.float32)
+        k_norm = tl.load(k_norm_ptr + partner, mask=here, other=0.0).to(tl.float32)
+        y *= inverse * (OFFSET + tl.where(is_query, q_norm, k_norm))
+    turned = x * cos + tl.where(is_low, -y, y) * sin
+
+    # Every element has been read, by this program alone, before any is replaced.
+    tl.debug_barrier()
+    tl.store(qkv_ptr + heads * WIDTH + columns, turned, mask=mask & is_query)
+    if destination < 0:
+        return
+    key_cache_ptr += slot * key_cache_slot_stride + position * key_cache_token_stride
+    tl.store(
+        key_cache_ptr + (heads - NUM_HEADS).to(tl.int64) * key_cache_head_stride + columns,
+        turned,
+        mask=mask & (heads >= NUM_HEADS),
+    )
+    kv_heads = tl.arange(0, KV_HEADS_BLOCK)[:, None]
+    mask = (kv_heads < NUM_KV_HEADS) & (columns < WIDTH)
+    first_value = (NUM_HEADS + NUM_KV_HEADS) * WIDTH
+    value = tl.load(qkv_ptr + first_value + kv_heads * WIDTH + columns, mask=mask)
+    value_cache_ptr += slot * value_cache_slot_stride + position * value_cache_token_stride
+    tl.store(
+        value_cache_ptr + kv_heads.to(tl.int64) * value_cache_head_stride + columns,
+        value,
+        mask=mask,
+    )

@@ -1,0 +1,117 @@
+"""The inputs that the row-wise kernels and their twins are compared on: odd shapes on purpose."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """`num_rows` of `width`, with `padding` elements between one row and the next."""
+
+    name: str
+    num_rows: int
+    width: int
+    padding: int = 0
+    offset: float = 0.0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ROW_CASES = (
+    RowCase("one", 1, 1),
+    RowCase("odd_width", 3, 45),
+    RowCase("strided", 5, 96, padding=7),
+    RowCase("offset", 4, 64, offset=1.0),
+    RowCase("wide", 70, 1100, padding=3),
+    RowCase("no_rows", 0, 32),
+)
+
+
+def build_rms_norm(case: RowCase, device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `rms_norm`, by name; `out` holds NaN."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(case.num_rows, case.width + case.padding, generator=generator)
+    weight = torch.randn(case.width, generator=generator)
+    return {
+        "x": rows.to(device, dtype)[:, : case.width],
+        "weight": weight.to(device, dtype),
+        "eps": 1e-5,
+        "offset": case.offset,
+        "out": torch.full((case.num_rows, case.width), torch.nan, device=device, dtype=dtype),
+    }
+
+
+def build_silu_mul(case: RowCase, device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `silu_mul`, by name; gates far from zero are among them."""
+    generator = torch.Generator().manual_seed(0)
+    rows = 20 * torch.randn(case.num_rows, 2 * case.width + case.padding, generator=generator)
+    return {
+        "gate_up": rows.to(device, dtype)[:, : 2 * case.width],
+        "out": torch.full((case.num_rows, case.width), torch.nan, device=device, dtype=dtype),
+    }
+
+
+@dataclass(frozen=True)
+class RotaryCase:
+    """A step's tokens; `rotary_width` 0 is the whole width of a head."""
+
+    name: str
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    width: int
+    rotary_width: int = 0
+    block_size: int = 16
+    norms: bool = False
+    offset: float = 0.0
+    skips: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ROTARY_CASES = (
+    RotaryCase("one", 1, 1, 1, 2, block_size=1),
+    RotaryCase("grouped", 7, 6, 2, 64),
+    RotaryCase("normed", 9, 4, 4, 128, norms=True),
+    RotaryCase("normed_with_offset", 5, 4, 1, 40, norms=True, offset=1.0),
+    RotaryCase("partly_rotated", 5, 3, 3, 80, rotary_width=20),
+    RotaryCase("skips", 10, 2, 1, 24, block_size=24, skips=True),
+    RotaryCase("many", 130, 8, 2, 96, norms=True),
+    RotaryCase("no_tokens", 0, 2, 2, 16),
+)
+
+
+def build_rotary_write(
+    case: RotaryCase, device: torch.device | str, dtype: torch.dtype
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The pool, full of NaN, and the arguments of `rotary_write`, by name."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    width, num_kv_heads, block_size = case.width, case.num_kv_heads, case.block_size
+    num_slots = case.num_tokens // block_size + 3
+    angles = 6.28 * torch.rand(case.num_tokens, case.rotary_width or width, generator=generator)
+    pool = torch.full(
+        (num_slots, 2, num_kv_heads, block_size, width), torch.nan, device=device, dtype=dtype
+    )
+    slot_mapping = torch.randperm(num_slots * block_size, generator=generator)[: case.num_tokens]
+    if case.skips:
+        slot_mapping[::3] = -1
+    return pool, {
+        "qkv": normal(case.num_tokens, (case.num_heads + 2 * num_kv_heads) * width),
+        "cos": angles.cos().to(device, dtype),
+        "sin": angles.sin().to(device, dtype),
+        "key_cache": pool[:, 0],
+        "value_cache": pool[:, 1],
+        "slot_mapping": slot_mapping.to(device),
+        "q_norm": normal(width) if case.norms else None,
+        "k_norm": normal(width) if case.norms else None,
+        "eps": 1e-5,
+        "offset": case.offset,
+    }

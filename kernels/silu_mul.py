@@ -1,0 +1,57 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
+# the comment behind each. Compile-time constants are written as constants.)
+"""The gate of a SwiGLU layer (Shazeer 2020, arXiv:2002.05202).
+
+Formula, for rows that hold gate and up side by side:
+
+    out = gate * sigmoid(gate) * up
+
+in float32, rounded to `out`'s dtype once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.launch import OPTIONS, check_launchable
+
+_BLOCK = 1024
+
+
+def silu_mul(
+    gate_up: torch.Tensor,  # [N, 2 * W], last dimension contiguous
+    *,
+    out: torch.Tensor,  # [N, W], contiguous
+) -> None:
+    """Gate every row of `gate_up` into `out`."""
+    check_launchable("silu_mul", gate_up, out)
+    num_rows, width = out.shape
+    if num_rows == 0:
+        return
+    _silu_mul_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        WIDTH=width,
+        BLOCK=_BLOCK,
+        **OPTIONS,
+    )
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up_ptr,  # [N, 2 * W]
+    out_ptr,  # [N, W]
+    row_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    gate_up_ptr += row * row_stride + columns
+    gate = tl.load(gate_up_ptr, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + columns, gate * tl.sigmoid(gate) * up, mask=mask)

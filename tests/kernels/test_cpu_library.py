@@ -1,0 +1,45 @@
+"""The C kernels are compiled once, where nobody else can put a library of theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer.kernels.cpu import library, native
+
+compiled = pytest.mark.skipif(library.load() is None, reason="no C compiler here")
+
+
+def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert library.load.__wrapped__() is None
+    monkeypatch.setattr(native, "load", lambda: None)
+    assert not native.supports(torch.float32)
+
+
+@compiled
+def test_the_library_is_built_once_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library.load.__wrapped__() is not None
+    (built,) = (tmp_path / "batchinfer").iterdir()
+    built_at = built.stat().st_mtime_ns
+    assert library.load.__wrapped__() is not None
+    assert built.stat().st_mtime_ns == built_at
+    [line] = caplog.messages
+    assert line == f"compiling the C kernels for this processor, once, into {built.parent}"
+
+
+@compiled
+def test_a_cache_that_others_can_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache" / "batchinfer").mkdir(parents=True)
+    (tmp_path / "cache" / "batchinfer").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(library.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert library.load.__wrapped__() is not None
+    assert not list((tmp_path / "cache" / "batchinfer").iterdir())

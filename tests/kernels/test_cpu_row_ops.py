@@ -1,0 +1,86 @@
+"""The row-wise C kernels: equal to their twins, with bits that depend on nothing but the row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer.kernels import reference
+from batchinfer.kernels.cpu import library, row_ops
+from batchinfer.kernels.row_cases import (
+    ROTARY_CASES,
+    ROW_CASES,
+    RotaryCase,
+    RowCase,
+    build_rms_norm,
+    build_rotary_write,
+    build_silu_mul,
+)
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler here")
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@dtypes
+@pytest.mark.parametrize("case", ROW_CASES, ids=str)
+def test_rms_norm(case: RowCase, dtype: torch.dtype) -> None:
+    got, expected = (build_rms_norm(case, "cpu", dtype) for _ in range(2))
+    row_ops.rms_norm(**got)
+    reference.rms_norm(**expected)
+    assert_close(got["out"], expected["out"])
+
+
+@dtypes
+@pytest.mark.parametrize("case", ROW_CASES, ids=str)
+def test_silu_mul(case: RowCase, dtype: torch.dtype) -> None:
+    got, expected = (build_silu_mul(case, "cpu", dtype) for _ in range(2))
+    row_ops.silu_mul(**got)
+    reference.silu_mul(**expected)
+    assert_close(got["out"], expected["out"])
+
+
+@dtypes
+@pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
+def test_rotary_write(case: RotaryCase, dtype: torch.dtype) -> None:
+    pool, got = build_rotary_write(case, "cpu", dtype)
+    row_ops.rotary_write(**got)
+    expected_pool, expected = build_rotary_write(case, "cpu", dtype)
+    reference.rotary_write(**expected)
+    assert_close(got["qkv"], expected["qkv"])
+    assert_close(pool, expected_pool)
+
+
+@dtypes
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+    """With a width that leaves no vector whole, at every offset in memory."""
+    case = RowCase("odd", 50, 331)
+    for build, function, name in (
+        (build_rms_norm, row_ops.rms_norm, "x"),
+        (build_silu_mul, row_ops.silu_mul, "gate_up"),
+    ):
+        together = build(case, "cpu", dtype)
+        function(**together)
+        for row in range(50):
+            alone = together | {
+                name: together[name][row : row + 1].clone(),
+                "out": torch.empty_like(together["out"][:1]),
+            }
+            function(**alone)
+            assert torch.equal(alone["out"][0], together["out"][row]), (name, row)
+
+
+def test_nan_and_infinity_stay_in_their_row() -> None:
+    arguments = build_silu_mul(RowCase("three", 3, 40), "cpu", torch.float32)
+    arguments["gate_up"][1, 7] = torch.nan
+    arguments["gate_up"][2, 3] = torch.inf
+    row_ops.silu_mul(**arguments)
+    finite = arguments["out"].isfinite()
+    assert finite.sum(dim=1).tolist() == [40, 39, 39]
+    assert arguments["out"][2, 3].isinf()
