@@ -110,6 +110,12 @@ class BlockPool:
             return None
         return blocks[-1] if blocks else self.index.root
 
+    def settle_block(self, block: Block) -> None:
+        """What an entered block holds is there already."""
+        if block in self._in_flight:
+            self._in_flight.remove(block)
+            self.index.settle(block)
+
     def settle(self) -> None:
         """The step ran: what it filled is there."""
         for block in self._in_flight:

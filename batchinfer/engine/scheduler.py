@@ -17,6 +17,7 @@ from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.forecast import Forecast
 from batchinfer.engine.packing import Packing
 from batchinfer.engine.prefix_index import Block, common_tokens
+from batchinfer.engine.prefix_writer import PrefixWriter
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.table import Rows, SequenceTable
 
@@ -70,7 +71,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.packing = Packing(pool, table)
         self._max_tokens = max_num_batched_tokens
-        self._prefilling: dict[Block, list[Sequence]] = {}
+        self._prefixes = PrefixWriter(pool, table)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those that wait."""
@@ -83,8 +84,8 @@ class Scheduler:
     def schedule(self) -> Schedule | None:
         """The next step, with every block it writes to allocated; None if nothing is to run."""
         schedule = self._continue_running()
-        self._prefilling = {}
-        self._index_filled(schedule.rows, schedule.num_new)
+        self._prefixes.begin_step()
+        self._prefixes.enter_prompts(schedule.rows, schedule.num_new)
         if schedule.num_preempted == 0 and self.waiting:
             self._admit(schedule)
         if len(schedule.rows) == 0:
@@ -111,7 +112,7 @@ class Scheduler:
         table, row = self.table, parent.row
         computed = int(table.num_computed[row])
         child.computed_once = computed
-        child.index_parent = parent.index_parent
+        child.index_parent, child.num_indexed = parent.index_parent, parent.num_indexed
         joined = computed // table.block_size  # a partly filled block will be copied
         remaining = self.packing.remaining(child)
         if not table.has_room or not forecast.admit(child.num_tokens, remaining, joined):
@@ -144,6 +145,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks; it is recomputed when they are found again."""
         sequence.state.stats.preemptions += 1
+        self._prefixes.enter_computed(sequence)
         self.finish(sequence)
         self.requeue(sequence)
 
@@ -203,35 +205,6 @@ class Scheduler:
         for _ in range(-(-end // table.block_size) - int(table.num_blocks[row])):
             table.append_block(row, pool.allocate())
 
-    def _index_filled(self, rows: Rows, num_new: Int) -> None:
-        """Index the blocks that this step fills, and the part of a block a prompt ends in."""
-        table, size = self.table, self.table.block_size
-        start = table.num_computed[rows]
-        end = start + num_new
-        fills = end // size > start // size
-        prompt = table.num_prompt[rows]
-        for at in np.flatnonzero(fills | (start < prompt)):
-            self._index_row(int(rows[at]), int(start[at]), int(end[at]), int(prompt[at]))
-
-    def _index_row(self, row: int, start: int, end: int, prompt: int) -> None:
-        sequence, size = self.table.sequence(row), self.table.block_size
-        for block in range(start // size, end // size):
-            self._enter(sequence, block, block * size, (block + 1) * size)
-        if end < prompt:
-            if sequence.index_parent is not None:
-                self._prefilling.setdefault(sequence.index_parent, []).append(sequence)
-        elif start < prompt and prompt % size and end // size == prompt // size:
-            tail_start = prompt - prompt % size
-            if sequence.index_parent is not None:
-                tail = sequence.blocks[prompt // size]
-                self.pool.enter(sequence.index_parent, tail, sequence.key(tail_start, prompt))
-
-    def _enter(self, sequence: Sequence, block: int, start: int, end: int) -> None:
-        if sequence.index_parent is not None:
-            sequence.index_parent = self.pool.enter(
-                sequence.index_parent, sequence.blocks[block], sequence.key(start, end)
-            )
-
     # -- sequences that wait ----------------------------------------------------------------
 
     def _admit(self, schedule: Schedule) -> None:
@@ -287,7 +260,7 @@ class Scheduler:
         hit = _Hit(match.blocks, match.tail, start + match.tail_tokens)
         within_reach = start + match.tokens_in_flight
         node = match.blocks[-1] if match.blocks else pool.index.root
-        for leader in self._prefilling.get(node, ()):
+        for leader in self._prefixes.prefilling.get(node, ()):
             ahead = leader.key(start, leader.request.num_prompt_tokens)
             within_reach = max(within_reach, start + common_tokens(ahead, key[4 * start :]))
         gain = within_reach - hit.num_tokens
@@ -329,9 +302,11 @@ class Scheduler:
         sequence.state.stats.cached_tokens += first_seen
         schedule.num_cached += first_seen
         sequence.index_parent = pool.entry_below(hit.blocks)
+        sequence.num_indexed = len(hit.blocks)
         row = table.add(sequence, blocks, hit.num_tokens, joined)
         self._extend(row, chunk, schedule.copies)
-        self._index_filled(np.asarray([row], dtype=np.intp), np.asarray([chunk], dtype=np.int32))
+        new = np.asarray([row], dtype=np.intp), np.asarray([chunk], dtype=np.int32)
+        self._prefixes.enter_prompts(*new)
         return row
 
     def check_invariants(self) -> None:

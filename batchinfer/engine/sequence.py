@@ -60,6 +60,7 @@ class Sequence:
         "index",
         "index_parent",
         "logprobs",
+        "num_indexed",
         "output_ids",
         "row",
         "state",
@@ -79,6 +80,8 @@ class Sequence:
         """Leading tokens computed before, or found cached; computing them again is recompute."""
         self.index_parent: Block | None = None
         """The indexed block that the next full block of this sequence goes below."""
+        self.num_indexed = 0
+        """Leading blocks that the index has, if not always as this sequence's own."""
         self.cumulative_logprob = 0.0
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         make_checker = request.make_stop_checker

@@ -63,6 +63,8 @@ class SequenceTable:
         self.num_logprobs = np.zeros(rows, dtype=np.int32)
         self.min_tokens = np.zeros(rows, dtype=np.int32)
         self.stop_ids = np.full((rows, 4), -1, dtype=np.int32)
+        self.checks_stops = np.zeros(rows, dtype=np.bool_)
+        """Whether a stop checker sees each token."""
         self.edits_logits = np.zeros(rows, dtype=np.bool_)
         """Whether penalties, biases or bans need looking after, one sequence at a time."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -178,6 +180,7 @@ class SequenceTable:
             self.stop_ids = wider
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(stop_ids)] = stop_ids
+        self.checks_stops[row] = sequence.stop_checker is not None
         self.length_known[row] = not stop_ids and request.make_stop_checker is None
         self.edits_logits[row] = bool(
             params.presence_penalty

@@ -40,19 +40,22 @@ def take_back(
     table.num_tokens[rows] += 1
     table.last_token[rows] = result.token_ids[leaders]
     failed = result.nonfinite
-    ends, stops = _ends(table, drawn, sequences, result)
+    stops = _stops(table, drawn, sequences, result)
     lengths = table.num_tokens[drawn] - table.num_prompt[drawn]
-    scheduler.packing.lengths.observe(lengths, np.asarray([stop is not None for stop in stops]))
+    stopped = np.zeros(len(drawn), dtype=np.bool_)
+    stopped[list(stops)] = True
+    scheduler.packing.lengths.observe(lengths, stopped)
 
     for at in np.flatnonzero(lengths == 1):
         state = sequences[at].state
         if state.first_token_at is None:
             state.first_token_at = now
+    ends = stopped | (table.num_tokens[drawn] >= table.max_total[drawn])
     _fork(scheduler, rows, copies, sequences, ends | failed)
     states: dict[RequestState, None] = {}
     for at in np.flatnonzero(ends & ~failed):
         states[sequences[at].state] = None
-        _finish(scheduler, sequences[at], stops[at])
+        _finish(scheduler, sequences[at], stops.get(int(at)))
     errors = dict.fromkeys(sequences[at].state for at in np.flatnonzero(failed))
     states |= errors
     for state in errors:
@@ -64,9 +67,11 @@ def take_back(
 
 def _with_new_samples(table: SequenceTable, rows: Rows, copies: Int32) -> list[Sequence]:
     """[K] the sequence of each sample; a row's further samples come to be here."""
+    leaders = [table.sequence(row) for row in rows.tolist()]
+    if len(rows) == copies.sum():
+        return leaders
     sequences = []
-    for row, count in zip(rows.tolist(), copies.tolist(), strict=True):
-        leader = table.sequence(row)
+    for leader, count in zip(leaders, copies.tolist(), strict=True):
         sequences.append(leader)
         for index in range(1, count):
             sample = Sequence(leader.state, index)
@@ -100,22 +105,24 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
         )
 
 
-def _ends(
+def _stops(
     table: SequenceTable, drawn: Rows, sequences: list[Sequence], result: StepResult
-) -> tuple[Bool, list[int | StopMatch | None]]:
-    """[K] which samples end with this token, and the stop token or stop string if one did."""
+) -> dict[int, int | StopMatch]:
+    """The samples that end by choice with this token: the stop token or stop string that did it."""
     tokens = result.token_ids
     lengths = table.num_tokens[drawn] - table.num_prompt[drawn]
     may_stop = lengths >= table.min_tokens[drawn]
     by_token = (table.stop_ids[drawn] == tokens[:, None]).any(axis=1) & may_stop
-    stops: list[int | StopMatch | None] = [None] * len(sequences)
-    for stopped_at in np.flatnonzero(by_token):
-        stops[stopped_at] = int(tokens[stopped_at])
-    for at, sequence in enumerate(sequences):
-        if sequence.stop_checker is not None and stops[at] is None and not result.nonfinite[at]:
-            stops[at] = sequence.stop_checker.on_token(int(tokens[at]), may_stop=bool(may_stop[at]))
-    stopped = np.asarray([stop is not None for stop in stops], dtype=np.bool_)
-    return stopped | (table.num_tokens[drawn] >= table.max_total[drawn]), stops
+    stops: dict[int, int | StopMatch] = {
+        at: int(tokens[at]) for at in np.flatnonzero(by_token).tolist()
+    }
+    for at in np.flatnonzero(table.checks_stops[drawn] & ~by_token & ~result.nonfinite).tolist():
+        checker = sequences[at].stop_checker
+        assert checker is not None
+        stop = checker.on_token(int(tokens[at]), may_stop=bool(may_stop[at]))
+        if stop is not None:
+            stops[at] = stop
+    return stops
 
 
 def _fork(
