@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,25 @@ import pyarrow.parquet as pq
 
 from batchinfer.bench_options import BenchOptions
 from batchinfer.config import SamplingParams
-from batchinfer.errors import DataError, UsageError
+from batchinfer.errors import DataError, JobError, RowError, StorageError, UsageError
 from batchinfer.llm import LLM, PromptLike
 
 _ENGINE_KEYS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
 _DATASET_COLUMNS = ("prompt_token_ids", "token_ids", "prompt", "text")
 
 
-def run_bench(options: BenchOptions) -> dict[str, Any]:
-    """Load the model, run the prompts once, print and return what was measured.
+def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str, Any]:
+    """Load the model, run the prompts once, show and return what was measured.
 
     Weights are loaded and one prompt is run before the clock starts.
 
+    Args:
+        options: what to run.
+        show: takes the lines to show.
+
     Raises:
-        JobError: the model cannot be run, or the dataset cannot be read.
+        JobError: the model cannot be run, the dataset cannot be read, none of its prompts can be
+            run, or the result cannot be written.
     """
     keys = {name: value for name in _ENGINE_KEYS if (value := getattr(options, name)) is not None}
     try:
@@ -47,6 +53,8 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     outputs = llm.generate(prompts, params)
     elapsed = time.perf_counter() - began
     errors = [output.error for output in outputs if output.error is not None]
+    if len(errors) == len(outputs):
+        raise _nothing_measured(options, errors)
     result = {
         "model": options.model,
         "num_requests": len(prompts),
@@ -55,12 +63,30 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
         "requests_per_s": len(prompts) / elapsed,
         **llm.stats(),
     }
-    if options.output_json is not None:
-        options.output_json.write_text(json.dumps(result, indent=2) + "\n")
-    _report(result)
+    for line in _lines(result):
+        show(line)
     if errors:
-        print(f"{len(errors)} prompts could not be run; the first: {errors[0]}")
+        show(f"{len(errors)} of {len(outputs)} prompts could not be run; the first: {errors[0]}")
+    if options.output_json is not None:
+        _write(options.output_json, result)
     return result
+
+
+def _nothing_measured(options: BenchOptions, errors: Sequence[RowError]) -> JobError:
+    """None of the prompts could be run."""
+    if not errors:
+        return DataError(f"{options.dataset} has no rows")
+    problem = f"none of the {len(errors)} prompts could be run; the first: {errors[0]}"
+    if options.dataset is not None:
+        return DataError(problem, hint=f"give shorter prompts than those of {options.dataset}")
+    return UsageError(problem, hint="give a smaller --input-len or --output-len")
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(result, indent=2) + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _prompts(options: BenchOptions, vocab_size: int) -> list[PromptLike]:
@@ -121,18 +147,14 @@ def _prompt(
     raise DataError(f"{path}, row {row}: {column} {problem}")
 
 
-def _report(result: dict[str, Any]) -> None:
+def _lines(result: dict[str, Any]) -> list[str]:
     throughput, kv, tokens = result["throughput"], result["kv"], result["tokens"]
-    print(
+    return [
         f"Throughput: {result['requests_per_s']:.2f} requests/s, "
         f"{throughput['total_tokens_per_s']:.1f} total tokens/s, "
-        f"{throughput['output_tokens_per_s']:.1f} output tokens/s"
-    )
-    print(
+        f"{throughput['output_tokens_per_s']:.1f} output tokens/s",
         f"Tokens: {tokens['prompt_computed']:,} of {tokens['prompt']:,} prompt tokens computed, "
-        f"{tokens['output']:,} output tokens, {tokens['recomputed']:,} recomputed"
-    )
-    print(
+        f"{tokens['output']:,} output tokens, {tokens['recomputed']:,} recomputed",
         f"KV pool: {kv['mean_utilization']:.1%} used on average, {kv['peak_utilization']:.1%} at "
-        f"most, {kv['mean_waste']:.1%} waste, {kv['sharing_saving']:.1%} saved by sharing"
-    )
+        f"most, {kv['mean_waste']:.1%} waste, {kv['sharing_saving']:.1%} saved by sharing",
+    ]

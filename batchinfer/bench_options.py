@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.errors import UsageError
+from batchinfer.errors import StorageError, UsageError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -16,6 +17,7 @@ class BenchOptions:
 
     Raises:
         UsageError: an unknown dtype.
+        StorageError: ``output_json`` cannot be written.
     """
 
     model: str
@@ -45,3 +47,18 @@ class BenchOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
+        if self.output_json is not None:
+            _check_writable(self.output_json)
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before measuring, and leave no trace of that."""
+    problem = None
+    if path.is_dir():
+        problem = "is a folder"
+    elif not path.parent.is_dir():
+        problem = "is in a folder that does not exist"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "cannot be written: no permission, or a read-only file system"
+    if problem is not None:
+        raise StorageError(f"--output-json {path} {problem}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import sys
 import traceback
 from contextlib import suppress
@@ -11,6 +13,7 @@ from typing import Annotated
 import typer
 
 from batchinfer.errors import ExitCode, JobError, NotYetError
+from batchinfer.job.signals import ignore_signals, leave_on_signals
 
 MAX_MESSAGE_LINES = 12
 _CLICK_INTERRUPTED = 130
@@ -41,7 +44,7 @@ Overrides = Annotated[
 Variables = Annotated[
     list[str] | None, typer.Option("--var", metavar="NAME=TEXT", help="Give a value for vars.")
 ]
-Output = Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Write here instead.")]
+Output = Annotated[str | None, typer.Option("--output", metavar="DIR", help="Write here instead.")]
 Limit = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=0, help="Run only the first N rows.")
 ]
@@ -95,6 +98,8 @@ def run(
         output=output,
         limit=limit,
     )
+    if quiet:
+        logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"):
         from batchinfer.job.run import run_job
 
@@ -161,7 +166,7 @@ def bench(
     )
     from batchinfer.bench import run_bench
 
-    run_bench(options)
+    run_bench(options, show=_say)
 
 
 def _refuse(context: typer.Context) -> None:
@@ -178,19 +183,37 @@ for _name, _help in _NOT_YET_COMMANDS.items():
 
 def main() -> None:
     """The ``batchinfer`` program: run a command and exit with its code."""
+    leave_on_signals()
+    code = _exit_code()
+    ignore_signals()  # the exit code is settled
+    sys.exit(code)
+
+
+def _exit_code() -> int | str | None:
     try:
         app(prog_name="batchinfer")
     except SystemExit as done:
-        code = done.code
-        sys.exit(ExitCode.INTERRUPTED if code == _CLICK_INTERRUPTED else code)
+        return ExitCode.INTERRUPTED if done.code == _CLICK_INTERRUPTED else done.code
     except KeyboardInterrupt:
-        sys.exit(ExitCode.INTERRUPTED)
+        return ExitCode.INTERRUPTED
     except JobError as error:
         _complain(str(error))
-        sys.exit(error.exit_code)
+        return error.exit_code
     except Exception as error:
+        if _is_full_stdout(error):
+            sys.stdout = None  # Python flushes once more at exit; give it nothing to fail on
+            _complain("cannot write to stdout: its disk is full; free space or write elsewhere")
+            return ExitCode.STORAGE
         _complain(_bug(error))
-        sys.exit(ExitCode.BUG)
+        return ExitCode.BUG
+    return ExitCode.OK
+
+
+def _is_full_stdout(error: Exception) -> bool:
+    """Whether ``error`` came of printing: errors about files name the file."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return False
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _bug(error: Exception) -> str:

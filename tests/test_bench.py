@@ -38,7 +38,8 @@ def bench(model: Path, column: str, values: Any) -> dict[str, Any]:
             num_kv_blocks=64,
             dataset=dataset,
             output_json=None,
-        )
+        ),
+        show=lambda line: None,
     )
 
 
@@ -69,3 +70,20 @@ def test_prompts_of_a_dataset(model: Path, column: str, values: Any) -> None:
 def test_a_bad_prompt_is_named(model: Path, column: str, values: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         bench(model, column, values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (pa.array([[5] * 2000, [6] * 2000]), "none of the 2 prompts could be run; the first: "),
+        (pa.array([], pa.list_(pa.int32())), "has no rows"),
+    ],
+)
+def test_nothing_to_measure_is_an_error(model: Path, values: pa.Array, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        bench(model, "token_ids", values)
+
+
+def test_prompts_that_cannot_be_run_are_counted(model: Path) -> None:
+    result = bench(model, "token_ids", [[5, 6], [7] * 2000])
+    assert (result["num_requests"], result["num_errors"]) == (2, 1)

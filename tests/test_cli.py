@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,17 @@ from batchinfer.job.spec import JobSpec
 from tests.job.job_files import MINIMAL, write_job
 
 HEAVY = ("torch", "transformers", "polars", "pyarrow", "tokenizers", "triton", "rich")
+
+
+@pytest.fixture(autouse=True)
+def process_as_before() -> Iterator[None]:
+    """Undo what a program may do to its process, and a test may not."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    logging.getLogger("batchinfer").setLevel(logging.NOTSET)
 
 
 @dataclass
@@ -130,6 +143,24 @@ def test_closed_stdout_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["schema"], ["validate", "{job}"], ["--help"]])
+def test_a_full_disk_under_stdout_is_exit_8(tmp_path: Path, arguments: list[str]) -> None:
+    job = str(write_job(tmp_path))
+    command = [sys.executable, "-m", "batchinfer", *(a.format(job=job) for a in arguments)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == ExitCode.STORAGE
+    [line] = done.stderr.splitlines()
+    assert line.startswith("cannot write to stdout: its disk is full")
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "batchinfer", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("batchinfer 0.")
+
+
 # Commands
 
 
@@ -170,6 +201,7 @@ def test_run_hands_the_job_over(batchinfer: Run, fake_run: Any, tmp_path: Path) 
     assert (spec.sampling.n, spec.sampling.top_k, spec.vars) == (2, 3, {"ds": "x"})
     assert (spec.output.path, spec.input.limit) == (str(tmp_path / "o"), 4)
     assert (overwrite, quiet) == (True, True)
+    assert not logging.getLogger("batchinfer.kernels").isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.parametrize("code", list(ExitCode))
@@ -264,12 +296,25 @@ def test_usage_errors_exit_2(
     assert len(done.err.splitlines()) <= 12
 
 
+@pytest.mark.parametrize(
+    ("path", "says"), [(".", "is a folder"), ("no/r.json", "is in a folder that does not exist")]
+)
+def test_bench_measures_nothing_that_it_cannot_write(
+    batchinfer: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = batchinfer("bench", "--model", "m", "--output-json", path)
+    assert done.code == ExitCode.STORAGE
+    assert done.err == f"--output-json {path} {says}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bench_hands_its_options_over(
     batchinfer: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls: list[BenchOptions] = []
     module = ModuleType("batchinfer.bench")
-    module.run_bench = calls.append  # type: ignore[attr-defined]
+    module.run_bench = lambda options, show: calls.append(options)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "batchinfer.bench", module)
     options = "--model m --input-len 5 --output-len 6 --num-prompts 7 --n 2 --dtype float32"
     options += " --seed 3 --max-num-seqs 8 --max-num-batched-tokens 9 --block-size 4"

@@ -7,29 +7,39 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchinfer.errors import RowError
+
 _BYTES_TYPE = {
     pa.string(): pa.binary(),
     pa.large_string(): pa.large_binary(),
     pa.string_view(): pa.binary_view(),
 }
+_NO_PYTHON_TIME = (OverflowError, pa.ArrowInvalid)
 
 
 def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """Rows of ``batch`` as dicts, with every text in them, however deep, as its bytes.
 
-    Times are Python's, which have no nanoseconds.
+    Times are Python's, which have no nanoseconds; a value with a time that Python does not have
+    is a ``RowError``.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        for row, value in zip(rows, _values(column, _as_bytes_and_microseconds), strict=True):
+        values = _python_times(_cast(column, _as_bytes_and_microseconds), name)
+        for row, value in zip(rows, values, strict=True):
             row[name] = value
     return rows
 
 
 def python_values(column: pa.Array) -> list[Any]:
     """Values of ``column``, none changed: every text in them, however deep, as its bytes, every
-    time in nanoseconds as their number."""
-    return _values(column, _as_bytes_and_nanoseconds)
+    time as its number."""
+    return _cast(column, _as_bytes_and_numbers).to_pylist()  # type: ignore[no-any-return]
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values of this type are texts, or bytes that may be UTF-8."""
+    return kind in _BYTES_TYPE or kind in _BYTES_TYPE.values()
 
 
 def is_conversation(kind: pa.DataType) -> bool:
@@ -49,13 +59,27 @@ def with_valid_text(column: pa.Array) -> pa.Array:
     return column
 
 
-def _values(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> list[Any]:
-    """Values of ``column`` after its types that hold no other type are cast as ``leaf`` says."""
+def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Array:
+    """``column`` with its types that hold no other type cast as ``leaf`` says."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     wanted = _with_leaves(column.type, leaf)
-    cast = column if column.type == wanted else column.cast(wanted, safe=False)
-    return cast.to_pylist()  # type: ignore[no-any-return]
+    return column if column.type == wanted else column.cast(wanted, safe=False)
+
+
+def _python_times(column: pa.Array, name: str) -> list[Any]:
+    try:
+        return column.to_pylist()  # type: ignore[no-any-return]
+    except _NO_PYTHON_TIME:
+        return [_python_time(value, name) for value in column]
+
+
+def _python_time(value: pa.Scalar, name: str) -> Any:
+    try:
+        return value.as_py()
+    except _NO_PYTHON_TIME:
+        why = "its year is not one of 1 to 9999, or its time zone is unknown"
+        return RowError("template_error", f"column {name} holds a time that cannot be read: {why}")
 
 
 def _as_bytes_and_microseconds(kind: pa.DataType) -> pa.DataType:
@@ -66,8 +90,10 @@ def _as_bytes_and_microseconds(kind: pa.DataType) -> pa.DataType:
     return pa.time64("us") if pa.types.is_time(kind) else pa.duration("us")
 
 
-def _as_bytes_and_nanoseconds(kind: pa.DataType) -> pa.DataType:
-    return pa.int64() if _in_nanoseconds(kind) else _BYTES_TYPE.get(kind, kind)
+def _as_bytes_and_numbers(kind: pa.DataType) -> pa.DataType:
+    if not pa.types.is_temporal(kind) or pa.types.is_interval(kind):
+        return _BYTES_TYPE.get(kind, kind)
+    return pa.int32() if kind.bit_width == 32 else pa.int64()
 
 
 def _in_nanoseconds(kind: pa.DataType) -> bool:

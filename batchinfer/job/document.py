@@ -8,9 +8,11 @@ from typing import Any
 from batchinfer.config import SAMPLING_ALIASES
 from batchinfer.errors import UsageError
 from batchinfer.job.messages import printable
+from batchinfer.job.scalars import plain_scalar
 from batchinfer.job.yaml_file import KeyPath, YamlText, parse_yaml
 
 _MISSING = object()
+_JINJA = ("{{", "{%", "{#")
 
 
 def dotted(path: KeyPath) -> str:
@@ -60,6 +62,7 @@ class JobDocument:
         for depth, part in enumerate(path[:-1], start=1):
             if holder.get(part) is None:
                 holder[part] = {}
+                self._origins[path[:depth]] = origin
             holder = holder[part]
             if not isinstance(holder, dict):
                 raise UsageError(f"{origin}: {dotted(path[:depth])} has no keys to set")
@@ -69,10 +72,13 @@ class JobDocument:
         self._origins[path] = origin
 
     def override(self, assignment: str) -> None:
-        """Apply one ``--set a.b=value``; the value is YAML.
+        """Apply one ``--set a.b=value``.
+
+        The value is YAML, lists and mappings in brackets. Without quotes or brackets it is taken
+        whole: ``a: b``, ``# c`` and ``{{ d }}`` are texts.
 
         Raises:
-            UsageError: not an assignment, or not YAML.
+            UsageError: not an assignment, or no value.
         """
         origin = printable(f"--set {assignment}", 80)
         keys, equals, value = assignment.partition("=")
@@ -81,7 +87,7 @@ class JobDocument:
             raise UsageError(f"{origin}: write --set section.key=value")
         if len(path) == 2 and path[0] == "sampling":
             path = ("sampling", SAMPLING_ALIASES.get(str(path[1]), path[1]))
-        self.set(path, parse_yaml(value, origin).data, origin)
+        self.set(path, _set_value(value.strip(), origin), origin)
         self._write_out_model()
 
     def underlay(self, section: str, keys: Mapping[str, Any], text: YamlText, source: str) -> None:
@@ -122,6 +128,23 @@ class JobDocument:
                 )
             sampling[name] = sampling.pop(alias)
             self._origins[("sampling", name)] = self.origin(("sampling", alias))
+
+
+def _set_value(text: str, origin: str) -> Any:
+    """What a value on the command line says."""
+    if not text:
+        raise UsageError(f"{origin}: the value is empty; write '', [] or null for none")
+    try:
+        if text[0] in "[{\"'" and not text.startswith(_JINJA):
+            return parse_yaml(text, origin).data
+        return plain_scalar(text)
+    except ValueError as error:
+        raise UsageError(f"{origin}: {error}") from None
+    except UsageError as error:
+        raise UsageError(
+            f"{error}\na text that begins with a bracket or a quote needs quotes of its own, "
+            "like --set 'name=\"[a] b\"'"
+        ) from None
 
 
 def _child(value: Any, part: str | int) -> Any:

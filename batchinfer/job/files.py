@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -9,8 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from batchinfer.errors import StorageError
+from batchinfer.job.messages import printable
 
 _HASH_CHUNK = 1 << 20
+
+
+_ADVICE = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there: your quota is used up",
+    errno.EFBIG: "allow larger files there (ulimit -f)",
+    errno.EROFS: "use --output for a directory that can be written to",
+    errno.EACCES: "mend the permissions, or use --output for another directory",
+    errno.EPERM: "mend the permissions, or use --output for another directory",
+    errno.EEXIST: "a file is where a folder must be: move it away",
+    errno.ENOTDIR: "a file is where a folder must be: move it away",
+}
 
 
 @contextmanager
@@ -19,9 +33,12 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        number = error.errno or 0
+        reason = os.strerror(number) if number else str(error)  # pyarrow words errors its own way
+        advice = _ADVICE.get(number, "see to it")
         raise StorageError(
-            f"cannot write {path}: {error.strerror or error}",
-            hint="free space or mend permissions, then run again: finished parts are kept",
+            f"cannot write {printable(str(path))}: {reason}",
+            hint=f"{advice}, then run again: finished parts are kept",
         ) from error
 
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from batchinfer.errors import DataError
 from batchinfer.job.columns import python_values
@@ -57,9 +58,16 @@ def _refuse_equal_values(source: Source, column: str, hashes: set[int]) -> None:
             rows_of.setdefault(value, []).append(row)
     for value, rows in rows_of.items():
         if len(rows) > 1:
-            text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+            text = printable(_shown(value, source.schema.field(column).type), 60)
             raise DataError(
-                f"input.id_column: {column!r} holds {printable(text, 60)} twice, "
-                f"in rows {rows[0]} and {rows[1]}",
+                f"input.id_column: {column!r} holds {text} twice, in rows {rows[0]} and {rows[1]}",
                 hint="ids must be unique; drop the duplicates or name another column",
             )
+
+
+def _shown(value: Hashable, kind: pa.DataType) -> str:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, int) and pa.types.is_temporal(kind):
+        return str(pa.array([value], kind).cast(pa.string())[0])
+    return str(value)

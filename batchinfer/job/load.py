@@ -5,24 +5,23 @@ from __future__ import annotations
 import glob
 import json
 import os.path
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import NotYetError, UsageError
-from batchinfer.job.document import JobDocument, dotted
+from batchinfer.errors import UsageError
+from batchinfer.job.conflicts import check_conflicts
+from batchinfer.job.document import JobDocument
 from batchinfer.job.messages import listed, printable
 from batchinfer.job.presets import read_preset
 from batchinfer.job.problems import usage_error
+from batchinfer.job.scalars import valid_text
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.variables import render_variables
 from batchinfer.job.yaml_file import KeyPath, read_yaml
-from batchinfer.text.template import compile_template
 
-_STORE = re.compile(r"(s3|gs|hf):/")  # a Path has lost the second slash
 _WITH_VARIABLES: tuple[KeyPath, ...] = (
     ("name",),
     ("model", "name"),
@@ -38,7 +37,7 @@ def load_job(
     *,
     overrides: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
-    output: Path | None = None,
+    output: str | None = None,
     limit: int | None = None,
 ) -> JobSpec:
     """The job in the file at ``path``, its paths made absolute and its templates checked.
@@ -67,12 +66,11 @@ def load_job(
     if limit is not None:
         document.set(("input", "limit"), limit, "--limit")
     if document.get(("name",)) is None:
-        document.set(("name",), path.stem, source)
+        document.set(("name",), os.fsencode(path.stem).decode(errors="replace"), source)
     _apply_preset(document, base_dir)
     _list_single_texts(document)
     spec = _with_absolute_paths(_check(document), base_dir)
-    _check_files(spec, document)
-    _check_templates(spec.prompt, document)
+    check_conflicts(spec, document)
     return spec
 
 
@@ -85,6 +83,9 @@ def _check(document: JobDocument) -> JobSpec:
     max_tokens: KeyPath = ("sampling", "max_tokens")
     if not document.has(max_tokens):
         raise document.error(max_tokens, " is required: the most tokens an answer may have")
+    seed: KeyPath = ("sampling", "seed")
+    if document.has(seed) and document.get(seed) is None:
+        raise document.error(seed, " is null; a job has a seed, so that it can be repeated: give 0")
     return spec
 
 
@@ -121,10 +122,15 @@ def _render(document: JobDocument, path: KeyPath, values: Mapping[str, str]) -> 
         )
 
 
-def _set_output(document: JobDocument, output: Path) -> None:
-    if match := _STORE.match(str(output)):
-        raise NotYetError(f"--output {match.group(1)}://")
-    document.set(("output", "path"), os.path.abspath(output), "--output")
+def _set_output(document: JobDocument, output: str) -> None:
+    try:
+        valid_text(output)
+    except ValueError as error:
+        raise UsageError(f"--output: {error}") from None
+    if not output:
+        raise UsageError("--output is empty; name a folder")
+    is_url = "://" in output  # refused with the file's own
+    document.set(("output", "path"), output if is_url else os.path.abspath(output), "--output")
 
 
 def _apply_preset(document: JobDocument, base_dir: Path) -> None:
@@ -189,31 +195,3 @@ def _local_or_hub(name: str, base_dir: Path) -> str:
     path = os.path.normpath(os.path.join(base_dir, os.path.expanduser(name)))
     written_as_path = name.startswith((".", "/", "~"))
     return path if written_as_path or os.path.isdir(path) else name
-
-
-def _check_files(spec: JobSpec, document: JobDocument) -> None:
-    for path in spec.input.paths:
-        # A folder is searched to its depths: the next run would read what this one wrote.
-        if Path(spec.output.path).is_relative_to(path):
-            raise document.error(("output", "path"), f" is in the input's folder {printable(path)}")
-    template = spec.prompt.chat_template
-    if template not in ("auto", "none") and not os.path.isfile(template):
-        where = printable(template, 200)
-        raise document.error(("prompt", "chat_template"), f": there is no file {where}")
-
-
-def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:
-    if prompt.template is not None:
-        yield ("prompt", "template"), prompt.template
-    if prompt.system is not None:
-        yield ("prompt", "system"), prompt.system
-    for index, message in enumerate(prompt.messages or ()):
-        yield ("prompt", "messages", index, "content"), message["content"]
-
-
-def _check_templates(prompt: PromptConfig, document: JobDocument) -> None:
-    for path, template in _templates(prompt):
-        try:
-            compile_template(template, dotted(path))
-        except UsageError as error:
-            raise UsageError(f"{document.origin(path)}: {printable(str(error))}") from None

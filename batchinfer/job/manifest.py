@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.fingerprint import differing_keys
-from batchinfer.job.messages import listed, shown
+from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.source import InputFile
 
 
@@ -34,7 +35,10 @@ class Manifest:
     fingerprint: str
     job: Mapping[str, Any]
     """What the fingerprint was made from: ``fingerprint_facts``."""
+    input_paths: tuple[str, ...]
+    """``input.path``, its entries absolute."""
     inputs: tuple[InputFile, ...]
+    """The files found there."""
     num_rows: int
     rows_per_part: int
     planned_at: str
@@ -59,10 +63,13 @@ class Manifest:
             LockedError: the job differs; names the keys.
             DataError: an input file differs; names it.
         """
-        if self.fingerprint != other.fingerprint:
+        changes = _changes(self.job, other.job) if self.fingerprint != other.fingerprint else ""
+        if not changes and self.inputs != other.inputs and self.input_paths != other.input_paths:
+            was, now = (printable(", ".join(m.input_paths), 120) for m in (self, other))
+            changes = f"input.path was {was}, is {now}"
+        if changes:
             raise LockedError(
-                f"{output} holds the output of another job. What differs: "
-                f"{_changes(self.job, other.job)}",
+                f"{output} holds the output of another job. What differs: {changes}",
                 hint="use --output for another directory, or --overwrite to start over",
             )
         for problem in _changed_files(self.inputs, other.inputs):
@@ -80,6 +87,8 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         fields = json.loads(path.read_bytes())
+        fields["input_paths"] = tuple(map(str, fields["input_paths"]))
+        datetime.fromisoformat(fields["planned_at"])
         fields["inputs"] = tuple(InputFile(**file) for file in fields["inputs"])
         return Manifest(**fields)
     except (ValueError, TypeError, KeyError, OSError) as error:

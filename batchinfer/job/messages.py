@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MAX_LINE = 300
 """Most characters of one line of a message."""
@@ -24,3 +25,9 @@ def shown(value: object) -> str:
 def listed(names: Iterable[str]) -> str:
     """Names with commas, for "one of" sentences."""
     return ", ".join(printable(name, 60) for name in names)
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The end of a sentence about an unknown name: the nearest known one, else all of them."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else f"; known: {listed(known)}"

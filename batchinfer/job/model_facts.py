@@ -23,17 +23,17 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
     Raises:
         ModelError: the folder is not there, or a file in it cannot be read.
     """
-    facts = {"model": _facts_of(model.name, model.revision)}
+    facts = {"model": _facts_of(model.name, model.revision, "model.name")}
     if model.tokenizer is not None:
-        facts["tokenizer"] = _facts_of(model.tokenizer, None)
+        facts["tokenizer"] = _facts_of(model.tokenizer, None, "model.tokenizer")
     return facts
 
 
-def _facts_of(name: str, revision: str | None) -> dict[str, Any]:
+def _facts_of(name: str, revision: str | None, key: str) -> dict[str, Any]:
     folder = Path(name)
     if not os.path.isdir(folder):  # unlike Path.is_dir, false for names no folder can have
         if folder.is_absolute():  # found before --overwrite deletes anything
-            raise ModelError(f"model.name: there is no folder {name}")
+            raise ModelError(f"{key}: there is no folder {name}")
         return {"name": name, "revision": revision}
     try:
         weights = {path.name: _weight_facts(path) for path in sorted(folder.glob("*.safetensors"))}

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 
-from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.job.columns import python_rows
 from batchinfer.job.manifest import Part
 from batchinfer.job.row_params import COLUMN, RowParams, RowSampling
 from batchinfer.job.source import BATCH_ROWS, Source
 from batchinfer.text.prompts import Prompt, PromptBuilder
-from batchinfer.text.sources import checked_template, make_source, require_column
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +23,6 @@ class PromptRow:
     prompt: Prompt | RowError
     sampling: RowSampling | None = None
     """None for a row that cannot run."""
-
-
-def check_prompt_source(config: PromptConfig, columns: Sequence[str]) -> None:
-    """Check what can be checked of ``config`` before there is a tokenizer.
-
-    Args:
-        config: the job file's ``prompt``.
-        columns: names of the data's columns.
-
-    Raises:
-        UsageError: it reads a column that is not there, or names no source where none is usual.
-        DataError: the column it names is not there.
-    """
-    if config.token_ids_column is not None:
-        require_column(config.token_ids_column, "prompt.token_ids_column", columns)
-    else:
-        make_source(config, columns)
-    if config.system is not None:
-        checked_template(config.system, "prompt.system", frozenset(columns))
 
 
 def prompt_rows(

@@ -1,4 +1,4 @@
-"""The output directory: what is in it, who may write to it, which parts are finished.
+"""The output directory: its paths, who may write to it, which parts are finished.
 
 ``_batchinfer/manifest.json`` says what the directory is for. A part is finished when its record
 ``_batchinfer/parts/part-N.json`` is there and its file is as the record says; the record is
@@ -9,8 +9,6 @@ are written before both, so that finished rows always have theirs.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,9 +21,7 @@ from filelock import FileLock, Timeout
 
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.files import publish, sha256_of, storage_errors, write_file
-from batchinfer.job.manifest import Manifest, Part, read_manifest
-
-_OURS = ("data", "stats", "openai", "_batchinfer", "summary.json", "report.html", "_SUCCESS")
+from batchinfer.job.manifest import Part
 
 
 @dataclass(frozen=True)
@@ -83,53 +79,32 @@ class OutputDir:
         finally:
             lock.release()
 
-    def begin(self, manifest: Manifest, if_exists: str) -> list[Part]:
-        """Make the directory ready for the job of ``manifest``; call it under the lock.
-
-        Args:
-            manifest: what this run plans.
-            if_exists: ``resume``, ``error`` or ``overwrite``.
-
-        Returns:
-            The parts that are still to be made, in order.
+    def finished(self, part: Part) -> PartRecord | None:
+        """The record of ``part``; None if it has none.
 
         Raises:
-            LockedError: the directory holds finished parts of another job, or files of unknown
-                origin.
-            DataError: the input has changed since the first part was finished.
-            StorageError: the directory cannot be written to.
+            DataError: the record is damaged, or the part is no longer as it says.
         """
-        self._refuse_foreign_data()
-        if self.manifest.exists() and if_exists == "error":
-            raise LockedError(f"{self.root} holds output already, and output.if_exists is error")
-        with storage_errors(self.root):
-            if if_exists == "overwrite" or self._holds_another_plan(manifest):
-                self._clear()
-            shutil.rmtree(self.staging, ignore_errors=True)
-            self._make_directories()
-        if self._has_finished_parts():
-            read_manifest(self.manifest).check_same_job(manifest, str(self.root))
-        else:
-            self.write(self.manifest, manifest.to_json())
-        todo = [part for part in manifest.parts() if self.finished(part) is None]
-        if todo:
-            with storage_errors(self.success):
-                self.success.unlink(missing_ok=True)
-        return todo
-
-    def finished(self, part: Part) -> PartRecord | None:
-        """The record of ``part`` if the part is finished and its file is as it was written."""
-        try:
-            record = PartRecord(**json.loads(self._record(part).read_bytes()))
-            stat = self._file(part).stat()
-            requests = self.request_stats(part).exists()
-        except (OSError, ValueError, TypeError):
+        path = self._record(part)
+        if not path.exists():
             return None
-        if not requests or stat.st_size != record.size:
-            return None
-        if stat.st_mtime_ns != record.mtime_ns and sha256_of(self._file(part)) != record.sha256:
-            return None
+        record = _read_record(path, len(part.rows))
+        self._check(part, record)
         return record
+
+    def _check(self, part: Part, record: PartRecord) -> None:
+        file, requests = self.part_file(part), self.request_stats(part)
+        for path in (file, requests):
+            if not path.exists():
+                raise DataError(f"{path} is missing")
+        try:
+            stat = file.stat()
+            if stat.st_size != record.size:
+                raise DataError(f"{file} has {stat.st_size} bytes; {record.size} were written")
+            if stat.st_mtime_ns != record.mtime_ns and sha256_of(file) != record.sha256:
+                raise DataError(f"{file} holds other bytes than were written (its hash differs)")
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}") from None
 
     def commit(
         self,
@@ -145,9 +120,9 @@ class OutputDir:
             StorageError: the file system refuses; the part is then not finished.
         """
         self.write_table(self.request_stats(part), requests)
-        self.write_table(self._file(part), table)
-        with storage_errors(self._file(part)):
-            stat, digest = self._file(part).stat(), sha256_of(self._file(part))
+        self.write_table(self.part_file(part), table)
+        with storage_errors(self.part_file(part)):
+            stat, digest = self.part_file(part).stat(), sha256_of(self.part_file(part))
         record = PartRecord(
             table.num_rows, error_codes, control_text_rows, stat.st_size, stat.st_mtime_ns, digest
         )
@@ -172,50 +147,26 @@ class OutputDir:
         """File of the statistics of a finished part's rows."""
         return self.requests / f"{part.name}.parquet"
 
-    def _file(self, part: Part) -> Path:
+    def part_file(self, part: Part) -> Path:
+        """Where a part goes."""
         return self.data / f"{part.name}.parquet"
 
     def _record(self, part: Part) -> Path:
         return self.parts / f"{part.name}.json"
 
-    def _make_directories(self) -> None:
-        state = (self.staging, self.steps, self.requests, self.runs, self.logs, self.parts)
-        for directory in (self.data, self.stats, *state):
-            directory.mkdir(parents=True, exist_ok=True)
 
-    def _refuse_foreign_data(self) -> None:
-        """Neither mix with nor delete what another program has put here."""
-        if not self.manifest.exists() and self.data.is_dir() and os.listdir(self.data):
-            raise LockedError(
-                f"{self.data} holds files that are no output of batchinfer",
-                hint="use --output for another directory, or move them away",
-            )
+def _read_record(path: Path, num_rows: int) -> PartRecord:
+    """A record, checked: what is damaged must not pass for finished.
 
-    def _holds_another_plan(self, manifest: Manifest) -> bool:
-        """Whether what is here was begun for another plan, and none of its parts was finished."""
-        if not self.manifest.exists() or self._has_finished_parts():
-            return False
-        try:
-            begun = read_manifest(self.manifest)
-        except DataError:
-            return True
-        return (begun.fingerprint, begun.inputs) != (manifest.fingerprint, manifest.inputs)
-
-    def _has_finished_parts(self) -> bool:
-        return any(self.parts.glob("*"))
-
-    def _clear(self) -> None:
-        """Delete this program's output, the manifest last; the lock stays."""
-        keep = {self.manifest, self.state / "lock"}
-        for path in [self.root / name for name in _OURS if name != self.state.name]:
-            _delete(path)
-        for path in set(self.state.iterdir()) - keep:
-            _delete(path)
-        self.manifest.unlink(missing_ok=True)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        record = PartRecord(**json.loads(path.read_bytes()))
+        counts = [record.rows, record.control_text_rows, *record.error_codes.values()]
+        whole = record.rows == num_rows and all(isinstance(count, int) for count in counts)
+    except (OSError, ValueError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise DataError(f"{path} is damaged")
+    return record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from batchinfer.errors import UsageError
 from batchinfer.job.columns import is_conversation
 from batchinfer.job.loop import EngineLoop, Finished
-from batchinfer.job.manifest import Manifest, Part, read_manifest
+from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.order import PromptRow, by_prefix, prompt_rows, without_text
 from batchinfer.job.output import OutputDir
 from batchinfer.job.progress import Progress
@@ -47,10 +48,43 @@ class Job:
     out: OutputDir
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run a job."""
+
+    built: Built
+    prompts: PromptBuilder
+    params: RowParams
+    log: Sequence[str]
+    """Where the device's memory goes, line by line."""
+    seconds: float
+    """Time this took."""
+
+
+def load(job: Job, build: BuildEngine) -> Loaded | None:
+    """Load the model and check the job against it; None for a job without rows.
+
+    Args:
+        job: the job.
+        build: makes the engine.
+
+    Raises:
+        JobError: the model cannot be run, or the job does not go with it.
+    """
+    if not job.source.num_rows:
+        return None
+    began = time.perf_counter()
+    log: list[str] = []
+    built = build(job.spec.model, job.spec.engine, log=log.append)
+    prompts = _prompt_builder(job, built)
+    params = RowParams(job.spec.sampling, built.vocab_size)
+    return Loaded(built, prompts, params, log, time.perf_counter() - began)
+
+
 def make_parts(
-    job: Job, todo: Sequence[Part], build: BuildEngine, progress: Progress, stop: Event
+    job: Job, todo: Sequence[Part], loaded: Loaded | None, progress: Progress, stop: Event
 ) -> bool:
-    """Load the model and make the parts in ``todo``.
+    """Make the parts in ``todo``.
 
     Rows are read and made into prompts in one thread, run in this one, made into text and written
     in another.
@@ -58,7 +92,7 @@ def make_parts(
     Args:
         job: the job.
         todo: parts to make, in order.
-        build: makes the engine.
+        loaded: its model.
         progress: told about finished rows.
         stop: when set, the running step is the last.
 
@@ -69,15 +103,17 @@ def make_parts(
         JobError: data cannot be read, the model cannot be run, or a part cannot be written.
     """
     spec, source = job.spec, job.source
-    recorder = Recorder(job.out, {"name": spec.model.name}, spec.stats.every_steps)
+    recorder = Recorder(job.out, spec.model.name, spec.stats.every_steps)
     sink = Sink(job.out, todo, job.table, source, _file_metadata(job), recorder.checkpoint)
     sink.write_complete()  # the part of an empty dataset lacks no row
-    if not source.num_rows:
+    if loaded is None:
         return True
-    built = build(spec.model, spec.engine, log=recorder.log)
-    recorder.loaded(built)
+    built = loaded.built
+    recorder.loaded(built, loaded.seconds)
+    for line in loaded.log:
+        recorder.log(line)
     leaving = Event()
-    rows = _rows(job, todo, built, lambda: stop.is_set() or leaving.is_set())
+    rows = _rows(job, todo, loaded, lambda: stop.is_set() or leaving.is_set())
     loop = EngineLoop(
         built.engine,
         RequestMaker(built.tokenizer, built.eos_token_ids),
@@ -105,12 +141,11 @@ def make_parts(
 
 
 def _rows(
-    job: Job, todo: Sequence[Part], built: Built, is_over: Callable[[], bool]
+    job: Job, todo: Sequence[Part], loaded: Loaded, is_over: Callable[[], bool]
 ) -> Iterator[list[PromptRow]]:
     """Prompts of the rows of ``todo``, in the order they should run, until ``is_over``."""
     spec = job.spec
-    params = RowParams(spec.sampling, built.vocab_size)
-    rows = prompt_rows(job.source, todo, _prompt_builder(job, built), params)
+    rows = prompt_rows(job.source, todo, loaded.prompts, loaded.params)
     rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
     if "prompt" not in spec.output.include:
         rows = without_text(rows)
@@ -130,7 +165,7 @@ def _prompt_builder(job: Job, built: Built) -> PromptBuilder:
         conversation_columns=[field.name for field in schema if is_conversation(field.type)],
         chat_template_source=None if template in ("auto", "none") else _text_of(template),
         vocab_size=built.vocab_size,
-        now=datetime.fromisoformat(read_manifest(job.out.manifest).planned_at),
+        now=datetime.fromisoformat(job.manifest.planned_at),
     )
 
 

@@ -106,7 +106,7 @@ def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument
     key, origin = dotted(path), document.origin(path)
     if kind == "missing":
         return _Problem(origin, f"{key} is required")
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+    if is_unknown_key(found[0]):
         return _Problem(origin, f"unknown key {key}{_suggestion(path)}")
     expected = " or ".join(dict.fromkeys(_expectations(found)))
     value = shown(document.get(path))
@@ -117,10 +117,20 @@ def _expectations(found: Sequence[ErrorDetails]) -> Iterator[str]:
     for detail in found:
         if any(str(part).startswith("tuple[") for part in detail["loc"]):
             yield "a list of texts"
-        elif detail["type"] in _EXPECTED:
-            yield _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
         else:
-            yield detail["msg"]
+            yield expectation(detail)
+
+
+def expectation(detail: ErrorDetails) -> str:
+    """What a value must be, for "it must be"."""
+    if detail["type"] not in _EXPECTED:
+        return f"another ({detail['msg']})"
+    return _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
+
+
+def is_unknown_key(detail: ErrorDetails) -> bool:
+    """Whether the mistake is a name that is not known, not a value."""
+    return detail["type"] in ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def _said_by_record(section: KeyPath, message: str, document: JobDocument) -> _Problem:

@@ -126,7 +126,7 @@ class Lines:
         elapsed = counter.elapsed_s
         if elapsed >= self._next_s:
             self._next_s = elapsed + LINE_EVERY_S
-            line = f"{counter.rows:,} of {counter.total:,} rows, {counter.rates}"
+            line = f"{counter.rows:,} of {_rows(counter.total)}, {counter.rates}"
             if counter.rows:
                 left = elapsed / counter.rows * (counter.total - counter.rows)
                 line += f", about {_duration(left)} left"
@@ -147,7 +147,7 @@ def summary_lines(summary: dict[str, Any], output: Path) -> list[str]:
     if rows["error_codes"]:
         lines.append(f"errors   {_counts(rows['error_codes'])}")
     if rows["control_text"]:
-        lines.append(f"note     {rows['control_text']:,} rows hold control tokens as plain text")
+        lines.append(f"note     control tokens as plain text, in {_rows(rows['control_text'])}")
     lines.append(
         f"tokens   {tokens['output']:,} out, {rates['output_tokens_per_s']:,.0f} per second"
     )
@@ -171,11 +171,15 @@ def _counts(codes: dict[str, int]) -> str:
 def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: Path) -> str:
     """Why the job did not succeed, and what to do."""
     return (
-        f"{rows['error']:,} of {rows['total']:,} rows failed, more than errors.max_error_rate "
+        f"{rows['error']:,} of {_rows(rows['total'])} failed, more than errors.max_error_rate "
         f"{max_error_rate:g} allows: {_counts(rows['error_codes'])}\n"
         f"all rows are written to {printable(str(output))}; see their error column. There is no "
         "_SUCCESS; to accept them, raise errors.max_error_rate and run again"
     )
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row" if count == 1 else f"{count:,} rows"
 
 
 def _duration(seconds: float) -> str:

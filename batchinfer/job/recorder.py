@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from batchinfer.build import Built
 
 STEPS_PER_FILE = 16384
+KV_FACTS = ("block_size", "num_blocks", "bytes_per_block")
+_RUN_ID = re.compile(r"run-(\d+)")
 
 
 @dataclass
@@ -30,7 +35,7 @@ class Run:
     load_s: float = 0.0
     total_s: float = 0.0
     kv: dict[str, int] = field(default_factory=dict)
-    """block_size, num_blocks, bytes_per_block; empty before the model is loaded."""
+    """``KV_FACTS``; empty where no model was needed."""
     peak_used_blocks: int = 0
     """Of all steps, also those that ``stats.every_steps`` leaves out."""
 
@@ -40,19 +45,36 @@ class Run:
         return self.total_s - self.load_s if self.kv else 0.0
 
 
+def read_run(path: Path) -> Run:
+    """A run's record.
+
+    Raises:
+        ValueError: it is damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        run = Run(**json.loads(path.read_bytes()))
+        seconds = [run.load_s + 0.0, run.total_s + 0.0, run.peak_used_blocks + 0.0]
+        sizes = [run.kv[name] + 0 for name in KV_FACTS] if run.kv else []
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not a run's record: {error}") from None
+    if run.run_id != path.stem or min(*seconds, *sizes) < 0:
+        raise ValueError("not this run's record")
+    return run
+
+
 class Recorder:
     """Keeps the run's record on disk, at least as far as the finished parts go.
 
     Args:
         out: the output directory.
-        model: what is known of the model before it is loaded.
+        model: name of the model; ``loaded`` tells more.
         every_steps: steps per row of ``steps.parquet``.
     """
 
-    def __init__(self, out: OutputDir, model: dict[str, Any], every_steps: int) -> None:
+    def __init__(self, out: OutputDir, model: str, every_steps: int) -> None:
         self._out = out
-        # Ids sort in the order of runs, whatever the clock did.
-        self.run = Run(f"run-{len(list(out.runs.iterdir())) + 1:05d}", model)
+        self.run = Run(_next_run_id(out), {"name": model})
         self.sampler = StepSampler(self.run.run_id, every_steps)
         """Makes the rows of this run's steps."""
         self._began = time.perf_counter()
@@ -60,15 +82,12 @@ class Recorder:
         self._num_files = 0
         self._save()  # takes the id
 
-    def loaded(self, built: Built) -> None:
-        """Note that the model is loaded, and what came of it."""
-        self.run.load_s = time.perf_counter() - self._began
+    def loaded(self, built: Built, load_s: float) -> None:
+        """Note what came of loading the model, and that it took ``load_s`` before this run."""
+        self._began -= load_s
+        self.run.load_s = load_s
         self.run.device, self.run.model = built.device, dict(built.model_facts)
-        self.run.kv = {
-            "block_size": built.block_size,
-            "num_blocks": built.num_blocks,
-            "bytes_per_block": built.bytes_per_block,
-        }
+        self.run.kv = {name: getattr(built, name) for name in KV_FACTS}
         self._save()  # before the first step: the summary reads them together
 
     def add(self, steps: list[StepRow]) -> None:
@@ -99,6 +118,13 @@ class Recorder:
             table = pa.Table.from_pylist(self._steps, schema=STEPS_SCHEMA)
             self._out.write_table(self._out.steps / name, table)
             self._steps, self._num_files = [], self._num_files + 1
+
+
+def _next_run_id(out: OutputDir) -> str:
+    """Ids sort in the order of runs, whatever the clock did; none comes twice, whatever is lost."""
+    names = [path.name for folder in (out.runs, out.steps) for path in folder.iterdir()]
+    taken = [int(match.group(1)) for name in names if (match := _RUN_ID.match(name))]
+    return f"run-{max(taken, default=0) + 1:05d}"
 
 
 def package_versions() -> dict[str, str]:

@@ -10,13 +10,17 @@ from functools import lru_cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
-from batchinfer.config import SAMPLING_ALIASES, SamplingParams
+from batchinfer.config import SAMPLING_ALIASES, SamplingParams, field_names
 from batchinfer.errors import RowError, UsageError
-from batchinfer.job.messages import printable
+from batchinfer.job.document import dotted
+from batchinfer.job.messages import did_you_mean, printable, shown
+from batchinfer.job.problems import expectation, is_unknown_key
 
 COLUMN = "sampling_params"
 _PARAMS = TypeAdapter(SamplingParams)
+_KNOWN = (*field_names(SamplingParams), *SAMPLING_ALIASES)
 _CODE = "bad_sampling_params"
 
 
@@ -62,27 +66,29 @@ class RowParams:
         """
         if value is None:
             return self._default
+        if isinstance(value, RowError):
+            return RowError(_CODE, value.message)
         try:
             return self._parsed(_text_of(value))
         except UnicodeDecodeError:
             return RowError(_CODE, f"{COLUMN} is not valid UTF-8")
         except RecursionError:
             return RowError(_CODE, f"{COLUMN} is nested too deeply")
-        except TypeError as error:
-            return RowError(_CODE, f"{COLUMN}: {error}")
+        except (TypeError, _GivenTwiceError) as error:
+            return RowError(_CODE, printable(f"{COLUMN}: {error}"))
 
     def _parse(self, text: str) -> RowSampling | RowError:
         try:
-            fields = json.loads(text)
+            fields = json.loads(text, object_pairs_hook=_object)
         except ValueError as error:
             return RowError(_CODE, f"{COLUMN} is not JSON: {error}")
         if not isinstance(fields, Mapping):
-            return RowError(_CODE, f"{COLUMN} must be an object of parameters, not {text[:60]}")
-        fields = {
-            SAMPLING_ALIASES.get(name, name): value
-            for name, value in fields.items()
-            if value is not None
-        }
+            what = printable(text, 60)
+            return RowError(_CODE, f"{COLUMN} must be an object of parameters, not {what}")
+        fields = _without_aliases(fields)
+        if "logprobs" in fields and self._job["logprobs"] is None:
+            need = "sampling.logprobs and output.include: [logprobs] of the job"
+            return RowError(_CODE, f"{COLUMN}: logprobs is given, but needs {need}")
         for name in ("stop", "bad_words"):
             if isinstance(fields.get(name), str):
                 fields[name] = [fields[name]]
@@ -90,14 +96,45 @@ class RowParams:
             params = _PARAMS.validate_json(json.dumps({**self._job, **fields}), strict=True)
             params.check_token_ids(self._vocab_size)
         except ValidationError as error:
-            first = error.errors()[0]
-            what = first["msg"].removeprefix("Value error, ")
-            return RowError(
-                _CODE, printable(" ".join([f"{COLUMN}:", *map(str, first["loc"][:1]), what]))
-            )
+            return RowError(_CODE, printable(f"{COLUMN}: {_problem(error.errors()[0])}"))
         except ValueError as error:
             return RowError(_CODE, f"{COLUMN}: {error}")
         return RowSampling(params, own_seed="seed" in fields)
+
+
+class _GivenTwiceError(Exception):
+    """Two values for one parameter: no saying which is meant."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _GivenTwiceError(f"{twice} is given twice; keep one")
+    return fields
+
+
+def _without_aliases(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, under the names of ``SamplingParams``."""
+    given: dict[str, str] = {}
+    for written, value in fields.items():
+        name = SAMPLING_ALIASES.get(written, written)
+        if value is not None and given.setdefault(name, written) != written:
+            raise _GivenTwiceError(f"{given[name]} and {written} mean the same; keep one")
+    return {name: fields[written] for name, written in given.items()}
+
+
+def _problem(detail: ErrorDetails) -> str:
+    """What pydantic found wrong, in the words of the job file's messages."""
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    if detail["type"] == "json_invalid":
+        return "it holds NaN, an infinite number or invalid Unicode"
+    name = dotted(tuple(part for part in detail["loc"] if part != "[key]"))
+    if is_unknown_key(detail):
+        return f"unknown parameter {name}{did_you_mean(name, _KNOWN)}"
+    return f"{name} is {shown(detail['input'])}; it must be {expectation(detail)}"
 
 
 def _text_of(value: object) -> str:
@@ -106,6 +143,7 @@ def _text_of(value: object) -> str:
     Raises:
         UnicodeDecodeError: it holds text that is not UTF-8.
         TypeError: it holds a value that JSON cannot, such as a time.
+        _GivenTwiceError: a map holds a key twice.
     """
     if isinstance(value, bytes):
         return value.decode()
@@ -127,6 +165,6 @@ def _plain(value: Any) -> Any:
         return {name: _plain(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
         if value and all(isinstance(item, tuple) for item in value):
-            return {str(key): _plain(field) for key, field in value}
+            return _object([(str(_plain(key)), _plain(field)) for key, field in value])
         return [_plain(item) for item in value]
     return value

@@ -12,7 +12,7 @@ from batchinfer.engine.request import Completion, Request, RequestStats, SampleO
 from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
 from batchinfer.job.row_params import RowSampling
-from batchinfer.text.prompts import Prompt
+from batchinfer.text.prompts import Prompt, PromptTooLongError
 from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
 from batchinfer.text.tokenizer import Tokenizer
 
@@ -93,10 +93,16 @@ class RowFinisher:
             "error": _error(completion.error_code, completion.error_message) if failed else None,
         }
         if "prompt" in self._include:
-            values["prompt"] = prompt.text
+            values["prompt"] = self._seen(prompt)
         # A request that the engine refused has run nothing, not even its prompt.
         stats = completion.stats if completion.stats.prompt_tokens else None
         return FinishedRow(values, stats, prompt.has_control_text)
+
+    def _seen(self, prompt: Prompt) -> str | None:
+        """The prompt as the model saw it: without what was cut off."""
+        if prompt.text is None or not prompt.truncated:
+            return prompt.text
+        return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
     def _outputs(self, completion: Completion) -> list[dict[str, Any]]:
         params = completion.request.params
@@ -133,12 +139,13 @@ def _logprobs(sample: SampleOutput) -> list[dict[str, Any]] | None:
 
 
 def _error_values(row_id: int, error: RowError) -> dict[str, Any]:
-    """Columns of a row without a prompt: its token count is not known."""
+    """Columns of a row that the engine never saw."""
+    num_tokens = error.num_tokens if isinstance(error, PromptTooLongError) else None
     return {
         "row_id": row_id,
         "generated_text": None,
         "outputs": [],
-        "num_prompt_tokens": None,
+        "num_prompt_tokens": num_tokens,
         "num_output_tokens": 0,
         "truncated": False,
         "status": "error",

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from batchinfer.errors import ExitCode, UsageError
+from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.job.existing import Work, look, prepare, start_over
 from batchinfer.job.fingerprint import fingerprint, fingerprint_facts
 from batchinfer.job.ids import check_unique_ids
-from batchinfer.job.manifest import Manifest
+from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.messages import printable
 from batchinfer.job.model_facts import model_facts
-from batchinfer.job.order import check_prompt_source
-from batchinfer.job.output import OutputDir
-from batchinfer.job.pipeline import BuildEngine, Job, make_parts
+from batchinfer.job.output import OutputDir, PartRecord
+from batchinfer.job.pipeline import BuildEngine, Job, load, make_parts
 from batchinfer.job.progress import make_progress, say, summary_lines, too_many_errors
+from batchinfer.job.prompt_columns import check_prompt_columns
 from batchinfer.job.signals import stop_signals
 from batchinfer.job.source import open_source
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.summary import write_summary
 from batchinfer.job.table import output_table
+
+_AGAIN = "run the same command again: the part is then made again"
+_STOPPED = {
+    False: "stopped; run the same command again to go on",
+    True: "stopped; run again without --overwrite, and with output.if_exists: resume, to go on",
+}
+_MAX_DAMAGE_LINES = 5
 
 
 def run_job(
@@ -31,7 +41,8 @@ def run_job(
 ) -> ExitCode:
     """Run a job, or what is left of it, and write its output directory.
 
-    Everything that needs no model is checked before one is loaded.
+    Everything that needs no model is checked before one is loaded; output that is overwritten stays
+    until one is.
 
     Args:
         spec: the job.
@@ -46,19 +57,32 @@ def run_job(
         JobError: the job cannot be run; finished parts stay.
     """
     job = _look(spec)
-    with stop_signals() as stop, job.out.locked():
-        todo = job.out.begin(job.manifest, "overwrite" if overwrite else spec.output.if_exists)
-        if not todo:
-            return _nothing_to_do(job, quiet)
-        if spec.input.id_column is not None and len(todo) == len(job.manifest.parts()):
+    if_exists = "overwrite" if overwrite else spec.output.if_exists
+    if _is_finished(job, if_exists):
+        if not quiet:
+            say(f"nothing to do: {printable(str(job.out.root))} is finished")
+        return ExitCode.OK
+    with job.out.locked():
+        work = look(job.out, job.manifest, if_exists)
+        job = replace(job, manifest=work.manifest)
+        prepare(job.out, work)
+        if not work.todo:
+            with stop_signals():
+                return _finish(job, quiet)
+        if spec.input.id_column is not None and len(work.todo) == len(job.manifest.parts()):
             check_unique_ids(job.source, spec.input.id_column)
-        num_rows = sum(len(part.rows) for part in todo)
-        with closing(make_progress(num_rows, quiet=quiet)) as progress:
-            complete = make_parts(job, todo, build or _default_builder(), progress, stop)
-        if not complete:
-            say("stopped; run the same command again to go on", to_stderr=True)
-            return ExitCode.INTERRUPTED
-        return _finish(job, quiet)
+        if not quiet:
+            _tell_damage(work)
+        loaded = load(job, build or _default_builder())
+        start_over(job.out, work)
+        num_rows = sum(len(part.rows) for part in work.todo)
+        with stop_signals() as stop:
+            with closing(make_progress(num_rows, quiet=quiet)) as progress:
+                complete = make_parts(job, work.todo, loaded, progress, stop)
+            if not complete:
+                say(_STOPPED[if_exists == "overwrite"], to_stderr=True)
+                return ExitCode.INTERRUPTED
+            return _finish(job, quiet)
 
 
 def _default_builder() -> BuildEngine:
@@ -73,12 +97,13 @@ def _look(spec: JobSpec) -> Job:
     for file in source.files:
         if out.data in Path(file.path).parents:
             raise UsageError(f"output.path: {file.path} is both input and output of this job")
-    check_prompt_source(spec.prompt, source.schema.names)
+    check_prompt_columns(spec.prompt, source)
     table = output_table(source, spec)
     facts = model_facts(spec.model)
     manifest = Manifest(
         fingerprint(spec, facts),
         fingerprint_facts(spec, facts),
+        tuple(spec.input.paths),
         source.files,
         source.num_rows,
         spec.output.rows_per_part,
@@ -87,18 +112,32 @@ def _look(spec: JobSpec) -> Job:
     return Job(spec, source, table, manifest, out)
 
 
-def _nothing_to_do(job: Job, quiet: bool) -> ExitCode:
-    if job.out.success.exists() and job.out.summary.exists():
-        if not quiet:
-            say(f"nothing to do: {job.out.root} is finished")
-        return ExitCode.OK
-    return _finish(job, quiet)
+def _is_finished(job: Job, if_exists: str) -> bool:
+    """Whether nothing is left to do; needs no lock, and no right to write.
+
+    Raises:
+        JobError: what is finished is another job, or of another input.
+    """
+    if if_exists == "overwrite" or not (job.out.success.exists() and job.out.summary.exists()):
+        return False
+    return not look(job.out, job.manifest, if_exists).todo
+
+
+def _tell_damage(work: Work) -> None:
+    for name, problem in list(work.damaged.items())[:_MAX_DAMAGE_LINES]:
+        say(f"{name} is made again: {problem}", to_stderr=True)
+    if len(work.damaged) > _MAX_DAMAGE_LINES:
+        say(f"and {len(work.damaged) - _MAX_DAMAGE_LINES:,} more parts", to_stderr=True)
 
 
 def _finish(job: Job, quiet: bool) -> ExitCode:
-    """All parts are there: write the statistics, and _SUCCESS if few enough rows failed."""
-    summary = write_summary(job.out, job.manifest)
+    """All parts are made: write the statistics, and _SUCCESS if few enough rows failed."""
+    records = [_record(job, part) for part in job.manifest.parts()]
+    warnings: list[str] = []
+    summary = write_summary(job.out, job.manifest, records, warnings.append)
     if not quiet:
+        for line in warnings:
+            say(line, to_stderr=True)
         for line in summary_lines(summary, job.out.root):
             say(line)
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
@@ -107,3 +146,14 @@ def _finish(job: Job, quiet: bool) -> ExitCode:
         return ExitCode.TOO_MANY_ROW_ERRORS
     job.out.write(job.out.success, b"")
     return ExitCode.OK
+
+
+def _record(job: Job, part: Part) -> PartRecord:
+    """The record of a part that has been made; nothing may have touched it since."""
+    try:
+        record = job.out.finished(part)
+    except DataError as error:
+        raise DataError(str(error), hint=_AGAIN) from None
+    if record is None:
+        raise DataError(f"{job.out.part_file(part)} has no record any more", hint=_AGAIN)
+    return record

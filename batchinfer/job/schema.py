@@ -32,7 +32,7 @@ def json_schema() -> dict[str, Any]:
 
 def _accept_aliases(sampling: dict[str, Any]) -> None:
     keys = sampling["properties"]
-    keys["seed"] = {**keys["seed"], "default": 0, "description": "Same seed, same tokens."}
+    keys["seed"] = {"type": "integer", "default": 0, "description": "Same seed, same tokens."}
     for name in ("stop", "bad_words"):
         keys[name]["anyOf"] = [{"type": "string"}, {"type": "array", "items": keys[name]["items"]}]
         del keys[name]["type"], keys[name]["items"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from batchinfer.errors import ExitCode
@@ -14,11 +14,39 @@ from batchinfer.errors import ExitCode
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
+def leave_on_signals() -> None:
+    """From now on SIGINT, SIGTERM and SIGUSR1 end the process at once: nothing is in flight yet.
+
+    No exception is raised for them: one that meets an import leaves half a module behind.
+    """
+    _handle_with(_leave)
+
+
+def ignore_signals() -> None:
+    """From now on SIGINT, SIGTERM and SIGUSR1 do nothing: the process is on its way out."""
+    _handle_with(signal.SIG_IGN)
+
+
+def _handle_with(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            signal.signal(number, handler)
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    with suppress(OSError):
+        os.write(2, b"stopped; run the same command again\n")
+    os._exit(ExitCode.INTERRUPTED)
+
+
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
     """Within, SIGINT, SIGTERM and SIGUSR1 set the event; a second SIGINT ends the process at once.
 
-    Outside the main thread, where Python takes no signals, the event is never set.
+    Where ``leave_on_signals`` held before, signals are ignored afterwards, as by
+    ``ignore_signals``: what was asked for is done or was given up, and no moment is left in which
+    a signal could make the exit code say otherwise. Outside the main thread, where Python takes
+    no signals, the event is never set.
     """
     stop = threading.Event()
 
@@ -35,4 +63,4 @@ def stop_signals() -> Iterator[threading.Event]:
         yield stop
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if handler is _leave else handler)

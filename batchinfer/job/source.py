@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from stat import S_ISREG
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.errors import DataError, NotYetError, UsageError
+from batchinfer.errors import DataError
+from batchinfer.job.input_files import find_files
 from batchinfer.job.messages import listed, printable
 
 BATCH_ROWS = 1024
@@ -106,61 +107,11 @@ def open_source(path: str | Sequence[str], limit: int | None = None) -> Source:
     return Source(tuple(files), schema, total if limit is None else min(total, limit))
 
 
-def find_files(path: str | Sequence[str]) -> list[Path]:
-    """Files meant by ``path``: entries in the order given, globs and directories in path order.
-
-    In directories, which are searched with their subdirectories, and in globs, names that begin
-    with ``.`` or ``_`` are passed over.
-
-    Raises:
-        DataError: an entry that matches no file, or cannot be looked at.
-        UsageError: a file named twice.
-    """
-    entries = [path] if isinstance(path, str) else list(path)
-    found = [file for entry in entries for file in _find(entry)]
-    for file, times in Counter(found).items():
-        if times > 1:
-            raise UsageError(f"input.path names {file} {times} times")
-    return found
-
-
-def _find(entry: str) -> list[Path]:
-    try:
-        return _expand(entry)
-    except OSError as error:  # from names no file can have, and folders that may not be read
-        raise DataError(f"input.path: {printable(entry, 200)}: {error.strerror}") from None
-
-
-def _expand(entry: str) -> list[Path]:
-    if "://" in entry:
-        raise NotYetError(f"input.path: {entry} (remote files)")
-    path = Path(entry)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        found = _below(path)
-    elif glob.has_magic(entry):
-        matches = [Path(match) for match in glob.glob(entry, recursive=True)]
-        visible = [match for match in matches if not match.name.startswith((".", "_"))]
-        found = [f for m in visible for f in (_below(m) if m.is_dir() else [m])]
-    else:
-        raise DataError(f"input.path: {entry} does not exist")
-    if not found:
-        raise DataError(f"input.path: no Parquet file in {entry}")
-    return sorted(set(found))
-
-
-def _below(directory: Path) -> list[Path]:
-    return [
-        file
-        for file in directory.rglob("*.parquet")
-        if not any(part.startswith((".", "_")) for part in file.relative_to(directory).parts)
-    ]
-
-
 def _read_footer(path: Path) -> tuple[InputFile, pa.Schema]:
     try:
         stat = path.stat()
+        if not S_ISREG(stat.st_mode):  # opening a pipe would wait for a writer
+            raise DataError(f"{path} is not a file that can be read as Parquet")
         if stat.st_size == 0:
             raise DataError(f"{path} is empty (0 bytes), not a Parquet file")
         with _open(str(path)) as reader:

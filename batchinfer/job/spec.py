@@ -6,8 +6,9 @@ presets, paths); ``batchinfer.job.schema`` describes them to editors.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -31,7 +32,7 @@ def _refuse_not_yet(asked: Mapping[str, bool]) -> None:
 def _check_local(key: str, path: str) -> None:
     """Raise where ``path`` is empty, a URL, or holds what no file system takes."""
     if not path or "\0" in path:
-        raise ValueError(f"{key} must be a path, not {path!r}")
+        raise ValueError(f"{key} must be a path, not {json.dumps(path)}")
     match = _URL.match(path)
     if match is None:
         return
@@ -153,6 +154,17 @@ class OutputSpec(_Section):
         return self
 
 
+def output_columns(include: Collection[str]) -> tuple[str, ...]:
+    """Names of the columns that a job writes beside the input's, in order.
+
+    Args:
+        include: what ``output.include`` names.
+    """
+    prompt = ("prompt",) if "prompt" in include else ()
+    counts = ("num_prompt_tokens", "num_output_tokens", "truncated")
+    return ("row_id", *prompt, "generated_text", "outputs", *counts, "status", "error")
+
+
 class ErrorsSpec(_Section):
     """How many bad rows are too many."""
 
@@ -214,6 +226,11 @@ class JobSpec(_Section):
         )
         if "logprobs" in self.output.include and self.sampling.logprobs is None:
             raise ValueError("output.include names logprobs, but sampling.logprobs is not set")
+        if self.sampling.logprobs is not None and "logprobs" not in self.output.include:
+            raise ValueError(
+                "sampling.logprobs is set, but they are not written; "
+                "add to the output section: include: [logprobs]"
+            )
         return self
 
 

@@ -1,15 +1,14 @@
 """The numbers of a job, from its committed files: ``stats/*.parquet`` and ``summary.json``.
 
-Rows count once, however often a crash made a run compute them again. What was computed for rows
-that no finished part holds shows in ``steps`` only: there the sum of ``prefill_tokens`` is then
-over ``prompt_computed + recomputed``, by what the interrupted runs lost.
+Rows count once, however often they were computed: again after a crash, or because their part was
+damaged. What was computed for them in vain shows in ``steps``, and as recomputed in the summary, so
+that the sum of ``prefill_tokens`` is ``prompt_computed + recomputed``.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,51 +21,81 @@ from batchinfer.job.files import publish, storage_errors
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.measures import STEP_COLUMNS, Float, measures
 from batchinfer.job.output import OutputDir, PartRecord
-from batchinfer.job.recorder import Run, package_versions
+from batchinfer.job.recorder import Run, package_versions, read_run
 from batchinfer.job.stats import REQUESTS_SCHEMA, STEPS_SCHEMA
 
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
 """Where no run has loaded the model, because there are no rows."""
 
 
-def write_summary(out: OutputDir, manifest: Manifest) -> dict[str, Any]:
+def write_summary(
+    out: OutputDir,
+    manifest: Manifest,
+    records: Iterable[PartRecord],
+    warn: Callable[[str], None],
+) -> dict[str, Any]:
     """Merge the statistics of all runs, and write and return ``summary.json``.
 
     Args:
         out: the output directory, whose parts are all finished.
         manifest: its plan.
+        records: the parts' records.
+        warn: told, in a line each, which files of statistics are damaged and left out.
 
     Raises:
         StorageError: a file cannot be written.
     """
-    parts = manifest.parts()
     steps, requests = out.stats / "steps.parquet", out.stats / "requests.parquet"
-    _merge(out, sorted(out.steps.glob("*.parquet")), steps, STEPS_SCHEMA)
-    _merge(out, map(out.request_stats, parts), requests, REQUESTS_SCHEMA)
-    runs = [Run(**json.loads(path.read_bytes())) for path in sorted(out.runs.iterdir())]
-    rows = _rows(record for part in parts if (record := out.finished(part)))
+    _merge(out, sorted(out.steps.glob("*.parquet")), steps, STEPS_SCHEMA, warn)
+    _merge(out, map(out.request_stats, manifest.parts()), requests, REQUESTS_SCHEMA, warn)
     columns, run_ids = _step_columns(steps)
+    runs = _runs(out, set(run_ids), warn)
+    latest = runs[-1] if runs else Run("", {})
     block_sizes = {run.run_id: run.kv["block_size"] for run in runs if run.kv}
-    block_size = np.array([block_sizes[run_id] for run_id in run_ids], dtype=np.float64)
+    known = np.array([run_id in block_sizes for run_id in run_ids], dtype=np.bool_)
+    block_size = np.array([block_sizes.get(run_id, 0) for run_id in run_ids], dtype=np.float64)
     engine_s = sum(run.engine_s for run in runs)
-    measured = measures(columns, block_size, _column_sums(requests), rows["total"], engine_s)
+    rows = _rows(records)
+    measured = measures(
+        {name: values[known] for name, values in columns.items() if name in STEP_COLUMNS},
+        block_size[known],
+        _column_sums(requests),
+        rows["total"],
+        engine_s,
+    )
+    tokens = measured["tokens"]
+    # Also what was computed for rows that were then lost with their run, or made again.
+    prefilled = int(columns["prefill_tokens"].sum())
+    tokens["recomputed"] = max(tokens["recomputed"], prefilled - tokens["prompt_computed"])
     summary = {
         "rows": rows,
-        "tokens": measured["tokens"],
+        "tokens": tokens,
         "time_s": {
             "total": sum(run.total_s for run in runs),
             "load": sum(run.load_s for run in runs),
             "engine": engine_s,
         },
         "throughput": measured["throughput"],
-        "kv": {**_NO_POOL, **runs[-1].kv, **measured["kv"], **_peaks(runs)},
-        "model": runs[-1].model,
-        "device": runs[-1].device,
+        "kv": {**_NO_POOL, **latest.kv, **measured["kv"], **_peaks(runs)},
+        "model": latest.model,
+        "device": latest.device,
         "versions": package_versions(),
         "fingerprint": manifest.fingerprint,
     }
     out.write_json(out.summary, summary)
     return summary
+
+
+def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> list[Run]:
+    """The records of all runs, in order, but for those that are damaged or gone."""
+    runs = []
+    for run_id in sorted({path.stem for path in out.runs.glob("*.json")} | with_steps):
+        path = out.runs / f"{run_id}.json"
+        try:
+            runs.append(read_run(path))
+        except (OSError, ValueError):
+            warn(f"{path} is damaged or missing: summary.json leaves out that run's time and pool")
+    return runs
 
 
 def _peaks(runs: Iterable[Run]) -> dict[str, float]:
@@ -80,12 +109,30 @@ def _peaks(runs: Iterable[Run]) -> dict[str, float]:
     }
 
 
-def _merge(out: OutputDir, files: Iterable[Path], final: Path, schema: pa.Schema) -> None:
+def _merge(
+    out: OutputDir,
+    files: Iterable[Path],
+    final: Path,
+    schema: pa.Schema,
+    warn: Callable[[str], None],
+) -> None:
     staged = out.staging / final.name
     with storage_errors(final), pq.ParquetWriter(staged, schema, compression="zstd") as writer:
         for file in files:
-            writer.write_table(pq.read_table(file))
+            table = _read(file)
+            if table is not None and table.schema.equals(schema):
+                writer.write_table(table)
+            else:
+                warn(f"{file} is damaged: the statistics leave it out")
     publish(staged, final)
+
+
+def _read(file: Path) -> pa.Table | None:
+    """The table in ``file``; None where it is damaged."""
+    try:
+        return pq.read_table(file, page_checksum_verification=True)
+    except (pa.ArrowException, OSError):
+        return None
 
 
 def _column_sums(path: Path) -> dict[str, int]:
@@ -112,7 +159,8 @@ def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
 
 
 def _step_columns(path: Path) -> tuple[dict[str, Float], list[str]]:
-    """The columns that measures are made of, and each step's run."""
-    table = pq.read_table(path, columns=["run_id", *STEP_COLUMNS])
-    columns = {name: np.asarray(table[name].to_numpy(), dtype=np.float64) for name in STEP_COLUMNS}
+    """The columns that the summary is made of, and each step's run."""
+    names = (*STEP_COLUMNS, "prefill_tokens")
+    table = pq.read_table(path, columns=["run_id", *names])
+    columns = {name: np.asarray(table[name].to_numpy(), dtype=np.float64) for name in names}
     return columns, table["run_id"].to_pylist()

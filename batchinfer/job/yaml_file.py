@@ -1,19 +1,17 @@
 """YAML 1.2 as plain data, with the line of every key, and bounded whatever the text says.
 
-Scalars follow the core schema of YAML 1.2.2 (section 10.3.2): ``1e-5`` is a number, ``no`` is a
-text. Built on ruamel.yaml's event stream, because events know their lines and need no recursion:
-the limits below hold before anything large is made.
+Built on ruamel.yaml's event stream, because events know their lines and need no recursion: the
+limits below hold before anything large is made.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import re
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -29,9 +27,11 @@ from ruamel.yaml.events import (
     StreamEndEvent,
     StreamStartEvent,
 )
+from ruamel.yaml.reader import ReaderError
 
 from batchinfer.errors import UsageError
 from batchinfer.job.messages import printable
+from batchinfer.job.scalars import plain_scalar, valid_text
 
 MAX_BYTES = 256 * 1024
 """Largest file read."""
@@ -41,13 +41,7 @@ MAX_DEPTH = 32
 """Deepest nesting of lists and mappings."""
 
 KeyPath = tuple[str | int, ...]
-
-_NULL = re.compile(r"~|null|Null|NULL|")
-_BOOL = re.compile(r"(true|True|TRUE)|false|False|FALSE")
-_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_INTEGER_LIMIT = 2**64
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -66,6 +60,9 @@ def read_yaml(path: Path, source: str) -> YamlText:
         UsageError: naming ``source``, and the line where there is one.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
+            what = "a folder" if path.is_dir() else "a pipe, a socket or a device"
+            raise UsageError(f"{source}: cannot be read: it is {what}, not a file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
@@ -94,6 +91,10 @@ def parse_yaml(text: str, source: str) -> YamlText:
         line = "" if mark is None else f", line {mark.line + 1}"
         problem = printable(str(error.problem or error.context))
         raise UsageError(f"{source}{line}: not valid YAML: {problem}") from None
+    except ReaderError as error:
+        place = f"{source}, line {text.count(chr(10), 0, error.position) + 1}"
+        what = f"U+{error.character:04X}"
+        raise UsageError(f"{place}: a text file does not hold the character {what}") from None
     except YAMLError as error:
         raise UsageError(f"{source}: not valid YAML: {printable(str(error))}") from None
 
@@ -190,48 +191,18 @@ class _Builder:
         if not isinstance(event, ScalarEvent) or event.tag is not None:
             raise self._error(event, "a key must be a plain text")
         self._grow(event, 1 + len(event.value))
-        return self._text(event)
+        return self._value(event, valid_text)
 
     def _scalar(self, event: ScalarEvent) -> _Node:
         size = 1 + len(event.value)
         self._grow(event, size)
-        plain = event.implicit[0]
-        return _Node(self._plain(event) if plain else self._text(event), size, 0)
+        return _Node(self._value(event, plain_scalar if event.implicit[0] else valid_text), size, 0)
 
-    def _plain(self, event: ScalarEvent) -> str | int | float | bool | None:
-        text: str = event.value
-        if _NULL.fullmatch(text):
-            return None
-        if match := _BOOL.fullmatch(text):
-            return match.group(1) is not None
-        if _INT.fullmatch(text):
-            return self._integer(event)
-        if _NOT_FINITE.fullmatch(text):
-            raise self._error(event, f"{text} is not a number that can be used here")
-        if _FLOAT.fullmatch(text):
-            number = float(text)
-            if math.isinf(number):
-                raise self._error(event, f"{printable(text, 40)} is too large a number")
-            return number
-        return self._text(event)
-
-    def _integer(self, event: ScalarEvent) -> int:
-        text: str = event.value
-        base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-        digits = text if base == 10 else text[2:]
-        # The length check also keeps int() within Python's limit on digits.
-        number = int(digits, base) if len(digits) <= 40 else _INTEGER_LIMIT
-        if abs(number) >= _INTEGER_LIMIT:
-            raise self._error(event, f"{printable(text, 40)} is too large a number")
-        return number
-
-    def _text(self, event: ScalarEvent) -> str:
-        text: str = event.value
+    def _value(self, event: ScalarEvent, read: Callable[[str], _T]) -> _T:
         try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise self._error(event, f"{printable(text, 40)} is not valid Unicode") from None
-        return text
+            return read(event.value)
+        except ValueError as error:
+            raise self._error(event, str(error)) from None
 
     def _grow(self, event: NodeEvent, size: int) -> None:
         self._size += size

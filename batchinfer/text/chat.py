@@ -25,6 +25,19 @@ def _environment() -> BoundedEnvironment:
     return BoundedEnvironment(trim_blocks=True, lstrip_blocks=True)
 
 
+def compile_chat_template(source: str, error: type[JobError], origin: str) -> jinja2.Template:
+    """Compile ``source``, which is from ``origin``.
+
+    Raises:
+        JobError: of type ``error``: a syntax error, or reaching for Python's internals.
+    """
+    try:
+        return _environment().compile_bounded(source)
+    except jinja2.TemplateError as cause:
+        line = f" (line {cause.lineno})" if isinstance(cause, jinja2.TemplateSyntaxError) else ""
+        raise error(f"{origin} is not a valid Jinja2 template{line}: {cause.message}") from cause
+
+
 class ChatTemplate:
     """A compiled chat template."""
 
@@ -51,10 +64,7 @@ class ChatTemplate:
             JobError: of type ``error``: a syntax error, or reaching for Python's internals.
         """
         self._origin = origin
-        try:
-            self._template = _environment().compile_bounded(source)
-        except jinja2.TemplateError as cause:
-            raise error(f"{origin} is not a valid Jinja2 template: {cause.message}") from cause
+        self._template = compile_chat_template(source, error, origin)
         self._variables = {
             "tools": None,
             "documents": None,

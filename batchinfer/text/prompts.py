@@ -11,6 +11,7 @@ import numpy as np
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError, UsageError
+from batchinfer.text.conflicts import conflicts
 from batchinfer.text.encode import RenderedText, TextEncoder
 from batchinfer.text.render import RowRenderer
 from batchinfer.text.sources import require_column
@@ -30,6 +31,14 @@ class Prompt:
     truncated: bool
     has_control_text: bool
     """The row's text held a control token's text, which was kept plain text."""
+
+
+class PromptTooLongError(RowError):
+    """A row whose prompt leaves no room for an output token."""
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        super().__init__("prompt_too_long", f"the prompt has {num_tokens} tokens, over {most}")
+        self.num_tokens = num_tokens
 
 
 class PromptBuilder:
@@ -63,6 +72,8 @@ class PromptBuilder:
             DataError: the data does not have the column.
             ModelError: the tokenizer's chat template is invalid, or missing where it is needed.
         """
+        for key, problem in conflicts(config):
+            raise UsageError(f"{key} {problem}")
         self._max_tokens = max_model_len - 1
         self._on_too_long = config.on_too_long
         self._reader: _Reader
@@ -86,7 +97,8 @@ class PromptBuilder:
         return self._reader.columns
 
     def build(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
-        """A prompt or an error for each row, in order. Text may be ``str`` or UTF-8 ``bytes``.
+        """A prompt or an error for each row, in order. Text may be ``str`` or UTF-8 ``bytes``; a
+        value that could not be read is a ``RowError``, which becomes the row's.
 
         Error codes: ``empty_prompt``, ``prompt_too_long``, ``invalid_utf8``, ``template_error``,
         ``unsupported_content``, ``row_too_large``.
@@ -103,7 +115,7 @@ class PromptBuilder:
         if len(ids) <= most:
             return prompt
         if self._on_too_long == "error" or most == 0:
-            return RowError("prompt_too_long", f"the prompt has {len(ids)} tokens, over {most}")
+            return PromptTooLongError(len(ids), most)
         kept = ids[-most:] if self._on_too_long == "truncate_left" else ids[:most]
         return replace(prompt, token_ids=kept.copy(), truncated=True)
 
@@ -138,8 +150,6 @@ class _TokenIdsReader:
     def __init__(self, config: PromptConfig, columns: Sequence[str], vocab_size: int) -> None:
         assert config.token_ids_column is not None
         require_column(config.token_ids_column, "prompt.token_ids_column", columns)
-        if config.system is not None:
-            raise UsageError("prompt.system cannot be combined with prompt.token_ids_column")
         self.columns: tuple[str, ...] = (config.token_ids_column,)
         self._vocab_size = vocab_size
 

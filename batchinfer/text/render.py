@@ -8,7 +8,7 @@ from typing import Any
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import ModelError, RowError, UsageError
-from batchinfer.text.chat import RESERVED_KWARGS, ChatTemplate, Message
+from batchinfer.text.chat import ChatTemplate, Message
 from batchinfer.text.control import Marks
 from batchinfer.text.encode import RenderedText
 from batchinfer.text.sources import checked_template, make_source
@@ -86,8 +86,6 @@ def _message(role: str, content: str) -> Message:
 def _chat_template(
     config: PromptConfig, tokenizer: Tokenizer, file_content: str | None, now: datetime
 ) -> ChatTemplate | None:
-    if taken := sorted(RESERVED_KWARGS & set(config.chat_template_kwargs)):
-        raise UsageError(f"prompt.chat_template_kwargs: {', '.join(taken)} cannot be set here")
     if config.chat_template == "none":
         return None
     from_model = config.chat_template == "auto"

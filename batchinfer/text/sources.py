@@ -34,19 +34,19 @@ class ColumnSource:
     """A column of strings, or of conversations."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self.columns = frozenset((name,))
 
     def read(self, values: Mapping[str, Any]) -> str | list[Message]:
         """The column's value, a string or a conversation."""
-        value = values.get(self._name)
-        where = f"column {self._name}"
+        value = values.get(self.name)
+        where = f"column {self.name}"
         if value is None:
             raise RowError("empty_prompt", f"{where} is null")
         if isinstance(value, str):
             return _require_text(value, where)
         if isinstance(value, list):
-            return as_messages(value, self._name)
+            return as_messages(value, self.name)
         kind = type(value).__name__
         raise RowError("unsupported_content", f"{where}: {kind} is no text and no conversation")
 
@@ -74,8 +74,6 @@ class MessagesSource:
                 raise UsageError(f"{key} must have role and content, and nothing else")
             template = checked_template(message["content"], f"{key}.content", available)
             self._messages.append((message["role"], template))
-        if not self._messages:
-            raise UsageError("prompt.messages is empty; give at least one message")
         self.columns = frozenset().union(
             *(template.columns(available) for _, template in self._messages)
         )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
 
 from batchinfer.errors import UsageError
 from batchinfer.text.sandbox import BoundedEnvironment, render_bounded
@@ -38,6 +38,7 @@ class RowTemplate:
         try:
             self._template = _environment().compile_bounded(source)
             tree = _name_environment().parse(source)
+            _refuse_other_templates(tree)
             self._names = frozenset(meta.find_undeclared_variables(tree))
         except jinja2.TemplateError as error:
             line = (
@@ -62,6 +63,15 @@ class RowTemplate:
             RowError: ``template_error``, naming the column where one is undefined.
         """
         return render_bounded(self._template, row, self.key)
+
+
+def _refuse_other_templates(tree: nodes.Template) -> None:
+    """A row template has no other templates to load."""
+    loading = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+    for node in tree.find_all(loading):
+        tag = {"FromImport": "from"}.get(type(node).__name__, type(node).__name__.lower())
+        reason = f"{{% {tag} %}} has no other template to load; write its text here"
+        raise jinja2.TemplateSyntaxError(reason, node.lineno)
 
 
 def compile_template(source: str, key: str = "prompt.template") -> RowTemplate:

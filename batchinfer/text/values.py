@@ -17,8 +17,10 @@ def decoded(value: object, column: str) -> Any:
     """``value`` with all bytes in it, nested ones too, decoded from UTF-8. NUL stays.
 
     Raises:
-        RowError: ``invalid_utf8``; ``row_too_large``.
+        RowError: ``invalid_utf8``; ``row_too_large``; ``value`` itself where it is one.
     """
+    if isinstance(value, RowError):
+        raise value
     if isinstance(value, bytes):
         _require_size(len(value) // _MAX_BYTES_PER_CHAR, column)
         try:
@@ -98,6 +100,8 @@ def _as_message(item: object, where: str) -> Message:
     message = {key: value for key, value in item.items() if value is not None}
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise RowError("unsupported_content", f"{where} has no role")
+    if "content" in item and message.keys() <= {"role", "name"}:
+        raise RowError("empty_prompt", f"{where} has null content")
     content = message.get("content", "")
     if isinstance(content, list):
         message["content"] = "\n".join(_part_text(part, where) for part in content)

@@ -52,7 +52,10 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="output directory of the job")
     parser.add_argument("--samples", type=int, default=3, help="rows to show")
     args = parser.parse_args()
-    rows = load(args.out)
+    try:
+        rows = load(args.out)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        parser.exit(2, f"score.py: {str(error).splitlines()[0]}\n")
     result = summarise(rows)
     print(f"{result['right']} of {result['rows']} rows are right ({result['accuracy']:.1%})")
     for task, accuracy in result["tasks"].items():

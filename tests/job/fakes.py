@@ -12,6 +12,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from batchinfer.engine.engine import Engine
+from batchinfer.job.existing import look, prepare, start_over
+from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.output import OutputDir
 from batchinfer.job.spec import JobSpec
 from batchinfer.text.tokenizer import Tokenizer
 from tests.engine.fake import EOS, make_engine
@@ -86,6 +89,15 @@ class FakeBuild:
 
         runner.run = run_step  # type: ignore[method-assign]
         return FakeBuilt(real, num_blocks=self.num_blocks)
+
+
+def begin(out: OutputDir, manifest: Manifest, if_exists: str = "resume") -> list[Part]:
+    """Make ``out`` ready for a run of ``manifest``; the parts it has to make."""
+    with out.locked():
+        work = look(out, manifest, if_exists)
+        prepare(out, work)
+        start_over(out, work)
+    return list(work.todo)
 
 
 def job(tmp_path: Path, **sections: dict[str, Any]) -> JobSpec:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from batchinfer.errors import RowError
 from batchinfer.job.columns import python_rows, with_valid_text
 from tests.job.datasets import strings
 
@@ -62,6 +64,34 @@ def test_nanoseconds_arrive_as_python_times_however_deep(
     struct = pa.array([{"t": [1_500]}, None], pa.struct([("t", pa.list_(kind))]))
     rows = python_rows(pa.record_batch([struct], ["s"]))
     assert rows == [{"s": {"t": [expected]}}, {"s": None}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        (pa.date32(), 10**7),
+        (pa.date64(), 864 * 10**12),
+        (pa.timestamp("s"), 10**15),
+        (pa.timestamp("us", "UTC"), -(2**63)),
+        (pa.timestamp("us", "No/Where"), 0),
+        (pa.duration("s"), 10**17),
+    ],
+    ids=str,
+)
+def test_a_time_that_python_does_not_have_fails_its_row_only(kind: Any, number: int) -> None:
+    values = pa.array([{"t": None}, {"t": number}], pa.struct([("t", kind)]))
+    first, second = python_rows(pa.record_batch([values], ["when"]))
+    assert first == {"when": {"t": None}}
+    error = second["when"]
+    assert isinstance(error, RowError)
+    assert error.code == "template_error"
+    assert "column when holds a time that cannot be read" in error.message
+
+
+def test_times_stay_as_they_are_beside_invalid_text() -> None:
+    dates = pa.array([10**7, None, 0], pa.date32())
+    column = pa.StructArray.from_arrays([TEXT, dates], ["text", "date"])
+    assert with_valid_text(column).field("date").equals(dates)
 
 
 def test_valid_columns_are_written_as_they_are() -> None:

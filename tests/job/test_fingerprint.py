@@ -64,7 +64,7 @@ def test_what_changes_the_output_changes_the_fingerprint(tmp_path: Path, overrid
         "engine.enable_prefix_caching=false",
         "engine.preset=cpu",
         "sampling.temperature=1",
-        "sampling.seed=null",
+        "sampling.seed=0",
         "model.name=./copied",
     ],
 )

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from batchinfer.errors import DataError
@@ -11,7 +14,7 @@ from batchinfer.job.source import open_source
 from tests.job.datasets import write_parquet
 
 
-def check(tmp_path: Path, values: list[object], limit: int | None = None) -> None:
+def check(tmp_path: Path, values: Any, limit: int | None = None) -> None:
     path = write_parquet(tmp_path / "x.parquet", {"id": values})
     check_unique_ids(open_source(str(path), limit), "id")
 
@@ -26,6 +29,13 @@ def test_different_ids_pass(tmp_path: Path, values: list[object]) -> None:
 def test_a_duplicate_names_the_value_and_its_rows(tmp_path: Path, values: list[object]) -> None:
     with pytest.raises(DataError, match=f"{values[0]} twice, in rows 0 and 2"):
         check(tmp_path, values)
+
+
+def test_times_are_shown_as_times(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="2026-11-20 twice"):
+        check(tmp_path, [date(2026, 11, 20)] * 2)
+    with pytest.raises(DataError, match="29349-01-26 twice"):
+        check(tmp_path, pa.array([10**7] * 2, pa.date32()))
 
 
 def test_only_the_selected_rows_count(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_every_documented_key_is_known_and_at_its_default(tmp_path: Path) -> Non
 def test_values_arrive(tmp_path: Path) -> None:
     text = """\
 model: {name: m/x, dtype: float32, max_model_len: 99}
-input: {path: [b.parquet, a.parquet], keep_columns: [id], id_column: id, limit: 5}
+input: {path: [b.parquet, a.parquet], keep_columns: [id, text], id_column: id, limit: 5}
 prompt: {template: "{{ text }}", system: Be brief.}
 sampling:
   max_tokens: 8
@@ -71,7 +71,7 @@ errors: {max_error_rate: 0.5}
 """
     spec = load(tmp_path, text)
     assert spec.input.paths == (str(tmp_path / "b.parquet"), str(tmp_path / "a.parquet"))
-    assert spec.input.keep_columns == ("id",)
+    assert spec.input.keep_columns == ("id", "text")
     assert spec.sampling.temperature == 0.0
     assert spec.sampling.top_p == 1e-5
     assert spec.sampling.stop == ("END",)
@@ -79,6 +79,17 @@ errors: {max_error_rate: 0.5}
     assert spec.sampling.logit_bias == {50256: -100.0}
     assert spec.output.rename == {"text": "input_text"}
     assert spec.prompt.template == "{{ text }}"
+
+
+@pytest.mark.parametrize("size", ["4", "4.0", "'4'", "4GiB", "4096MiB"])
+def test_sizes_are_compared_as_sizes(tmp_path: Path, size: str) -> None:
+    load(tmp_path, MINIMAL + f"engine: {{swap_space: {size}}}")
+
+
+def test_a_job_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    path = Path(f"{tmp_path}/job\udcff.yaml")
+    path.write_text(MINIMAL)
+    assert load_job(path).name == "job\N{REPLACEMENT CHARACTER}"
 
 
 def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
@@ -164,6 +175,10 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ("prompts.parquet", "3", "input.path is 3; it must be a text or a list of texts"),
         ("prompts.parquet", "[a, 3]", 'input.path is ["a", 3]; it must be a text or a list'),
         ("prompts.parquet", "[]", "input.path is an empty list"),
+        ("8}", "8, logprobs: 2}", "add to the output section: include: [logprobs]"),
+        ("8}", "8, seed: null}", "line 3: sampling.seed is null; a job has a seed"),
+        ("8}", "8, stop_token_ids: [-1]}", "sampling.stop_token_ids is [-1]; it must be 0 or"),
+        ("8}", "8, stop: ['']}", 'sampling.stop is [""]; it must be texts'),
         ("prompts.parquet", "http://x/y", "input.path: http:// is not a place"),
         ("prompts.parquet", '"a\\0b"', "input.path must be a path"),
         ("prompts.parquet", "x, keep_columns: a", "input.keep_columns is \"a\"; it must be '*' or"),
@@ -241,8 +256,8 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path, text: str, names: 
 
 
 def test_output_to_a_store_is_not_built_either(tmp_path: Path) -> None:
-    with pytest.raises(NotYetError, match="--output s3://"):
-        load(tmp_path, output=Path("s3://bucket/out"))
+    with pytest.raises(NotYetError, match=r"output.path: s3:// .--output"):
+        load(tmp_path, output="s3://bucket/out")
 
 
 # Options
@@ -266,6 +281,31 @@ def test_set_changes_adds_and_reads_yaml(tmp_path: Path) -> None:
     assert spec.errors.max_error_rate == 0.1
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ x }}",
+        "{% if x %}y{% endif %}",
+        "a: b",
+        "# x",
+        "x # y",
+        "- a",
+        "*",
+        "&a",
+        "!x",
+        "a: [",
+        "%",
+    ],
+)
+def test_a_set_without_quotes_or_brackets_is_taken_whole(tmp_path: Path, text: str) -> None:
+    assert load(tmp_path, overrides=[f"prompt.template={text}"]).prompt.template == text
+
+
+def test_a_set_in_quotes_is_a_text(tmp_path: Path) -> None:
+    spec = load(tmp_path, overrides=['prompt.template="[INST]\\n# 3"', "sampling.stop=['3']"])
+    assert (spec.prompt.template, spec.sampling.stop) == ("[INST]\n# 3", ("3",))
+
+
 def test_the_last_set_wins(tmp_path: Path) -> None:
     overrides = ["model=other/model", "sampling.n=2", "sampling.n=3"]
     spec = load(tmp_path, overrides=overrides)
@@ -282,6 +322,10 @@ def test_the_last_set_wins(tmp_path: Path) -> None:
         ("=3", "write --set section.key=value"),
         ("a..b=3", "write --set section.key=value"),
         ("sampling.stop=[", "--set sampling.stop=[, line 1: not valid YAML"),
+        ("prompt.template=[INST] {{ x }}", "needs quotes of its own"),
+        ("sampling.stop=", "--set sampling.stop=: the value is empty; write '', [] or null"),
+        ("samplng.n=1", "--set samplng.n=1: unknown key samplng; did you mean sampling?"),
+        ("sampling.seed=" + "9" * 30, "is too large a number"),
         ("version.a=1", "--set version.a=1: version has no keys to set"),
         ("name=\udcff", "not valid"),
     ],
@@ -293,7 +337,7 @@ def test_a_mistaken_set_is_named_as_such(tmp_path: Path, override: str, message:
 def test_limit_and_output_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs").mkdir()
-    spec = load(tmp_path / "jobs", output=Path("elsewhere"), limit=3)
+    spec = load(tmp_path / "jobs", output="elsewhere", limit=3)
     assert spec.output.path == str(tmp_path / "elsewhere")
     assert spec.input.limit == 3
 

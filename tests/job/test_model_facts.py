@@ -57,5 +57,10 @@ def test_a_name_too_long_for_a_folder_is_a_hub_id() -> None:
 
 
 def test_a_folder_that_is_not_there_is_found_before_anything_is_deleted() -> None:
-    with pytest.raises(ModelError, match="there is no folder /nowhere"):
+    with pytest.raises(ModelError, match=r"model\.name: there is no folder /nowhere"):
         model_facts(ModelSpec(name="/nowhere"))
+
+
+def test_a_missing_tokenizer_is_blamed_on_its_own_key(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.tokenizer: there is no folder /nowhere"):
+        model_facts(ModelSpec(name=str(folder), tokenizer="/nowhere"))

@@ -4,15 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from batchinfer.config import PromptConfig, SamplingParams
-from batchinfer.errors import DataError, RowError, UsageError
+from batchinfer.errors import RowError
 from batchinfer.job.manifest import Part
 from batchinfer.job.order import (
     PromptRow,
     by_prefix,
-    check_prompt_source,
     prompt_rows,
     without_text,
 )
@@ -85,17 +83,3 @@ def test_text_is_dropped_where_nobody_wants_it() -> None:
     assert isinstance(first.prompt, Prompt)
     assert first.prompt.text is None
     assert second is error
-
-
-@pytest.mark.parametrize(
-    ("config", "error"),
-    [
-        (PromptConfig(), UsageError),
-        (PromptConfig(template="{{ tex }}"), UsageError),
-        (PromptConfig(column="tex"), DataError),
-        (PromptConfig(token_ids_column="ids"), DataError),
-    ],
-)
-def test_a_prompt_that_is_not_in_the_data(config: PromptConfig, error: type[Exception]) -> None:
-    with pytest.raises(error, match="text"):
-        check_prompt_source(config, ["text"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -10,16 +11,34 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.errors import DataError, LockedError, StorageError
+from batchinfer.job import existing
 from batchinfer.job.manifest import Manifest, Part, read_manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.source import InputFile
 from batchinfer.job.stats import requests_table
+from tests.job import fakes
 from tests.job.datasets import flip_bit
 
 FILE = InputFile("/data/a.parquet", 100, 1, 25, "f00")
 MANIFEST = Manifest(
-    "abc", {"sampling": {"top_p": 1.0}, "task": "generate"}, (FILE,), 25, 10, "2026-11-20T10:00:00"
+    "abc",
+    {"sampling": {"top_p": 1.0}, "task": "generate"},
+    ("/data",),
+    (FILE,),
+    25,
+    10,
+    "2026-11-20T10:00:00",
 )
+RECORD = {"control_text_rows": 0, "size": 1, "mtime_ns": 1, "sha256": "f"}
+TORN = [
+    b"",
+    b"{",
+    b"[]",
+    b'{"rows": 10}',
+    json.dumps({"rows": 9, "error_codes": {}} | RECORD).encode(),
+    json.dumps({"rows": 10, "error_codes": [3]} | RECORD).encode(),
+    json.dumps({"rows": 10, "error_codes": {"x": "y"}} | RECORD).encode(),
+]
 ROWS = [range(10), range(10, 20), range(20, 25)]
 
 
@@ -29,8 +48,7 @@ def out(tmp_path: Path) -> OutputDir:
 
 
 def begin(out: OutputDir, manifest: Manifest = MANIFEST, if_exists: str = "resume") -> list[Part]:
-    with out.locked():
-        return out.begin(manifest, if_exists)
+    return fakes.begin(out, manifest, if_exists)
 
 
 def commit(out: OutputDir, part: Part) -> Path:
@@ -80,7 +98,7 @@ def test_a_part_that_was_only_copied_is_kept(out: OutputDir) -> None:
     assert [part.rows for part in begin(out)] == ROWS[1:]
 
 
-@pytest.mark.parametrize("record", [b"", b"{", b"[]", b'{"rows": 10}'])
+@pytest.mark.parametrize("record", TORN)
 def test_a_part_with_a_torn_record_is_made_again(out: OutputDir, record: bytes) -> None:
     begun(out)
     (out.parts / "part-00000.json").write_bytes(record)
@@ -145,9 +163,10 @@ def test_a_changed_input_names_the_file(out: OutputDir, files: list[InputFile], 
         begin(out, replace(MANIFEST, inputs=tuple(files)))
 
 
-def test_a_torn_manifest_is_refused(out: OutputDir) -> None:
+@pytest.mark.parametrize("harm", [(b'"inputs"', b'"inp'), (b"2026-11", b"2026-91")])
+def test_a_damaged_manifest_is_refused(out: OutputDir, harm: tuple[bytes, bytes]) -> None:
     begun(out)
-    out.manifest.write_bytes(b'{"fingerprint": "a')
+    out.manifest.write_bytes(out.manifest.read_bytes().replace(*harm))
     with pytest.raises(DataError, match=r"manifest\.json is damaged"):
         begin(out)
 
@@ -162,6 +181,23 @@ def test_overwrite_starts_over(out: OutputDir) -> None:
     assert list(out.data.iterdir()) == []
 
 
+def test_an_overwrite_cut_short_leaves_no_success_and_can_be_repeated(
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(out)
+    out.success.touch()
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(existing, "_delete", refuse)
+        with pytest.raises(StorageError, match="Input/output error"):
+            begin(out, if_exists="overwrite")
+    assert not out.success.exists()
+    assert len(begin(out, if_exists="overwrite")) == 3
+
+
 def test_if_exists_error(out: OutputDir) -> None:
     begin(out, if_exists="error")
     with pytest.raises(LockedError, match="if_exists is error"):
@@ -169,14 +205,38 @@ def test_if_exists_error(out: OutputDir) -> None:
 
 
 @pytest.mark.parametrize("if_exists", ["resume", "overwrite"])
+@pytest.mark.parametrize(
+    "name", ["data/precious.csv", "data/part-00000.parquet", "summary.json", "_SUCCESS"]
+)
 def test_files_of_unknown_origin_are_neither_mixed_with_nor_deleted(
-    out: OutputDir, if_exists: str
+    out: OutputDir, if_exists: str, name: str
 ) -> None:
     out.data.mkdir(parents=True)
-    (out.data / "precious.csv").touch()
-    with pytest.raises(LockedError, match="no output of batchinfer"):
+    (out.root / name).write_text("precious")
+    with pytest.raises(LockedError, match=rf"{name} is no output of batchinfer"):
         begin(out, if_exists=if_exists)
-    assert (out.data / "precious.csv").exists()
+    assert (out.root / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["part-old.parquet", "notes.csv", "part-00000"])
+def test_overwrite_stops_at_files_that_others_put_beside_the_parts(
+    out: OutputDir, name: str
+) -> None:
+    file = begun(out)
+    (out.data / name).mkdir()
+    with pytest.raises(LockedError, match=rf"data/{name} is no output of batchinfer"):
+        begin(out, if_exists="overwrite")
+    assert sorted(out.data.iterdir()) == sorted([file, out.data / name])
+    assert len(begin(out)) == 2, "which is no hindrance to going on"
+
+
+def test_overwrite_keeps_what_others_put_beside_the_output(out: OutputDir) -> None:
+    begun(out)
+    kept = [out.root / "README", out.stats / "plot.png", out.root / "openai.txt"]
+    for path in kept:
+        path.touch()
+    begin(out, if_exists="overwrite")
+    assert all(path.exists() for path in kept)
 
 
 def test_success_goes_when_there_is_work_again(out: OutputDir) -> None:
@@ -207,19 +267,36 @@ def test_an_output_that_cannot_be_a_directory(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "No space left on device\nfree space"),
+        (errno.EROFS, "Read-only file system\nuse --output"),
+        (errno.EACCES, "Permission denied\nmend the permissions"),
+        (errno.EFBIG, "File too large\nallow larger files"),
+    ],
+)
 def test_a_part_that_cannot_be_written_is_not_finished(
-    out: OutputDir, monkeypatch: pytest.MonkeyPatch
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch, number: int, says: str
 ) -> None:
     part = begin(out)[0]
 
-    def full(source: object, target: Path) -> None:
-        raise OSError(28, "No space left on device")
+    def refuse(source: object, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(StorageError, match="No space left on device"):
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(StorageError, match=rf"part-00000\.parquet: {says}"):
         commit(out, part)
     assert out.finished(part) is None
     assert list(out.data.iterdir()) == []
+
+
+def test_a_folder_without_the_right_to_write_is_found_before_anything_runs(
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != out.stats)
+    with pytest.raises(StorageError, match="out/stats: Permission denied"):
+        begin(out)
 
 
 def test_a_record_says_what_is_in_the_part(out: OutputDir) -> None:

@@ -12,7 +12,7 @@ from batchinfer.job.order import PromptRow
 from batchinfer.job.row_params import RowSampling
 from batchinfer.job.rows import RequestMaker, RowFinisher
 from batchinfer.protocols import StopMatch
-from batchinfer.text.prompts import Prompt
+from batchinfer.text.prompts import Prompt, PromptTooLongError
 from tests.job.fakes import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -130,6 +130,24 @@ def test_what_is_included() -> None:
     assert np.array_equal(output["token_ids"], ids("a"))
     top = [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -2.0}]
     assert output["logprobs"] == [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": top}]
+
+
+def test_the_prompt_is_the_one_the_model_saw() -> None:
+    cut = Prompt(ids("sk"), "ask", truncated=True, has_control_text=False)
+    completion = Completion(request_of(SamplingParams(seed=3)), [sample(0, "a")])
+    values = RowFinisher(TOKENIZER, ("prompt",)).finish(PromptRow(7, cut), completion).values
+    assert values["prompt"] == "sk"
+    assert values["num_prompt_tokens"] == 2
+
+
+def test_a_prompt_that_is_too_long_was_counted() -> None:
+    row = PromptRow(7, PromptTooLongError(300, 255))
+    values = RowFinisher(TOKENIZER, ()).finish(row, None).values
+    assert values["error"] == {
+        "code": "prompt_too_long",
+        "message": "the prompt has 300 tokens, over 255",
+    }
+    assert values["num_prompt_tokens"] == 300
 
 
 def test_a_row_that_never_reached_the_engine() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
-from batchinfer.job import pipeline
+from batchinfer.errors import (
+    DataError,
+    DeviceError,
+    ExitCode,
+    LockedError,
+    ModelError,
+    StorageError,
+    UsageError,
+)
+from batchinfer.job import pipeline, run
 from batchinfer.job.order import PromptRow, prompt_rows
+from batchinfer.job.output import OutputDir
+from batchinfer.job.pipeline import make_parts
 from batchinfer.job.run import run_job
 from batchinfer.job.threads import Behind
-from tests.job.datasets import strings, write_parquet
-from tests.job.fakes import FakeBuild, job
+from tests.job.datasets import flip_bit, strings, write_parquet
+from tests.job.fakes import FakeBuild, FakeBuilt, job
 
+MESSAGES = [{"role": "user", "content": "{{ prompt }}"}]
 LONG = "x" * 300  # the fake model takes 256 tokens
 
 
@@ -54,6 +65,12 @@ def summary(tmp_path: Path) -> dict[str, Any]:
 def snapshot(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
     data = tmp_path / "out" / "data"
     return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in data.iterdir()}
+
+
+def tree(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
+    """All files of the output, but for the lock."""
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files if p.name != "lock"}
 
 
 def test_answers_come_in_input_order_with_the_kept_columns(
@@ -253,6 +270,111 @@ def test_nothing_to_do_is_found_out_without_torch(tmp_path: Path, build: FakeBui
     assert b"nothing to do" in subprocess.run(arguments, check=True, capture_output=True).stdout
 
 
+def test_a_finished_job_is_only_read(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    before = tree(tmp_path)
+
+    def read_only(self: OutputDir) -> None:
+        raise StorageError("read-only")
+
+    monkeypatch.setattr(OutputDir, "locked", read_only)
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert tree(tmp_path) == before
+    with pytest.raises(LockedError, match=r"sampling\.n was 1, is 2"):
+        run_job(job(tmp_path, sampling={"n": 2}), build=build)
+
+
+def cannot_build(*_: object, log: Callable[[str], None]) -> FakeBuilt:
+    raise DeviceError("no such device")
+
+
+@pytest.mark.parametrize(
+    ("sections", "broken", "error"),
+    [
+        ({}, cannot_build, DeviceError),
+        ({"sampling": {"stop_token_ids": [5000]}}, FakeBuild(), UsageError),
+        (
+            {"prompt": {"column": None, "messages": MESSAGES, "chat_template": "auto"}},
+            FakeBuild(),
+            ModelError,
+        ),
+    ],
+)
+def test_output_is_overwritten_only_by_a_job_that_can_run(
+    tmp_path: Path,
+    build: FakeBuild,
+    sections: dict[str, Any],
+    broken: Callable[..., FakeBuilt],
+    error: type[Exception],
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    before = tree(tmp_path)
+    with pytest.raises(error):
+        run_job(job(tmp_path, **sections), build=broken, overwrite=True)
+    assert tree(tmp_path) == before
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert build.count == 1
+
+
+def test_a_part_that_went_away_during_the_run_withholds_success(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    part = tmp_path / "out" / "data" / "part-00001.parquet"
+
+    def make_and_lose(*arguments: Any) -> bool:
+        made = make_parts(*arguments)
+        part.unlink()
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "make_parts", make_and_lose)
+        with pytest.raises(DataError, match=r"part-00001\.parquet is missing\nrun the same"):
+            run_job(job(tmp_path), build=build)
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert output(tmp_path)["row_id"].to_pylist() == list(range(25))
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; "),
+        (lambda path: flip_bit(path, 40), "its hash differs"),
+    ],
+)
+def test_a_part_that_is_made_again_is_named_with_the_reason(
+    tmp_path: Path,
+    build: FakeBuild,
+    capsys: pytest.CaptureFixture[str],
+    harm: Callable[[Path], None],
+    says: str,
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    path = tmp_path / "out" / "data" / "part-00001.parquet"
+    harm(path)
+    capsys.readouterr()
+    run_job(job(tmp_path), build=build)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"part-00001 is made again: {path} ")
+    assert says in line
+
+
+def test_no_success_stays_beside_a_damaged_part(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
+    with pytest.raises(DeviceError):
+        run_job(job(tmp_path), build=cannot_build)
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+
+
 def test_a_deleted_part_is_made_again_and_no_other(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path)
     run_job(job(tmp_path), build=build)
@@ -299,6 +421,23 @@ def test_a_changed_input_is_refused(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path, count=26)
     with pytest.raises(DataError, match=r"x\.parquet was written again"):
         run_job(job(tmp_path), build=build)
+
+
+def test_another_input_path_is_another_job(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    write_parquet(tmp_path / "other" / "x.parquet", {"prompt": ["a"], "n": [1]})
+    moved = job(tmp_path, input={"path": str(tmp_path / "other")})
+    with pytest.raises(LockedError, match=r"input\.path was .*/in, is .*/other\nuse --output"):
+        run_job(moved, build=build)
+
+
+def test_another_name_for_the_same_files_is_the_same_job(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    by_glob = job(tmp_path, input={"path": str(tmp_path / "in" / "*.parquet")})
+    assert run_job(by_glob, build=build) is ExitCode.OK
+    assert build.count == 1
 
 
 def test_limit(tmp_path: Path, build: FakeBuild) -> None:
@@ -440,6 +579,50 @@ def test_a_signal_ends_the_run_after_the_step_and_the_next_run_goes_on(
     assert np.array_equal(output(tmp_path)["row_id"], np.arange(25))
 
 
+def test_a_stopped_overwrite_says_how_to_go_on(
+    tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbered(tmp_path)
+    build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
+    assert run_job(job(tmp_path), build=build, overwrite=True, quiet=True) is ExitCode.INTERRUPTED
+    assert "run again without --overwrite" in capsys.readouterr().err
+
+
+def test_a_signal_after_success_comes_too_late(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    write = OutputDir.write
+
+    def write_and_stop(self: OutputDir, final: Path, data: bytes) -> None:
+        write(self, final, data)
+        if final.name == "_SUCCESS":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(OutputDir, "write", write_and_stop)
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+
+
+def test_a_signal_while_the_model_loads_ends_the_process_at_once(tmp_path: Path) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=FakeBuild())
+    before = tree(tmp_path)
+    script = (
+        "import os, signal, sys\n"
+        "from batchinfer.job.run import run_job\n"
+        "from batchinfer.job.signals import leave_on_signals\n"
+        "from batchinfer.job.spec import JobSpec\n"
+        "def build(*model, log):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "leave_on_signals()\n"
+        "run_job(JobSpec.model_validate_json(sys.argv[1]), build=build, overwrite=True)\n"
+    )
+    arguments = [sys.executable, "-c", script, job(tmp_path).model_dump_json()]
+    done = subprocess.run(arguments, check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (75, b"stopped; run the same command again\n")
+    assert tree(tmp_path) == before
+
+
 def test_a_failed_engine_does_not_wait_for_the_next_window(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -506,7 +689,7 @@ def test_a_killed_run_is_taken_up_where_it_was(tmp_path: Path) -> None:
 def test_sampling_params_of_every_column_type(tmp_path: Path, build: FakeBuild) -> None:
     columns = {
         "temperature": pa.array([Decimal("0.00"), None], pa.decimal128(4, 2)),
-        "when": pa.array([None, 1_500], pa.timestamp("ns")),
+        "top_p": pa.array([None, 1_500], pa.timestamp("ns")),
     }
     params = pa.StructArray.from_arrays(list(columns.values()), list(columns))
     path = tmp_path / "in" / "x.parquet"

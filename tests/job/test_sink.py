@@ -17,7 +17,7 @@ from batchinfer.job.sink import Sink
 from batchinfer.job.source import open_source
 from batchinfer.job.table import output_table
 from tests.job.datasets import write_parquet
-from tests.job.fakes import job
+from tests.job.fakes import begin, job
 
 NOW = "2026-11-20T10:00:00"
 
@@ -41,11 +41,11 @@ class Fixture:
         write_parquet(path / "in" / "x.parquet", {"prompt": prompts}, rows_per_group=7)
         spec = job(path, output={"rows_per_part": rows_per_part})
         source = open_source(spec.input.paths)
-        manifest = Manifest("f", {}, source.files, num_rows, rows_per_part, NOW)
+        manifest = Manifest("f", {}, (), source.files, num_rows, rows_per_part, NOW)
         self.out = OutputDir(path / "out")
-        with self.out.locked():
-            parts = self.out.begin(manifest, "overwrite")
-        self.parts = [part for part in parts if part.index not in done]
+        self.parts = [
+            part for part in begin(self.out, manifest, "overwrite") if part.index not in done
+        ]
         self.commits = 0
         self.sink = Sink(
             self.out, self.parts, output_table(source, spec), source, {"k": "v"}, self._count
@@ -133,8 +133,7 @@ def test_no_kept_column(tmp_path: Path) -> None:
     spec = job(tmp_path, input={"path": str(tmp_path / "in"), "keep_columns": []})
     source = open_source(spec.input.paths)
     out = OutputDir(tmp_path / "out")
-    with out.locked():
-        out.begin(Manifest("f", {}, source.files, 2, 2, NOW), "resume")
+    begin(out, Manifest("f", {}, (), source.files, 2, 2, NOW))
     table = output_table(source, spec)
     sink = Sink(out, [Part(0, range(2))], table, source, {}, lambda: None)
     for row_id in (1, 0):

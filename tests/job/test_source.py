@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.errors import DataError, NotYetError, UsageError
-from batchinfer.job.source import BATCH_ROWS, find_files, open_source
+from batchinfer.job.input_files import find_files
+from batchinfer.job.source import BATCH_ROWS, open_source
 from tests.job.datasets import flip_bit, write_parquet
 
 
@@ -37,6 +39,27 @@ def test_a_directory_is_read_in_path_order_without_hidden_files(folder: Path) ->
 def test_globs_files_and_lists(folder: Path) -> None:
     assert [file.name for file in find_files(f"{folder}/*.parquet")] == ["a.parquet", "b.parquet"]
     assert values([str(folder / "b.parquet"), str(folder / "sub")], [range(6)]) == [*range(4, 10)]
+
+
+@pytest.mark.parametrize("pattern", ["**/*.parquet", "**", "*", "*/*.parquet", "[_.a-z]*"])
+def test_a_glob_finds_nothing_hidden(folder: Path, pattern: str) -> None:
+    names = {file.name for file in find_files(f"{folder}/{pattern}") if file.suffix == ".parquet"}
+    assert names
+    assert names <= {"a.parquet", "b.parquet", "c.parquet"}
+
+
+@pytest.mark.parametrize("pattern", ["_tmp/*.parquet", "**/_tmp/*.parquet", "_t*/*", "_tmp/**"])
+def test_unless_it_writes_that_out(folder: Path, pattern: str) -> None:
+    (folder / "_tmp" / "_meta.parquet").write_text("not data")
+    found = [file.name for file in find_files(f"{folder}/{pattern}")]
+    assert found == ["d.parquet"]
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.parquet")
+    for entry in (tmp_path / "pipe.parquet", tmp_path, "/dev/null"):
+        with pytest.raises(DataError, match=r"neither a file nor a folder|is not a file"):
+            open_source(str(entry))
 
 
 def test_a_file_named_twice_is_refused(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,11 +78,16 @@ def run(path: Path, build: FakeBuild | None = None, **sections: Any) -> Finished
 
 
 def check_identities(job: Finished) -> None:
+    """Those of a job that was never interrupted."""
+    check_sums(job)
+    assert job.total(job.steps, "recomputed_tokens") == job.summary["tokens"]["recomputed"]
+
+
+def check_sums(job: Finished) -> None:
     tokens = job.summary["tokens"]
     assert tokens["prompt"] == tokens["prompt_computed"] + tokens["prompt_cached"]
     prefill = job.total(job.steps, "prefill_tokens")
     assert prefill == tokens["prompt_computed"] + tokens["recomputed"]
-    assert job.total(job.steps, "recomputed_tokens") == tokens["recomputed"]
     assert tokens["output"] == job.total(job.data, "num_output_tokens")
     assert tokens["prompt"] == job.total(job.data, "num_prompt_tokens")
 
@@ -165,10 +171,88 @@ def test_runs_of_one_job_are_put_together(tmp_path: Path) -> None:
     finished = run(tmp_path, engine=engine)
     assert finished.requests["row_id"].to_pylist() == [row for row in range(40) if row != 11]
     assert set(finished.steps["run_id"].to_pylist()) == {"run-00001", "run-00002"}
-    tokens = finished.summary["tokens"]
-    assert tokens["output"] == finished.total(finished.data, "num_output_tokens")
-    lost = finished.total(finished.steps, "prefill_tokens") - tokens["prompt_computed"]
-    assert lost >= tokens["recomputed"]
+    check_sums(finished)
+    again = finished.summary["tokens"]["recomputed"]
+    assert again > finished.total(finished.requests, "recomputed_tokens")
+
+
+def test_identities_hold_when_a_part_is_made_again(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    once = run(tmp_path).summary["tokens"]
+    (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
+    finished = run(tmp_path)
+    check_sums(finished)
+    twice = finished.summary["tokens"]
+    assert twice["recomputed"] > once["recomputed"] == 0
+    assert (twice["prompt"], twice["output"]) == (once["prompt"], once["output"])
+    assert finished.requests["row_id"].to_pylist() == [row for row in range(40) if row != 11]
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"{}")
+
+
+def negative(path: Path) -> None:
+    path.write_text(path.read_text().replace('"load_s": ', '"load_s": -'))
+
+
+@pytest.mark.parametrize(
+    ("harm", "name", "warnings"),
+    [
+        (delete, "runs/run-00001.json", 1),
+        (tear, "runs/run-00001.json", 1),
+        (empty, "runs/run-00001.json", 1),
+        (negative, "runs/run-00001.json", 1),
+        (delete, "steps/run-00001-000000.parquet", 0),
+        (tear, "steps/run-00001-000000.parquet", 1),
+        (empty, "steps/run-00001-000000.parquet", 1),
+        (tear, "requests/part-00000.parquet", 1),
+    ],
+)
+def test_damaged_statistics_do_not_stand_in_the_way(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    harm: Callable[[Path], None],
+    name: str,
+    warnings: int,
+) -> None:
+    dataset(tmp_path)
+    spec = job(tmp_path, errors={"max_error_rate": 1}, sampling={"max_tokens": 12})
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
+    path = tmp_path / "out" / "_batchinfer" / name
+    harm(path)
+    capsys.readouterr()
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    told, *about_damage = capsys.readouterr().err.splitlines()
+    assert "part-00001 is made again" in told
+    assert len(about_damage) == warnings
+    assert all(line.startswith(f"{path} is damaged") for line in about_damage)
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+    finished = Finished(tmp_path)
+    assert finished.summary["rows"]["total"] == finished.data.num_rows == 40
+    assert finished.summary["kv"]["num_blocks"] == 128
+
+
+def test_a_lost_record_does_not_give_its_id_away(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    for _ in range(2):
+        finished = run(tmp_path)
+        (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
+    assert set(finished.steps["run_id"].to_pylist()) == {"run-00001", "run-00002"}
+    for path in (tmp_path / "out" / "_batchinfer" / "runs").iterdir():
+        path.unlink()
+    third = run(tmp_path)
+    assert set(third.steps["run_id"].to_pylist()) == {"run-00001", "run-00002", "run-00003"}
+    assert third.summary["kv"]["peak_used_blocks"] > 0
 
 
 def test_a_job_without_steps(tmp_path: Path) -> None:

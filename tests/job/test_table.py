@@ -8,6 +8,7 @@ import pytest
 
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.source import open_source
+from batchinfer.job.spec import output_columns
 from batchinfer.job.table import OutputTable, output_table
 from tests.job.datasets import strings, write_parquet
 from tests.job.fakes import job
@@ -128,3 +129,11 @@ def test_kept_values_beside_generated_ones_with_valid_text(tmp_path: Path) -> No
     assert made["prompt"].to_pylist() == ["a", "\N{REPLACEMENT CHARACTER}"]
     assert made["row_id"].to_pylist() == [0, 1]
     assert made["outputs"].to_pylist() == [None, None]
+
+
+@pytest.mark.parametrize("include", [(), ("prompt", "token_ids")])
+def test_the_job_file_is_checked_against_the_same_names(
+    tmp_path: Path, include: tuple[str, ...]
+) -> None:
+    names = table_of(tmp_path, {"text": ["a"]}, output={"include": include}).generated_schema.names
+    assert tuple(names) == output_columns(include)

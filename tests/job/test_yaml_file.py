@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -149,9 +150,16 @@ def test_files_that_are_no_text_of_bounded_size(tmp_path: Path, content: bytes, 
         read_yaml(file, "job.yaml")
 
 
-def test_an_endless_file_is_not_read_to_its_end() -> None:
-    with pytest.raises(UsageError, match="larger than"):
-        read_yaml(Path("/dev/zero"), "job.yaml")
+def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe"):
+        with pytest.raises(UsageError, match=r"job\.yaml: cannot be read: it is a pipe"):
+            read_yaml(path, "job.yaml")
+
+
+def test_a_character_that_is_no_text_is_named_with_its_line() -> None:
+    with pytest.raises(UsageError, match=r"^job\.yaml, line 2: .*the character U\+0000$"):
+        parse_yaml("a: 1\nb: x\0y\n", "job.yaml")
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", ".", "nul\0.yaml"])

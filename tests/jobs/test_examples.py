@@ -26,7 +26,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(path: Path, tmp_path: Path) -> None:
-    spec = load_job(path, output=tmp_path / "out", limit=6)
+    spec = load_job(path, output=str(tmp_path / "out"), limit=6)
     assert run_job(spec, quiet=True) is ExitCode.OK
     (part,) = (tmp_path / "out" / "data").iterdir()
     rows = pq.read_table(part).to_pylist()

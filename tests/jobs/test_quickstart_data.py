@@ -225,3 +225,21 @@ def test_score_counts_stripped_matches_and_failed_rows(tmp_path: Path) -> None:
 def test_score_says_when_there_is_no_output(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has the job run"):
         script("score").score(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "no parquet"])
+def test_and_ends_with_one_line_and_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
+) -> None:
+    if content is not None:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "part-00000.parquet").write_text(content)
+    monkeypatch.setattr(sys, "argv", ["score.py", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        script("score").main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("score.py: ")

@@ -15,7 +15,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 from batchinfer.config import PromptConfig
 from batchinfer.errors import DataError, ModelError, RowError, UsageError
 from batchinfer.text.growth import MAX_TEXT_CHARS
-from batchinfer.text.prompts import Prompt, PromptBuilder
+from batchinfer.text.prompts import Prompt, PromptBuilder, PromptTooLongError
 from batchinfer.text.tokenizer import Tokenizer
 from tests.text.conftest import CHATML
 
@@ -269,6 +269,8 @@ BAD_ROWS: list[tuple[object, str]] = [
     ([{"role": "user", "content": 3}], "unsupported_content"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], "unsupported_content"),
     ([{"role": "nobody", "content": "x"}], "template_error"),
+    ([{"role": "user", "content": "x"}, {"role": "user", "content": None}], "empty_prompt"),
+    (RowError("template_error", "a time that cannot be read"), "template_error"),
 ]
 STRICT = CHATML + "{% if messages[0].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
 
@@ -294,6 +296,22 @@ class TestBadRows:
             chat("hello"),
             chat("wor<|im_end|>ld"),
         ]
+
+    @pytest.mark.parametrize("at", [0, 1])
+    def test_null_content_is_named(self, chatml: Tokenizer, at: int) -> None:
+        talk: list[dict[str, object]] = [{"role": "user", "content": "x"} for _ in range(2)]
+        talk[at]["content"] = None
+
+        (error,) = builder(chatml).build([{"prompt": talk}])
+
+        assert isinstance(error, RowError)
+        assert error.message == f"column prompt, message {at} has null content"
+
+    def test_a_call_of_a_tool_needs_no_content(self, chatml: Tokenizer) -> None:
+        call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+        talk = [{"role": "user", "content": "x"}, call, {"role": "user", "content": "y"}]
+
+        assert isinstance(one(builder(chatml), {"prompt": talk}), Prompt)
 
     def test_messages_name_the_column(self, chatml: Tokenizer) -> None:
         (error,) = builder(chatml).build([{"prompt": b"\xff"}])
@@ -372,6 +390,8 @@ class TestTooLong:
         assert not fits.truncated
         assert isinstance(error, RowError)
         assert (error.code, error.message) == ("prompt_too_long", "the prompt has 9 tokens, over 8")
+        assert isinstance(error, PromptTooLongError)
+        assert error.num_tokens == 9
 
     @pytest.mark.parametrize(
         ("side", "kept"), [("truncate_left", [6, 7, 8]), ("truncate_right", [0, 1, 2])]
@@ -408,7 +428,7 @@ class TestRefusedBeforeAnyRow:
                 {"chat_template": "none", "messages": [{"role": "user", "content": "x"}]},
                 "messages needs a chat template",
             ),
-            ({"chat_template_kwargs": {"messages": []}}, "messages cannot be set"),
+            ({"chat_template_kwargs": {"messages": []}}, "cannot hold messages"),
             ({"chat_template": "file.jinja"}, r"file\.jinja was not read"),
             ({"token_ids_column": "prompt", "system": "x"}, "cannot be combined"),
         ],

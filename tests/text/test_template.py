@@ -72,12 +72,21 @@ def test_an_undefined_column_is_a_row_error_that_names_it() -> None:
         "{{ x['__class__'] }}",
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
         "x" * 2_000_000,
+        "{% include 'file' %}",
+        "{% import 'file' as f %}",
+        "{% from 'file' import f %}",
+        "{% extends 'file' %}",
     ],
-    ids=range(7),
+    ids=range(11),
 )
 def test_a_template_that_cannot_run_is_refused_at_once(source: str) -> None:
     with pytest.raises(UsageError, match=r"prompt\.template"):
         compile_template(source)
+
+
+def test_another_template_is_refused_by_the_tag_that_names_it() -> None:
+    with pytest.raises(UsageError, match=r"\(line 2\): \{% from %\} has no other template"):
+        compile_template("fine\n{% from 'file' import f %}")
 
 
 def test_the_message_of_a_syntax_error_names_key_and_line() -> None:
@@ -92,7 +101,6 @@ def test_the_message_of_a_syntax_error_names_key_and_line() -> None:
         "{{ '{0.__class__}'.format(x) }}",
         "{{ ''['__cl' ~ 'ass__'].mro }}",
         "{{ words.append(1) }}",
-        "{% include 'file' %}",
         "{{ raise_exception('no') }}",
         "{{ 1 // 0 }}",
         "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",

@@ -1,0 +1,98 @@
+"""Do the columns that rows are made into requests of exist, and have types that can be used?
+
+Found from the schema alone, so that no model is loaded for data that cannot be run.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from batchinfer.config import SAMPLING_ALIASES, PromptConfig, SamplingParams, field_names
+from batchinfer.errors import DataError, UsageError
+from batchinfer.job.columns import is_conversation, is_text
+from batchinfer.job.messages import did_you_mean, printable
+from batchinfer.job.row_params import COLUMN
+from batchinfer.job.source import Source
+from batchinfer.text.sources import ColumnSource, checked_template, make_source, require_column
+
+
+def check_prompt_columns(config: PromptConfig, source: Source) -> None:
+    """Check what can be checked of ``config`` before there is a tokenizer.
+
+    Args:
+        config: the job file's ``prompt``.
+        source: the data.
+
+    Raises:
+        UsageError: it reads a column that is not there, names no source where none is usual, or
+            needs the chat template that it switches off.
+        DataError: the column it names is not there, or of a type that no prompt is made of; or
+            the column ``sampling_params`` is of a type that holds no parameters.
+    """
+    names = source.schema.names
+    if config.token_ids_column is not None:
+        require_column(config.token_ids_column, "prompt.token_ids_column", names)
+        _check_token_ids(source, config.token_ids_column)
+    else:
+        made = make_source(config, names)
+        if isinstance(made, ColumnSource):
+            _check_prompt(source, made.name, config)
+    if config.system is not None:
+        checked_template(config.system, "prompt.system", frozenset(names))
+    if COLUMN in names:
+        _check_sampling_params(source)
+
+
+def _check_prompt(source: Source, name: str, config: PromptConfig) -> None:
+    kind = _type_of(source, name)
+    talks = is_conversation(kind)
+    if not (talks or is_text(kind) or pa.types.is_null(kind)):
+        raise _wrong_type(source, name, "prompt.column", "string or list<struct<role, content>>")
+    if talks and config.chat_template == "none":
+        raise UsageError(
+            f"prompt.chat_template is none, but column {printable(name)} holds conversations",
+            hint="set it to auto or to a file, or name a column of strings in prompt.column",
+        )
+
+
+def _check_token_ids(source: Source, name: str) -> None:
+    kind = _type_of(source, name)
+    item = kind.value_type if _is_list(kind) else None
+    if item is None or not (pa.types.is_integer(item) or pa.types.is_null(item)):
+        raise _wrong_type(source, name, "prompt.token_ids_column", "list of integers")
+
+
+def _check_sampling_params(source: Source) -> None:
+    kind = _type_of(source, COLUMN)
+    if pa.types.is_struct(kind):
+        _check_field_names(source, kind)
+    elif not (is_text(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
+        remedy = "; rename the column if it holds something else"
+        raise _wrong_type(source, COLUMN, "sampling", f"struct, or string (JSON){remedy}")
+
+
+def _check_field_names(source: Source, kind: pa.StructType) -> None:
+    known = (*field_names(SamplingParams), *SAMPLING_ALIASES)
+    names = [field.name for field in kind]
+    where = f"{source.files[0].path}: column {COLUMN}"
+    for name in names:
+        if name not in known:
+            what = f"{printable(name, 60)}{did_you_mean(name, known)}"
+            raise DataError(f"{where} has the unknown field {what}")
+        if names.count(name) > 1:
+            raise DataError(f"{where} has more than one field {name}; keep one")
+
+
+def _type_of(source: Source, name: str) -> pa.DataType:
+    kind = source.schema.field(name).type
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+
+
+def _wrong_type(source: Source, name: str, key: str, wanted: str) -> DataError:
+    kind = printable(str(source.schema.field(name).type), 120)
+    where = f"{source.files[0].path}: column {printable(name, 60)}"
+    return DataError(f"{key}: {where} is {kind}; it must be {wanted}")

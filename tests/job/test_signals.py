@@ -1,0 +1,81 @@
+"""What signals do to a process, before, in and after the part of it that has something to lose."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.signals import leave_on_signals, stop_signals
+
+NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+
+
+def run(script: str, number: signal.Signals) -> subprocess.CompletedProcess[str]:
+    """Run a script in which ``send()`` sends the signal to the process itself."""
+    start = (
+        "import os\n"
+        "from batchinfer.job.signals import ignore_signals, leave_on_signals, stop_signals\n"
+        f"send = lambda: os.kill(os.getpid(), {int(number)})\n"
+    )
+    command = [sys.executable, "-c", start + script]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_before_there_is_anything_to_lose_the_process_leaves(number: signal.Signals) -> None:
+    done = run("leave_on_signals()\nsend()\nprint('still here')", number)
+    assert (done.returncode, done.stdout) == (ExitCode.INTERRUPTED, "")
+    assert done.stderr == "stopped; run the same command again\n"
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_once_the_outcome_is_known_signals_come_too_late(number: signal.Signals) -> None:
+    script = (
+        "leave_on_signals()\n"
+        "with stop_signals() as stop:\n"
+        "    assert not stop.is_set()\n"
+        "    send()\n"
+        "    assert stop.is_set()\n"
+        "send()\n"
+        "ignore_signals()\n"
+        "send()\n"
+        "class Last:\n"
+        "    def __del__(self, send=send):\n"
+        "        send()\n"
+        "import atexit, sys\n"
+        "atexit.register(send)\n"
+        "sys.last = Last()\n"
+    )
+    done = run(script, number)
+    assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+
+
+def test_a_second_interrupt_ends_the_process_at_once() -> None:
+    done = run("with stop_signals():\n    send()\n    send()\n    print('here')", signal.SIGINT)
+    assert (done.returncode, done.stdout) == (ExitCode.INTERRUPTED, "")
+
+
+def test_handlers_of_others_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in NUMBERS]
+    with stop_signals():
+        assert [signal.getsignal(number) for number in NUMBERS] != before
+    assert [signal.getsignal(number) for number in NUMBERS] == before
+
+
+def test_a_thread_that_takes_no_signals_runs_without() -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        leave_on_signals()
+        with stop_signals() as stop:
+            seen.append(stop.is_set())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]
