@@ -20,6 +20,7 @@ from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.memory import plan_memory
+from batchinfer.worker.model_config import check_config
 from batchinfer.worker.runner import ModelRunner, model_bytes
 from batchinfer.worker.sampler import Sampler
 from batchinfer.worker.tokenizer_files import load_tokenizer
@@ -71,7 +72,12 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         DeviceError: the device is missing or too small.
     """
     device = choose_device(engine.device)
-    tokenizer = load_tokenizer(model.tokenizer or model.name, revision=model.revision)
+    check_config(model.name, model.revision)
+    tokenizer = load_tokenizer(
+        model.tokenizer or model.name,
+        revision=model.revision,
+        key="model.tokenizer" if model.tokenizer else "model.name",
+    )
     loaded = load_model(
         model.name,
         revision=model.revision,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
+
+from batchinfer.typed import take_types
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that can be asked for, as in the OpenAI and vLLM APIs."""
@@ -44,6 +47,7 @@ class SamplingParams:
     """How the output tokens of a row are chosen. Names and meanings are vLLM's.
 
     Raises:
+        TypeError: naming the field, when a value is of another type.
         ValueError: naming the field, when a value is out of range or not supported yet.
     """
 
@@ -102,6 +106,7 @@ class SamplingParams:
         for name, default in _NOT_YET_SAMPLING.items():
             if getattr(self, name) != default:
                 raise ValueError(f"not yet: sampling.{name} is not supported by this version")
+        take_types(self)
         self._require("max_tokens", 1 <= self.max_tokens < 2**31, "1 to 2**31 - 1")
         self._require("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
         self._require("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens")
@@ -117,8 +122,9 @@ class SamplingParams:
         self._require(
             "logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "0 to 20"
         )
-        self._require("stop", all(self.stop), "texts that are not empty")
-        self._require("bad_words", all(self.bad_words), "texts that are not empty")
+        for name in ("stop", "bad_words"):
+            valid = all(map(_is_text, getattr(self, name)))
+            self._require(name, valid, "texts that are not empty, of valid Unicode")
         self._require("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "0 or more")
         if self.allowed_token_ids is not None:
             ids = self.allowed_token_ids
@@ -129,22 +135,17 @@ class SamplingParams:
             self._require("logit_bias", small and known, f"token ids with values up to {HUGE:g}")
 
     def _normalise(self) -> None:
-        """Take a single text for a list of one, and lists for tuples."""
-        for name in ("stop", "bad_words"):
+        """Take a single text for a list of one, and None for an empty list."""
+        for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
-            if isinstance(value, str):
+            if isinstance(value, str) and name != "stop_token_ids":
                 object.__setattr__(self, name, (value,))
-        for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
-            value = getattr(self, name)
-            if name != "allowed_token_ids" and value is None:
-                value = ()
-            if isinstance(value, list):
-                value = tuple(value)
-            object.__setattr__(self, name, value)
+            elif value is None:
+                object.__setattr__(self, name, ())
 
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:
-            raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {what}")
+            raise ValueError(f"{name} is {_shown(getattr(self, name))}; it must be {what}")
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise ValueError, naming the field, for a token id that is not below ``vocab_size``."""
@@ -154,6 +155,11 @@ class SamplingParams:
                 raise ValueError(
                     f"{name} has {highest}; the model's token ids are below {vocab_size}"
                 )
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has characters, and none of them is half of a surrogate pair."""
+    return bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 SAMPLING_ALIASES: Mapping[str, str] = {
@@ -172,6 +178,7 @@ class PromptConfig:
     """How a row becomes a prompt. One source; default: column ``messages``, else ``prompt``.
 
     Raises:
+        TypeError: naming the field, when a value is of another type.
         ValueError: naming the field, when more than one source is given.
     """
 
@@ -202,8 +209,7 @@ class PromptConfig:
     """What to do with a prompt that leaves no room for an output token."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.messages, list):
-            object.__setattr__(self, "messages", tuple(self.messages))
+        take_types(self)
         sources = ("column", "template", "messages", "token_ids_column")
         given = [name for name in sources if getattr(self, name) is not None]
         if len(given) > 1:
@@ -217,6 +223,7 @@ class EngineConfig:
     """How the engine uses its device. Frozen: nothing found at run time is written back.
 
     Raises:
+        TypeError: naming the key, when a value is of another type.
         ValueError: naming the key, when a value is out of range or not supported yet.
     """
 
@@ -255,6 +262,7 @@ class EngineConfig:
     """Bits never depend on what ran beside a row, on any device."""
 
     def __post_init__(self) -> None:
+        take_types(self)
         most = {"block_size": 1024, "max_num_seqs": 2**16, "max_num_batched_tokens": 2**24}
         for name, bound in (most | {"order_window": 2**31 - 1}).items():
             self._require(name, 1 <= getattr(self, name) <= bound, f"1 to {bound}")
@@ -264,9 +272,10 @@ class EngineConfig:
         self._require("num_kv_blocks", blocks is None or 1 <= blocks < 2**31, "1 to 2**31 - 1")
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory, "kv_cache_memory")
-        parse_size(self.swap_space, "swap_space")
-        for name, default in (("swap_space", "4GiB"), ("deterministic", False)):
-            if getattr(self, name) != default:
+        swap_space = parse_size(self.swap_space, "swap_space")
+        more = {"swap_space": swap_space != 4 * 2**30, "deterministic": self.deterministic}
+        for name, asked in more.items():
+            if asked:
                 raise ValueError(f"not yet: engine.{name} is not supported by this version")
         for name, refused in (("preemption", "swap"), ("kv_cache_dtype", "fp8")):
             value = getattr(self, name)
@@ -277,7 +286,13 @@ class EngineConfig:
 
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:
-            raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {what}")
+            raise ValueError(f"{name} is {_shown(getattr(self, name))}; it must be {what}")
+
+
+def _shown(value: object) -> str:
+    """A value as a job file writes it, cut to 60 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def field_names(

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "batchinfer"
-COMMON = {"config", "errors", "protocols"}
+COMMON = {"config", "errors", "protocols", "typed"}
 MAY_IMPORT = {
-    "config": set(),
+    "typed": set(),
+    "config": {"typed"},
     "errors": set(),
     "protocols": set(),
     "engine": COMMON,

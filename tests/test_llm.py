@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from batchinfer import LLM, BeamSearchParams, SamplingParams
-from batchinfer.errors import NotYetError
+import batchinfer
+from batchinfer import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from batchinfer.errors import DeviceError, ModelError, NotYetError
 from tests.models import make_text_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -120,6 +125,176 @@ def test_an_interrupted_call_leaves_nothing_behind(
     assert llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs == expected
 
 
+def test_an_interrupted_call_is_forgotten_before_its_error_is_handled(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    expected = llm.generate(["abc"], GREEDY, use_tqdm=False)[0].outputs
+    monkeypatch.setattr("batchinfer.llm.llm.finished", interrupt)
+    try:
+        short = SamplingParams(max_tokens=1)
+        llm.generate(["ends first", "is still running"], [short, GREEDY], use_tqdm=False)
+    except KeyboardInterrupt:  # whose traceback holds on to all that was going on
+        monkeypatch.undo()
+        assert llm.generate(["abc"], GREEDY, use_tqdm=False)[0].outputs == expected
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    prompts = [[f"thread {thread} prompt {at}" for at in range(3)] for thread in range(4)]
+    alone = [llm.generate(mine, GREEDY, use_tqdm=False) for mine in prompts]
+
+    def run(mine: list[str]) -> list[RequestOutput]:
+        for _ in range(3):
+            outputs = llm.generate(mine, GREEDY, use_tqdm=False)
+            llm.stats()
+        return outputs
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        together = list(threads.map(run, prompts))
+    for found, expected in zip(together, alone, strict=True):
+        assert [o.prompt for o in found] == [o.prompt for o in expected]
+        assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+
+
+def test_a_call_from_within_a_call_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call_again(*_: object) -> None:
+        llm.generate("b", GREEDY, use_tqdm=False)
+
+    monkeypatch.setattr(llm._built.engine._runner, "run", call_again)
+    with pytest.raises(RuntimeError, match="generate is called from within another call"):
+        llm.generate("a", GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert len(llm.generate("a", GREEDY, use_tqdm=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1, 2], [1.5]], "prompt 1: element 0 is a float; token ids are whole numbers"),
+        ([[3, True]], "prompt 0: element 1 is a bool"),
+        ([True], "prompt 0: element 0 is a bool"),
+        ([[5, 10_000]], "prompt 0: token id 10000 is not in the vocabulary; .* 0 to 258"),
+        ([[-1]], "prompt 0: token id -1 is not"),
+        ([[2**70]], "is not in the vocabulary"),
+        ([[[1, 2]]], "prompt 0: element 0 is a list"),
+        ({"promt": "a"}, "prompt 0 has the unknown key 'promt'; did you mean prompt?"),
+        ([{"prompt": "a", "priority": 3}], "prompt 0 has the unknown key 'priority'; known: "),
+        ([{"prompt": "a", "prompt_token_ids": [1]}], "either prompt or prompt_token_ids"),
+        ({}, "prompt 0 must have either prompt or prompt_token_ids"),
+        ({"prompt": [1]}, "prompt 0: its prompt is a list; give a text"),
+        ({"prompt_token_ids": "a"}, "its prompt_token_ids is a str; give a list of token ids"),
+        ({"prompt_token_ids": [0.5]}, "its prompt_token_ids: element 0 is a float"),
+        (["fine", None], "prompt 1 is None; give a text"),
+        ([b"a"], "prompt 0 is a bytes; give a text"),
+        (b"a", "prompts is a bytes; give a text"),
+        (3, "prompts is an int; give a text"),
+        ({"a", "b"}, "prompts is a set; give a text"),
+        ((text for text in "ab"), "prompts is a generator; .*put them into a list first"),
+        (["fine", "a\ud800"], r"prompt 1 is no valid text: character 1 is half .*U\+D800"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_before_anything_runs(
+    llm: LLM, prompts: Any, message: str
+) -> None:
+    before = llm.stats()["tokens"]
+    with pytest.raises((TypeError, ValueError), match=message):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert llm.stats()["tokens"] == before
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [("a", "b"), np.array(["a", "b"]), [{"prompt": "a"}, "b"]],
+)
+def test_prompts_may_be_any_collection(llm: LLM, prompts: Any) -> None:
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["a", "b"]
+
+
+def test_token_ids_may_be_numpys(llm: LLM) -> None:
+    for one in (np.array([5, 6]), [np.int64(5), np.int64(6)], [np.array([5, 6])], (5, 6)):
+        (output,) = llm.generate(one, GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("conversations", "message"),
+    [
+        ("hi", "conversations is a str; give a list of messages"),
+        ({"role": "user", "content": "hi"}, "conversations is a dict; give a list of messages"),
+        (["hi"], "conversation 0 is a str; give a list of messages"),
+        ([["hi"]], "message 0 of conversation 0 is a str; give {'role'"),
+        ([{"role": "user", "content": "hi"}, "ho"], "message 1 of conversation 0 is a str"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, conversations: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        llm.chat(conversations, GREEDY, use_tqdm=False)
+
+
+def test_a_conversation_that_cannot_be_written_out_fails_alone(llm: LLM) -> None:
+    good = [{"role": "user", "content": "hi"}]
+    bad = [{"role": "user", "content": "\ud800"}]
+    outputs = llm.chat([good, bad, []], GREEDY, use_tqdm=False)
+    codes = [output.error.code if output.error else None for output in outputs]
+    assert codes == [None, "invalid_utf8", "empty_prompt"]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 3}, "sampling_params is a dict; give SamplingParams"),
+        ([{"max_tokens": 3}], "sampling_params 0 is a dict; give SamplingParams"),
+        (BeamSearchParams(2, 3), "sampling_params is a BeamSearchParams; give SamplingParams"),
+    ],
+)
+def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        llm.generate(["a"], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"quantization": "awq"}, NotYetError, "not yet: LLM.quantization"),
+        ({"trust_remote_code": True}, NotYetError, "not yet: LLM.trust_remote_code"),
+        ({"preset": "cpu"}, NotYetError, "not yet: LLM.preset"),
+        ({"adapters": {"a": "b"}}, NotYetError, "not yet: LLM.adapters"),
+        ({"blocksize": 16}, TypeError, "LLM has no argument blocksize; did you mean block_size?"),
+        ({"zzz": 16}, TypeError, "LLM has no argument zzz; engine keys: device, block_size"),
+        ({"block_size": "16"}, TypeError, "block_size is '16'; it must be a whole number"),
+        ({"device": "gpu"}, TypeError, "device is 'gpu'; it must be auto or cpu or cuda"),
+        ({"max_model_len": 0}, ValueError, "max_model_len is 0; it must be 1 or more"),
+        ({"max_model_len": 1}, ModelError, "max_model_len is 1; .* 2 or more"),
+        ({"max_model_len": 8.5}, TypeError, "max_model_len is 8.5; it must be a whole number or"),
+        ({"dtype": "float8"}, TypeError, "dtype is 'float8'; it must be auto or float32 or"),
+        ({"tokenizer": 3}, TypeError, "tokenizer is 3; it must be a text or None"),
+        ({"tokenizer": "/nope"}, ModelError, "model.tokenizer: there is no folder /nope"),
+        ({"kv_cache_memory": "1KiB"}, DeviceError, "kv_cache_memory is 1KiB; give at least 6KiB"),
+    ],
+)
+def test_a_bad_argument_is_named(
+    model: Path, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(str(model), **arguments)
+
+
+def test_a_broken_config_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
+    make_text_model(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": "x"}))
+    with pytest.raises(ModelError, match=r"config\.json: Field 'hidden_size' expected int"):
+        LLM(tmp_path)
+
+
+def test_arguments_at_their_defaults_are_accepted(model: Path) -> None:
+    defaults = {"quantization": None, "trust_remote_code": False, "adapters": {}, "preset": None}
+    assert LLM(model, num_kv_blocks=8, tokenizer=model, **defaults).vocab_size == 259
+
+
 def test_what_is_not_built_is_refused_by_name(llm: LLM, model: Path) -> None:
     with pytest.raises(NotYetError, match="beam_search"):
         llm.beam_search(["a"], BeamSearchParams(beam_width=2, max_tokens=4))
@@ -131,3 +306,7 @@ def test_what_is_not_built_is_refused_by_name(llm: LLM, model: Path) -> None:
 
 def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:
     assert llm.get_tokenizer().decode(llm.get_tokenizer()("abc")["input_ids"]).endswith("abc")
+
+
+def test_the_package_lists_what_it_exports() -> None:
+    assert {"LLM", "SamplingParams", "BeamSearchParams", "RequestOutput"} <= set(dir(batchinfer))

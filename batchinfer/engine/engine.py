@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.scheduler import Schedule, Scheduler
 from batchinfer.engine.sequence import RequestState, Sequence
-from batchinfer.engine.stats import StepStats, load_stats, note_tokens
+from batchinfer.engine.stats import StepStats, note_tokens, step_stats
 from batchinfer.engine.step import Step, StepResult
 from batchinfer.engine.step_builder import build_step, sampled_rows
 from batchinfer.engine.take_back import take_back
@@ -108,22 +108,13 @@ class Engine:
         rows, copies = sampled_rows(table, schedule)
         result = self._runner.run(build_step(table, schedule, rows, copies))
         scheduler.advance(schedule)
-        load = load_stats(scheduler)
+        stats = step_stats(scheduler, schedule, tokens, self._num_steps)
         completions = take_back(scheduler, rows, copies, result, self._clock())
         ended = self._clock()
         assert self._first_step_at is not None
-        stats = StepStats(
-            step=self._num_steps,
-            t_s=ended - self._first_step_at,
-            step_ms=(ended - began) * 1e3,
-            num_preempted=schedule.num_preempted,
-            cached_tokens=schedule.num_cached,
-            cow_copies=len(schedule.copies),
-            **tokens,
-            **load,
-        )
         self._num_steps += 1
-        return completions, stats
+        t_s, step_ms = ended - self._first_step_at, (ended - began) * 1e3
+        return completions, replace(stats, t_s=t_s, step_ms=step_ms)
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
         """Why a request can never run: error code and message."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
@@ -51,18 +50,13 @@ class StepStats:
     swapped_out_blocks: int = 0
 
 
-class TokenCounts(TypedDict):
-    """The tokens of a step by why they are computed."""
-
-    prefill_tokens: int
-    decode_tokens: int
-    recomputed_tokens: int
-
-
-def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> TokenCounts:
-    """Count a scheduled step's tokens, for the step and for its requests.
+def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> tuple[int, int, int]:
+    """Count a scheduled step's tokens by why they are computed, for the step and its requests.
 
     Call it before the step's tokens count as computed.
+
+    Returns:
+        ``prefill_tokens``, ``decode_tokens`` and ``recomputed_tokens`` of ``StepStats``.
     """
     rows, num_new = schedule.rows, schedule.num_new
     start = table.num_computed[rows]
@@ -75,50 +69,48 @@ def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> TokenCo
             state.admitted_at = now
     first_output = np.maximum(table.num_prompt[rows], start + again)
     decode = int(np.clip(start + num_new - first_output, 0, None).sum())
-    return {
-        "prefill_tokens": int(num_new.sum()) - decode,
-        "decode_tokens": decode,
-        "recomputed_tokens": int(again.sum()),
-    }
+    return int(num_new.sum()) - decode, decode, int(again.sum())
 
 
-class LoadStats(TypedDict):
-    """How full the engine is."""
+def step_stats(
+    scheduler: Scheduler, schedule: Schedule, tokens: tuple[int, int, int], step: int
+) -> StepStats:
+    """A step's statistics, without its times: they are known when its samples are taken back.
 
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    kv_blocks_total: int
-    kv_blocks_used: int
-    kv_blocks_shared: int
-    kv_blocks_cached: int
-    kv_tokens_live: int
-    kv_waste: float
-    kv_logical_blocks: int
-    kv_tokens_logical: int
-    contiguous_blocks: int
+    Call it when the step's tokens are computed and its finished rows have not left yet.
 
-
-def load_stats(scheduler: Scheduler) -> LoadStats:
-    """The load when a step's tokens are computed and its finished rows have not left yet."""
+    Args:
+        tokens: what ``note_tokens`` counted.
+        step: the step's number.
+    """
     table, pool = scheduler.table, scheduler.pool
     rows = table.rows()
     live = _live_tokens(table, pool, rows)
     used_tokens = pool.num_used * pool.block_size
-    return {
-        "num_running": len(rows),
-        "num_waiting": len(scheduler.waiting),
-        "num_swapped": 0,
-        "kv_blocks_total": pool.num_blocks,
-        "kv_blocks_used": pool.num_used,
-        "kv_blocks_shared": pool.num_shared,
-        "kv_blocks_cached": pool.num_cached,
-        "kv_tokens_live": live,
-        "kv_waste": 1 - live / used_tokens if used_tokens else 0.0,
-        "kv_logical_blocks": int(table.num_blocks[rows].sum()),
-        "kv_tokens_logical": int(table.num_computed[rows].sum()),
-        "contiguous_blocks": int((-(-table.max_total[rows] // pool.block_size)).sum()),
-    }
+    prefill, decode, recomputed = tokens
+    return StepStats(
+        step=step,
+        t_s=0.0,
+        step_ms=0.0,
+        num_running=len(rows),
+        num_waiting=len(scheduler.waiting),
+        num_swapped=0,
+        num_preempted=schedule.num_preempted,
+        prefill_tokens=prefill,
+        decode_tokens=decode,
+        recomputed_tokens=recomputed,
+        cached_tokens=schedule.num_cached,
+        kv_blocks_total=pool.num_blocks,
+        kv_blocks_used=pool.num_used,
+        kv_blocks_shared=pool.num_shared,
+        kv_blocks_cached=pool.num_cached,
+        kv_tokens_live=live,
+        kv_waste=1 - live / used_tokens if used_tokens else 0.0,
+        kv_logical_blocks=int(table.num_blocks[rows].sum()),
+        kv_tokens_logical=int(table.num_computed[rows].sum()),
+        contiguous_blocks=int((-(-table.max_total[rows] // pool.block_size)).sum()),
+        cow_copies=len(schedule.copies),
+    )
 
 
 def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:

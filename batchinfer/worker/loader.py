@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import PreTrainedConfig
 
-from batchinfer.engine.layout import KVLayout, max_positions, refuse_unsupported
-from batchinfer.errors import DeviceError, ModelError
-from batchinfer.worker.attention import ATTENTION_NAME, register
+from batchinfer.engine.layout import KVLayout, max_positions
+from batchinfer.errors import ModelError
+from batchinfer.worker.fusion import fuse
 from batchinfer.worker.linear import pack_linears
-from batchinfer.worker.model_files import check_weights, read_config, resolve_folder
-from batchinfer.worker.quiet import quiet_transformers
+from batchinfer.worker.model_config import load_config
+from batchinfer.worker.model_files import check_weights, resolve_folder
 from batchinfer.worker.rope import fix_longrope
 from batchinfer.worker.runner import model_bytes
 from batchinfer.worker.self_check import check_model
 from batchinfer.worker.tokenizer_files import eos_token_ids, num_tokenizer_ids
-
-_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+from batchinfer.worker.weights import choose_dtype, load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +61,25 @@ def load_model(
         DeviceError: the weights do not fit the device.
     """
     folder = resolve_folder(name, revision)
-    config = _config(folder)
+    config = load_config(folder)
     values = config.to_dict()
     longest = _max_model_len(values, max_model_len)
-    _check_class(config)
     _check_vocabulary(folder, config)
-    dtype = _dtype(dtype, values, check_weights(folder))
-    model = _load_weights(folder, config, dtype, device)
+    end_ids = eos_token_ids(folder, values, config.get_text_config().vocab_size)
+    dtype = choose_dtype(dtype, values, check_weights(folder))
+    model = load_weights(folder, config, dtype, device)
     num_parameters = sum(p.numel() for p in model.parameters())
+    layout = KVLayout.from_config(values, block_size=16, dtype=dtype)
+    fix_longrope(model, longest)
+    check_model(model, layout)
+    fuse(model, layout, longest)
     if device.type == "cpu":
         pack_linears(model, getattr(torch, dtype))
-    fix_longrope(model, longest)
-    check_model(model, KVLayout.from_config(values, block_size=16, dtype=dtype))
     return LoadedModel(
         model=model,
         config=values,
         max_model_len=longest,
-        eos_token_ids=eos_token_ids(folder, values),
+        eos_token_ids=end_ids,
         dtype=dtype,
         facts={
             "name": name,
@@ -97,56 +93,25 @@ def load_model(
     )
 
 
-def _config(folder: Path) -> PreTrainedConfig:
-    """The folder's config, of a family that can be run."""
-    raw = read_config(folder)
-    family = raw.get("model_type")
-    if family not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{folder}/config.json: transformers {transformers.__version__} has no model of the "
-            f"type {family!r}; a later version may"
-        )
-    try:
-        refuse_unsupported(raw)
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
-        KVLayout.from_config(config.to_dict(), block_size=1, dtype="float32")
-    except Exception as error:  # a config's own validation raises errors of several libraries
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{folder}/config.json: {reason}") from error
-    return config
-
-
 def _max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:
     allowed = max_positions(values)
     if wanted is None and allowed is None:
         raise ModelError("the model's config sets no longest sequence; give model.max_model_len")
+    if wanted is not None and wanted < 2:
+        raise ModelError(
+            f"model.max_model_len is {wanted}; it must be 2 or more, to hold a prompt and an output"
+        )
     if wanted is not None and allowed is not None and wanted > allowed:
         raise ModelError(
             f"model.max_model_len is {wanted}; the model's config allows at most {allowed}"
         )
     longest = wanted if wanted is not None else allowed
     assert longest is not None
-    return longest
-
-
-def _check_class(config: PreTrainedConfig) -> None:
-    """Refuse what is no text generator, and classes whose attention cannot be replaced."""
-    family = config.model_type
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"models of the family {family!r} cannot be run: they do not write text")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    saved = config.architectures or [model_class.__name__]
-    if model_class.__name__ not in saved:
-        raise ModelError(f"the model is a {saved[0]}; only {model_class.__name__} writes text")
-    replaceable = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
-    if not replaceable or "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+    if longest < 2:
         raise ModelError(
-            f"models of the family {family!r} cannot be run: transformers "
-            f"{transformers.__version__} does not let their attention be replaced"
+            f"the model's config allows {longest} tokens; a prompt and an output need 2"
         )
+    return longest
 
 
 def _check_vocabulary(folder: Path, config: PreTrainedConfig) -> None:
@@ -156,47 +121,3 @@ def _check_vocabulary(folder: Path, config: PreTrainedConfig) -> None:
             f"{folder}: the tokenizer has ids up to {ids - 1} and the model {rows} embeddings; "
             "they do not belong together"
         )
-
-
-def _dtype(wanted: str, values: Mapping[str, Any], saved: Mapping[str, str]) -> str:
-    """The dtype to load in, by torch's name."""
-    if wanted != "auto":
-        return wanted
-    named = values.get("dtype") or values.get("torch_dtype")
-    name = str(named or _SAFETENSORS_DTYPES.get(next(iter(saved.values()), ""), "float32"))
-    name = name.removeprefix("torch.")
-    if name not in _SAFETENSORS_DTYPES.values():
-        raise ModelError(f"the model is saved as {name}; give model.dtype: bfloat16 or float32")
-    return name
-
-
-def _load_weights(
-    folder: Path, config: PreTrainedConfig, dtype: str, device: torch.device
-) -> torch.nn.Module:
-    register()
-    try:
-        with quiet_transformers():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=getattr(torch, dtype),
-                attn_implementation=ATTENTION_NAME,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        missing = sorted(found["missing_keys"])
-        if missing:
-            raise ModelError(
-                f"{folder}: {len(missing)} tensors are missing, {missing[0]} among them; "
-                "fetch the model again"
-            )
-        model = model.to(device).eval().requires_grad_(False)
-    except torch.OutOfMemoryError as error:
-        raise DeviceError("the model's weights do not fit the device; use a smaller one") from error
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{folder}: the weights cannot be loaded: {reason}") from error
-    assert isinstance(model, torch.nn.Module)
-    return model

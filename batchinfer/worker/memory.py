@@ -13,6 +13,7 @@ import torch
 from batchinfer.config import EngineConfig, parse_size
 from batchinfer.engine.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
+from batchinfer.worker.sampler import workspace_bytes
 
 _CPU_SHARE_OF_FREE = 0.25
 _CGROUP = Path("/sys/fs/cgroup")
@@ -20,8 +21,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 # layer: residual, normed, q, k, v, rotated q and k, attended; gate, up and their product.
 _HIDDEN_COPIES = 8
 _INNER_COPIES = 3
-# Float32 copies of a row of logits that sampling holds: the row, sorted, its order (8 bytes), sums.
-_LOGITS_COPIES = 5
+# Copies of the logits themselves: the model's own, and one scaled or capped as some families do.
+_LOGITS_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def plan_memory(
             more blocks are asked for than fit.
     """
     activations = _activation_bytes(engine, layout, config)
-    logits = engine.max_num_seqs * int(text_config(config)["vocab_size"]) * 4 * _LOGITS_COPIES
+    logits = _logits_bytes(engine, layout, config, device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         room = int(total * engine.gpu_memory_utilization) - (total - free) - activations - logits
@@ -84,6 +85,11 @@ def plan_memory(
         quarter = int(free * _CPU_SHARE_OF_FREE) // layout.bytes_per_block
         num_blocks = _blocks(engine, layout, default=min(usable, quarter))
     pool_bytes = num_blocks * layout.bytes_per_block
+    if num_blocks < 1 and engine.kv_cache_memory is not None:
+        raise DeviceError(
+            f"engine.kv_cache_memory is {engine.kv_cache_memory}; give at least "
+            f"{_size(layout.bytes_per_block)}, which holds one block of {engine.block_size} tokens"
+        )
     if num_blocks < 1 or pool_bytes > room:
         raise DeviceError(
             f"a KV pool of {max(num_blocks, 1)} blocks takes {_mib(layout, num_blocks)} MiB; "
@@ -95,14 +101,19 @@ def plan_memory(
 
 
 def free_host_bytes() -> int:
-    """Memory this process may still take: what the host has, or its control group allows."""
+    """Memory this process may still take: what the host has, or its control group allows.
+
+    Files in the page cache count as free: the kernel drops them when memory is asked for.
+    """
     free = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        cached = int(stat["inactive_file"]) + int(stat["active_file"])
+    except (OSError, ValueError, KeyError):
         return free
-    return free if limit == "max" else max(0, min(free, int(limit) - used))
+    return free if limit == "max" else max(0, min(free, int(limit) - used + cached))
 
 
 def _blocks(engine: EngineConfig, layout: KVLayout, default: int) -> int:
@@ -123,6 +134,20 @@ def _activation_bytes(engine: EngineConfig, layout: KVLayout, config: Mapping[st
     return engine.max_num_batched_tokens * per_token * layout.element_bytes
 
 
+def _logits_bytes(
+    engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any], device: torch.device
+) -> int:
+    rows, vocab = engine.max_num_seqs, int(text_config(config)["vocab_size"])
+    logits = rows * vocab * layout.element_bytes * _LOGITS_COPIES
+    return logits + workspace_bytes(rows, vocab, device.type)
+
+
+def _size(num_bytes: int) -> str:
+    """At least so many bytes, as a size that a job file can have."""
+    unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
+    return f"{-(-num_bytes // unit)}{name}"
+
+
 def _mib(layout: KVLayout, num_blocks: int) -> str:
     return f"{max(num_blocks, 1) * layout.bytes_per_block / 2**20:,.1f}"
 
@@ -131,7 +156,7 @@ def _hint(engine: EngineConfig, default_key: str) -> str:
     if engine.num_kv_blocks is not None:
         return "lower engine.num_kv_blocks"
     if engine.kv_cache_memory is not None:
-        return "set engine.kv_cache_memory to more than one block and less than what is left"
+        return "lower engine.kv_cache_memory to less than what is left"
     return (
         f"raise {default_key}, lower engine.max_num_batched_tokens or engine.max_num_seqs, "
         "or take a smaller model"

@@ -17,17 +17,29 @@ _HEADER_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 
 
-def resolve_folder(name: str, revision: str | None, patterns: tuple[str, ...] = ALL_FILES) -> Path:
+def resolve_folder(
+    name: str,
+    revision: str | None,
+    patterns: tuple[str, ...] = ALL_FILES,
+    *,
+    key: str = "model.name",
+) -> Path:
     """The folder that holds the model: ``name`` itself, or the hub's download of it.
 
+    Args:
+        revision: of the repository on the hub.
+        patterns: the files to download.
+        key: where the user wrote the name.
+
     Raises:
-        ModelError: no such folder, and no such model on the hub or no way to reach it.
+        ModelError: naming the key: no such folder, and no such model on the hub or no way to
+            reach it.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"model.name: there is no folder {name}")
+        raise ModelError(f"{key}: there is no folder {name}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -35,7 +47,7 @@ def resolve_folder(name: str, revision: str | None, patterns: tuple[str, ...] = 
     except Exception as error:  # the hub client raises errors of several libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"model.name: {name} is no local folder and cannot be fetched from the hub: {reason}",
+            f"{key}: {name} is no local folder and cannot be fetched from the hub: {reason}",
             hint="download it where there is a network and give the folder's path",
         ) from error
 
@@ -90,7 +102,7 @@ def check_weights(folder: Path) -> dict[str, str]:
     """
     index = read_json(folder / "model.safetensors.index.json")
     if index is not None:
-        names = sorted(set(index.get("weight_map", {}).values()))
+        names = _indexed(index, folder)
     else:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
@@ -101,6 +113,19 @@ def check_weights(folder: Path) -> dict[str, str]:
     for name in names:
         dtypes |= _check_file(folder / name)
     return dtypes
+
+
+def _indexed(index: Mapping[str, Any], folder: Path) -> list[str]:
+    """The names of the weight files that an index lists."""
+    by_tensor = index.get("weight_map")
+    if not isinstance(by_tensor, Mapping) or not all(
+        isinstance(name, str) for name in by_tensor.values()
+    ):
+        raise ModelError(
+            f"{folder}/model.safetensors.index.json: weight_map must be file names by tensor; "
+            "fetch the model again"
+        )
+    return sorted(set(by_tensor.values()))
 
 
 def _check_file(path: Path) -> dict[str, str]:

@@ -26,8 +26,16 @@ _WEIGHT_OF_MAX = 2.0**40
 """Weights of 2**22 tokens add up to less than 2**62."""
 
 _WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
-"""Most logits worked on at a time; the CPU's is about what a cache holds. Each takes at most
-64 bytes besides the logits."""
+"""Most logits worked on at a time, or one row; the CPU's is about what a cache holds."""
+_WORKSPACE_BYTES_EACH = 64
+"""Measured: 24 for temperature, 28 for a small top-k, 51 for a top-k of nearly the vocabulary, 54
+for top-p on flat rows; the rest is for a device's own sorting."""
+
+
+def workspace_bytes(rows: int, vocab: int, device_type: str) -> int:
+    """Most bytes that sampling takes besides the logits, for ``rows`` rows of ``vocab`` logits."""
+    elements = min(rows * vocab, max(vocab, _WORKSPACE_ELEMENTS[device_type]))
+    return elements * _WORKSPACE_BYTES_EACH
 
 
 class Sampler:

@@ -16,8 +16,9 @@ from batchinfer.engine.step import Float32, Int32
 from batchinfer.worker.transfer import to_device
 
 _FIRST_CANDIDATES = 256
-_CANDIDATES_GROWTH = 8
-_LOWEST_INT32 = -(2**31)
+_DIGIT_SHIFTS = (22, 11, 0)
+_DIGIT_MASK = 2**11 - 1
+_HIGHEST_INT32 = 2**31 - 1
 _ID_MASK = 2**32 - 1
 
 
@@ -43,25 +44,17 @@ def keep_most_likely(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float
     if unlimited:
         size = min(max(size, _FIRST_CANDIDATES), vocab)
     on = to_device({"most": most, "share": top_p.astype(np.float64)[:, None]}, weights.device)
-    last = torch.empty_like(on["most"])
-    rows = torch.arange(len(most), device=weights.device)
-    of_rows = [logits, weights, on["most"], on["share"]]
-    while True:
-        last[rows], reached = _last_kept(*of_rows, size=size)
-        if size == vocab or not unlimited:
-            break
+    last, reached = _last_among(logits, weights, on["most"], on["share"], size=size)
+    if unlimited and size < vocab:
         short = (~reached).nonzero()[:, 0]
-        if len(short) == 0:
-            break
-        rows = rows[short]
-        of_rows = [of_row[short] for of_row in of_rows]
-        size = min(size * _CANDIDATES_GROWTH, vocab)
+        if len(short) > 0:
+            last[short] = _last_of_all(logits[short], weights[short], on["share"][short])
     threshold = logits.gather(1, last)
     after = torch.arange(vocab, device=last.device) > last
     weights.masked_fill_((logits < threshold) | ((logits == threshold) & after), 0)
 
 
-def _last_kept(
+def _last_among(
     logits: Tensor, weights: Tensor, most: Tensor, share: Tensor, *, size: int
 ) -> tuple[Tensor, Tensor]:
     """Ids [d, 1] of the last tokens kept, and [d] whether ``size`` candidates were enough."""
@@ -73,6 +66,48 @@ def _last_kept(
     # Both sides of the comparison round alike on the way to float64.
     before = (mass.double() < share * total.double()).sum(1, keepdim=True)
     return candidates.gather(1, torch.minimum(before, end)), (before <= end)[:, 0]
+
+
+def _last_of_all(logits: Tensor, weights: Tensor, share: Tensor) -> Tensor:
+    """Ids [d, 1] of the last tokens kept by top-p alone, however many are kept; ``weights`` is
+    overwritten.
+
+    A radix selection by mass: find the upper digit of the last kept logit, then the next among
+    the tokens that share it, and so on, then the id among those of equal logits. Each time the
+    answer is the first whose cumulative mass is not below the goal.
+    """
+    goal = share * weights.sum(1, keepdim=True).double()
+    more_likely = _keep_equals_of_last(logits, weights, goal)
+    return _first_reaching(goal, weights, more_likely)[0]
+
+
+def _keep_equals_of_last(logits: Tensor, weights: Tensor, goal: Tensor) -> Tensor:
+    """Set the weights of all logits to 0 but those equal to the last kept.
+
+    Returns:
+        What the more likely ones weighed together, int64 [d, 1].
+    """
+    order = _HIGHEST_INT32 - _ascending(logits).long()  # the most likely is the lowest, from 0
+    digits = torch.empty_like(order)
+    more_likely = weights.new_zeros(len(weights), 1)
+    for shift in _DIGIT_SHIFTS:
+        torch.bitwise_right_shift(order, shift, out=digits).bitwise_and_(_DIGIT_MASK)
+        by_digit = weights.new_zeros(len(weights), _DIGIT_MASK + 1)
+        by_digit.scatter_add_(1, digits, weights)
+        found, mass = _first_reaching(goal, by_digit, more_likely)
+        more_likely = mass - by_digit.gather(1, found)
+        weights.masked_fill_(digits != found, 0)
+    return more_likely
+
+
+def _first_reaching(goal: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """The first column where ``before`` and the weights up to it reach the goal, and their sum.
+
+    All are [d, 1] but the weights, int64 [d, any].
+    """
+    mass = weights.cumsum(1).add_(before)
+    found = (mass.double() < goal).sum(1, keepdim=True)
+    return found, mass.gather(1, found)
 
 
 def most_likely(logits: Tensor, size: int) -> Tensor:
@@ -109,7 +144,11 @@ def _first_ids(values: Tensor, ids: Tensor, size: int) -> Tensor:
     One int64 holds a value as an integer of the same order above, its id's complement below, so
     that no two are equal and any selection algorithm gives the same answer.
     """
-    bits = values.view(torch.int32)
-    ascending = torch.where(bits < 0, _LOWEST_INT32 - bits, bits)  # -0.0 and 0.0 are equal
-    keys = (ascending.long() << 32).add_(_ID_MASK - ids)
+    keys = (_ascending(values).long() << 32).add_(_ID_MASK - ids)
     return _ID_MASK - (keys.topk(size, dim=1).values & _ID_MASK)
+
+
+def _ascending(values: Tensor) -> Tensor:
+    """int32 in the same order as float32 ``values``, of the same shape."""
+    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it is equal to
+    return bits.bitwise_xor_((bits >> 31).bitwise_and_(_HIGHEST_INT32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,13 +30,20 @@ class TokenizerParts:
     clean_up_tokenization_spaces: bool
 
 
-def load_tokenizer(name: str, *, revision: str | None = None) -> TokenizerParts:
+def load_tokenizer(
+    name: str, *, revision: str | None = None, key: str = "model.name"
+) -> TokenizerParts:
     """Load the tokenizer of a model folder or hub id. Nothing from the folder is executed.
+
+    Args:
+        revision: of the repository on the hub.
+        key: where the user wrote the name, for messages.
 
     Raises:
         ModelError: there is none, it needs its own code, or its files are damaged.
     """
-    folder = resolve_folder(name, revision, CONFIG_FILES)
+    folder = resolve_folder(name, revision, CONFIG_FILES, key=key)
+    read_json(folder / "config.json")  # transformers would blame the tokenizer for its faults
     if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
         raise ModelError(
             f"{folder}/tokenizer_config.json needs the model's own code (auto_map), "
@@ -67,18 +75,34 @@ def load_tokenizer(name: str, *, revision: str | None = None) -> TokenizerParts:
     )
 
 
-def eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """Every id of generation_config.json, else of the config, else the tokenizer's."""
-    text = config.get("text_config")
-    for source in (read_json(folder / "generation_config.json"), config, text):
-        ids = (source or {}).get("eos_token_id")
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
+def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+    """Every id of generation_config.json, else of the config, else the tokenizer's.
+
+    Raises:
+        ModelError: naming file and key, where they are no token ids of the model.
+    """
+    sources: tuple[tuple[str, Mapping[str, Any] | None], ...] = (
+        ("generation_config.json: ", read_json(folder / "generation_config.json")),
+        ("config.json: ", config),
+        ("config.json: text_config.", config.get("text_config")),
+    )
+    for origin, source in sources:
+        found = (source or {}).get("eos_token_id")
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        for token_id in ids:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise ModelError(
+                    f"{folder}/{origin}eos_token_id has {json.dumps(token_id)}; it must be token "
+                    f"ids from 0 to {vocab_size - 1}, or null if the model has none"
+                )
+        return frozenset(ids)
     name = (read_json(folder / "tokenizer_config.json") or {}).get("eos_token")
     content = name.get("content") if isinstance(name, Mapping) else name
     backend = _backend(folder)
-    found = backend.token_to_id(content) if backend is not None and content else None
-    return frozenset() if found is None else frozenset([found])
+    token_id = backend.token_to_id(content) if backend is not None and content else None
+    return frozenset() if token_id is None else frozenset([token_id])
 
 
 def num_tokenizer_ids(folder: Path) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -54,6 +55,8 @@ def test_takes_a_shorter_max_model_len(llama: Path) -> None:
     assert load(llama, max_model_len=100).max_model_len == 100
     with pytest.raises(ModelError, match=r"max_model_len is 600.*at most 512"):
         load(llama, max_model_len=600)
+    with pytest.raises(ModelError, match=r"max_model_len is 1; it must be 2 or more"):
+        load(llama, max_model_len=1)
 
 
 def test_collects_every_end_of_sequence_id(llama: Path) -> None:
@@ -96,6 +99,23 @@ def _config(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: change_json(folder / "config.json", **changes)
 
 
+def _generation(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: change_json(folder / "generation_config.json", **changes)
+
+
+def _index(**content: Any) -> Callable[[Path], None]:
+    return lambda folder: change_json(folder / "model.safetensors.index.json", **content)
+
+
+def _with_tensors(*names: str) -> Callable[[Path], None]:
+    def add(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path) | {name: torch.zeros(4) for name in names}
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return add
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -107,6 +127,18 @@ def _config(**changes: Any) -> Callable[[Path], None]:
         (_garble, "no safetensors file"),
         (_missing_shard, "model-00002.safetensors is missing"),
         (_large_vocabulary, f"ids up to {VOCAB_SIZE} and the model {VOCAB_SIZE} embeddings"),
+        (_config(model_type=None), "config.json has no model_type"),
+        (_config(model_type=["llama"]), "config.json has no model_type"),
+        (_config(hidden_size="x"), "config.json: Field 'hidden_size' expected int"),
+        (_config(max_position_embeddings=1), "allows 1 tokens"),
+        (_config(eos_token_id="x"), "config.json: Field 'eos_token_id' with value 'x'"),
+        (_generation(eos_token_id="x"), '/generation_config.json: eos_token_id has "x"'),
+        (_generation(eos_token_id=[1, None]), "/generation_config.json: eos_token_id has null"),
+        (_generation(eos_token_id=[3, -1]), "/generation_config.json: eos_token_id has -1"),
+        (_generation(eos_token_id=True), "/generation_config.json: eos_token_id has true"),
+        (_generation(eos_token_id=VOCAB_SIZE), r"eos_token_id has 199; .* 0 to 198"),
+        (_index(weight_map=3), r"index.json: weight_map must be file names by tensor"),
+        (_index(weight_map={"a": 3}), r"index.json: weight_map must be file names by tensor"),
         (_config(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map"),
         (_config(quantization_config={"quant_method": "awq"}), "not yet: .*quantised"),
         (_config(model_type="nonesuch"), "'nonesuch'"),
@@ -116,8 +148,11 @@ def _config(**changes: Any) -> Callable[[Path], None]:
         (_config(model_type="vit"), "vit"),
         (_config(architectures=["LlamaForSequenceClassification"]), "SequenceClassification"),
         (_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "dynamic"),
-        (_config(num_hidden_layers=4), "tensors are missing"),
-        (_config(hidden_size=64), "cannot be loaded"),
+        (_config(num_hidden_layers=4), r"9 tensors are missing.*: model\.layers\.3\.\w+"),
+        (_config(num_hidden_layers=1), r"18 tensors that have no place.*: model\.layers\.1\.\w+"),
+        (_config(num_hidden_layers=1), "take config.json and the safetensors files from the same"),
+        (_config(vocab_size=300), "lm_head.weight is 199 x 32, by config.json .* 300 x 32"),
+        (_with_tensors("adapter.weight"), "1 tensors that have no place.*: adapter.weight;"),
     ],
 )
 def test_refuses_in_one_line(llama: Path, damage: Callable[[Path], object], message: str) -> None:
@@ -126,6 +161,11 @@ def test_refuses_in_one_line(llama: Path, damage: Callable[[Path], object], mess
         load(llama)
     assert raised.value.exit_code == ExitCode.MODEL
     assert "\n" not in str(raised.value)
+
+
+def test_tensors_that_transformers_knows_to_be_spare_are_no_mistake(llama: Path) -> None:
+    _with_tensors("model.layers.0.self_attn.rotary_emb.inv_freq")(llama)
+    assert load(llama).dtype == "float32"
 
 
 def test_nothing_in_the_folder_is_executed(llama: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from batchinfer.engine.layout import KVLayout
 from batchinfer.errors import DeviceError, ExitCode
 from batchinfer.worker import memory
 from batchinfer.worker.memory import MemoryPlan, plan_memory
+from batchinfer.worker.sampler import workspace_bytes
 
 CONFIG = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
 LAYOUT = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=4)  # 4 KiB a block
@@ -62,7 +63,6 @@ def test_a_cuda_pool_is_the_share_less_everything_else() -> None:
     [
         ("cpu", {"num_kv_blocks": 10**6}, "engine.num_kv_blocks"),
         ("cpu", {"kv_cache_memory": "1GiB"}, "engine.kv_cache_memory"),
-        ("cpu", {"kv_cache_memory": "1KiB"}, "engine.kv_cache_memory"),
         ("cuda", {"gpu_memory_utilization": 0.1}, "engine.gpu_memory_utilization"),
     ],
 )
@@ -73,6 +73,24 @@ def test_what_does_not_fit_names_numbers_and_key(
         plan(device, **engine)
     assert key in str(raised.value)
     assert raised.value.exit_code == ExitCode.DEVICE
+
+
+def test_a_pool_of_less_than_a_block_says_what_one_takes() -> None:
+    with pytest.raises(DeviceError, match=r"kv_cache_memory is 1KiB; give at least 4KiB,"):
+        plan(kv_cache_memory="1KiB")
+    assert plan(kv_cache_memory="4KiB").num_blocks == 1
+
+
+def test_logits_are_planned_at_their_own_width_with_a_bounded_workspace() -> None:
+    plenty = EngineConfig(max_num_seqs=1024, num_kv_blocks=1)
+    vocab = CONFIG | {"vocab_size": 150_000}
+    half = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=2)
+    planned = plan_memory(
+        plenty, half, vocab, device=torch.device("cpu"), weight_bytes=0, max_model_len=100
+    )
+    assert planned.logits_bytes == 2 * 1024 * 150_000 * 2 + workspace_bytes(1024, 150_000, "cpu")
+    assert workspace_bytes(1024, 150_000, "cpu") < 64 * MIB < workspace_bytes(1024, 150_000, "cuda")
+    assert workspace_bytes(1024, 150_000, "cuda") <= 1024 * MIB
 
 
 def test_the_table_names_every_purpose() -> None:
@@ -90,6 +108,9 @@ def test_free_host_bytes_respects_the_control_group(
     assert unlimited > 0
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
-    assert memory.free_host_bytes() == 3000
+    (tmp_path / "memory.stat").write_text(
+        "anon 900\nfile 1100\ninactive_file 700\nactive_file 300\n"
+    )
+    assert memory.free_host_bytes() == 5000 - 2000 + 700 + 300, "cached files can be dropped"
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_host_bytes() > 3000
+    assert memory.free_host_bytes() > 5000

@@ -23,7 +23,7 @@ from transformers import (
 from batchinfer.engine.step import StepResult
 from batchinfer.worker import sampler as sampler_module
 from batchinfer.worker.philox import RANDOM_BITS, random_bits
-from batchinfer.worker.sampler import Sampler
+from batchinfer.worker.sampler import Sampler, workspace_bytes
 from tests.worker.sampling_batches import Sample, make_batch
 
 
@@ -408,6 +408,28 @@ def test_half_precision_logits_count_as_their_float32_values(dtype: torch.dtype)
     assert [facts(result, at, 3) for at in range(len(samples))] == [
         facts(expected, at, 3) for at in range(len(samples))
     ]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.0, "logprobs": 20},
+        {"top_p": 0.9, "temperature": 1e4, "repetition": 1.2, "prompt": [1], "output": [2]},
+        {"top_k": 4999},
+    ],
+)
+def test_takes_no_more_memory_than_is_planned(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(sampler_module._WORKSPACE_ELEMENTS, "cpu", 2**17)
+    logits = normal(64, 5003).to(torch.bfloat16)
+    samples = [Sample(row=row, **asked) for row in range(64)]
+    with torch.profiler.profile(profile_memory=True) as profile:
+        sample(logits, samples)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    held = np.cumsum([event.nbytes() for event in events])
+    assert 4 * 2**17 < held.max() <= workspace_bytes(64, 5003, "cpu") == 64 * 2**17
 
 
 def test_an_empty_batch_gives_empty_arrays() -> None:

@@ -20,10 +20,9 @@ LOGITS = st.lists(st.integers(-12, 0), min_size=1, max_size=150)
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_candidates() -> Iterator[None]:
-    """Makes tests of small vocabularies go through blocks and through further candidates."""
+    """Makes tests of small vocabularies go through blocks and beyond the first candidates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling_filters, "_FIRST_CANDIDATES", 2)
-        patch.setattr(sampling_filters, "_CANDIDATES_GROWTH", 3)
         yield
 
 
@@ -65,6 +64,20 @@ def test_keeps_what_sorting_keeps(
         kept = reference_kept(before, rows[row], int(top_k[row]), float(top_p[row]))
         assert set(np.flatnonzero(left)) == kept
         assert (left[list(kept)] == before[list(kept)]).all()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0])
+@pytest.mark.parametrize("centre", [-1.0, 0.0, 1.0])
+def test_logits_that_differ_in_any_bit_are_told_apart(scale: float, centre: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = centre + scale * torch.randn(4, 2000, generator=generator)
+    weights = ((logits - logits.amax(1, keepdim=True)).exp() * 2.0**40).long()
+    left = weights.clone()
+    top_p = np.array([0.05, 0.5, 0.9, 0.999], np.float32)
+    keep_most_likely(left, logits, np.zeros(4, np.int32), top_p)
+    for row in range(4):
+        kept = reference_kept(weights[row].numpy(), logits[row].numpy(), 0, float(top_p[row]))
+        assert set(np.flatnonzero(left[row].numpy())) == {i for i in kept if weights[row, i] > 0}
 
 
 def test_tokens_removed_before_count_for_nothing() -> None:

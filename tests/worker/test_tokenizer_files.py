@@ -37,14 +37,14 @@ def test_takes_the_tokenizer_apart(folder: Path) -> None:
 
 def test_the_ids_of_the_folder(folder: Path) -> None:
     assert num_tokenizer_ids(folder) == 7
-    assert eos_token_ids(folder, {}) == {4}
-    assert eos_token_ids(folder, {"eos_token_id": 1}) == {1}
-    assert eos_token_ids(folder, {"text_config": {"eos_token_id": [1, 2]}}) == {1, 2}
+    assert eos_token_ids(folder, {}, 7) == {4}
+    assert eos_token_ids(folder, {"eos_token_id": 1}, 7) == {1}
+    assert eos_token_ids(folder, {"text_config": {"eos_token_id": [1, 2]}}, 7) == {1, 2}
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     assert num_tokenizer_ids(tmp_path) == 0
-    assert eos_token_ids(tmp_path, {}) == frozenset()
+    assert eos_token_ids(tmp_path, {}, 7) == frozenset()
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         load_tokenizer(str(tmp_path))
 
@@ -55,6 +55,14 @@ def test_damaged_files_are_named(folder: Path) -> None:
         num_tokenizer_ids(folder)
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         load_tokenizer(str(folder))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        load_tokenizer(str(folder))
+
+
+def test_a_missing_folder_is_blamed_on_the_key_that_names_it() -> None:
+    with pytest.raises(ModelError, match=r"model\.tokenizer: there is no folder \./nowhere"):
+        load_tokenizer("./nowhere", key="model.tokenizer")
 
 
 def test_own_code_is_refused(folder: Path) -> None:

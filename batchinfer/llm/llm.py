@@ -1,0 +1,226 @@
+"""A model, loaded once, and the calls that run it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from batchinfer.build import build_engine
+from batchinfer.config import PromptConfig, SamplingParams
+from batchinfer.engine.request import Completion, Request, TokenIds
+from batchinfer.errors import NotYetError, RowError
+from batchinfer.job.measures import Measured
+from batchinfer.job.row_params import RowSampling
+from batchinfer.job.rows import RequestMaker
+from batchinfer.llm.arguments import ModelArguments, engine_config
+from batchinfer.llm.one_call import OneCall
+from batchinfer.llm.outputs import BeamSearchParams, RequestOutput, finished, refused
+from batchinfer.llm.prompts import (
+    Conversation,
+    PromptLike,
+    params_of_each,
+    read_conversations,
+    read_prompts,
+)
+from batchinfer.text.prompts import Prompt, PromptBuilder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class LLM:
+    """A model, loaded once and run on as many prompts as are given.
+
+    Calls may come from several threads: one runs at a time, the others wait for it. Give all
+    prompts in one call where you can; that is what the engine is fast at.
+
+    Args:
+        model: hub id or local directory.
+        tokenizer: hub id or directory of another tokenizer; default the model's.
+        revision: of a model on the hub.
+        dtype: ``auto`` (as saved), ``float32``, ``bfloat16`` or ``float16``.
+        max_model_len: longest prompt and output together; default what the model allows.
+        tensor_parallel_size: accepted for compatibility; must be 1.
+        engine_keys: keys of the job file's ``engine`` section, e.g. ``block_size=32``.
+
+    Raises:
+        ModelError: the model cannot be loaded or run.
+        DeviceError: the device is missing or too small.
+        NotYetError: an argument is known, and not built yet.
+        TypeError: an argument is unknown or of another type.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        revision: str | None = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        tensor_parallel_size: int = 1,
+        **engine_keys: Any,
+    ) -> None:
+        if tensor_parallel_size != 1:
+            raise NotYetError(f"LLM(tensor_parallel_size={tensor_parallel_size})")
+        engine = engine_config(engine_keys)
+        choice = ModelArguments(model, tokenizer, revision, dtype, max_model_len)  # type: ignore[arg-type]  # checked there
+        self._source = (choice.tokenizer or choice.name, revision)
+        self._built = build_engine(choice, engine, log=lambda line: None)
+        self._measured = Measured(self._built.block_size)
+        self._num_requests = 0
+        self._one_call = OneCall()
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts. Text is taken raw: no template, special tokens are parsed.
+
+        Args:
+            prompts: one or several texts, token id lists, ``{"prompt": ...}`` or
+                ``{"prompt_token_ids": ...}``.
+            sampling_params: one for all prompts, or one each.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            An output for each prompt, in order.
+
+        Raises:
+            TypeError, ValueError: an argument is no prompt or no sampling parameters, a token id
+                is not the model's; before anything runs.
+            RuntimeError: called from within another call.
+        """
+        with self._one_call("generate"):
+            read = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
+            return self._run(read, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations, written out by the model's chat template.
+
+        A conversation that ends with the assistant's words is continued there.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as ``generate``.
+            ModelError: the model has no chat template.
+        """
+        rows = [{"messages": item} for item in read_conversations(conversations)]
+        with self._one_call("chat"):
+            builder = PromptBuilder(
+                PromptConfig(column="messages", chat_template_kwargs=chat_template_kwargs or {}),
+                self._built.tokenizer,
+                max_model_len=self._built.max_model_len,
+                columns=["messages"],
+                conversation_columns=["messages"],
+                vocab_size=self._built.vocab_size,
+            )
+            return self._run(builder.build(rows), sampling_params, use_tqdm)
+
+    def beam_search(self, prompts: Sequence[PromptLike], params: BeamSearchParams) -> None:
+        """Refused: not yet built."""
+        raise NotYetError("LLM.beam_search")
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, as transformers loads it."""
+        from transformers import AutoTokenizer
+
+        name, revision = self._source
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, revision=revision)
+        return tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._built.vocab_size
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """``tokens``, ``throughput`` and ``kv`` of all calls so far, as in ``summary.json``."""
+        with self._one_call("stats"):
+            measures, built = self._measured.measures(), self._built
+        pool = {
+            "block_size": built.block_size,
+            "num_blocks": built.num_blocks,
+            "bytes_per_block": built.bytes_per_block,
+        }
+        return {**measures, "kv": {**pool, **measures["kv"]}}
+
+    def reset_stats(self) -> None:
+        """Begin ``stats`` anew."""
+        with self._one_call("reset_stats"):
+            self._measured = Measured(self._built.block_size)
+
+    def _prompt(self, item: str | TokenIds) -> Prompt:
+        if not isinstance(item, str):
+            return Prompt(item, None, truncated=False, has_control_text=False)
+        (token_ids,) = self._built.tokenizer.encode_batch(
+            [item], add_special_tokens=True, parse_special_tokens=True
+        )
+        return Prompt(token_ids, item, truncated=False, has_control_text=False)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt | RowError],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = params_of_each(sampling_params, len(prompts), self.vocab_size)
+        fresh_seed = secrets.randbits(64)
+        maker = RequestMaker(self._built.tokenizer, self._built.eos_token_ids)
+        requests: list[Request] = []
+        outputs: dict[int, RequestOutput] = {}
+        for at, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            if isinstance(prompt, RowError):
+                outputs[at] = refused(self._request_id(at), prompt)
+            else:
+                own_seed = one.seed is not None
+                sampling = RowSampling(one if own_seed else replace(one, seed=fresh_seed), own_seed)
+                requests.append(maker.make(at, prompt, sampling))
+        with (
+            tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar,
+            closing(self._completions(requests)) as completions,
+        ):
+            bar.update(len(outputs))
+            for completion in completions:
+                at = completion.request.row_id
+                prompt = prompts[at]
+                assert isinstance(prompt, Prompt)
+                name = self._request_id(at)
+                outputs[at] = finished(name, completion, prompt, self._built.tokenizer)
+                bar.update()
+        self._num_requests += len(prompts)
+        return [outputs[at] for at in range(len(prompts))]
+
+    def _completions(self, requests: list[Request]) -> Generator[Completion, None, None]:
+        """Run requests to their ends; interrupted, the engine forgets the rest."""
+        engine, began = self._built.engine, time.perf_counter()
+        try:
+            for request in requests:
+                engine.add_request(request)
+            while engine.num_unfinished:
+                outcome = engine.step()
+                self._measured.add(outcome.stats, [c.stats for c in outcome.completions])
+                yield from outcome.completions
+        finally:
+            engine.abort_all()
+            self._measured.seconds += time.perf_counter() - began
+
+    def _request_id(self, at: int) -> str:
+        return str(self._num_requests + at)

@@ -1,0 +1,110 @@
+"""What the Python API gives back, and how it is made of what the engine gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.request import Completion, SampleOutput, TokenLogprobs
+from batchinfer.errors import RowError
+from batchinfer.job.rows import sample_text
+from batchinfer.text.prompts import Prompt
+from batchinfer.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How ``LLM.beam_search`` searches."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of a token, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    """``stop``, ``length`` or ``error``."""
+    stop_reason: int | str | None
+    cumulative_logprob: float
+    logprobs: list[dict[int, Logprob]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its samples. A prompt that could not be run has none, and an ``error``."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: None
+    num_cached_tokens: int
+    finished: bool
+    outputs: list[CompletionOutput]
+    error: RowError | None = None
+
+
+def refused(request_id: str, error: RowError) -> RequestOutput:
+    """The output of a prompt that never ran."""
+    return RequestOutput(request_id, None, [], None, 0, True, [], error)
+
+
+def finished(
+    request_id: str, completion: Completion, prompt: Prompt, tokenizer: Tokenizer
+) -> RequestOutput:
+    """The output of a prompt that the engine is done with."""
+    request = completion.request
+    output = RequestOutput(
+        request_id=request_id,
+        prompt=prompt.text,
+        prompt_token_ids=request.prompt_token_ids.tolist(),
+        prompt_logprobs=None,
+        num_cached_tokens=completion.stats.cached_tokens,
+        finished=True,
+        outputs=[_sample(sample, request.params, tokenizer) for sample in completion.outputs],
+    )
+    if completion.error_code is None:
+        return output
+    return replace(output, error=RowError(completion.error_code, completion.error_message or ""))
+
+
+def _sample(sample: SampleOutput, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
+    return CompletionOutput(
+        index=sample.index,
+        text=sample_text(tokenizer, sample, params),
+        token_ids=sample.token_ids.tolist(),
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        cumulative_logprob=sample.cumulative_logprob,
+        logprobs=None
+        if sample.logprobs is None
+        else [_logprobs(token, tokenizer) for token in sample.logprobs],
+    )
+
+
+def _logprobs(token: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The alternatives, best first, and the token itself, by token id."""
+    entries = {
+        token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, start=1)
+    }
+    entries.setdefault(token.token_id, (token.logprob, token.rank))
+    return {
+        token_id: Logprob(logprob, rank, tokenizer.decode([token_id], skip_special_tokens=False))
+        for token_id, (logprob, rank) in entries.items()
+    }

@@ -1,0 +1,99 @@
+"""Gives the fields of a record the types they are annotated with, or says which one cannot."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_WORDS: Mapping[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    NoneType: "None",
+}
+_PLURALS: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def take_types(record: Any) -> None:
+    """Convert in place what means the same: lists to tuples, whole numbers to floats, numpy's
+    numbers to Python's. A bool is no number.
+
+    Args:
+        record: a dataclass instance; its fields are annotated with bool, int, float, str, None,
+            ``Literal``, ``tuple[X, ...]``, ``Mapping[K, V]``, ``Any`` and unions of these.
+
+    Raises:
+        TypeError: naming the field, its value and what it must be.
+    """
+    kind: Any = type(record)
+    for name, hint in _hints(kind).items():
+        value = getattr(record, name)
+        try:
+            object.__setattr__(record, name, _taken(value, hint))
+        except _UnfitError:
+            raise TypeError(f"{name} is {reprlib.repr(value)}; it must be {_words(hint)}") from None
+
+
+class _UnfitError(Exception):
+    """A value is not of a type."""
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {entry.name: hints[entry.name] for entry in fields(kind)}
+
+
+def _taken(value: Any, hint: Any) -> Any:
+    """``value`` as the type."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return _first_taken(value, args)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_taken(item, args[0]) for item in value)
+    if origin is Mapping and isinstance(value, Mapping):
+        return {_taken(key, args[0]): _taken(item, args[1]) for key, item in value.items()}
+    if hint is int and isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if hint is float and isinstance(value, Real) and not isinstance(value, bool):
+        return _as_float(value)
+    if hint is Any or (origin is Literal and isinstance(value, str) and value in args):
+        return value
+    if hint in (bool, str, NoneType) and isinstance(value, hint):
+        return value
+    raise _UnfitError
+
+
+def _first_taken(value: Any, hints: tuple[Any, ...]) -> Any:
+    for hint in hints:
+        try:
+            return _taken(value, hint)
+        except _UnfitError:
+            continue
+    raise _UnfitError
+
+
+def _as_float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise _UnfitError from None
+
+
+def _words(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_words, args))
+    if origin is Literal:
+        return " or ".join(args)
+    if origin is tuple:
+        return f"a list of {_PLURALS.get(args[0], 'values')}"
+    if origin is Mapping:
+        return f"a dict of {_PLURALS[args[0]]} and their {_PLURALS.get(args[1], 'values')}"
+    return _WORDS[hint]

@@ -1,0 +1,88 @@
+"""The records of what is asked, made from Python: types and ranges are checked when made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens is None; it must be a whole number"),
+        ({"max_tokens": 8.0}, "max_tokens is 8.0; it must be a whole number"),
+        ({"max_tokens": "8"}, "max_tokens is '8'; it must be a whole number"),
+        ({"n": True}, "n is True; it must be a whole number"),
+        ({"temperature": "0.5"}, "temperature is '0.5'; it must be a number"),
+        ({"temperature": None}, "temperature is None; it must be a number"),
+        ({"top_p": False}, "top_p is False; it must be a number"),
+        ({"temperature": 10**400}, "it must be a number"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number or None"),
+        ({"logprobs": True}, "logprobs is True; it must be a whole number or None"),
+        ({"stop": [b"x"]}, "stop is .*; it must be a list of texts"),
+        ({"stop": 3}, "stop is 3; it must be a list of texts"),
+        ({"stop_token_ids": [1.0]}, "stop_token_ids is .*; it must be a list of whole numbers"),
+        ({"stop_token_ids": 7}, "stop_token_ids is 7; it must be a list of whole numbers"),
+        ({"allowed_token_ids": ["a"]}, "it must be a list of whole numbers or None"),
+        ({"logit_bias": {"5": 1.0}}, "a dict of whole numbers and their numbers or None"),
+        ({"logit_bias": [1]}, "logit_bias is .*; it must be a dict"),
+    ],
+)
+def test_a_sampling_parameter_of_another_type_is_named(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": float("nan")}, "temperature is (nan|NaN); it must be 0 to"),
+        ({"logit_bias": {5: float("inf")}}, "logit_bias is .*; it must be"),
+        ({"structured_outputs": object()}, "not yet: sampling.structured_outputs"),
+        ({"bad_words": ["\ud800"]}, "bad_words is .*; it must be texts .* of valid Unicode"),
+        ({"stop": ["a", ""]}, "stop is .*; it must be texts that are not empty"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be 1 to"),
+    ],
+)
+def test_a_sampling_parameter_out_of_range_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
+
+
+def test_values_that_mean_the_same_become_the_same() -> None:
+    loose = SamplingParams(
+        max_tokens=np.int64(8),  # type: ignore[arg-type]
+        temperature=1,
+        top_p=np.float64(0.5),
+        stop="x",  # type: ignore[arg-type]
+        stop_token_ids=[np.int32(3)],  # type: ignore[arg-type]
+        bad_words=None,  # type: ignore[arg-type]
+        logit_bias={np.int64(3): 1},  # type: ignore[dict-item]
+    )
+    strict = SamplingParams(
+        max_tokens=8,
+        temperature=1.0,
+        top_p=0.5,
+        stop=("x",),
+        stop_token_ids=(3,),
+        logit_bias={3: 1.0},
+    )
+    assert loose == strict
+    assert type(loose.max_tokens) is int
+    assert type(loose.temperature) is float
+
+
+def test_the_other_records_check_their_types_too() -> None:
+    with pytest.raises(TypeError, match="order is 'random'; it must be prefix or input"):
+        EngineConfig(order="random")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="kv_cache_memory is True; it must be a text or a whole"):
+        EngineConfig(kv_cache_memory=True)
+    with pytest.raises(TypeError, match="column is 3; it must be a text or None"):
+        PromptConfig(column=3)  # type: ignore[arg-type]
