@@ -1,6 +1,7 @@
 """Compare engines on a CPU: each in a process of its own, in turn, medians of several rounds.
 
-python benchmarks/cpu.py --rounds 3 --scale 0.25      # prints a table, writes results/
+python benchmarks/cpu.py                       # the table of benchmarks/README.md, an hour
+python benchmarks/cpu.py --workloads W1 --engines batchinfer generate --rounds 2
 """
 
 from __future__ import annotations
@@ -11,83 +12,127 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engines import ENGINES
 from models import make_small
+from peers import python_of
 
 HERE = Path(__file__).resolve().parent
+DTYPES = ("float32", "bfloat16")
+WORKLOADS = ("W1", "W2", "W3")
+
+Run = dict[str, Any]
 
 
-def run_once(engine: str, model: Path, workload: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One engine, one workload, in a fresh process."""
-    command = [sys.executable, str(HERE / "engines.py"), engine, str(model)]
-    command += ["--workload", workload, "--scale", str(args.scale), "--dtype", args.dtype]
-    command += ["--batch", str(args.batch)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def run_once(engine: str, workload: str, dtype: str, args: argparse.Namespace) -> Run:
+    """One engine, one workload, in a fresh process; an engine that fails says why."""
+    command = [*args.before, python_of(engine, args.folder), str(HERE / "engines.py"), engine]
+    command += [str(args.folder / "small"), "--workload", workload, "--dtype", dtype]
+    command += ["--scale", str(args.scale), "--batch", str(args.batch)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        asked = {"engine": engine, "workload": workload, "dtype": dtype}
+        return asked | {"error": done.stderr.strip().splitlines()[-1:]}
+    result: Run = json.loads(lines[-1])
     return result
 
 
-def cpu_name() -> str:
-    """The processor, as Linux calls it."""
+def measure_bounds(args: argparse.Namespace) -> list[Run]:
+    """The bound of the matrix products, on the machine as it is now."""
+    bounds = []
+    for dtype in args.dtypes:
+        command = [*args.before, sys.executable, str(HERE / "bound.py")]
+        command += [str(args.folder / "small"), "--dtype", dtype, "--scale", str(args.scale)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        for workload, tokens in json.loads(done.stdout).items():
+            asked = {"engine": "bound", "workload": workload, "dtype": dtype}
+            bounds.append(asked | {"output_tokens_per_s": tokens})
+    return bounds
+
+
+def measure(args: argparse.Namespace) -> list[Run]:
+    """All runs: A B C, A B C, ..."""
+    runs = []
+    for _ in range(args.rounds):
+        runs += measure_bounds(args)
+        for dtype in args.dtypes:
+            for workload in args.workloads:
+                for engine in args.engines:
+                    runs.append(run_once(engine, workload, dtype, args))
+                    said = runs[-1].get("output_tokens_per_s", runs[-1].get("error"))
+                    print(dtype, workload, engine, said, flush=True)
+                    keep(runs, args)
+    return runs
+
+
+def table(runs: list[Run], args: argparse.Namespace) -> str:
+    """Medians of output tokens/s, and how many times each peer's the first engine's is."""
+    lines = []
+    for dtype in args.dtypes:
+        engines = [*args.engines, "bound"]
+        lines += [f"| {dtype} | {' | '.join(engines)} |", "|---" * (len(engines) + 1) + "|"]
+        for workload in args.workloads:
+            rates = [median(runs, engine, workload, dtype) for engine in engines]
+            cells = [f"{rates[0]:.0f}"] + [
+                f"{rate:.0f} ({rates[0] / rate:.2f}x)" if rate else "-" for rate in rates[1:]
+            ]
+            lines.append(f"| {workload} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def median(runs: list[Run], engine: str, workload: str, dtype: str) -> float:
+    """Median output tokens/s of an engine on a workload; 0 where it never ran."""
+    rates = [
+        run["output_tokens_per_s"]
+        for run in runs
+        if (run["engine"], run["workload"], run["dtype"]) == (engine, workload, dtype)
+        and "output_tokens_per_s" in run
+    ]
+    return statistics.median(rates) if rates else 0.0
+
+
+def keep(runs: list[Run], args: argparse.Namespace) -> Path:
+    """Write what has been measured so far, with date and machine."""
+    where = {
+        "date": date.today().isoformat(),
+        "cpu": _cpu_name(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("batchinfer", "torch", "transformers")},
+    }
+    settings = {"scale": args.scale, "rounds": args.rounds, "batch": args.batch}
+    path = HERE / "results" / f"cpu-{where['date']}-scale-{args.scale:g}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"machine": where, "settings": settings, "runs": runs}, indent=1))
+    return path
+
+
+def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engines", nargs="+", default=["batchinfer", "generate"])
-    parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3"])
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--scale", type=float, default=0.25)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--workloads", nargs="+", default=WORKLOADS, choices=WORKLOADS)
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    parser.add_argument("--scale", type=float, default=0.25, help="share of the rows")
+    parser.add_argument("--batch", type=int, default=32, help="sequences in a batch of generate")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", type=Path, help="keep the model here")
+    parser.add_argument("--folder", type=Path, default=HERE / "work", help="model and peers")
+    parser.add_argument("--before", default="", help="a command to put before each, as taskset")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        model = make_small((args.models or Path(scratch)) / "small")
-        runs = []
-        for _ in range(args.rounds):
-            for workload in args.workloads:
-                for engine in args.engines:  # A B A B
-                    runs.append(run_once(engine, model, workload, args))
-                    print(
-                        f"{workload} {engine:12s} {runs[-1]['output_tokens_per_s']:8.1f} tokens/s"
-                    )
-    report(runs, args)
-
-
-def report(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Print medians and ratios to the first engine's; keep all runs as JSON."""
-    first = args.engines[0]
-    for workload in args.workloads:
-        medians = {
-            engine: statistics.median(
-                run["output_tokens_per_s"]
-                for run in runs
-                if (run["engine"], run["workload"]) == (engine, workload)
-            )
-            for engine in args.engines
-        }
-        for engine, tokens in medians.items():
-            ratio = f"{first} is {medians[first] / tokens:.2f}x" if engine != first else ""
-            print(f"{workload}  {engine:12s} {tokens:8.1f} output tokens/s  {ratio}")
-    where = {
-        "date": date.today().isoformat(),
-        "cpu": cpu_name(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("batchinfer", "torch", "transformers")},
-    }
-    path = HERE / "results" / f"cpu-{args.dtype}-{where['date']}.json"
-    path.parent.mkdir(exist_ok=True)
-    for run in runs:
-        del run["model"]
-    path.write_text(json.dumps({"machine": where, "runs": runs}, indent=1) + "\n")
-    print(f"written to {path}")
+    args.before = args.before.split()
+    make_small(args.folder / "small")
+    runs = measure(args)
+    print(table(runs, args))
+    print(f"written to {keep(runs, args)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+"""What the matrix products of a workload cost on this machine, with weights packed once.
+
+python benchmarks/bound.py MODEL --dtype float32      # prints one JSON line
+
+Everything else an engine does (attention, norms, sampling, Python) is overhead on top, so that the
+tokens/s this gives are a bound for any engine that computes each token of the prefix tree once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from transformers import AutoConfig
+from workloads import Row, workload
+
+from batchinfer.worker.linear import PackedLinear, packing_works
+
+ROWS = 64
+"""Rows of a product: as many sequences as a step of the quarter-size workloads holds."""
+
+
+def layer_shapes(config: AutoConfig) -> list[tuple[int, int]]:
+    """(in, out) of a decoder layer's products, q/k/v and gate/up merged."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    width = hidden // config.num_attention_heads
+    qkv = (config.num_attention_heads + 2 * config.num_key_value_heads) * width
+    return [(hidden, qkv), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
+
+
+def seconds_per_token(shapes: list[tuple[int, int]], copies: int, dtype: torch.dtype) -> float:
+    """Median time of all products in turn, each with weights of its own, over the rows."""
+    layers = [
+        PackedLinear(torch.nn.Linear(*shape, bias=False, dtype=dtype).requires_grad_(False))
+        for _ in range(copies)
+        for shape in shapes
+    ]
+    inputs = {width: torch.randn(ROWS, width).to(dtype) for width, _ in shapes}
+    times = []
+    for _ in range(25):
+        began = time.perf_counter()
+        for layer in layers:
+            layer(inputs[layer.in_features])
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[5:]) / ROWS
+
+
+def computed_tokens(rows: list[Row]) -> int:
+    """Tokens that have to be computed: a prefix tree's, and every output but the last."""
+    tree = {tuple(row.prompt[: at + 1]) for row in rows for at in range(len(row.prompt))}
+    return len(tree) + sum(row.n * (row.output_len - 1) for row in rows)
+
+
+def bound(model: str, dtype: torch.dtype, scale: float) -> dict[str, float]:
+    """Output tokens/s of each workload if nothing but the products took time."""
+    config = AutoConfig.from_pretrained(model)
+    layers = seconds_per_token(layer_shapes(config), config.num_hidden_layers, dtype)
+    head = seconds_per_token([(config.hidden_size, config.vocab_size)], 4, dtype) / 4
+    bounds = {}
+    for name in ("W1", "W2", "W3"):
+        rows = workload(name, scale)
+        outputs = sum(row.n * row.output_len for row in rows)
+        bounds[name] = outputs / (computed_tokens(rows) * layers + outputs * head)
+    return bounds
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--scale", type=float, default=1.0)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    assert packing_works(dtype), f"this machine packs no {args.dtype} weights"
+    with torch.inference_mode():
+        print(json.dumps(bound(args.model, dtype, args.scale)))
