@@ -25,9 +25,10 @@ from batchinfer.worker.sampler import Sampler
 from tests.models import make_checkpoint
 
 CPU = torch.device("cpu")
-# Widths that are multiples of 32, as those of real models are: torch computes the last elements of
-# a tensor, past whole pairs of vectors, with another exp.
+# Widths that are multiples of 32, as those of real models are: where a module is not fused, torch
+# computes the last elements of a tensor, past whole pairs of vectors, with another exp.
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
+ODD = {"hidden_size": 104, "intermediate_size": 300, "num_attention_heads": 4}
 
 pytestmark = pytest.mark.skipif(
     not native.supports(torch.float32) or not linear.packing_works(torch.float32),
@@ -112,6 +113,15 @@ def test_logits_do_not_depend_on_how_a_row_is_run(llama: LoadedModel, other: Set
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral", "olmo2"])
 def test_other_families(family: str, tmp_path: Path) -> None:
     loaded = load_model(str(make_checkpoint(family, tmp_path, **WIDE)), device=CPU)
+    usual = logits_of(loaded, Setup())
+    for other in OTHERS.values():
+        changed = logits_of(loaded, other)
+        assert {key: usual[key] for key in changed} == changed
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_any_width_where_all_of_a_layer_is_fused(family: str, tmp_path: Path) -> None:
+    loaded = load_model(str(make_checkpoint(family, tmp_path, **ODD)), device=CPU)
     usual = logits_of(loaded, Setup())
     for other in OTHERS.values():
         changed = logits_of(loaded, other)
