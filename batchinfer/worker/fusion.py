@@ -1,40 +1,37 @@
 """Swaps a loaded model's attention, MLPs and norms for fused ones, where they compute the same.
 
-A module is known by its parts, and then by what it does: the model runs on four tokens, from the
-first position to the last it may have, and a fused module has to give what the one it replaces
-gave. Whatever does not is left as it is, so that a family nobody has thought of runs the way
-transformers has it.
+A module is known by its parts and then by what it does. The model runs once on four tokens, from
+the first position to the last it may have. Each module that looks right is then copied to float32,
+where only what it computes can tell it from the fused one and no rounding can hide that, and both
+run on what the module was given: as it is, much smaller, and so much larger that a clip or clamp
+shows. What disagrees in any element is left as it is, so that a family nobody has thought of runs
+the way transformers has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from batchinfer.engine.layout import KVLayout
-from batchinfer.engine.step import Step
-from batchinfer.worker.attention import (
-    AttentionBackend,
-    ForwardContext,
-    forward_context,
-    make_backend,
-)
-from batchinfer.worker.forward import forward
 from batchinfer.worker.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
-from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.probe_step import probe_step
-from batchinfer.worker.variant import AttentionVariant
+from batchinfer.worker.fusion_probe import Call, Probe, rows_agree
 
-_TOKENS = (3, 7, 5, 3)
 _NORM_OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
-# Largest difference over the largest value: the originals round to 16 bits more often.
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+_SCALES = (2.0**-8, 1.0, 2.0**8, 2.0**16)
+# The logits of the whole model in its own dtype: the originals round to 16 bits more often.
+_LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+_Recipe = Callable[[Any, Call], nn.Module]
+"""Makes a fused module from one of transformers' and how that was called."""
 
 
-def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> int:
+def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
     """Swap what can be swapped, one module after the other.
 
     Args:
@@ -42,132 +39,68 @@ def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> int:
         max_model_len: the model is tried up to its last position.
 
     Returns:
-        The number of modules swapped.
+        Whether the model's logits are what they were. If not, the model is to be loaded again.
     """
     weight = next(model.parameters())
-    positions = (0, 1, max_model_len // 2, max_model_len - 1)
-    step = probe_step(_TOKENS, 1, layout, positions)
-    cache = KVCache(layout, step.block_tables.size, weight.device, weight.dtype)
-    watcher = _Watcher(cache, make_backend(cache))
-    calls = _calls(model, watcher, step)
+    probe = Probe(model, layout, max_model_len)
     with torch.inference_mode():
-        return _fuse_children(model, "", calls, watcher)
+        before = probe.run(lambda module: bool(_recipes(module)))
+        _fuse_children(model, "", probe)
+        after = probe.run(lambda module: False)
+        return rows_agree(after, before, _LOGITS_TOLERANCE[weight.dtype])
 
 
-class _Effect(NamedTuple):
-    """What a module gave; of an attention module also the query, keys and values it came to."""
-
-    tensors: tuple[torch.Tensor, ...]
-    variant: AttentionVariant | None
-
-    def agrees(self, other: _Effect) -> bool:
-        return len(self.tensors) == len(other.tensors) and all(
-            map(_close, self.tensors, other.tensors)
-        )
-
-
-class _Call(NamedTuple):
-    """How a module was called, and what that came to."""
-
-    arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
-    effect: _Effect
-
-
-class _Watcher:
-    """A backend that notes what it is asked; the calls of one forward pass, again and again."""
-
-    def __init__(self, cache: KVCache, backend: AttentionBackend) -> None:
-        self.cache, self._backend = cache, backend
-        self._attended: tuple[int, torch.Tensor, AttentionVariant] | None = None
-
-    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._context = ForwardContext(self.cache, self, tensors["slot_mapping"])
-        self._backend.begin_step(step, tensors)
-
-    def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
-        self._attended = (layer, query.clone(), variant)
-        return self._backend.attend(layer, query, variant)
-
-    def effect(self, module: nn.Module, output: Any) -> _Effect:
-        """The effect of ``module``, which has just given ``output``."""
-        given = output[0] if isinstance(output, tuple) else output
-        (attended, self._attended) = (self._attended, None)
-        if attended is None or not hasattr(module, "layer_idx"):
-            return _Effect((given,), None)
-        layer, query, variant = attended
-        keys, values = self.cache.key(layer), self.cache.value(layer)
-        written = (cache[0, :, : len(_TOKENS)].clone() for cache in (keys, values))
-        return _Effect((given, query, *written), variant)
-
-    def again(self, module: nn.Module, call: _Call) -> _Effect:
-        """The effect of ``module`` in the place of another."""
-        with forward_context(self._context):
-            return self.effect(module, module(*call.arguments, **call.options))
-
-
-def _calls(model: nn.Module, watcher: _Watcher, step: Step) -> dict[str, _Call]:
-    """Run the model once; the calls of the modules that might be swapped, by their names."""
-    calls: dict[str, _Call] = {}
-
-    def hook_for(name: str) -> Callable[..., None]:
-        def note(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
-            calls[name] = _Call(arguments, options, watcher.effect(module, output))
-
-        return note
-
-    hooks = [
-        module.register_forward_hook(hook_for(name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if _is_attention(module) or _is_gated_mlp(module) or _is_norm(module)
-    ]
-    try:
-        forward(model, watcher.cache, watcher, step)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
-
-
-def _fuse_children(
-    parent: nn.Module, prefix: str, calls: Mapping[str, _Call], watcher: _Watcher
-) -> int:
+def _fuse_children(parent: nn.Module, prefix: str, probe: Probe) -> None:
     """From the outside in: what is swapped whole takes its parts along."""
-    count = 0
     for name, child in list(parent.named_children()):
         full_name = f"{prefix}.{name}" if prefix else name
-        fused = _fused(child, calls[full_name], watcher) if full_name in calls else None
+        call = probe.calls.get(full_name)
+        fused = None if call is None else _fused(child, call, probe)
         if fused is None:
-            count += _fuse_children(child, full_name, calls, watcher)
+            _fuse_children(child, full_name, probe)
         else:
             setattr(parent, name, fused)
-            count += 1
-    return count
 
 
-def _fused(module: nn.Module, call: _Call, watcher: _Watcher) -> nn.Module | None:
-    """A fused module with the effect of ``module``, if there is one."""
-    for candidate in _candidates(module, call):
+def _fused(module: nn.Module, call: Call, probe: Probe) -> nn.Module | None:
+    """A fused module that computes what ``module`` does, if there is one."""
+    dtypes = {tensor.dtype for tensor in (*module.parameters(), *call.float_tensors())}
+    if len(dtypes) > 1:
+        return None  # part of it is kept in another precision
+    twin = copy.deepcopy(module).float()
+    for recipe in _recipes(module):
         try:
-            effect = watcher.again(candidate, call)
-        except (RuntimeError, TypeError, ValueError):
-            continue  # it is called in another way than the modules that were fused
-        if effect.agrees(call.effect):
-            return candidate
+            candidate = recipe(twin, call)
+            same = all(probe.agree(candidate, twin, call, scale) for scale in _SCALES)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # it is made, or called, in another way than what was fused
+            continue
+        if same:
+            return recipe(module, call)
     return None
 
 
-def _candidates(module: Any, call: _Call) -> Iterator[nn.Module]:
-    variant = call.effect.variant
-    if _is_attention(module) and variant is not None:
+def _recipes(module: Any) -> list[_Recipe]:
+    """What might take the place of a module with such parts."""
+    if _is_attention(module):
         offsets = _NORM_OFFSETS if hasattr(module, "q_norm") else _NORM_OFFSETS[:1]
-        for offset in offsets:
-            yield FusedAttention(module, variant, offset)
-    elif _is_gated_mlp(module):
-        yield FusedGatedMLP(module)
-    elif _is_norm(module) and call.arguments[0].dtype == module.weight.dtype:
-        for offset in _NORM_OFFSETS:
-            yield FusedRMSNorm(module, offset)
+        return [partial(_attention, offset) for offset in offsets]
+    if _is_gated_mlp(module):
+        return [lambda mlp, call: FusedGatedMLP(mlp)]
+    if _is_norm(module):
+        return [partial(_norm, offset) for offset in _NORM_OFFSETS]
+    return []
+
+
+def _attention(offset: float, attention: Any, call: Call) -> nn.Module:
+    if call.variant is None:
+        raise ValueError("it asked for no attention")
+    return FusedAttention(attention, call.variant, offset)
+
+
+def _norm(offset: float, norm: Any, call: Call) -> nn.Module:
+    return FusedRMSNorm(norm, offset)
 
 
 def _is_attention(module: Any) -> bool:
@@ -194,10 +127,3 @@ def _is_norm(module: Any) -> bool:
     weights = dict(module.named_parameters())
     has_eps = hasattr(module, "variance_epsilon") or hasattr(module, "eps")
     return type(module).__name__.endswith("RMSNorm") and [*weights] == ["weight"] and has_eps
-
-
-def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return False
-    difference = (ours.float() - theirs.float()).abs().max()
-    return bool(difference <= _TOLERANCE[theirs.dtype] * theirs.float().abs().max())

@@ -63,7 +63,7 @@ def load_model(
     folder = resolve_folder(name, revision)
     config = load_config(folder)
     values = config.to_dict()
-    longest = _max_model_len(values, max_model_len)
+    longest = choose_max_model_len(values, max_model_len)
     _check_vocabulary(folder, config)
     end_ids = eos_token_ids(folder, values, config.get_text_config().vocab_size)
     dtype = choose_dtype(dtype, values, check_weights(folder))
@@ -72,9 +72,13 @@ def load_model(
     layout = KVLayout.from_config(values, block_size=16, dtype=dtype)
     fix_longrope(model, longest)
     check_model(model, layout)
-    fuse(model, layout, longest)
+    if not fuse(model, layout, longest):
+        model = load_weights(folder, config, dtype, device)
+        fix_longrope(model, longest)
     if device.type == "cpu":
         pack_linears(model, getattr(torch, dtype))
+    else:
+        torch.cuda.empty_cache()  # merged weights left holes of the size of their parts
     return LoadedModel(
         model=model,
         config=values,
@@ -93,7 +97,12 @@ def load_model(
     )
 
 
-def _max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:
+def choose_max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:
+    """``wanted``, or else the longest sequence that the config ``values`` allow, in tokens.
+
+    Raises:
+        ModelError: it is too short or too long, or neither says.
+    """
     allowed = max_positions(values)
     if wanted is None and allowed is None:
         raise ModelError("the model's config sets no longest sequence; give model.max_model_len")

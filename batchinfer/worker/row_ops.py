@@ -29,7 +29,15 @@ class HeadNorms:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
-    """[..., W], weight [W], to [..., W]."""
+    """[..., W], weight [W], to [..., W].
+
+    Raises:
+        ValueError: the weight is of another width or dtype.
+    """
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        raise ValueError(
+            f"norm of {weight.numel()} {weight.dtype} over rows of {x.shape[-1]} {x.dtype}"
+        )
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     if x.is_cuda:
@@ -62,7 +70,12 @@ def rotary_write(
     slot_mapping: torch.Tensor,  # [T] int64
     norms: HeadNorms | None,
 ) -> None:
-    """Turn the queries of ``qkv`` in place, and put its keys and values into their slots."""
+    """Turn the queries of ``qkv`` in place, and put its keys and values into their slots.
+
+    Raises:
+        ValueError: the shapes or dtypes are not those of a q/k/v product, its positions and norms.
+    """
+    _check_rotary_write(qkv, cos, sin, key_cache, value_cache, norms)
     arguments = (qkv, cos.contiguous(), sin.contiguous(), key_cache, value_cache, slot_mapping)
     options: dict[str, Any] = {}
     if norms is not None:
@@ -78,6 +91,35 @@ def rotary_write(
         triton_rotary_write(*arguments, **options)
     else:
         _cpu(qkv.dtype).rotary_write(*arguments, **options)
+
+
+def _check_rotary_write(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    norms: HeadNorms | None,
+) -> None:
+    """The kernels follow pointers; a module from elsewhere may hand over anything."""
+    tokens, width, rotary_width = len(qkv), key_cache.shape[3], cos.shape[-1]
+    weights = [] if norms is None else [norms.query, norms.key]
+    fits = (
+        key_cache.shape == value_cache.shape
+        and qkv.shape[1] % width == 0
+        and qkv.shape[1] > 2 * key_cache.shape[1] * width
+        and qkv.stride(1) == 1
+        and cos.shape == sin.shape == (tokens, rotary_width)
+        and rotary_width % 2 == 0
+        and rotary_width <= width <= cpu.MAX_HEAD_WIDTH
+        and all(weight.shape == (width,) for weight in weights)
+        and len({tensor.dtype for tensor in (qkv, cos, sin, key_cache, *weights)}) == 1
+    )
+    if not fits:
+        raise ValueError(
+            f"q/k/v {tuple(qkv.shape)} {qkv.dtype}, rotary positions {tuple(cos.shape)} "
+            f"{cos.dtype} and keys of width {width} {key_cache.dtype} do not fit each other"
+        )
 
 
 def _cpu(dtype: torch.dtype) -> ModuleType:

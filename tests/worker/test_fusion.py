@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.step import Step
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.attention import ATTENTION_NAME, make_backend, register
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.fusion import fuse
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.probe_step import probe_step
 from tests.models import FAMILIES, VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker
 
 MAX_MODEL_LEN = 512
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SWAPPED = {  # three layers each: attention, gated MLPs, norms
     "llama": (3, 3, 7),
     "qwen2": (3, 3, 7),
@@ -85,13 +91,12 @@ def test_logits_stay_those_of_transformers(family: str) -> None:
         torch.testing.assert_close(got, logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@dtypes
 @pytest.mark.parametrize("family", SWAPPED)
 def test_what_is_swapped(family: str, dtype: torch.dtype) -> None:
     model = prepared(tiny_model(family).to(dtype))
-    count = fuse(model, layout_of(model), MAX_MODEL_LEN)
+    assert fuse(model, layout_of(model), MAX_MODEL_LEN)
     assert swapped(model) == SWAPPED[family]
-    assert count == sum(SWAPPED[family])
 
 
 def test_parameters_are_held_once() -> None:
@@ -101,22 +106,68 @@ def test_parameters_are_held_once() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == before
 
 
+def fused_is_close(family: str, dtype: torch.dtype, change: Callable[[Any], None]) -> Any:
+    """Fuse a model after ``change``; its logits stay as near to float32's as they were."""
+    model: Any = prepared(tiny_model(family))
+    change(model)
+    layout = layout_of(model)
+    step = probe_step(range(3, 63), 1, layout, range(60))
+    exact, plain = (
+        logits_of(copy.deepcopy(model).to(kind), step) for kind in (torch.float32, dtype)
+    )
+    assert fuse(model.to(dtype), layout_of(model), MAX_MODEL_LEN)
+    plain_error, error = ((got - exact).norm() for got in (plain, logits_of(model, step)))
+    assert error <= 1.3 * plain_error + 1e-3 * exact.norm()
+    return model
+
+
+def logits_of(model: Any, step: Step) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    cache = KVCache(layout_of(model), step.block_tables.size, torch.device("cpu"), dtype)
+    return forward(model, cache, make_backend(cache), step).float()
+
+
+@dtypes
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "llama", "qwen3", "olmo2"])
+def test_with_norm_weights_as_trained_models_have_them(family: str, dtype: torch.dtype) -> None:
+    """Large gates tell one activation from another; some weights are far larger than the rest."""
+
+    def change(model: Any) -> None:
+        torch.manual_seed(1)
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.data.uniform_(0, 4)
+                weight.data[::8] = 30
+
+    fused_is_close(family, dtype, change)
+
+
+@dtypes
+@pytest.mark.parametrize("limit", [0.5, 5.0, 50.0, 1000.0])
+def test_attention_that_clips_is_left_alone(limit: float, dtype: torch.dtype) -> None:
+    """As OLMo's: ``clip_qkv`` shows only when something is large enough."""
+
+    class Clipped(LlamaAttention):
+        def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
+            return super().forward(hidden_states.clamp(-limit, limit), **options)
+
+    def change(model: Any) -> None:
+        model.model.layers[1].self_attn.__class__ = Clipped
+
+    assert swapped(fused_is_close("llama", dtype, change)) == (2, 3, 7)
+
+
 def test_attention_that_differs_at_late_positions_only_is_left_alone() -> None:
     """As Llama 4's, which scales its queries from some position on."""
-    model = prepared(tiny_model("llama"))
-    rotary = model.model.rotary_emb  # type: ignore[union-attr]
-    attention: Any = model.model.layers[1].self_attn  # type: ignore[union-attr, index]
-    original = attention.forward
+    model: Any = prepared(tiny_model("llama"))
+    last = model.model.rotary_emb(torch.zeros(1, 1, 32), torch.tensor([[MAX_MODEL_LEN - 1]]))[0]
 
-    def scaled_late(hidden_states: torch.Tensor, position_embeddings: Any, **options: Any) -> Any:
-        late = position_embeddings[0] != rotary(hidden_states, torch.tensor([[0, 1, 256, 256]]))[0]
-        return original(
-            hidden_states + 0.5 * late.any(-1, keepdim=True),
-            position_embeddings=position_embeddings,
-            **options,
-        )
+    class ScaledLate(LlamaAttention):
+        def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
+            is_last = (options["position_embeddings"][0] == last).all(dim=-1, keepdim=True)
+            return super().forward(hidden_states * (1 + 0.1 * is_last), **options)
 
-    attention.forward = scaled_late
+    model.model.layers[1].self_attn.__class__ = ScaledLate
     fuse(model, layout_of(model), MAX_MODEL_LEN)
     assert swapped(model) == (2, 3, 7)
 

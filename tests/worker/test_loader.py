@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from batchinfer.errors import ExitCode, ModelError
+from batchinfer.worker import loader
 from batchinfer.worker.loader import LoadedModel, load_model
 from tests.models import VOCAB_SIZE, make_checkpoint
 
@@ -187,3 +188,15 @@ def test_a_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="some-org/some-model is no local folder"):
         load_model("some-org/some-model", device=CPU)
+
+
+def test_a_model_that_fused_layers_change_is_loaded_again(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(model: torch.nn.Module, *_: Any) -> bool:
+        for parameter in model.parameters():
+            parameter.zero_()
+        return False
+
+    monkeypatch.setattr(loader, "fuse", spoil)
+    assert all(parameter.any() for parameter in load(llama).model.parameters())
