@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
+from batchinfer.bench_dataset import read_dataset
 from batchinfer.bench_options import BenchOptions
 from batchinfer.config import SamplingParams
 from batchinfer.errors import DataError, JobError, RowError, StorageError, UsageError
-from batchinfer.llm import LLM, PromptLike
+from batchinfer.worker.model_files import CONFIG_FILES, read_config, resolve_folder
 
 _ENGINE_KEYS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
-_DATASET_COLUMNS = ("prompt_token_ids", "token_ids", "prompt", "text")
 
 
 def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str, Any]:
@@ -34,12 +32,18 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
         JobError: the model cannot be run, the dataset cannot be read, none of its prompts can be
             run, or the result cannot be written.
     """
+    read_config(resolve_folder(options.model, None, CONFIG_FILES))
+    given: list[str | list[int]] = []
+    if options.dataset is not None:
+        given = read_dataset(options.dataset, options.num_prompts)
+    from batchinfer.llm import LLM  # imports torch, which takes seconds
+
     keys = {name: value for name in _ENGINE_KEYS if (value := getattr(options, name)) is not None}
     try:
         llm = LLM(options.model, dtype=options.dtype, **keys)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    prompts = _prompts(options, llm.vocab_size)
+    prompts = given or _synthetic(options, llm.vocab_size)
     params = SamplingParams(
         max_tokens=options.output_len,
         n=options.n,
@@ -74,8 +78,6 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
 
 def _nothing_measured(options: BenchOptions, errors: Sequence[RowError]) -> JobError:
     """None of the prompts could be run."""
-    if not errors:
-        return DataError(f"{options.dataset} has no rows")
     problem = f"none of the {len(errors)} prompts could be run; the first: {errors[0]}"
     if options.dataset is not None:
         return DataError(problem, hint=f"give shorter prompts than those of {options.dataset}")
@@ -89,62 +91,10 @@ def _write(path: Path, result: dict[str, Any]) -> None:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _prompts(options: BenchOptions, vocab_size: int) -> list[PromptLike]:
-    if options.dataset is not None:
-        return _dataset(options.dataset, options.num_prompts)
+def _synthetic(options: BenchOptions, vocab_size: int) -> list[str | list[int]]:
     rng = np.random.default_rng(options.seed)
     ids = rng.integers(0, vocab_size, (options.num_prompts, options.input_len))
     return list(ids.tolist())
-
-
-def _dataset(path: Path, limit: int) -> list[PromptLike]:
-    try:
-        names = pq.read_schema(path).names
-        column = next((name for name in _DATASET_COLUMNS if name in names), None)
-        if column is None:
-            raise DataError(
-                f"{path} has no column of prompts: it has {', '.join(names)}",
-                hint=f"name one of them {' or '.join(_DATASET_COLUMNS)}",
-            )
-        values = pq.read_table(path, columns=[column])[column].slice(0, limit)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    kind, types = values.type, pa.types
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
-        values = values.cast(kind).cast(pa.large_binary())  # pyarrow takes any bytes for text
-    elif not _is_list_of_ids(kind):
-        raise DataError(f"{path}: column {column} is {kind}; it must be text or lists of token ids")
-    return [_prompt(path, column, row, value) for row, value in enumerate(values.to_pylist())]
-
-
-def _is_list_of_ids(kind: pa.DataType) -> bool:
-    types = pa.types
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return bool(is_list and types.is_integer(kind.value_type))
-
-
-def _prompt(
-    path: Path, column: str, row: int, value: bytes | list[int | None] | None
-) -> PromptLike:
-    """A cell as a prompt.
-
-    Raises:
-        DataError: naming the row whose cell is none.
-    """
-    if value is None:
-        problem = "is null"
-    elif isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            problem = "is not valid UTF-8"
-    elif None in value:
-        problem = "holds a null"
-    else:
-        return value  # type: ignore[return-value]  # no None in it
-    raise DataError(f"{path}, row {row}: {column} {problem}")
 
 
 def _lines(result: dict[str, Any]) -> list[str]:

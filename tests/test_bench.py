@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ def test_prompts_of_a_dataset(model: Path, column: str, values: Any) -> None:
     [
         ("prompt", ["one", None], "row 1: prompt is null"),
         ("token_ids", [[5], [6, None]], "row 1: token_ids holds a null"),
-        ("prompt", [5, 6], "column prompt is int64; it must be text or lists of token ids"),
+        ("prompt", [5, 6], "column prompt is int64; it must be string or list<int32>"),
         ("text", pa.array([b"\xff"]).view(pa.string()), "row 0: text is not valid UTF-8"),
         ("answer", ["one"], "has no column of prompts"),
     ],
@@ -87,3 +89,22 @@ def test_nothing_to_measure_is_an_error(model: Path, values: pa.Array, message: 
 def test_prompts_that_cannot_be_run_are_counted(model: Path) -> None:
     result = bench(model, "token_ids", [[5, 6], [7] * 2000])
     assert (result["num_requests"], result["num_errors"]) == (2, 1)
+
+
+@pytest.mark.parametrize("missing", ["model", "dataset"])
+def test_what_is_not_there_is_found_before_torch_is_imported(tmp_path: Path, missing: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "prompts.parquet").touch()
+    model = tmp_path / "nope" if missing == "model" else tmp_path
+    program = f"""
+import sys
+from batchinfer.cli import main
+sys.argv = ["batchinfer", "bench", "--model", "{model}"]
+sys.argv += ["--dataset", "{tmp_path / "prompts.parquet"}"]
+sys.modules["torch"] = None
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    expected = {"model": (5, f"no folder {model}"), "dataset": (4, "prompts.parquet cannot be re")}
+    assert done.returncode == expected[missing][0], done.stderr
+    assert expected[missing][1] in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import batchinfer
+import batchinfer.llm.llm
 from batchinfer import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from batchinfer.errors import DeviceError, ModelError, NotYetError
+from batchinfer.worker.tokenizer_files import load_tokenizer
 from tests.models import make_text_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -117,7 +120,7 @@ def test_an_interrupted_call_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     expected = llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs
-    monkeypatch.setattr(llm._built.engine._runner, "run", interrupt)
+    monkeypatch.setattr(llm._built.engine._runner, "submit", interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "def", "some more words to fill blocks with"], GREEDY, use_tqdm=False)
     monkeypatch.undo()
@@ -162,11 +165,51 @@ def test_a_call_from_within_a_call_is_refused(llm: LLM, monkeypatch: pytest.Monk
     def call_again(*_: object) -> None:
         llm.generate("b", GREEDY, use_tqdm=False)
 
-    monkeypatch.setattr(llm._built.engine._runner, "run", call_again)
+    monkeypatch.setattr(llm._built.engine._runner, "submit", call_again)
     with pytest.raises(RuntimeError, match="generate is called from within another call"):
         llm.generate("a", GREEDY, use_tqdm=False)
     monkeypatch.undo()
     assert len(llm.generate("a", GREEDY, use_tqdm=False)) == 1
+
+
+def test_stats_never_wait_for_a_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread, and a callback, see the steps done so far."""
+    seen: list[float] = []
+    elsewhere: list[dict[str, dict[str, float]]] = []
+    submit = llm._built.engine._runner.submit
+
+    def look(*arguments: Any) -> Any:
+        other = threading.Thread(target=lambda: elsewhere.append(llm.stats()), daemon=True)
+        other.start()
+        other.join(60)
+        here = llm.stats()
+        assert elsewhere.pop() == here
+        seen.append(here["kv"]["peak_used_blocks"])
+        return submit(*arguments)
+
+    llm.reset_stats()
+    monkeypatch.setattr(llm._built.engine._runner, "submit", look)
+    llm.generate("a", GREEDY, use_tqdm=False)
+    assert (seen[0], seen[-1]) == (0, 1)
+    assert llm.stats()["tokens"]["output"] == 8
+    assert llm.stats()["throughput"]["output_tokens_per_s"] > 0
+
+
+def test_stats_begin_anew_in_the_middle_of_a_call(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = iter([True])
+    finish = batchinfer.llm.llm.finished
+
+    def reset(*arguments: Any) -> RequestOutput:
+        if next(first, False):
+            llm.reset_stats()
+        return finish(*arguments)
+
+    monkeypatch.setattr("batchinfer.llm.llm.finished", reset)
+    long = SamplingParams(max_tokens=5, ignore_eos=True)
+    llm.generate(["a", "b"], [SamplingParams(max_tokens=1), long], use_tqdm=False)
+    assert llm.stats()["tokens"]["output"] == 5
 
 
 @pytest.mark.parametrize(
@@ -263,7 +306,10 @@ def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any, message: s
         ({"preset": "cpu"}, NotYetError, "not yet: LLM.preset"),
         ({"adapters": {"a": "b"}}, NotYetError, "not yet: LLM.adapters"),
         ({"blocksize": 16}, TypeError, "LLM has no argument blocksize; did you mean block_size?"),
-        ({"zzz": 16}, TypeError, "LLM has no argument zzz; engine keys: device, block_size"),
+        ({"zzz": 16}, TypeError, "LLM has no argument zzz; known: device, block_size"),
+        ({"enforce_eager": True}, TypeError, "LLM: enforce_eager has no effect here; leave it out"),
+        ({"seed": 0}, TypeError, r"LLM has no argument seed; give SamplingParams\(seed=...\)"),
+        ({"enable_lora": True}, NotYetError, "not yet: LLM.enable_lora"),
         ({"block_size": "16"}, TypeError, "block_size is '16'; it must be a whole number"),
         ({"device": "gpu"}, TypeError, "device is 'gpu'; it must be auto or cpu or cuda"),
         ({"max_model_len": 0}, ValueError, "max_model_len is 0; it must be 1 or more"),
@@ -280,6 +326,43 @@ def test_a_bad_argument_is_named(
 ) -> None:
     with pytest.raises(error, match=message):
         LLM(str(model), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"lora_request": "a"}, NotYetError, r"not yet: LLM\.generate\(lora_request"),
+        ({"priority": [1]}, TypeError, r"LLM\.generate: priority has no effect here; leave it out"),
+        ({"prompt_token_ids": [[5]]}, TypeError, "prompt_token_ids; give the token ids as prompts"),
+        ({"use_tdqm": False}, TypeError, r"LLM\.generate has no argument use_tdqm; .*use_tqdm"),
+    ],
+)
+def test_a_bad_argument_of_generate_is_named(
+    llm: LLM, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        llm.generate("a", GREEDY, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tools": [{}]}, NotYetError, r"not yet: LLM\.chat\(tools"),
+        ({"lora_request": "a"}, NotYetError, r"not yet: LLM\.chat\(lora_request"),
+        ({"continue_final_message": True}, TypeError, "the assistant's words is continued"),
+        ({"zork": 1}, TypeError, r"LLM\.chat has no argument zork; known: conversations, "),
+    ],
+)
+def test_a_bad_argument_of_chat_is_named(
+    llm: LLM, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, **arguments)
+
+
+def test_calls_take_vllms_defaults_of_what_is_not_built(llm: LLM) -> None:
+    (output,) = llm.generate("a", GREEDY, use_tqdm=False, lora_request=None)
+    assert output.finished
 
 
 def test_a_broken_config_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
@@ -302,6 +385,26 @@ def test_what_is_not_built_is_refused_by_name(llm: LLM, model: Path) -> None:
         LLM(str(model), tensor_parallel_size=2)
     with pytest.raises(ValueError, match="below"):
         llm.generate("a", SamplingParams(stop_token_ids=[10_000]), use_tqdm=False)
+
+
+def test_a_revision_is_not_one_of_another_tokenizer(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load(name: str, *, revision: str | None, **others: Any) -> Any:
+        asked.append(revision)
+        return load_tokenizer(name, revision=revision, **others)
+
+    monkeypatch.setattr("batchinfer.build.load_tokenizer", load)
+    names = (None, str(model))
+    made = [LLM(model, num_kv_blocks=8, revision="v1", tokenizer=name) for name in names]
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda _, revision: asked.append(revision)
+    )
+    for llm in made:
+        llm.get_tokenizer()
+    assert asked == ["v1", None, "v1", None]
 
 
 def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:

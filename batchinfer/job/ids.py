@@ -39,7 +39,7 @@ def check_unique_ids(source: Source, column: str) -> None:
 def _values(source: Source, column: str) -> Iterator[tuple[int, Hashable]]:
     for first_row, batch in source.scan([column], [range(source.num_rows)]):
         for row, value in enumerate(python_values(batch.column(0)), first_row):
-            if value is None:
+            if value is None or value != value:  # NaN is the one value that is not itself
                 raise DataError(f"input.id_column: row {row} has no {column!r}")
             if not isinstance(value, Hashable):
                 raise DataError(f"input.id_column: {column!r} is a {batch.schema.types[0]} column")

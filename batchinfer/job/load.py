@@ -19,6 +19,7 @@ from batchinfer.job.presets import read_preset
 from batchinfer.job.problems import usage_error
 from batchinfer.job.scalars import valid_text
 from batchinfer.job.spec import JobSpec
+from batchinfer.job.token_keys import check_token_keys
 from batchinfer.job.variables import render_variables
 from batchinfer.job.yaml_file import KeyPath, read_yaml
 
@@ -75,6 +76,7 @@ def load_job(
 
 
 def _check(document: JobDocument) -> JobSpec:
+    _check_biases(document)
     # JSON mode, because only there strict still takes lists for tuples.
     try:
         spec = JobSpec.model_validate_json(json.dumps(document.data), strict=True)
@@ -87,6 +89,14 @@ def _check(document: JobDocument) -> JobSpec:
     if document.has(seed) and document.get(seed) is None:
         raise document.error(seed, " is null; a job has a seed, so that it can be repeated: give 0")
     return spec
+
+
+def _check_biases(document: JobDocument) -> None:
+    biases: KeyPath = ("sampling", "logit_bias")
+    try:
+        check_token_keys(document.get(biases))
+    except ValueError as error:
+        raise UsageError(f"{document.origin(biases)}: sampling.{error}") from None
 
 
 def _fill_in_variables(document: JobDocument, given: Mapping[str, str]) -> None:

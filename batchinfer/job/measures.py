@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -73,8 +73,20 @@ def measures(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """How much of what was added counts; replaced as a whole, so that no one reads a half."""
+
+    num_steps: int
+    requests: Mapping[str, float]
+    num_rows: int
+
+
 class Measured:
     """Collects steps and rows in memory, for callers that keep no files.
+
+    One thread adds; any may read meanwhile, without waiting: what is being added then counts not
+    at all or whole.
 
     Args:
         block_size: tokens per block.
@@ -84,24 +96,26 @@ class Measured:
         self.seconds = 0.0
         """Time the engine ran; whoever runs it adds to this."""
         self._block_size = block_size
-        self._steps: dict[str, list[float]] = {name: [] for name in STEP_COLUMNS}
-        self._requests = Counter(asdict(RequestStats()))
-        self._num_rows = 0
+        self._steps: list[tuple[float, ...]] = []
+        self._taken = _Taken(0, asdict(RequestStats()), 0)
 
     def add(self, step: StepStats | None, rows: Sequence[RequestStats]) -> None:
         """Take a step and the rows it finished."""
         if step is not None:
-            for name, values in self._steps.items():
-                values.append(getattr(step, name))
+            self._steps.append(tuple(getattr(step, name) for name in STEP_COLUMNS))
+        requests = Counter(self._taken.requests)
         for row in rows:
-            self._requests.update(asdict(row))
-        self._num_rows += len(rows)
+            requests.update(asdict(row))
+        self._taken = _Taken(len(self._steps), requests, self._taken.num_rows + len(rows))
 
     def measures(self) -> Measures:
         """``tokens``, ``throughput`` and ``kv`` of all that was taken."""
-        steps = {name: np.asarray(values, np.float64) for name, values in self._steps.items()}
-        block_size = np.full(len(steps["step_ms"]), float(self._block_size))
-        return measures(steps, block_size, self._requests, self._num_rows, self.seconds)
+        taken = self._taken
+        rows = np.array(self._steps[: taken.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
+        columns = np.ascontiguousarray(rows.T)  # summed in the order that files are summed in
+        steps = dict(zip(STEP_COLUMNS, columns, strict=True))
+        block_size = np.full(taken.num_steps, float(self._block_size))
+        return measures(steps, block_size, taken.requests, taken.num_rows, self.seconds)
 
 
 def _pool(steps: Mapping[str, Float], block_size: Float) -> dict[str, float]:

@@ -45,6 +45,7 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
 
 def _check_prompt(source: Source, name: str, config: PromptConfig) -> None:
     kind = _type_of(source, name)
+    _refuse_views(source, name, "prompt.column", kind)
     talks = is_conversation(kind)
     if not (talks or is_text(kind) or pa.types.is_null(kind)):
         raise _wrong_type(source, name, "prompt.column", "string or list<struct<role, content>>")
@@ -57,9 +58,17 @@ def _check_prompt(source: Source, name: str, config: PromptConfig) -> None:
 
 def _check_token_ids(source: Source, name: str) -> None:
     kind = _type_of(source, name)
+    _refuse_views(source, name, "prompt.token_ids_column", kind)
     item = kind.value_type if _is_list(kind) else None
     if item is None or not (pa.types.is_integer(item) or pa.types.is_null(item)):
         raise _wrong_type(source, name, "prompt.token_ids_column", "list of integers")
+
+
+def _refuse_views(source: Source, name: str, key: str, kind: pa.DataType) -> None:
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        # Arrow casts them wrongly where they are slices.
+        wanted = printable(str(pa.list_(kind.value_type)), 120)
+        raise _wrong_type(source, name, key, f"a plain list; cast it to {wanted}")
 
 
 def _check_sampling_params(source: Source) -> None:

@@ -17,6 +17,7 @@ from batchinfer.errors import RowError, UsageError
 from batchinfer.job.document import dotted
 from batchinfer.job.messages import did_you_mean, printable, shown
 from batchinfer.job.problems import expectation, is_unknown_key
+from batchinfer.job.token_keys import check_token_keys
 
 COLUMN = "sampling_params"
 _PARAMS = TypeAdapter(SamplingParams)
@@ -93,6 +94,7 @@ class RowParams:
             if isinstance(fields.get(name), str):
                 fields[name] = [fields[name]]
         try:
+            check_token_keys(fields.get("logit_bias"))
             params = _PARAMS.validate_json(json.dumps({**self._job, **fields}), strict=True)
             params.check_token_ids(self._vocab_size)
         except ValidationError as error:
@@ -131,7 +133,7 @@ def _problem(detail: ErrorDetails) -> str:
         return str(detail["ctx"]["error"])
     if detail["type"] == "json_invalid":
         return "it holds NaN, an infinite number or invalid Unicode"
-    name = dotted(tuple(part for part in detail["loc"] if part != "[key]"))
+    name = dotted(detail["loc"])
     if is_unknown_key(detail):
         return f"unknown parameter {name}{did_you_mean(name, _KNOWN)}"
     return f"{name} is {shown(detail['input'])}; it must be {expectation(detail)}"

@@ -184,6 +184,12 @@ def _seeded(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else replace(params, seed=0)
 
 
+def _check_version(version: int) -> int:
+    if version != 1:
+        raise ValueError(f"version is {version}; this batchinfer knows version 1")
+    return version
+
+
 def _check_messages(prompt: PromptConfig) -> PromptConfig:
     for message in prompt.messages or ():
         if set(message) != {"role", "content"}:
@@ -194,7 +200,9 @@ def _check_messages(prompt: PromptConfig) -> PromptConfig:
 class JobSpec(_Section):
     """A batchinfer job."""
 
-    version: int = Field(default=1, ge=1, le=1)
+    version: Annotated[
+        int, AfterValidator(_check_version), Field(json_schema_extra={"minimum": 1, "maximum": 1})
+    ] = 1
     """Version of the job-file format."""
     name: str = ""
     """What the job is called; default: the file's name. May use {{ vars }}."""

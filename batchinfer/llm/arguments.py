@@ -1,10 +1,10 @@
-"""Checks the arguments that an ``LLM`` is made from."""
+"""Checks the arguments of an ``LLM``: those it is made from, and those of other tools' calls."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +17,49 @@ _NOT_YET: Mapping[str, object] = {
     "adapters": {},
     "trust_remote_code": False,
     "preset": None,
+    "enable_lora": False,
+    "lora_request": None,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "speculative_config": None,
+    "cpu_offload_gb": 0,
+    "tools": None,
+    "chat_template": None,
 }
-"""Arguments that job files know and ``LLM`` does not build, with their defaults."""
+"""Arguments of job files and of vLLM that are not built, with their defaults."""
+
+_NO_EFFECT = frozenset(
+    {
+        "enforce_eager",
+        "enable_chunked_prefill",
+        "disable_log_stats",
+        "disable_custom_all_reduce",
+        "max_seq_len_to_capture",
+        "tokenizer_mode",
+        "load_format",
+        "task",
+        "runner",
+        "async_scheduling",
+        "distributed_executor_backend",
+        "compilation_config",
+        "chat_template_content_format",
+        "priority",
+    }
+)
+"""Arguments of vLLM for what is done here in one way, or not at all."""
+
+_ELSEWHERE: Mapping[str, str] = {
+    "seed": "give SamplingParams(seed=...)",
+    "download_dir": "set the environment variable HF_HOME",
+    "hf_token": "set the environment variable HF_TOKEN",
+    "tokenizer_revision": "give the tokenizer's folder as tokenizer",
+    "max_logprobs": "20 can be had at most, with SamplingParams(logprobs=...)",
+    "messages": "give the conversations as the first argument",
+    "prompt_token_ids": "give the token ids as prompts",
+    "add_generation_prompt": "a conversation that ends with the user's words is answered",
+    "continue_final_message": "a conversation that ends with the assistant's words is continued",
+}
+"""Arguments of vLLM for what is had in another way."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +100,31 @@ def engine_config(keys: Mapping[str, Any]) -> EngineConfig:
         TypeError, ValueError: it is unknown, of another type or out of range.
     """
     known = field_names(EngineConfig)
-    for name, value in keys.items():
-        if name in _NOT_YET and value != _NOT_YET[name]:
-            raise NotYetError(f"LLM({name}=...)")
-        if name not in known and name not in _NOT_YET:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"engine keys: {', '.join(known)}"
-            raise TypeError(f"LLM has no argument {name}; {hint}")
+    others = {name: value for name, value in keys.items() if name not in known}
+    refuse_others("LLM", others, known)
     return EngineConfig(**{name: value for name, value in keys.items() if name in known})
+
+
+def refuse_others(call: str, given: Mapping[str, object], known: Sequence[str]) -> None:
+    """Refuse arguments that ``call`` does not have; those of vLLM with what is the case.
+
+    Args:
+        given: by name. One that is not built may be given with its default.
+        known: names that may have been meant.
+
+    Raises:
+        NotYetError: it is not built.
+        TypeError: it has no effect, is had in another way, or is unknown.
+    """
+    for name, value in given.items():
+        if name in _NOT_YET:
+            if value != _NOT_YET[name]:
+                raise NotYetError(f"{call}({name}=...)")
+        elif name in _NO_EFFECT:
+            raise TypeError(f"{call}: {name} has no effect here; leave it out")
+        elif name in _ELSEWHERE:
+            raise TypeError(f"{call} has no argument {name}; {_ELSEWHERE[name]}")
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise TypeError(f"{call} has no argument {name}; {hint}")

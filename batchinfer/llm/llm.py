@@ -19,7 +19,7 @@ from batchinfer.errors import NotYetError, RowError
 from batchinfer.job.measures import Measured
 from batchinfer.job.row_params import RowSampling
 from batchinfer.job.rows import RequestMaker
-from batchinfer.llm.arguments import ModelArguments, engine_config
+from batchinfer.llm.arguments import ModelArguments, engine_config, refuse_others
 from batchinfer.llm.one_call import OneCall
 from batchinfer.llm.outputs import BeamSearchParams, RequestOutput, finished, refused
 from batchinfer.llm.prompts import (
@@ -44,7 +44,7 @@ class LLM:
     Args:
         model: hub id or local directory.
         tokenizer: hub id or directory of another tokenizer; default the model's.
-        revision: of a model on the hub.
+        revision: of a model on the hub; a tokenizer of its own is its repository's latest.
         dtype: ``auto`` (as saved), ``float32``, ``bfloat16`` or ``float16``.
         max_model_len: longest prompt and output together; default what the model allows.
         tensor_parallel_size: accepted for compatibility; must be 1.
@@ -73,7 +73,8 @@ class LLM:
             raise NotYetError(f"LLM(tensor_parallel_size={tensor_parallel_size})")
         engine = engine_config(engine_keys)
         choice = ModelArguments(model, tokenizer, revision, dtype, max_model_len)  # type: ignore[arg-type]  # checked there
-        self._source = (choice.tokenizer or choice.name, revision)
+        # A revision is one of the model's repository.
+        self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
         self._built = build_engine(choice, engine, log=lambda line: None)
         self._measured = Measured(self._built.block_size)
         self._num_requests = 0
@@ -85,6 +86,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue prompts. Text is taken raw: no template, special tokens are parsed.
 
@@ -93,6 +95,7 @@ class LLM:
                 ``{"prompt_token_ids": ...}``.
             sampling_params: one for all prompts, or one each.
             use_tqdm: show a progress bar.
+            others: arguments of vLLM's ``generate``; refused, with what to do instead.
 
         Returns:
             An output for each prompt, in order.
@@ -101,7 +104,9 @@ class LLM:
             TypeError, ValueError: an argument is no prompt or no sampling parameters, a token id
                 is not the model's; before anything runs.
             RuntimeError: called from within another call.
+            NotYetError: an argument is known, and not built yet.
         """
+        refuse_others("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm"))
         with self._one_call("generate"):
             read = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
             return self._run(read, sampling_params, use_tqdm)
@@ -113,15 +118,18 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, written out by the model's chat template.
 
         A conversation that ends with the assistant's words is continued there.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as ``generate``.
+            TypeError, ValueError, RuntimeError, NotYetError: as ``generate``.
             ModelError: the model has no chat template.
         """
+        known = ("conversations", "sampling_params", "chat_template_kwargs", "use_tqdm")
+        refuse_others("LLM.chat", others, known)
         rows = [{"messages": item} for item in read_conversations(conversations)]
         with self._one_call("chat"):
             builder = PromptBuilder(
@@ -152,9 +160,11 @@ class LLM:
         return self._built.vocab_size
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """``tokens``, ``throughput`` and ``kv`` of all calls so far, as in ``summary.json``."""
-        with self._one_call("stats"):
-            measures, built = self._measured.measures(), self._built
+        """``tokens``, ``throughput`` and ``kv`` of all calls so far, as in ``summary.json``.
+
+        Never waits: of a call that runs, the steps that it is done with count.
+        """
+        measures, built = self._measured.measures(), self._built
         pool = {
             "block_size": built.block_size,
             "num_blocks": built.num_blocks,
@@ -163,9 +173,8 @@ class LLM:
         return {**measures, "kv": {**pool, **measures["kv"]}}
 
     def reset_stats(self) -> None:
-        """Begin ``stats`` anew."""
-        with self._one_call("reset_stats"):
-            self._measured = Measured(self._built.block_size)
+        """Begin ``stats`` anew. Never waits: of a call that runs, the steps to come count."""
+        self._measured = Measured(self._built.block_size)
 
     def _prompt(self, item: str | TokenIds) -> Prompt:
         if not isinstance(item, str):
@@ -216,6 +225,9 @@ class LLM:
                 engine.add_request(request)
             while engine.num_unfinished:
                 outcome = engine.step()
+                now = time.perf_counter()
+                self._measured.seconds += now - began
+                began = now
                 self._measured.add(outcome.stats, [c.stats for c in outcome.completions])
                 yield from outcome.completions
         finally:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention import ATTENTION_NAME, register
@@ -15,6 +17,8 @@ from batchinfer.worker.quiet import quiet_transformers
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _NAMES_SHOWN = 3
+_BUFFER = re.compile(r"\b(attn|attention)\.(masked_)?bias$|\binv_freq$")
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def choose_dtype(wanted: str, values: Mapping[str, Any], saved: Mapping[str, str]) -> str:
@@ -61,10 +65,15 @@ def load_weights(
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
             )
-        _check_complete(folder, found)
+        _check_complete(folder, found, _misplaced(model, found["unexpected_keys"]))
         model = model.to(device).eval().requires_grad_(False)
     except torch.OutOfMemoryError as error:
         raise DeviceError("the model's weights do not fit the device; use a smaller one") from error
+    except SafetensorError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"{folder}: the safetensors files are damaged ({reason}); fetch the model again"
+        ) from error
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{folder}: the weights cannot be loaded: {reason}") from error
@@ -72,12 +81,37 @@ def load_weights(
     return model
 
 
-def _check_complete(folder: Path, found: Mapping[str, Any]) -> None:
-    """Every parameter is filled and every tensor used, but for those transformers knows to be
-    spare: tied embeddings, buffers of older versions, heads for other uses."""
+def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
+    """Those of ``unused`` tensors without which the model would write other text than it was
+    trained to: what lies inside its own layers, embeddings and output head.
+
+    Spare are whole parts the model does not have (value heads, classifiers, draft layers), masks
+    and rotary frequencies that older versions of transformers saved, and the layers after the
+    last that predict tokens further ahead (``num_nextn_predict_layers``).
+    """
+    decoder, prefix = model.base_model, f"{model.base_model_prefix}."
+    parts = {name for name, _ in (*decoder.named_children(), *model.named_children())}
+    config = model.config.get_text_config()
+    num_layers = config.num_hidden_layers
+    ahead = range(num_layers, num_layers + (getattr(config, "num_nextn_predict_layers", 0) or 0))
+
+    def is_spare(name: str) -> bool:
+        place = name.removeprefix(prefix)
+        layer = _LAYER.match(place)
+        return (
+            place.partition(".")[0] not in parts
+            or _BUFFER.search(place) is not None
+            or (layer is not None and int(layer.group(1)) in ahead)
+        )
+
+    return [name for name in unused if not is_spare(name)]
+
+
+def _check_complete(folder: Path, found: Mapping[str, Any], unused: Collection[str]) -> None:
+    """Every parameter is filled, and nothing that belongs in the model is left over."""
+    remedy = "take config.json and the safetensors files from the same model, or fetch it again"
     mismatched = sorted(found["mismatched_keys"])
     missing = found["missing_keys"] - {name for name, *_ in mismatched}  # they are in both lists
-    unused = found["unexpected_keys"]
     if missing:
         problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
     elif mismatched:
@@ -88,12 +122,11 @@ def _check_complete(folder: Path, found: Mapping[str, Any]) -> None:
             f"the weight files have {len(unused)} tensors that have no place in the model that "
             f"config.json describes: {_some(unused)}"
         )
+        if any(".lora_" in name for name in unused):
+            remedy = "merge the adapters into the weights (merge_and_unload in peft) and save again"
     else:
         return
-    raise ModelError(
-        f"{folder}: {problem}; take config.json and the safetensors files from the same model, "
-        "or fetch the model again"
-    )
+    raise ModelError(f"{folder}: {problem}; {remedy}")
 
 
 def _some(names: Collection[str]) -> str:

@@ -47,6 +47,11 @@ def test_a_missing_id_names_its_row(tmp_path: Path) -> None:
         check(tmp_path, ["a", None])
 
 
+def test_nan_is_no_id(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="row 1 has no 'id'"):
+        check(tmp_path, [0.5, float("nan"), float("nan")])
+
+
 def test_a_column_of_lists_cannot_be_the_id(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="list"):
         check(tmp_path, [["a"], ["b"]])

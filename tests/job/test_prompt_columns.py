@@ -65,6 +65,22 @@ def test_and_nothing_else(tmp_path: Path, column: object) -> None:
         check(tmp_path, {"ids": column}, token_ids_column="ids")
 
 
+def test_list_views_say_what_to_cast_to(tmp_path: Path) -> None:
+    offsets, sizes = pa.array([0], pa.int32()), pa.array([1], pa.int32())
+    ids = pa.ListViewArray.from_arrays(offsets, sizes, pa.array([5], pa.int32()))
+    with pytest.raises(
+        DataError, match=r"ids is list_view.* a plain list; cast it to list<item: i"
+    ):
+        check(tmp_path, {"ids": ids}, token_ids_column="ids")
+    message = pa.array([{"role": "user", "content": "hi"}], MESSAGE)
+    large = offsets.cast(pa.int64()), sizes.cast(pa.int64())
+    messages = pa.LargeListViewArray.from_arrays(*large, message)
+    with pytest.raises(
+        DataError, match=r"messages is large_list_view.*cast it to list<item: struc"
+    ):
+        check(tmp_path, {"messages": messages})
+
+
 @pytest.mark.parametrize(
     "column",
     [

@@ -17,6 +17,7 @@ from batchinfer.worker.loader import LoadedModel, load_model
 from tests.models import VOCAB_SIZE, make_checkpoint
 
 CPU = torch.device("cpu")
+_ATTENTION = "model.layers.0.self_attn"
 
 
 def load(folder: Path, **options: Any) -> LoadedModel:
@@ -87,6 +88,13 @@ def _missing_shard(folder: Path) -> None:
     )
 
 
+def _false_shape(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    assert raw.count(b'"shape":[199,32]') == 2
+    path.write_bytes(raw.replace(b'"shape":[199,32]', b'"shape":[198,32]', 1))
+
+
 def _large_vocabulary(folder: Path) -> None:
     words = {f"w{i}": i for i in range(VOCAB_SIZE + 1)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
@@ -153,7 +161,13 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
         (_config(num_hidden_layers=1), r"18 tensors that have no place.*: model\.layers\.1\.\w+"),
         (_config(num_hidden_layers=1), "take config.json and the safetensors files from the same"),
         (_config(vocab_size=300), "lm_head.weight is 199 x 32, by config.json .* 300 x 32"),
-        (_with_tensors("adapter.weight"), "1 tensors that have no place.*: adapter.weight;"),
+        (_with_tensors(f"{_ATTENTION}.q_norm.weight"), "1 tensors that have no place.*q_norm"),
+        (_with_tensors(f"{_ATTENTION}.q_proj.bias"), "q_proj.bias; take config.json and the"),
+        (_with_tensors("model.embed_tokens.scale"), "no place.*: model.embed_tokens.scale;"),
+        (_with_tensors("model.norm.bias"), "no place.*: model.norm.bias;"),
+        (_with_tensors("lm_head.bias"), "no place.*: lm_head.bias;"),
+        (_with_tensors(f"{_ATTENTION}.q_proj.lora_A.weight"), "lora_A.weight; merge the adapters"),
+        (_false_shape, "safetensors files are damaged .*; fetch the model again"),
     ],
 )
 def test_refuses_in_one_line(llama: Path, damage: Callable[[Path], object], message: str) -> None:
@@ -164,9 +178,35 @@ def test_refuses_in_one_line(llama: Path, damage: Callable[[Path], object], mess
     assert "\n" not in str(raised.value)
 
 
-def test_tensors_that_transformers_knows_to_be_spare_are_no_mistake(llama: Path) -> None:
-    _with_tensors("model.layers.0.self_attn.rotary_emb.inv_freq")(llama)
-    assert load(llama).dtype == "float32"
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("llama", "model.rotary_emb.inv_freq"),
+        ("llama", "v_head.summary.weight"),
+        ("llama", "score.weight"),
+        ("llama", "classifier.bias"),
+        ("llama", "mtp.layers.0.mlp.up_proj.weight"),
+        ("llama", "model.mtp_layers.0.mlp.up_proj.weight"),
+        ("llama", "vision_tower.layers.0.mlp.up_proj.weight"),
+        ("gpt2", "transformer.h.0.attn.bias"),
+        ("gpt2", "transformer.h.0.attn.masked_bias"),
+        ("gpt2", "h.0.attn.masked_bias"),
+        ("gpt_neox", "gpt_neox.layers.0.attention.masked_bias"),
+    ],
+)
+def test_spare_tensors_are_no_mistake(tmp_path: Path, family: str, name: str) -> None:
+    _with_tensors(name)(make_checkpoint(family, tmp_path))
+    assert load(tmp_path).dtype == "float32"
+
+
+def test_layers_that_only_predict_further_ahead_are_spare(tmp_path: Path) -> None:
+    make_checkpoint("deepseek_v3", tmp_path, num_nextn_predict_layers=1)
+    _with_tensors("model.layers.3.eh_proj.weight")(tmp_path)
+    assert load(tmp_path).dtype == "float32"
+    _with_tensors("model.layers.4.eh_proj.weight")(tmp_path)
+    with pytest.raises(ModelError, match=r"1 tensors that have no place.*model\.layers\.4\."):
+        load(tmp_path)
 
 
 def test_nothing_in_the_folder_is_executed(llama: Path, tmp_path: Path) -> None:
