@@ -73,11 +73,7 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
     """
     device = choose_device(engine.device)
     check_config(model.name, model.revision)
-    tokenizer = load_tokenizer(
-        model.tokenizer or model.name,
-        revision=model.revision,
-        key="model.tokenizer" if model.tokenizer else "model.name",
-    )
+    tokenizer = make_tokenizer(model)
     loaded = load_model(
         model.name,
         revision=model.revision,
@@ -103,14 +99,13 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
     )
     table = SequenceTable(engine.max_num_seqs, loaded.max_model_len, engine.block_size)
     return Built(
-        engine=Engine(Scheduler(pool, table, engine.max_num_batched_tokens), runner),
-        tokenizer=Tokenizer(
-            tokenizer.backend,
-            chat_template=tokenizer.chat_template,
-            special_tokens=tokenizer.special_tokens,
-            control_tokens=tokenizer.control_tokens,
-            clean_up_tokenization_spaces=tokenizer.clean_up_tokenization_spaces,
+        engine=Engine(
+            Scheduler(pool, table, engine.max_num_batched_tokens),
+            runner,
+            # The CPU computes while a step is submitted: there is nothing to be ahead of.
+            runs_ahead=device.type == "cuda",
         ),
+        tokenizer=tokenizer,
         eos_token_ids=loaded.eos_token_ids,
         max_model_len=loaded.max_model_len,
         vocab_size=int(text_config(loaded.config)["vocab_size"]),
@@ -120,6 +115,26 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         device=describe(device),
         model_facts=loaded.facts,
         device_bytes=runner.device_bytes,
+    )
+
+
+def make_tokenizer(model: ModelChoice) -> Tokenizer:
+    """The model's tokenizer, or the one chosen for it.
+
+    Raises:
+        ModelError: there is none that can be used.
+    """
+    parts = load_tokenizer(
+        model.tokenizer or model.name,
+        revision=None if model.tokenizer else model.revision,  # one is of one repository
+        key="model.tokenizer" if model.tokenizer else "model.name",
+    )
+    return Tokenizer(
+        parts.backend,
+        chat_template=parts.chat_template,
+        special_tokens=parts.special_tokens,
+        control_tokens=parts.control_tokens,
+        clean_up_tokenization_spaces=parts.clean_up_tokenization_spaces,
     )
 
 

@@ -52,6 +52,9 @@ class Setup:
     backwards: bool = False
     preempt_every: int = 0
     """Steps after which the newest sequence loses its blocks."""
+    runs_ahead: bool = False
+    misleading: bool = False
+    """Whether outputs are expected to be short, so that the pool gets too small."""
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +93,16 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     scheduler = Scheduler(
         pool, SequenceTable(64, loaded.max_model_len, setup.block_size), setup.max_tokens
     )
-    engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=setup.temperature, n=setup.n)
+    runner = ModelRunner(loaded.model, cache, Sampler())
+    engine = Engine(scheduler, runner, runs_ahead=setup.runs_ahead)
+    params = SamplingParams(
+        max_tokens=OUTPUT_TOKENS,
+        temperature=setup.temperature,
+        n=setup.n,
+        stop_token_ids=[VOCAB_SIZE] if setup.misleading else [],  # which no model has
+    )
+    if setup.misleading:
+        scheduler.packing.lengths.observe(np.full(100, 2), np.ones(100, dtype=np.bool_))
     rows = list(enumerate(prompts()))
     for row, prompt in reversed(rows) if setup.backwards else rows:
         engine.add_request(Request(row, np.asarray(prompt, dtype=np.int32), params, (3, row)))
@@ -160,6 +171,22 @@ def test_greedy_equals_transformers(family: str, setup: Setup, checkpoint) -> No
         assert sum(step.prefill_tokens for step in steps) <= distinct + 9
 
 
+AHEAD = {
+    "plain": Setup(runs_ahead=True),
+    "three_samples": Setup(runs_ahead=True, n=3),
+    "chunks_of_7": Setup(runs_ahead=True, max_tokens=7),
+    "rows_preempted": Setup(runs_ahead=True, block_size=4, pool_tokens=100, misleading=True),
+}
+
+
+@pytest.mark.parametrize("setup", AHEAD.values(), ids=AHEAD.keys())
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_one_step_ahead_greedy_equals_transformers(family: str, setup: Setup, checkpoint) -> None:
+    completions, steps = run(checkpoint(family), setup)
+    assert_greedy(family, completions)
+    assert (sum(step.num_preempted for step in steps) > 0) == setup.misleading
+
+
 def test_a_generate_call_agrees(checkpoint) -> None:
     """The check above reads logits; this one compares with ``generate`` itself."""
     completions, _ = run(checkpoint("llama"), Setup())
@@ -178,8 +205,9 @@ def test_a_generate_call_agrees(checkpoint) -> None:
         Setup(temperature=1.0, block_size=4, pool_tokens=116, preempt_every=2),
         Setup(temperature=1.0, caching=False, max_tokens=16),
         Setup(temperature=1.0, n=4),
+        Setup(temperature=1.0, runs_ahead=True),
     ],
-    ids=["other_order", "preempted", "uncached_small_chunks", "more_samples"],
+    ids=["other_order", "preempted", "uncached_small_chunks", "more_samples", "one_ahead"],
 )
 def test_sampled_tokens_do_not_depend_on_company(other: Setup, checkpoint) -> None:
     loaded = checkpoint("qwen3")

@@ -6,7 +6,7 @@ https://arxiv.org/abs/2309.06180).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from batchinfer.engine.prefix_index import Block, PrefixIndex, PrefixMatch
@@ -34,6 +34,9 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[Block, None] = OrderedDict()
         self._in_flight: set[Block] = set()
+        """Indexed blocks that the step being built fills."""
+        self._unconfirmed: deque[set[Block]] = deque()
+        """Indexed blocks that each submitted step fills, oldest step first."""
 
     @property
     def num_free(self) -> int:
@@ -115,19 +118,28 @@ class BlockPool:
         if block in self._in_flight:
             self._in_flight.remove(block)
             self.index.settle(block)
+            if self._unconfirmed:
+                self._unconfirmed[-1].add(block)
 
     def settle(self) -> None:
-        """The step ran: what it filled is there."""
+        """The step was submitted: what it fills is there for every step after it."""
         for block in self._in_flight:
             if block.indexed:
                 self.index.settle(block)
-        self._in_flight.clear()
+        self._unconfirmed.append(self._in_flight)
+        self._in_flight = set()
+
+    def confirm(self) -> None:
+        """The oldest submitted step ran: what it filled stays."""
+        self._unconfirmed.popleft()
 
     def revoke(self) -> None:
-        """The step failed: what it was to fill must not be found."""
-        for block in list(self._in_flight):
-            if block.indexed:
-                self.forget(block)
+        """A step failed: what it and those after it were to fill must not be found."""
+        for blocks in (*self._unconfirmed, self._in_flight):
+            for block in blocks:
+                if block.indexed:
+                    self.forget(block)
+        self._unconfirmed.clear()
         self._in_flight.clear()
 
     def forget(self, block: Block) -> None:

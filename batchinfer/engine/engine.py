@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from batchinfer.engine.in_flight import InFlight, note_drawn
 from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.runner import Runner
 from batchinfer.engine.scheduler import Schedule, Scheduler
 from batchinfer.engine.sequence import RequestState, Sequence
 from batchinfer.engine.stats import StepStats, note_tokens, step_stats
-from batchinfer.engine.step import Step, StepResult
 from batchinfer.engine.step_builder import build_step, sampled_rows
 from batchinfer.engine.take_back import take_back
-
-
-class Runner(Protocol):
-    """Whatever computes a step: the worker, or a stand-in in tests."""
-
-    def run(self, step: Step) -> StepResult:
-        """Compute the step and draw its samples."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +29,31 @@ class StepOutcome:
 class Engine:
     """Schedules requests over a runner.
 
-    A step is three calls: schedule, run, take back.
+    A step is three calls: schedule, submit, take back. An engine that runs ahead submits a step
+    before it takes the one before it back, so that the device never waits for the host; sequences
+    whose next step depends on what was drawn sit that step out.
 
     Args:
         scheduler: queue, sequence table and block pool.
         runner: computes the steps.
         clock: seconds, for statistics only.
+        runs_ahead: for runners that compute while the host goes on.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.perf_counter
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        runs_ahead: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self._steps_ahead = int(runs_ahead)
+        self._in_flight: deque[InFlight] = deque()
+        self._last_read_at = -math.inf
         self._num_steps = 0
         self._first_step_at: float | None = None
         self._refused: list[Completion] = []
@@ -82,39 +87,60 @@ class Engine:
         self.scheduler.add(state.live[0])
 
     def abort_all(self) -> None:
-        """Forget every unfinished request, and whatever a step that failed was to fill."""
+        """Forget every unfinished request, and whatever steps not read yet were to fill."""
         self.scheduler.abort_all()
+        self._in_flight.clear()
         self._refused.clear()
         self._num_unfinished = 0
 
     def step(self) -> StepOutcome:
-        """Run one step."""
+        """Submit a step and read one: the same, or the one submitted before it."""
         began = self._clock()
         if self._first_step_at is None:
             self._first_step_at = began
         completions, self._refused = self._refused, []
-        schedule = self.scheduler.schedule()
         stats = None
+        schedule = self.scheduler.schedule()
+        if schedule is None and self._in_flight:
+            stats = self._read(completions)
+            schedule = self.scheduler.schedule()
         if schedule is not None:
-            finished, stats = self._run(schedule, began)
-            completions.extend(finished)
+            self._in_flight.append(self._submit(schedule, began))
+        if len(self._in_flight) > self._steps_ahead:
+            stats = self._read(completions)
         self._num_unfinished -= len(completions)
+        if self._num_unfinished == 0 and self._in_flight:
+            # Nothing but the next tokens of sequences that ended: nobody waits for its figures.
+            self._read(completions)
         return StepOutcome(completions, stats)
 
-    def _run(self, schedule: Schedule, began: float) -> tuple[list[Completion], StepStats]:
+    def _submit(self, schedule: Schedule, began: float) -> InFlight:
+        """Start a step; from here on it counts as computed."""
         scheduler = self.scheduler
         table = scheduler.table
         tokens = note_tokens(table, schedule, began)
         rows, copies = sampled_rows(table, schedule)
-        result = self._runner.run(build_step(table, schedule, rows, copies))
-        scheduler.advance(schedule)
+        pending = self._runner.submit(build_step(table, schedule, rows, copies))
+        drawn = note_drawn(table, rows, copies)
+        scheduler.advance(schedule, rows, copies)
         stats = step_stats(scheduler, schedule, tokens, self._num_steps)
-        completions = take_back(scheduler, rows, copies, result, self._clock())
-        ended = self._clock()
-        assert self._first_step_at is not None
+        scheduler.retire(rows)
         self._num_steps += 1
-        t_s, step_ms = ended - self._first_step_at, (ended - began) * 1e3
-        return completions, replace(stats, t_s=t_s, step_ms=step_ms)
+        return InFlight(pending, drawn, stats, began)
+
+    def _read(self, completions: list[Completion]) -> StepStats:
+        """Wait for the oldest step in flight and take its samples back."""
+        step = self._in_flight.popleft()
+        result = step.pending.result()
+        self.scheduler.pool.confirm()
+        completions.extend(take_back(self.scheduler, step.drawn, result, self._clock()))
+        began, self._last_read_at = max(step.began, self._last_read_at), self._clock()
+        assert self._first_step_at is not None
+        return replace(
+            step.stats,
+            t_s=self._last_read_at - self._first_step_at,
+            step_ms=(self._last_read_at - began) * 1e3,
+        )
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
         """Why a request can never run: error code and message."""

@@ -22,9 +22,10 @@ def build_sampling_batch(table: SequenceTable, rows: Rows, copies: Int32) -> Sam
     nth = np.arange(len(drawn), dtype=np.int32) - np.repeat(first, copies)
     edited = np.flatnonzero(table.edits_logits[drawn])
     sequences = [table.sequence(drawn[at]) for at in edited]
+    position = (table.num_tokens[drawn] - table.num_prompt[drawn]).astype(np.int32)
     bias, allowed = _Entries(), _Entries()
     for at, sequence in zip(edited.tolist(), sequences, strict=True):
-        _add_biases(sequence, at, bias)
+        _add_biases(sequence, int(position[at]), at, bias)
         allowed.add(at, sequence.request.params.allowed_token_ids or ())
     return SamplingBatch(
         logits_rows=logits_rows,
@@ -35,7 +36,7 @@ def build_sampling_batch(table: SequenceTable, rows: Rows, copies: Int32) -> Sam
         seed=table.seed[drawn],
         stream=table.stream[drawn],
         sample_index=(table.sample_index[drawn] + nth).astype(np.int32),
-        position=(table.num_tokens[drawn] - table.num_prompt[drawn]).astype(np.int32),
+        position=position,
         num_logprobs=table.num_logprobs[drawn],
         penalties=_penalties(edited.tolist(), sequences),
         bias_samples=np.asarray(bias.samples, dtype=np.int32),
@@ -60,7 +61,7 @@ class _Entries:
         self.values.extend(values)
 
 
-def _add_biases(sequence: Sequence, sample: int, bias: _Entries) -> None:
+def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) -> None:
     """The row's own biases, and bans: bad words about to complete, stops before min_tokens."""
     request, params = sequence.request, sequence.request.params
     if params.logit_bias:
@@ -70,7 +71,7 @@ def _add_biases(sequence: Sequence, sample: int, bias: _Entries) -> None:
         for word in request.bad_words_token_ids
         if _ends_with(sequence.output_ids, word[:-1])
     }
-    if len(sequence.output_ids) < params.min_tokens:
+    if position < params.min_tokens:
         banned.update(request.stop_token_ids)
     bias.add(sample, sorted(banned), [-np.inf] * len(banned))
 

@@ -25,6 +25,9 @@ Int = npt.NDArray[np.integer]
 
 _LOOK_AHEAD = 256
 """Waiting sequences looked at in a step behind others that hold back for a prefix."""
+_MOST_SITTING_OUT = 0.25
+"""Share of the running sequences that may miss a step for their last token's value. Half as much is
+lost, as each then runs every other step; reading first costs the host's share of a step instead."""
 
 
 @dataclass(slots=True)
@@ -82,8 +85,14 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def schedule(self) -> Schedule | None:
-        """The next step, with every block it writes to allocated; None if nothing is to run."""
+        """The next step, with every block it writes to allocated.
+
+        None if there is nothing to run, or none worth running before the step in flight is read;
+        with nothing in flight it is the first.
+        """
         schedule = self._continue_running()
+        if schedule is None:
+            return None
         self._prefixes.begin_step()
         self._prefixes.enter_prompts(schedule.rows, schedule.num_new)
         if schedule.num_preempted == 0 and self.waiting:
@@ -96,12 +105,32 @@ class Scheduler:
         schedule.num_new = schedule.num_new[first_decodes]
         return schedule
 
-    def advance(self, schedule: Schedule) -> None:
-        """The step ran: its tokens are computed."""
+    def advance(self, schedule: Schedule, sampled: Rows, copies: Int) -> None:
+        """The step was submitted: for every step after it, its tokens are computed and drawn.
+
+        Args:
+            schedule: what it computes.
+            sampled: [R] rows that samples are drawn for.
+            copies: [R] samples drawn for each.
+        """
         table, rows = self.table, schedule.rows
         self.pool.settle()
         table.num_computed[rows] += schedule.num_new.astype(np.int32)
-        np.maximum.at(table.computed_once, rows, table.num_computed[rows])
+        table.computed_once[rows] = np.maximum(table.computed_once[rows], table.num_computed[rows])
+        table.num_tokens[sampled] += 1
+        table.sample_at[sampled] = np.cumsum(copies) - copies
+
+    def retire(self, sampled: Rows) -> None:
+        """Give up the rows whose last token, by length, was just submitted.
+
+        The token is taken back from the sequence, which needs no row for it. The step reads the
+        blocks before a later one writes to them (see ``Runner``).
+        """
+        table = self.table
+        for row in sampled[table.num_tokens[sampled] >= table.max_total[sampled]]:
+            sequence = table.sequence(row)
+            sequence.given_back = sequence.blocks
+            self.finish(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, forecast: Forecast) -> None:
         """Run ``child``, which shares all tokens computed so far with ``parent``, if it fits.
@@ -129,21 +158,28 @@ class Scheduler:
         self.pool.release(self.table.remove(sequence))
 
     def drop(self, sequence: Sequence) -> None:
-        """Give up a running sequence's blocks, none of which must be found again."""
-        for block in sequence.blocks:
+        """Give up an unfinished sequence; none of its blocks must be found again."""
+        for block in (*sequence.blocks, *sequence.given_back):
             if block.indexed:
                 self.pool.forget(block)
-        self.pool.release(self.table.remove(sequence))
+        if sequence.row >= 0:
+            self.pool.release(self.table.remove(sequence))
+        elif sequence in self.waiting:  # not there if it was drawn in this very step
+            self.waiting.remove(sequence)
 
     def abort_all(self) -> None:
-        """Drop every sequence, and take what was not computed out of the prefix index."""
+        """Drop every sequence, and take what no step is known to have filled out of the index."""
         self.pool.revoke()
         for sequence in list(self.table.running()):
             self.pool.release(self.table.remove(sequence))
         self.waiting.clear()
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's blocks; it is recomputed when they are found again."""
+        """Take a running sequence's blocks; it is recomputed when they are found again.
+
+        Its tokens must be known: what it computed is entered into the prefix index.
+        """
+        assert self.table.sample_at[sequence.row] < 0
         sequence.state.stats.preemptions += 1
         self._prefixes.enter_computed(sequence)
         self.finish(sequence)
@@ -151,20 +187,37 @@ class Scheduler:
 
     # -- sequences that run already ---------------------------------------------------------
 
-    def _continue_running(self) -> Schedule:
-        """Tokens and blocks for running sequences, preempting the newest where blocks lack."""
+    def _continue_running(self) -> Schedule | None:
+        """Tokens and blocks for running sequences, preempting the newest where blocks lack.
+
+        None where the step in flight is better read first: when too many sequences would sit
+        out otherwise, and before any is preempted, as one that ended may free the blocks.
+        """
         preempted = 0
         while True:
-            rows, num_new = self._share_budget(self.table.rows())
+            running = self.table.rows()
+            in_flight = self.table.sample_at[running] >= 0
+            ready = ~in_flight | self._can_run_ahead(running)
+            if np.count_nonzero(~ready) > _MOST_SITTING_OUT * len(running):
+                return None
+            rows, num_new = self._share_budget(running[ready])
             wanted = self._blocks_wanted(rows, num_new)
             if int(wanted.sum()) <= self.pool.num_available:
                 break
-            self.preempt(self.table.sequence(self.table.rows()[-1]))
+            if in_flight.any():
+                return None
+            self.preempt(self.table.sequence(running[-1]))
             preempted += 1
         schedule = Schedule(rows, num_new, num_preempted=preempted)
         for at in np.flatnonzero(wanted):
             self._extend(int(rows[at]), int(num_new[at]), schedule.copies)
         return schedule
+
+    def _can_run_ahead(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Rows whose next step does not depend on a token's value, or on forks it has to make."""
+        table = self.table
+        ahead: npt.NDArray[np.bool_] = ~table.needs_values[rows] & (table.unborn[rows] == 0)
+        return ahead
 
     def _share_budget(self, rows: Rows) -> tuple[Rows, Int]:
         """Rows and tokens of each within the step's budget: decodes first, then the oldest."""

@@ -56,6 +56,7 @@ class Sequence:
         "blocks",
         "computed_once",
         "cumulative_logprob",
+        "given_back",
         "held_back",
         "index",
         "index_parent",
@@ -73,6 +74,8 @@ class Sequence:
         self.index = index
         self.output_ids: list[int] = []
         self.blocks: list[Block] = []
+        self.given_back: list[Block] = []
+        """Blocks it held until its last token, whose value is not known yet, was drawn."""
         self.row = -1
         self.held_back = False
         """Whether it has let others go first for the sake of part of a block."""

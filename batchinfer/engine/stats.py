@@ -77,7 +77,7 @@ def step_stats(
 ) -> StepStats:
     """A step's statistics, without its times: they are known when its samples are taken back.
 
-    Call it when the step's tokens are computed and its finished rows have not left yet.
+    Call it when the step's tokens count as computed and no row that it ends has left yet.
 
     Args:
         tokens: what ``note_tokens`` counted.
@@ -115,11 +115,12 @@ def step_stats(
 
 def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
     """Tokens in used blocks: all are full but the last ones, which sharers fill alike."""
-    rows = rows[table.num_blocks[rows] > 0]
     last = table.num_blocks[rows] - 1
     slots = table.block_table[rows, last]
     filled = table.num_computed[rows] - last * pool.block_size
-    by_slot = np.zeros(pool.num_blocks, dtype=np.int64)
-    by_slot[slots] = filled
-    num_full = pool.num_used - int(np.count_nonzero(by_slot))
-    return num_full * pool.block_size + int(by_slot.sum())
+    # One number per row, so that one sort puts sharers of a last block side by side.
+    width = pool.block_size + 1
+    by_slot = np.sort(slots.astype(np.int64) * width + filled)
+    distinct = by_slot[np.diff(by_slot // width, append=-1) != 0]
+    num_full = pool.num_used - len(distinct)
+    return num_full * pool.block_size + int((distinct % width).sum())

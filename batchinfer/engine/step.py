@@ -58,6 +58,7 @@ class Step:
     """What one forward pass computes, sequence after sequence in one packed row of tokens."""
 
     token_ids: Int32  # [T]
+    previous_sample: Int32  # [T] take this sample of the step before; -1 = token_ids has the value
     positions: Int32  # [T] position of each token in its own sequence
     query_starts: Int32  # [S + 1] where each sequence's tokens begin in the packed row
     context_lens: Int32  # [S] tokens of the sequence with KV after this step

@@ -41,6 +41,7 @@ def build_step(table: SequenceTable, schedule: Schedule, sampled: Rows, copies: 
     finishes = computed + num_new == table.num_tokens[rows]
     return Step(
         token_ids=_token_ids(table, schedule, starts),
+        previous_sample=_previous_sample(table, schedule, starts),
         positions=positions,
         query_starts=starts,
         context_lens=context_lens,
@@ -50,6 +51,13 @@ def build_step(table: SequenceTable, schedule: Schedule, sampled: Rows, copies: 
         logits_indices=(starts[1:] - 1)[finishes],
         sampling=build_sampling_batch(table, sampled, copies),
     )
+
+
+def _previous_sample(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
+    """Where the value of a row's only token is not known yet: the sample it will be."""
+    previous = np.full(starts[-1], -1, dtype=np.int32)
+    previous[starts[:-1]] = table.sample_at[schedule.rows]
+    return previous
 
 
 def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:

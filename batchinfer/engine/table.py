@@ -30,21 +30,24 @@ class SequenceTable:
         rows = max_num_seqs
         self.max_model_len = max_model_len
         self.block_size = block_size
-        self.sequences: list[Sequence | None] = [None] * rows
+        self.sequences: npt.NDArray[np.object_] = np.full(rows, None, dtype=object)
+        """The ``Sequence`` in each row, or None."""
         self.active = np.zeros(rows, dtype=np.bool_)
         self.admission = np.zeros(rows, dtype=np.int64)
         """Order of admission; the newest is preempted first."""
         self.num_prompt = np.zeros(rows, dtype=np.int32)
         self.num_tokens = np.zeros(rows, dtype=np.int32)
-        """Tokens known: prompt and output."""
+        """Prompt and output tokens, one that is being drawn among them."""
         self.num_computed = np.zeros(rows, dtype=np.int32)
-        """Leading tokens with KV in the pool."""
+        """Leading tokens with KV in the pool once every submitted step ran."""
         self.computed_once = np.zeros(rows, dtype=np.int32)
         self.max_total = np.zeros(rows, dtype=np.int32)
         """Tokens at which the sequence ends by length."""
         self.length_known = np.zeros(rows, dtype=np.bool_)
         """Whether the sequence surely runs to ``max_total``."""
         self.last_token = np.zeros(rows, dtype=np.int32)
+        self.sample_at = np.full(rows, -1, dtype=np.int32)
+        """Which sample of the step in flight the last token is; -1 = ``last_token`` has it."""
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.num_joined = np.zeros(rows, dtype=np.int32)
         """Leading blocks that somebody else refers to as well; not given back at the end."""
@@ -67,6 +70,8 @@ class SequenceTable:
         """Whether a stop checker sees each token."""
         self.edits_logits = np.zeros(rows, dtype=np.bool_)
         """Whether penalties, biases or bans need looking after, one sequence at a time."""
+        self.needs_values = np.zeros(rows, dtype=np.bool_)
+        """Whether drawing a token takes the values of all tokens before it."""
         self._free_rows = list(range(rows - 1, -1, -1))
         self._admissions = 0
 
@@ -92,7 +97,7 @@ class SequenceTable:
     def sequence(self, row: int | np.intp) -> Sequence:
         """The sequence in a row that is in use."""
         sequence = self.sequences[row]
-        assert sequence is not None
+        assert isinstance(sequence, Sequence)
         return sequence
 
     def total_limit(self, sequence: Sequence) -> int:
@@ -114,6 +119,7 @@ class SequenceTable:
         self.computed_once[row] = max(sequence.computed_once, num_computed)
         self.max_total[row] = self.total_limit(sequence)
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
+        self.sample_at[row] = -1
         self.num_joined[row] = joined
         self.unborn[row] = 0 if sequence.output_ids else sequence.request.params.n - 1
         self.tail_shared[row] = False
@@ -182,13 +188,16 @@ class SequenceTable:
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.checks_stops[row] = sequence.stop_checker is not None
         self.length_known[row] = not stop_ids and request.make_stop_checker is None
-        self.edits_logits[row] = bool(
+        self.needs_values[row] = bool(
             params.presence_penalty
             or params.frequency_penalty
             or params.repetition_penalty != 1.0
+            or request.bad_words_token_ids
+        )
+        self.edits_logits[row] = bool(
+            self.needs_values[row]
             or params.logit_bias
             or params.allowed_token_ids is not None
-            or request.bad_words_token_ids
             or (params.min_tokens > 0 and stop_ids)
         )
 
@@ -200,7 +209,9 @@ class SequenceTable:
             if sequence is None:
                 continue
             assert sequence.row == row
-            assert self.num_tokens[row] == sequence.num_tokens
+            in_flight = bool(self.sample_at[row] >= 0)
+            assert self.num_tokens[row] == sequence.num_tokens + in_flight
+            assert not in_flight or self.num_computed[row] == sequence.num_tokens
             assert self.num_blocks[row] == len(sequence.blocks)
             slots = [block.slot for block in sequence.blocks]
             assert self.block_table[row, : len(slots)].tolist() == slots

@@ -1,57 +1,61 @@
-"""Takes a step's result back: tokens to their sequences, forks, ends, completions."""
+"""Takes a step's result back: tokens to their sequences, forks, ends, completions.
+
+The step after it may be under way already. A sequence that ends by choice is seen one step late
+then: it gives up its row and blocks here, which no step submitted so far is given (see ``Runner``),
+and the token that the step under way draws for it is dropped when that step is taken back.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from batchinfer.engine.in_flight import Drawn
 from batchinfer.engine.request import Completion, TokenLogprobs
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState, Sequence
 from batchinfer.engine.step import Bool, Int32, StepResult
-from batchinfer.engine.table import Rows, SequenceTable
+from batchinfer.engine.table import SequenceTable
 from batchinfer.protocols import StopMatch
 
 
 def take_back(
-    scheduler: Scheduler, rows: Rows, copies: Int32, result: StepResult, now: float
+    scheduler: Scheduler, drawn: Drawn, result: StepResult, now: float
 ) -> list[Completion]:
     """Apply a step's samples.
 
     Args:
-        scheduler: after the step's tokens count as computed.
-        rows: [R] rows that samples were drawn for.
-        copies: [R] samples drawn for each; over 1 where a row's samples part.
-        result: K = sum of ``copies`` samples.
+        scheduler: after the step was submitted, and perhaps the one after it.
+        drawn: what the step drew samples for; K = sum of its ``copies``.
+        result: the K samples.
         now: the engine's clock, in seconds.
 
     Returns:
         Requests that are done.
     """
-    table = scheduler.table
-    drawn = np.repeat(rows, copies)
-    sequences = _with_new_samples(table, rows, copies)
+    drawn, result, running = _without_ended(scheduler.table, drawn, result)
+    sequences = _with_new_samples(drawn)
     for sequence, token, logprob in zip(
         sequences, result.token_ids.tolist(), result.logprobs.tolist(), strict=True
     ):
         sequence.output_ids.append(token)
         sequence.cumulative_logprob += logprob
-    _note_logprobs(sequences, table.num_logprobs[drawn], result)
-    leaders = np.cumsum(copies) - copies
-    table.num_tokens[rows] += 1
-    table.last_token[rows] = result.token_ids[leaders]
+    _note_last_tokens(scheduler.table, drawn, running, result)
+    samples = drawn
+    if len(sequences) > len(drawn.rows):
+        samples = drawn.only(np.repeat(np.arange(len(drawn.rows)), drawn.copies))
+    _note_logprobs(sequences, samples.num_logprobs, result)
     failed = result.nonfinite
-    stops = _stops(table, drawn, sequences, result)
-    lengths = table.num_tokens[drawn] - table.num_prompt[drawn]
-    stopped = np.zeros(len(drawn), dtype=np.bool_)
+    stops = _stops(samples, sequences, result)
+    stopped = np.zeros(len(sequences), dtype=np.bool_)
     stopped[list(stops)] = True
-    scheduler.packing.lengths.observe(lengths, stopped)
+    scheduler.packing.lengths.observe(samples.lengths, stopped)
 
-    for at in np.flatnonzero(lengths == 1):
+    for at in np.flatnonzero(samples.lengths == 1):
         state = sequences[at].state
         if state.first_token_at is None:
             state.first_token_at = now
-    ends = stopped | (table.num_tokens[drawn] >= table.max_total[drawn])
-    _fork(scheduler, rows, copies, sequences, ends | failed)
+    ends = stopped | samples.at_limit
+    _fork(scheduler, drawn, running, sequences, ends | failed)
     states: dict[RequestState, None] = {}
     for at in np.flatnonzero(ends & ~failed):
         states[sequences[at].state] = None
@@ -65,19 +69,61 @@ def take_back(
     ]
 
 
-def _with_new_samples(table: SequenceTable, rows: Rows, copies: Int32) -> list[Sequence]:
+def _without_ended(
+    table: SequenceTable, drawn: Drawn, result: StepResult
+) -> tuple[Drawn, StepResult, Bool]:
+    """Leave out samples of sequences that ended before the step was read.
+
+    Returns:
+        What is left, and which of the R sequences left are in their rows: all but those whose
+        end by length was known.
+    """
+    running = table.active[drawn.rows] & (table.admission[drawn.rows] == drawn.admission)
+    alive = running.copy()
+    for at in np.flatnonzero(~running):
+        sequence = drawn.sequences[at]
+        alive[at] = sequence in sequence.state.live
+    if alive.all():
+        return drawn, result, running
+    kept = np.repeat(alive, drawn.copies)
+    return drawn.only(alive), _only(result, kept), running[alive]
+
+
+def _only(result: StepResult, kept: Bool) -> StepResult:
+    ranks, top_ids, top_logprobs = result.ranks, result.top_token_ids, result.top_logprobs
+    return StepResult(
+        token_ids=result.token_ids[kept],
+        logprobs=result.logprobs[kept],
+        nonfinite=result.nonfinite[kept],
+        ranks=None if ranks is None else ranks[kept],
+        top_token_ids=None if top_ids is None else top_ids[kept],
+        top_logprobs=None if top_logprobs is None else top_logprobs[kept],
+    )
+
+
+def _with_new_samples(drawn: Drawn) -> list[Sequence]:
     """[K] the sequence of each sample; a row's further samples come to be here."""
-    leaders = [table.sequence(row) for row in rows.tolist()]
-    if len(rows) == copies.sum():
+    leaders: list[Sequence] = drawn.sequences.tolist()
+    if len(leaders) == drawn.copies.sum():
         return leaders
     sequences = []
-    for leader, count in zip(leaders, copies.tolist(), strict=True):
+    for leader, count in zip(leaders, drawn.copies.tolist(), strict=True):
         sequences.append(leader)
         for index in range(1, count):
             sample = Sequence(leader.state, index)
             leader.state.live.append(sample)
             sequences.append(sample)
     return sequences
+
+
+def _note_last_tokens(
+    table: SequenceTable, drawn: Drawn, running: Bool, result: StepResult
+) -> None:
+    """Tell the table what is known now: the last token of rows that no later step has sampled."""
+    last = running & (table.num_tokens[drawn.rows] == drawn.num_tokens)
+    rows, first = drawn.rows[last], np.cumsum(drawn.copies) - drawn.copies
+    table.last_token[rows] = result.token_ids[first[last]]
+    table.sample_at[rows] = -1
 
 
 def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult) -> None:
@@ -106,17 +152,15 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
 
 
 def _stops(
-    table: SequenceTable, drawn: Rows, sequences: list[Sequence], result: StepResult
+    samples: Drawn, sequences: list[Sequence], result: StepResult
 ) -> dict[int, int | StopMatch]:
     """The samples that end by choice with this token: the stop token or stop string that did it."""
-    tokens = result.token_ids
-    lengths = table.num_tokens[drawn] - table.num_prompt[drawn]
-    may_stop = lengths >= table.min_tokens[drawn]
-    by_token = (table.stop_ids[drawn] == tokens[:, None]).any(axis=1) & may_stop
+    tokens, may_stop = result.token_ids, samples.may_stop
+    by_token = (samples.stop_ids == tokens[:, None]).any(axis=1) & may_stop
     stops: dict[int, int | StopMatch] = {
         at: int(tokens[at]) for at in np.flatnonzero(by_token).tolist()
     }
-    for at in np.flatnonzero(table.checks_stops[drawn] & ~by_token & ~result.nonfinite).tolist():
+    for at in np.flatnonzero(samples.checks_stops & ~by_token & ~result.nonfinite).tolist():
         checker = sequences[at].stop_checker
         assert checker is not None
         stop = checker.on_token(int(tokens[at]), may_stop=bool(may_stop[at]))
@@ -126,15 +170,16 @@ def _stops(
 
 
 def _fork(
-    scheduler: Scheduler, rows: Rows, copies: Int32, sequences: list[Sequence], gone: Bool
+    scheduler: Scheduler, drawn: Drawn, running: Bool, sequences: list[Sequence], gone: Bool
 ) -> None:
     """Run the new samples of rows that have several, sharing the prompt's blocks."""
-    if not (copies > 1).any():
+    parting = drawn.copies > 1
+    if not parting.any():
         return
-    scheduler.table.unborn[rows] = 0
+    scheduler.table.unborn[drawn.rows[running]] = 0
     forecast = scheduler.packing.forecast()
-    first = np.cumsum(copies) - copies
-    for row, count in zip(first[copies > 1].tolist(), copies[copies > 1].tolist(), strict=True):
+    first = np.cumsum(drawn.copies) - drawn.copies
+    for row, count in zip(first[parting].tolist(), drawn.copies[parting].tolist(), strict=True):
         for at in range(row + 1, row + count):
             if not gone[at]:
                 scheduler.fork(sequences[row], sequences[at], forecast)
@@ -164,10 +209,7 @@ def _give_up(scheduler: Scheduler, state: RequestState) -> None:
     state.note_peak_blocks()
     joined = state.stats.cached_tokens > 0 and not state.computes_alone
     for sample in state.live:
-        if sample.row >= 0:
-            scheduler.drop(sample)
-        elif sample in scheduler.waiting:  # not there if it was drawn in this very step
-            scheduler.waiting.remove(sample)
+        scheduler.drop(sample)
     state.live.clear()
     if joined:
         state.computes_alone = True

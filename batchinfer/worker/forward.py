@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,9 +16,21 @@ from batchinfer.worker.transfer import to_device
 
 @torch.inference_mode()
 def forward(
-    model: torch.nn.Module, cache: KVCache, backend: AttentionBackend, step: Step
+    model: torch.nn.Module,
+    cache: KVCache,
+    backend: AttentionBackend,
+    step: Step,
+    sampled_before: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Copy the step's blocks, write the KV of its tokens, attend.
+
+    Args:
+        model: the model, with paged attention.
+        cache: the KV pool.
+        backend: attends over the pool.
+        step: what to compute.
+        sampled_before: int64 [K of the step before], on the pool's device, what
+            ``step.previous_sample`` refers to.
 
     Returns:
         Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype.
@@ -27,7 +41,7 @@ def forward(
     backend.begin_step(step, tensors)
     with forward_context(ForwardContext(cache, backend, tensors["slot_mapping"])):
         output = model(
-            input_ids=tensors["token_ids"][None],
+            input_ids=_input_ids(step, tensors, sampled_before)[None],
             position_ids=tensors["positions"][None],
             use_cache=False,
             logits_to_keep=tensors["logits_indices"],
@@ -36,10 +50,23 @@ def forward(
     return logits
 
 
+def _input_ids(
+    step: Step, tensors: Mapping[str, torch.Tensor], sampled_before: torch.Tensor | None
+) -> torch.Tensor:
+    """[T] the step's tokens; those the host does not know yet are put in on the device."""
+    token_ids = tensors["token_ids"]
+    if not (step.previous_sample >= 0).any():
+        return token_ids
+    assert sampled_before is not None
+    sample = tensors["previous_sample"]
+    return torch.where(sample >= 0, sampled_before[sample.clamp(min=0)], token_ids)
+
+
 def _device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
     """The arrays a forward pass reads, in the integer types torch indexes with."""
     return {
         "token_ids": step.token_ids.astype(np.int64),
+        "previous_sample": step.previous_sample.astype(np.int64),
         "positions": step.positions.astype(np.int64),
         "logits_indices": step.logits_indices.astype(np.int64),
         "slot_mapping": step.slot_mapping.astype(np.int64, copy=False),

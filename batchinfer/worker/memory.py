@@ -26,6 +26,16 @@ _LOGITS_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device, when the weights are loaded."""
+
+    kind: str
+    """``cpu`` or ``cuda``."""
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes by purpose."""
 
@@ -61,26 +71,45 @@ def plan_memory(
     weight_bytes: int,
     max_model_len: int,
 ) -> MemoryPlan:
+    """``fit_memory`` to a device at hand. Call it when the weights are loaded."""
+    if device.type == "cuda":
+        memory = DeviceMemory("cuda", *torch.cuda.mem_get_info(device))
+    else:
+        free = free_host_bytes()
+        memory = DeviceMemory("cpu", free, free + weight_bytes)
+    return fit_memory(
+        engine, layout, config, memory, weight_bytes=weight_bytes, max_model_len=max_model_len
+    )
+
+
+def fit_memory(
+    engine: EngineConfig,
+    layout: KVLayout,
+    config: Mapping[str, Any],
+    memory: DeviceMemory,
+    *,
+    weight_bytes: int,
+    max_model_len: int,
+) -> MemoryPlan:
     """Size the pool: ``num_kv_blocks``, else ``kv_cache_memory``, else what the device leaves.
 
     On a CUDA device that is ``gpu_memory_utilization`` of its memory less weights, activations
     and logits. On a CPU it is what ``max_num_seqs`` sequences of ``max_model_len`` tokens can
-    use, at most a quarter of the free memory. Call it when the weights are loaded.
+    use, at most a quarter of the free memory.
 
     Raises:
         DeviceError: with numbers and the key to change, when not even one block fits, or when
             more blocks are asked for than fit.
     """
     activations = _activation_bytes(engine, layout, config)
-    logits = _logits_bytes(engine, layout, config, device)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    logits = _logits_bytes(engine, layout, config, memory.kind)
+    free, total = memory.free, memory.total
+    if memory.kind == "cuda":
         room = int(total * engine.gpu_memory_utilization) - (total - free) - activations - logits
-        available, key = total, "engine.gpu_memory_utilization"
+        key = "engine.gpu_memory_utilization"
         num_blocks = _blocks(engine, layout, default=room // layout.bytes_per_block)
     else:
-        free = free_host_bytes()
-        room, available, key = free, free + weight_bytes, "engine.kv_cache_memory"
+        room, key = free, "engine.kv_cache_memory"
         usable = engine.max_num_seqs * layout.blocks_for(max_model_len)
         quarter = int(free * _CPU_SHARE_OF_FREE) // layout.bytes_per_block
         num_blocks = _blocks(engine, layout, default=min(usable, quarter))
@@ -97,7 +126,7 @@ def plan_memory(
             f"{weight_bytes / 2**20:,.1f} MiB",
             hint=_hint(engine, key),
         )
-    return MemoryPlan(num_blocks, weight_bytes, pool_bytes, activations, logits, available)
+    return MemoryPlan(num_blocks, weight_bytes, pool_bytes, activations, logits, total)
 
 
 def free_host_bytes() -> int:
@@ -135,11 +164,11 @@ def _activation_bytes(engine: EngineConfig, layout: KVLayout, config: Mapping[st
 
 
 def _logits_bytes(
-    engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any], device: torch.device
+    engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any], device_type: str
 ) -> int:
     rows, vocab = engine.max_num_seqs, int(text_config(config)["vocab_size"])
     logits = rows * vocab * layout.element_bytes * _LOGITS_COPIES
-    return logits + workspace_bytes(rows, vocab, device.type)
+    return logits + workspace_bytes(rows, vocab, device_type)
 
 
 def _size(num_bytes: int) -> str:

@@ -29,6 +29,7 @@ def probe_step(
     slots = table[:, places // block_size].astype(np.int64) * block_size + places % block_size
     return Step(
         token_ids=np.array([*token_ids] * num_sequences, np.int32),
+        previous_sample=np.full(num_sequences * length, -1, np.int32),
         positions=np.array([*positions] * num_sequences, np.int32),
         query_starts=np.arange(num_sequences + 1, dtype=np.int32) * length,
         context_lens=np.full(num_sequences, length, np.int32),

@@ -4,34 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from batchinfer.engine.step import SamplingBatch, Step, StepResult
+from batchinfer.engine.step import SamplingBatch, Step
 from batchinfer.worker.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import PackedLinear
+from batchinfer.worker.sampled import Sampled
 
-Sample = Callable[[torch.Tensor, SamplingBatch], StepResult]
+Sample = Callable[[torch.Tensor, SamplingBatch], Sampled]
 """Draws the samples of a step from its logits [R, vocabulary]."""
 
 
 class ModelRunner:
-    """The data plane as the engine sees it: a step goes in, what its samples came to comes out."""
+    """The data plane as the engine sees it: steps go in, what their samples came to comes out.
+
+    On CUDA everything a step does is queued on the current stream, nothing waits for it, and the
+    next step takes its tokens from the device; so steps run in order, as ``Runner`` asks. On the
+    CPU a step is computed when it is submitted.
+    """
 
     def __init__(self, model: torch.nn.Module, cache: KVCache, sample: Sample) -> None:
         self._model = model
         self._cache = cache
         self._sample = sample
         self._backend = make_backend(cache)
+        self._previous = Sampled.nothing(cache.pool.device)
 
-    def run(self, step: Step) -> StepResult:
-        """Compute one step. A step that samples nothing gives an empty result."""
-        logits = forward(self._model, self._cache, self._backend, step)
+    def submit(self, step: Step) -> Sampled:
+        """Start one step. A step that samples nothing gives an empty result."""
+        sampled_before = self._previous.token_ids
+        logits = forward(self._model, self._cache, self._backend, step, sampled_before)
         if step.num_samples == 0:
-            return _empty_result()
-        return self._sample(logits, step.sampling)
+            self._previous = Sampled.nothing(logits.device)
+        else:
+            self._previous = self._sample(logits, step.sampling)
+        return self._previous
 
     def device_bytes(self) -> int:
         """Bytes in use: of a CUDA device as torch counts them, of a CPU weights and pool."""
@@ -45,14 +54,3 @@ def model_bytes(model: torch.nn.Module) -> int:
     tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return sum(tensors.values()) + sum(packed)
-
-
-def _empty_result() -> StepResult:
-    return StepResult(
-        token_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        nonfinite=np.empty(0, np.bool_),
-        ranks=None,
-        top_token_ids=None,
-        top_logprobs=None,
-    )

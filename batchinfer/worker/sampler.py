@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.engine.step import Bool, Int32, Int64, SamplingBatch, StepResult
+from batchinfer.engine.step import Bool, Int32, Int64, SamplingBatch
 from batchinfer.worker.philox import RANDOM_BITS, random_bits
+from batchinfer.worker.sampled import Sampled
 from batchinfer.worker.sampling_edits import edit_logits
 from batchinfer.worker.sampling_filters import keep_most_likely
 from batchinfer.worker.sampling_logprobs import RowStats, row_stats, token_ranks, top_logits
@@ -48,8 +49,8 @@ class Sampler:
     """
 
     @torch.inference_mode()
-    def __call__(self, logits: Tensor, batch: SamplingBatch) -> StepResult:
-        """Draw every sample's token; one copy from device to host, at the end.
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        """Draw every sample's token; one copy from device to host, at the end, not waited for.
 
         A sample is marked nonfinite where its raw row holds NaN or +inf or nothing but -inf, and
         where its bans and allowed ids leave it no token; its token and log-probability are 0.
@@ -60,11 +61,11 @@ class Sampler:
             batch: how to draw K samples.
 
         Returns:
-            Arrays on the host. ``ranks`` are 0, ``top_token_ids`` 0 and ``top_logprobs`` -inf
-            for samples that asked for none while others did; L is at most V.
+            The samples, on their way to the host. ``ranks`` are 0, ``top_token_ids`` 0 and
+            ``top_logprobs`` -inf for samples that asked for none while others did; L is at most V.
         """
         if len(batch.logits_rows) == 0:
-            return _to_host(torch.zeros(0), torch.zeros(0), torch.zeros(0), None)
+            return Sampled.nothing(logits.device)
         chunk = max(1, _WORKSPACE_ELEMENTS[logits.device.type] // logits.shape[1])
         edited = edited_samples(batch)
         plain = (batch.temperature == 0) & ~edited
@@ -73,7 +74,7 @@ class Sampler:
         token_ids, finite = _choose_all(logits, batch, edited, stats, rows, chunk)
         values = logits[rows, token_ids].float()
         logprobs = stats.logprobs(rows, values).masked_fill_(~finite, 0)
-        return _to_host(
+        return Sampled(
             token_ids,
             logprobs,
             ~finite,
@@ -170,34 +171,3 @@ def _alternatives(
     ranks = token_ranks(logits, batch.logits_rows, values, wanted, chunk)
     top_ids, top_values = top_logits(logits, batch.logits_rows, wanted, chunk)
     return ranks, top_ids, stats.logprobs(rows, top_values)
-
-
-def _to_host(
-    token_ids: Tensor,
-    logprobs: Tensor,
-    nonfinite: Tensor,
-    alternatives: tuple[Tensor, Tensor, Tensor] | None,
-) -> StepResult:
-    """Everything to the host in one copy: one int32 matrix, float32 columns by their bits."""
-    columns = [token_ids, logprobs, nonfinite]
-    if alternatives is not None:
-        columns += alternatives
-    packed = torch.cat([_as_int32(column) for column in columns], dim=1).cpu().numpy()
-    floats = packed.view(np.float32)
-    ranks = top_token_ids = top_logprobs = None
-    if alternatives is not None:
-        middle = (packed.shape[1] + 4) // 2
-        ranks, top_token_ids, top_logprobs = packed[:, 3], packed[:, 4:middle], floats[:, middle:]
-    return StepResult(
-        token_ids=packed[:, 0],
-        logprobs=floats[:, 1],
-        nonfinite=packed[:, 2].astype(np.bool_),
-        ranks=ranks,
-        top_token_ids=top_token_ids,
-        top_logprobs=top_logprobs,
-    )
-
-
-def _as_int32(column: Tensor) -> Tensor:
-    matrix = column if column.ndim == 2 else column[:, None]
-    return matrix.view(torch.int32) if matrix.is_floating_point() else matrix.int()

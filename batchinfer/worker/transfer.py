@@ -1,4 +1,4 @@
-"""Host arrays to device tensors, many in one copy."""
+"""Host arrays to device tensors, many in one copy; a tensor to the host without waiting for it."""
 
 from __future__ import annotations
 
@@ -36,3 +36,27 @@ def to_device(
         .view(array.shape)
         for name, array in arrays.items()
     }
+
+
+class HostCopy:
+    """A tensor's copy to the host, begun when it is made; on the CPU the tensor itself.
+
+    On CUDA the copy goes to pinned memory in the order of the current stream, with an event behind
+    it. torch keeps the pinned memory until the copy is done, whether or not anybody waits.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> npt.NDArray[np.generic]:
+        """The array; waits for this copy and nothing after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        array: npt.NDArray[np.generic] = self._host.numpy()
+        return array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.runner import Ready
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import Step, StepResult
@@ -18,6 +20,9 @@ from batchinfer.engine.table import SequenceTable
 
 NextToken = Callable[[bytes, int, int, int], int]
 """(context tokens as bytes, random stream, sample index, position) -> token id"""
+
+MakeEngine = Callable[..., tuple[Engine, "FakeRunner"]]
+"""``make_engine``, for engines that run ahead or that do not."""
 
 EOS = 0
 EMPTY = -1
@@ -37,6 +42,18 @@ class FakeRunner:
         self.kv_positions = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
         self.next_token = next_token
         self.steps: list[Step] = []
+        self._previous = np.full(1, EMPTY, dtype=np.int32)
+
+    def submit(self, step: Step) -> Ready:
+        """Computes at once; a token that the host does not know yet is that of the step before."""
+        known = step.previous_sample < 0
+        step = replace(
+            step,
+            token_ids=np.where(known, step.token_ids, self._previous[step.previous_sample]),
+        )
+        result = self.run(step)
+        self._previous = np.append(result.token_ids, EMPTY)  # -1, where nothing is taken, is there
+        return Ready(result)
 
     def run(self, step: Step) -> StepResult:
         self.steps.append(step)
@@ -105,12 +122,13 @@ def make_engine(
     max_model_len: int = 4096,
     caching: bool = True,
     next_token: NextToken = hashed,
+    runs_ahead: bool = False,
 ) -> tuple[Engine, FakeRunner]:
     """An engine over a ``FakeRunner``."""
     pool = BlockPool(num_blocks, block_size, enable_prefix_caching=caching)
     table = SequenceTable(max_num_seqs, max_model_len, block_size)
     runner = FakeRunner(num_blocks, block_size, next_token)
-    return Engine(Scheduler(pool, table, max_tokens), runner), runner
+    return Engine(Scheduler(pool, table, max_tokens), runner, runs_ahead=runs_ahead), runner
 
 
 def run_all(

@@ -165,6 +165,34 @@ def test_blocks_of_a_failed_step_are_not_found(pool: BlockPool) -> None:
     assert pool.match(token_key([1, 2, 3, 4])).blocks == []
 
 
+@pytest.mark.parametrize("ran", [0, 1, 2])
+def test_blocks_of_a_submitted_step_are_found_until_it_or_one_before_fails(
+    pool: BlockPool, ran: int
+) -> None:
+    table = [pool.allocate(), pool.allocate()]
+    keys = [token_key([at] * SIZE) for at in range(2)]
+    root = pool.entry_below([])
+    assert root is not None
+    for block, key in zip(table, keys, strict=True):
+        pool.enter(root, block, key)
+        pool.settle()
+    assert [pool.match(key).blocks for key in keys] == [[block] for block in table]
+    for _ in range(ran):
+        pool.confirm()
+    pool.revoke()
+    assert [bool(pool.match(key).blocks) for key in keys] == [ran > 0, ran > 1]
+
+
+def test_a_block_entered_after_its_step_was_submitted_fails_with_it(pool: BlockPool) -> None:
+    block, root = pool.allocate(), pool.entry_below([])
+    assert root is not None
+    pool.settle()
+    pool.enter(root, block, token_key([1] * SIZE))
+    pool.settle_block(block)
+    pool.revoke()
+    assert not block.indexed
+
+
 def test_without_prefix_caching_nothing_is_kept() -> None:
     pool = BlockPool(2, SIZE, enable_prefix_caching=False)
     assert pool.entry_below([]) is None

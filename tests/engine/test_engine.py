@@ -15,9 +15,9 @@ from batchinfer.protocols import StopMatch
 from tests.engine.fake import (
     EOS,
     FakeRunner,
+    MakeEngine,
     expected,
     hashed,
-    make_engine,
     make_request,
     run_all,
 )
@@ -60,6 +60,7 @@ def workloads(draw: st.DrawFn) -> list[Request]:
     caching=st.booleans(),
 )
 def test_outputs_do_not_depend_on_how_they_were_scheduled(
+    make_engine: MakeEngine,
     requests: list[Request],
     block_size: int,
     pool_tokens: int,
@@ -99,7 +100,7 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
         assert step.kv_waste < 1
 
 
-def test_a_pool_that_holds_one_row_serves_many() -> None:
+def test_a_pool_that_holds_one_row_serves_many(make_engine: MakeEngine) -> None:
     requests = [make_request(row, [row + 1] * 9, max_tokens=8) for row in range(12)]
     engine, _ = make_engine(num_blocks=4, block_size=4)
     completions, _ = run_all(engine, requests)
@@ -108,7 +109,7 @@ def test_a_pool_that_holds_one_row_serves_many() -> None:
         assert output.token_ids.tolist() == expected(request, 0)
 
 
-def test_the_newest_row_is_preempted_and_comes_to_the_same_tokens() -> None:
+def test_the_newest_row_is_preempted_and_comes_to_the_same_tokens(make_engine: MakeEngine) -> None:
     # Half of the rows run four times longer than the others have shown, so the forecast errs.
     def misleading(context: bytes, stream: int, sample: int, position: int) -> int:
         ends = 4 if stream < 40 else 40
@@ -123,7 +124,7 @@ def test_the_newest_row_is_preempted_and_comes_to_the_same_tokens() -> None:
         assert output.token_ids.tolist() == expected(request, 0, misleading)
 
 
-def test_sample_i_of_n_is_sample_i_of_fewer() -> None:
+def test_sample_i_of_n_is_sample_i_of_fewer(make_engine: MakeEngine) -> None:
     def outputs(n: int) -> list[list[int]]:
         engine, _ = make_engine(num_blocks=100)
         completions, _ = run_all(engine, [make_request(7, [1, 2, 3, 4, 5], max_tokens=9, n=n)])
@@ -136,7 +137,9 @@ def test_sample_i_of_n_is_sample_i_of_fewer() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_samples_share_the_prompt_and_copy_only_the_block_they_part_in(caching: bool) -> None:
+def test_samples_share_the_prompt_and_copy_only_the_block_they_part_in(
+    make_engine: MakeEngine, caching: bool
+) -> None:
     engine, _ = make_engine(num_blocks=100, block_size=4, caching=caching)
     request = make_request(0, list(range(1, 11)), max_tokens=3, n=4, ignore_eos=True)
     completions, steps = run_all(engine, [request])
@@ -149,7 +152,7 @@ def test_samples_share_the_prompt_and_copy_only_the_block_they_part_in(caching: 
     assert completions[0].stats.peak_blocks == 6
 
 
-def test_samples_that_do_not_fit_at_once_run_after_one_another() -> None:
+def test_samples_that_do_not_fit_at_once_run_after_one_another(make_engine: MakeEngine) -> None:
     request = make_request(0, list(range(1, 10)), max_tokens=12, n=6)
     engine, _ = make_engine(num_blocks=5, block_size=4)
     completions, _ = run_all(engine, [request])
@@ -157,7 +160,7 @@ def test_samples_that_do_not_fit_at_once_run_after_one_another() -> None:
         assert output.token_ids.tolist() == expected(request, output.index)
 
 
-def test_the_worked_examples_of_reserving() -> None:
+def test_the_worked_examples_of_reserving(make_engine: MakeEngine) -> None:
     """2,048 slots reserved for 600 used waste 70.7 %; blocks of 16 waste 1.3 %."""
     request = make_request(0, [1] * 500, max_tokens=1548)
     ends_at_600 = make_engine(
@@ -186,7 +189,7 @@ def test_the_worked_examples_of_reserving() -> None:
     ],
 )
 def test_rows_that_can_never_run_are_handed_back(
-    prompt: list[int], max_tokens: int, code: str | None
+    make_engine: MakeEngine, prompt: list[int], max_tokens: int, code: str | None
 ) -> None:
     blocks = 10 if len(prompt) == 30 else 16
     engine, _ = make_engine(num_blocks=blocks, block_size=4, max_model_len=64)
@@ -197,14 +200,14 @@ def test_rows_that_can_never_run_are_handed_back(
     assert completions[1].error_code is None
 
 
-def test_the_model_length_cuts_max_tokens() -> None:
+def test_the_model_length_cuts_max_tokens(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(num_blocks=100, max_model_len=20)
     completions, _ = run_all(engine, [make_request(0, [1] * 15, max_tokens=50)])
     (output,) = completions[0].outputs
     assert (len(output.token_ids), output.finish_reason) == (5, "length")
 
 
-def test_stop_tokens_end_a_sample_once_it_is_long_enough() -> None:
+def test_stop_tokens_end_a_sample_once_it_is_long_enough(make_engine: MakeEngine) -> None:
     def counts(context: bytes, stream: int, sample: int, position: int) -> int:
         return [9, EOS, 8, 9, EOS][position]
 
@@ -221,7 +224,7 @@ def test_stop_tokens_end_a_sample_once_it_is_long_enough() -> None:
     assert run(stop_token_ids=[9], min_tokens=3) == ([9, EOS, 8, 9], "stop", 9)
 
 
-def test_min_tokens_bans_the_stop_tokens_until_then() -> None:
+def test_min_tokens_bans_the_stop_tokens_until_then(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(num_blocks=10)
     request = make_request(0, [1, 2], max_tokens=4, min_tokens=2, stop_token_ids=[5])
     run_all(engine, [request])
@@ -230,7 +233,7 @@ def test_min_tokens_bans_the_stop_tokens_until_then() -> None:
     assert runner.steps[0].sampling.bias_values.tolist() == [-np.inf, -np.inf]
 
 
-def test_bad_words_ban_the_token_that_would_complete_them() -> None:
+def test_bad_words_ban_the_token_that_would_complete_them(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(
         num_blocks=10, next_token=lambda context, stream, sample, position: [4, 5, 6][position]
     )
@@ -242,7 +245,7 @@ def test_bad_words_ban_the_token_that_would_complete_them() -> None:
     assert bans == [[8], [8], [7, 8, 9]]
 
 
-def test_penalised_rows_carry_their_tokens_and_others_do_not() -> None:
+def test_penalised_rows_carry_their_tokens_and_others_do_not(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(num_blocks=10)
     plain = make_request(0, [1, 2], max_tokens=2)
     penalised = make_request(1, [3, 4, 5], max_tokens=2, frequency_penalty=0.5)
@@ -265,7 +268,7 @@ class StopsAfter:
         return StopMatch("END", 3) if self.left == 0 else None
 
 
-def test_a_stop_string_ends_its_sample_only() -> None:
+def test_a_stop_string_ends_its_sample_only(make_engine: MakeEngine) -> None:
     request = replace(
         make_request(0, [1, 2], max_tokens=9, n=2), make_stop_checker=lambda: StopsAfter(4)
     )
@@ -289,7 +292,7 @@ class BreaksFor(FakeRunner):
 
 
 @pytest.mark.parametrize("num_blocks", [8, 100])
-def test_a_row_with_nan_logits_errs_alone(num_blocks: int) -> None:
+def test_a_row_with_nan_logits_errs_alone(make_engine: MakeEngine, num_blocks: int) -> None:
     engine, runner = make_engine(num_blocks=num_blocks, block_size=4)
     engine._runner = BreaksFor(num_blocks, runner.block_size)
     requests = [make_request(row, [1, 2, 3, 4, row], max_tokens=6, n=3) for row in range(3)]
@@ -301,7 +304,7 @@ def test_a_row_with_nan_logits_errs_alone(num_blocks: int) -> None:
             assert output.token_ids.tolist() == expected(requests[row], output.index)
 
 
-def test_what_a_row_with_nan_logits_computed_is_not_found_again() -> None:
+def test_what_a_row_with_nan_logits_computed_is_not_found_again(make_engine: MakeEngine) -> None:
     engine, runner = make_engine(num_blocks=50)
     engine._runner = BreaksFor(50, runner.block_size)
     prompt = list(range(1, 20))
@@ -311,7 +314,7 @@ def test_what_a_row_with_nan_logits_computed_is_not_found_again() -> None:
     assert again[2].stats.cached_tokens == 0
 
 
-def test_logprobs_come_only_to_rows_that_asked() -> None:
+def test_logprobs_come_only_to_rows_that_asked(make_engine: MakeEngine) -> None:
     class WithLogprobs(FakeRunner):
         def run(self, step: Step) -> StepResult:
             result = super().run(step)

@@ -63,6 +63,7 @@ class StepMaker:
             tables[row, : len(sequence.block_table)] = sequence.block_table
         return Step(
             token_ids=np.array(tokens, np.int32),
+            previous_sample=np.full(len(tokens), -1, np.int32),
             positions=np.array(positions, np.int32),
             query_starts=np.array(starts, np.int32),
             context_lens=np.array([s.num_computed for s, _ in parts], np.int32),

@@ -1,25 +1,28 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from batchinfer.engine.layout import KVLayout
-from batchinfer.engine.step import SamplingBatch, StepResult
+from batchinfer.engine.step import SamplingBatch
 from batchinfer.worker.attention import ATTENTION_NAME, register
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.runner import ModelRunner
+from batchinfer.worker.sampled import Sampled
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import HandSequence, StepMaker
 
 NEAR_TIE = 1e-4
 
 
-def greedy(logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
+def greedy(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     """A stand-in for the sampler: the most likely token."""
     ids = logits[torch.from_numpy(batch.logits_rows).long()].argmax(-1)
-    zeros = np.zeros(len(ids), np.float32)
-    return StepResult(ids.numpy().astype(np.int32), zeros, zeros > 0, None, None, None)
+    zeros = torch.zeros(len(ids))
+    return Sampled(ids, zeros, zeros > 0)
 
 
 def make_runner(family: str, num_blocks: int = 64) -> tuple[ModelRunner, StepMaker]:
@@ -44,7 +47,7 @@ def generate(family: str, prompts: list[list[int]], num_tokens: int, chunk: int)
                 parts.append((sequence, min(chunk, left)))
         if not parts:
             return [s.token_ids[len(p) :] for s, p in zip(sequences, prompts, strict=True)]
-        result = runner.run(maker.step(parts))
+        result = runner.submit(maker.step(parts)).result()
         tokens = iter(result.token_ids.tolist())
         for sequence, _ in parts:
             if sequence.num_computed == len(sequence.token_ids):
@@ -79,19 +82,39 @@ def test_greedy_tokens_equal_generate(family: str, chunk: int) -> None:
 def test_a_step_of_prefill_alone_samples_nothing() -> None:
     runner, maker = make_runner("llama")
     sequence = maker.sequence(list(range(20)))
-    result = runner.run(maker.step([(sequence, 11)]))
+    result = runner.submit(maker.step([(sequence, 11)])).result()
     assert len(result.token_ids) == len(result.logprobs) == len(result.nonfinite) == 0
+
+
+def test_a_step_takes_its_tokens_from_the_samples_of_the_step_before() -> None:
+    prompts = [[5, 6, 7], [8, 9]]
+
+    def second_step(known: bool) -> list[int]:
+        """Each sequence's second token; the first is handed over, or taken from the device."""
+        runner, maker = make_runner("llama")
+        sequences = [maker.sequence(prompt) for prompt in prompts]
+        first = runner.submit(maker.step([(s, len(s.token_ids)) for s in sequences])).result()
+        for sequence, token in zip(sequences, first.token_ids.tolist(), strict=True):
+            sequence.token_ids.append(token if known else 0)
+        # A third one has its tokens from the host; the others come in another order.
+        third = maker.sequence([3, 4])
+        step = maker.step([(sequences[1], 1), (third, 2), (sequences[0], 1)])
+        if not known:
+            step = replace(step, previous_sample=np.array([1, -1, -1, 0], np.int32))
+        return runner.submit(step).result().token_ids.tolist()
+
+    assert second_step(known=False) == second_step(known=True)
 
 
 def test_block_copies_come_before_the_forward_pass() -> None:
     runner, maker = make_runner("llama")
     prompt = list(range(10, 17))
     first, second = maker.sequence(prompt), maker.sequence(prompt)
-    expected = runner.run(maker.step([(first, 7)])).token_ids[0]
+    expected = runner.submit(maker.step([(first, 7)])).token_ids[0]
     blocks = [maker.free.pop(), maker.free.pop()]
     copies = tuple(zip(first.block_table, blocks, strict=True))
     second.block_table, second.num_computed = blocks, 6
-    assert runner.run(maker.step([(second, 1)], copies=copies)).token_ids[0] == expected
+    assert runner.submit(maker.step([(second, 1)], copies=copies)).token_ids[0] == expected
 
 
 def test_device_bytes_are_weights_and_pool() -> None:

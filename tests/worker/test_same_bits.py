@@ -14,13 +14,14 @@ from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Request
 from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.step import SamplingBatch, StepResult
+from batchinfer.engine.step import SamplingBatch
 from batchinfer.engine.table import SequenceTable
 from batchinfer.kernels.cpu import native
 from batchinfer.worker import linear
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.runner import ModelRunner
+from batchinfer.worker.sampled import Sampled
 from batchinfer.worker.sampler import Sampler
 from tests.models import make_checkpoint
 
@@ -60,7 +61,7 @@ class RecordingSampler(Sampler):
     def __init__(self) -> None:
         self.logits: dict[tuple[int, int], bytes] = {}
 
-    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
+    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         rows = logits.view(torch.uint8).numpy()
         for at, stream, position in zip(
             batch.logits_rows, batch.stream, batch.position, strict=True

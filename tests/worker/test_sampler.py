@@ -28,7 +28,7 @@ from tests.worker.sampling_batches import Sample, make_batch
 
 
 def sample(logits: torch.Tensor, samples: Sequence[Sample]) -> StepResult:
-    return Sampler()(logits, make_batch(samples))
+    return Sampler()(logits, make_batch(samples)).result()
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.worker.transfer import to_device
+from batchinfer.worker.transfer import HostCopy, to_device
 
 ARRAYS = {
     "ids": np.arange(5, dtype=np.int64),
@@ -31,3 +31,16 @@ def test_arrays_arrive_as_they_are(device: str) -> None:
 def test_on_the_cpu_nothing_is_copied() -> None:
     tensors = to_device(ARRAYS, torch.device("cpu"))
     assert tensors["ids"].data_ptr() == ARRAYS["ids"].ctypes.data
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_copy_to_the_host_has_what_the_tensor_had_when_it_began(device: str) -> None:
+    tensor = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
+    copy = HostCopy(tensor.clone())
+    tensor.zero_()
+    np.testing.assert_array_equal(copy.wait(), np.arange(6, dtype=np.int32).reshape(2, 3))
+
+
+def test_on_the_cpu_a_copy_to_the_host_is_the_tensor() -> None:
+    tensor = torch.arange(6)
+    assert HostCopy(tensor).wait().ctypes.data == tensor.data_ptr()
