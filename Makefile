@@ -1,4 +1,4 @@
-.PHONY: setup demo test
+.PHONY: setup demo test gpu
 
 # Everything goes into .venv; nothing else on the machine is touched.
 setup: .venv/ready
@@ -12,3 +12,12 @@ demo: setup
 
 test: setup
 	.venv/bin/python -m pytest
+
+# PYTHON=python3 takes that interpreter as it is; without it, the project's own environment.
+gpu: $(if $(PYTHON),,setup)
+	PYTHONPATH=. $(or $(PYTHON),.venv/bin/python) benchmarks/gpu.py $(if $(STAGES),--stages $(STAGES)) $(GPU_FLAGS)
+
+# Half an hour: jobs killed again and again, and crash states. OPTIONS="--kills 20 --named 0"
+.PHONY: faults
+faults: setup
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 .venv/bin/python -m tests.faults $(OPTIONS)

@@ -8,7 +8,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,9 +20,6 @@ _CLICK_INTERRUPTED = 130
 """What click makes of Ctrl-C."""
 
 _NOT_YET_COMMANDS = {
-    "plan": "Not yet: say what a job will need, without weights or a GPU.",
-    "status": "Not yet: show how far a job is.",
-    "verify": "Not yet: check the files of an output directory.",
     "report": "Not yet: write an HTML page about a finished job.",
     "init": "Not yet: write a commented job file for a dataset.",
     "run-batch": "Not yet: run an OpenAI batch file.",
@@ -45,6 +42,8 @@ Variables = Annotated[
     list[str] | None, typer.Option("--var", metavar="NAME=TEXT", help="Give a value for vars.")
 ]
 Output = Annotated[str | None, typer.Option("--output", metavar="DIR", help="Write here instead.")]
+Folder = Annotated[Path, typer.Argument(metavar="OUT", help="The output directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 Limit = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=0, help="Run only the first N rows.")
 ]
@@ -76,7 +75,9 @@ def run(
     output: Output = None,
     limit: Limit = None,
     shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Not yet.")] = None,
-    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Not yet.")] = False,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Run the rows again that ended in an error.")
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the output there is and start afresh.")
     ] = False,
@@ -85,8 +86,6 @@ def run(
     """Run a job; run it again to go on where it stopped."""
     if shard is not None:
         raise NotYetError("--shard")
-    if retry_errors:
-        raise NotYetError("--retry-errors")
     from batchinfer.crash_log import crash_directory
     from batchinfer.job.load import load_job
     from batchinfer.job.variables import parse_variables
@@ -103,7 +102,7 @@ def run(
     with crash_directory(Path(spec.output.path) / "_batchinfer"):
         from batchinfer.job.run import run_job
 
-        code = run_job(spec, overwrite=overwrite, quiet=quiet)
+        code = run_job(spec, overwrite=overwrite, retry_errors=retry_errors, quiet=quiet)
     raise typer.Exit(int(code))
 
 
@@ -118,13 +117,68 @@ def validate(job: JobFile, overrides: Overrides = None, variables: Variables = N
 
 
 @app.command()
+def plan(
+    job: JobFile,
+    overrides: Overrides = None,
+    variables: Variables = None,
+    output: Output = None,
+    limit: Limit = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="h200, h100, a100-80g, l40s or cpu; else this machine's."),
+    ] = None,
+    expect_output_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of an answer; else sampling.max_tokens."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Say what a job will need: reads data, tokenizer and model config, no weights, no GPU."""
+    from batchinfer.job.load import load_job
+    from batchinfer.job.variables import parse_variables
+
+    spec = load_job(
+        job,
+        overrides=overrides or (),
+        variables=parse_variables(variables or ()),
+        output=output,
+        limit=limit,
+    )
+    from batchinfer.job.plan import plan_job, plan_text
+
+    planned = plan_job(spec, device=device, expect_output_tokens=expect_output_tokens)
+    _say(plan_text(planned, as_json=as_json))
+
+
+@app.command()
+def status(out: Folder, as_json: AsJson = False) -> None:
+    """Show how far a job is, running or stopped, from its files alone."""
+    import time
+
+    from batchinfer.job.output import OutputDir
+    from batchinfer.job.status import read_status
+
+    found = read_status(OutputDir(out), time.time())
+    _say(_as_json(found.data()) if as_json else "\n".join(found.lines()))
+
+
+@app.command()
+def verify(out: Folder, as_json: AsJson = False) -> None:
+    """Check the files of an output directory: checksums, rows, columns, fingerprint."""
+    from batchinfer.job.output import OutputDir
+    from batchinfer.job.verify import verify as check
+
+    found = check(OutputDir(out))
+    _say(_as_json(found.data()) if as_json else "\n".join(found.lines()))
+    raise typer.Exit(int(ExitCode.DATA if found.problems else ExitCode.OK))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of the job file, for editors."""
-    import json
-
     from batchinfer.job.schema import json_schema
 
-    _say(json.dumps(json_schema(), indent=2))
+    _say(_as_json(json_schema()))
 
 
 @app.command()
@@ -223,6 +277,12 @@ def _bug(error: Exception) -> str:
         return f"batchinfer met a bug; please report it with {write_crash_log(error)}"
     except OSError:  # nowhere to write: the screen is the last place left
         return "".join(traceback.format_exception(error))
+
+
+def _as_json(data: Any) -> str:
+    import json
+
+    return json.dumps(data, indent=2)
 
 
 def _say(text: str) -> None:

@@ -26,7 +26,10 @@ from batchinfer.errors import (
     ModelError,
     StorageError,
 )
+from batchinfer.job.run import run_job
 from batchinfer.job.spec import JobSpec
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
 from tests.job.job_files import MINIMAL, write_job
 
 HEAVY = ("torch", "transformers", "polars", "pyarrow", "tokenizers", "triton", "rich")
@@ -186,10 +189,10 @@ def test_validate_finds_a_template_that_does_not_compile(batchinfer: Run, tmp_pa
 
 
 def test_run_hands_the_job_over(batchinfer: Run, fake_run: Any, tmp_path: Path) -> None:
-    calls: list[tuple[JobSpec, bool, bool]] = []
+    calls: list[tuple[JobSpec, dict[str, bool]]] = []
 
-    def run_job(spec: JobSpec, *, overwrite: bool, quiet: bool) -> ExitCode:
-        calls.append((spec, overwrite, quiet))
+    def run_job(spec: JobSpec, **options: bool) -> ExitCode:
+        calls.append((spec, options))
         return ExitCode.OK
 
     fake_run(run_job)
@@ -197,10 +200,10 @@ def test_run_hands_the_job_over(batchinfer: Run, fake_run: Any, tmp_path: Path) 
     arguments = ["--set", "sampling.n=2", "--set", "sampling.top_k=3", "--var", "ds=x"]
     arguments += ["--output", str(tmp_path / "o"), "--limit", "4", "--overwrite", "--quiet"]
     assert batchinfer("run", str(job), *arguments).code == 0
-    [(spec, overwrite, quiet)] = calls
+    [(spec, options)] = calls
     assert (spec.sampling.n, spec.sampling.top_k, spec.vars) == (2, 3, {"ds": "x"})
     assert (spec.output.path, spec.input.limit) == (str(tmp_path / "o"), 4)
-    assert (overwrite, quiet) == (True, True)
+    assert options == {"overwrite": True, "retry_errors": False, "quiet": True}
     assert not logging.getLogger("batchinfer.kernels").isEnabledFor(logging.WARNING)
 
 
@@ -266,12 +269,10 @@ def test_a_bug_is_one_line_and_a_log_in_the_output(
         (["run", "x.yaml", "--limit", "-1"], "--limit"),
         (["run", "x.yaml", "--zork"], "--zork"),
         (["run", "x.yaml", "--shard", "0/2"], "not yet: --shard"),
-        (["run", "x.yaml", "--retry-errors"], "not yet: --retry-errors"),
         (["run", "no-such.yaml"], "no-such.yaml: cannot be read: No such file"),
         (["run", "x.yaml", "--var", "zork"], "write --var name=text"),
-        (["plan", "x.yaml", "--device", "h200"], "not yet: batchinfer plan"),
-        (["status", "out"], "not yet: batchinfer status"),
-        (["verify", "out"], "not yet: batchinfer verify"),
+        (["plan", "x.yaml", "--device", "zork"], "no such device; known: h200, h100, a100-80g"),
+        (["plan", "x.yaml", "--expect-output-tokens", "0"], "--expect-output-tokens"),
         (["report", "out"], "not yet: batchinfer report"),
         (["init", "x.parquet"], "not yet: batchinfer init"),
         (["run-batch", "-i", "a", "-o", "b", "--model", "m"], "not yet: batchinfer run-batch"),
@@ -337,3 +338,28 @@ def test_bench_hands_its_options_over(
             output_json=Path("r.json"),
         )
     ]
+
+
+def test_status_and_verify_of_a_folder(batchinfer: Run, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "b", ""]})
+    spec = job(tmp_path, errors={"max_error_rate": 1})
+    run_job(spec, build=FakeBuild(), quiet=True)
+    out = spec.output.path
+    done = batchinfer("status", out)
+    assert (done.code, done.out.splitlines()[1]) == (0, "rows     3 of 3 (100%), 1 failed")
+    assert json.loads(batchinfer("status", out, "--json").out)["state"] == "finished"
+    done = batchinfer("verify", out)
+    assert (done.code, done.out) == (0, "finished: 1 of 1 parts, 3 rows; all as recorded\n")
+    (Path(out) / "summary.json").unlink()
+    assert batchinfer("verify", out).code == ExitCode.DATA
+    found = json.loads(batchinfer("verify", out, "--json").out)
+    assert (found["ok"], len(found["problems"])) == (False, 1)
+
+
+@pytest.mark.parametrize("command", ["status", "verify"])
+def test_a_folder_without_output(batchinfer: Run, tmp_path: Path, command: str) -> None:
+    done = batchinfer(command, str(tmp_path))
+    assert done.code == ExitCode.DATA
+    assert done.out == ""
+    assert "holds no output of batchinfer" in done.err
+    assert len(done.err.splitlines()) <= 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,8 @@ from batchinfer.job.messages import printable
 from batchinfer.job.output import OutputDir
 
 _STATS_FILES = ("steps.parquet", "requests.parquet")
-_PART_FILE = re.compile(r"part-\d{5,}\.parquet")
+PART_FILE = re.compile(r"part-\d{5,}\.parquet")
+"""Names of parts."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ def look(out: OutputDir, manifest: Manifest, if_exists: str) -> Work:
         if_exists: ``resume``, ``error`` or ``overwrite``.
 
     Raises:
-        LockedError: the directory holds finished parts of another job, or files of unknown origin.
+        LockedError: the directory holds finished rows of another job, or files of unknown origin.
         DataError: the input has changed since the first part was finished.
     """
-    begun = out.manifest.exists()
+    begun = _is_there(out, out.manifest)
     if begun and if_exists == "error":
         raise LockedError(f"{out.root} holds output already, and output.if_exists is error")
     overwrites = if_exists == "overwrite"
     if not begun or overwrites:
         _refuse_foreign(out, begun)
-    if overwrites or not _has_finished_parts(out):
+    if overwrites or not _has_finished_rows(out):
         starts_over = overwrites or _holds_another_plan(out, manifest)
         return Work(manifest, manifest.parts(), starts_over=starts_over)
-    stored = read_manifest(out.manifest)
+    stored = read_manifest(out.manifest, out.files)
     stored.check_same_job(manifest, str(out.root))
     plan = replace(manifest, planned_at=stored.planned_at)
     unfinished = dict(_unfinished(out, plan))
@@ -91,43 +91,61 @@ def start_over(out: OutputDir, work: Work) -> None:
         _settle(out, work)
 
 
+def plan_of(out: OutputDir) -> Manifest:
+    """The plan of the job that writes, or wrote, to ``out``.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    if not _is_there(out, out.manifest):
+        raise DataError(
+            f"{printable(str(out.root))} holds no output of batchinfer",
+            hint="give the folder that output.path of the job file names",
+        )
+    return read_manifest(out.manifest, out.files)
+
+
 def _unfinished(out: OutputDir, manifest: Manifest) -> Iterator[tuple[Part, str | None]]:
     """Parts without a record; parts that are not as their record says, with what is wrong."""
     for part in manifest.parts():
         try:
             if out.finished(part) is not None:
                 continue
-            problem = f"{out.part_file(part)} has no record" if out.success.exists() else None
+            problem = (
+                f"{out.part_file(part)} has no record" if _is_there(out, out.success) else None
+            )
         except DataError as error:
             problem = str(error)
         yield part, problem
 
 
 def _settle(out: OutputDir, work: Work) -> None:
-    if not _has_finished_parts(out):
+    if not _has_finished_rows(out):
         out.write(out.manifest, work.manifest.to_json())
     if work.todo:
         with storage_errors(out.success):
-            out.success.unlink(missing_ok=True)
+            out.files.delete(out.success)
+            out.files.sync(out.root)
 
 
 def _make_directories(out: OutputDir) -> None:
     with storage_errors(out.staging):
-        shutil.rmtree(out.staging, ignore_errors=True)
-    state = (out.staging, out.steps, out.requests, out.runs, out.logs, out.parts)
-    for directory in (out.data, out.stats, *state):
+        out.files.delete(out.staging)
+    finished = (out.data, out.parts, out.segments, out.requests)
+    told = (out.stats, out.steps, out.runs, out.logs, out.in_flight)
+    for directory in (out.staging, *finished, *told):
         with storage_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            if not os.access(directory, os.W_OK | os.X_OK):
+            out.files.make_directory(directory)
+            if not out.files.can_write(directory):
                 raise PermissionError(13, os.strerror(13))
 
 
 def _refuse_foreign(out: OutputDir, begun: bool) -> None:
     """Neither mix with nor delete what another program, or a person, has put here."""
-    found = [path for path in _listed(out.data) if not _PART_FILE.fullmatch(path.name)]
+    found = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
     if not begun:  # then nothing here is this program's
         named = (out.success, out.summary, *(out.stats / name for name in _STATS_FILES))
-        found = [*_listed(out.data), *(path for path in named if path.exists())]
+        found = [*out.files.entries(out.data), *(path for path in named if _is_there(out, path))]
     if found:
         raise LockedError(
             f"{printable(str(found[0]))} is no output of batchinfer",
@@ -135,41 +153,38 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
         )
 
 
-def _listed(directory: Path) -> list[Path]:
-    return sorted(directory.iterdir()) if directory.is_dir() else []
+def _is_there(out: OutputDir, path: Path) -> bool:
+    return out.files.stat(path) is not None
 
 
 def _holds_another_plan(out: OutputDir, manifest: Manifest) -> bool:
-    """Whether what is here was begun for another plan, and none of its parts was finished."""
-    if not out.manifest.exists():
+    """Whether what is here was begun for another plan, and none of its rows was finished."""
+    if not _is_there(out, out.manifest):
         return False
     try:
-        begun = read_manifest(out.manifest)
+        begun = read_manifest(out.manifest, out.files)
     except DataError:
         return True
     return (begun.fingerprint, begun.inputs) != (manifest.fingerprint, manifest.inputs)
 
 
-def _has_finished_parts(out: OutputDir) -> bool:
-    return any(out.parts.glob("*"))
+def _has_finished_rows(out: OutputDir) -> bool:
+    return any(out.files.entries(out.parts)) or any(out.files.entries(out.segments))
 
 
 def _clear(out: OutputDir) -> None:
     """Delete this program's files: what says they are whole first, the manifest last."""
+    delete, entries = out.files.delete, out.files.entries
     for path in (out.success, out.summary, out.root / "report.html"):
-        path.unlink(missing_ok=True)
-    for path in [path for path in _listed(out.data) if _PART_FILE.fullmatch(path.name)]:
-        path.unlink()
+        delete(path)
+    for path in [path for path in entries(out.data) if PART_FILE.fullmatch(path.name)]:
+        delete(path)
     for name in _STATS_FILES:
-        (out.stats / name).unlink(missing_ok=True)
+        delete(out.stats / name)
     keep = {out.manifest, out.state / "lock"}
-    for path in set(out.state.iterdir()) - keep:
-        _delete(path)
-    out.manifest.unlink(missing_ok=True)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    for path in [path for path in entries(out.state) if path not in keep]:
+        delete(path)
+    for directory in (out.root, out.data, out.stats, out.state):
+        if _is_there(out, directory):
+            out.files.sync(directory)  # or old parts might come back beside a new manifest
+    delete(out.manifest)

@@ -1,15 +1,23 @@
-"""Writing files so that a reader, and a run after a crash, sees all of a file or none of it."""
+"""Writing files so that a reader, and a run after a crash, sees all of a file or none of it.
+
+``Files`` is all the commit protocol asks of a file system; tests put one in its place that loses
+what was not synced.
+"""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 from batchinfer.errors import StorageError
+from batchinfer.job.failpoints import failpoint
 from batchinfer.job.messages import printable
 
 _HASH_CHUNK = 1 << 20
@@ -27,6 +35,108 @@ _ADVICE = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """What is known of a file without reading it."""
+
+    size: int
+    mtime_ns: int
+
+
+class Files(Protocol):
+    """A file system; all methods raise OSError where it refuses."""
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Make a file, or replace its content; on disk only after ``sync``."""
+        ...
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open a file to read it."""
+        ...
+
+    def sync(self, path: Path) -> None:
+        """Put a file's content, or a directory's entries, on disk."""
+        ...
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name, whatever had that name; on disk after the folders' sync."""
+        ...
+
+    def delete(self, path: Path) -> None:
+        """Delete a file or a folder with all in it; one that is missing is no error."""
+        ...
+
+    def make_directory(self, path: Path) -> None:
+        """Make a folder, and the folders it is in, where they are missing; on disk at once."""
+        ...
+
+    def can_write(self, directory: Path) -> bool:
+        """Whether files may be made in a folder."""
+        ...
+
+    def entries(self, directory: Path) -> list[Path]:
+        """What is in a folder, in the order of names; nothing where it is missing."""
+        ...
+
+    def stat(self, path: Path) -> FileStat | None:
+        """Size and time of a file or folder; None where it is missing."""
+        ...
+
+
+class LocalFiles:
+    """The operating system's files; see ``Files``."""
+
+    def write(self, path: Path, data: bytes) -> None:
+        """See ``Files``."""
+        path.write_bytes(data)
+
+    def open(self, path: Path) -> BinaryIO:
+        """See ``Files``."""
+        return path.open("rb")
+
+    def sync(self, path: Path) -> None:
+        """See ``Files``."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See ``Files``."""
+        os.replace(source, target)
+
+    def delete(self, path: Path) -> None:
+        """See ``Files``."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def make_directory(self, path: Path) -> None:
+        """See ``Files``."""
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            self.sync(folder.parent)
+
+    def can_write(self, directory: Path) -> bool:
+        """See ``Files``."""
+        return os.access(directory, os.W_OK | os.X_OK)
+
+    def entries(self, directory: Path) -> list[Path]:
+        """See ``Files``."""
+        return sorted(directory.iterdir()) if directory.is_dir() else []
+
+    def stat(self, path: Path) -> FileStat | None:
+        """See ``Files``."""
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return None
+        return FileStat(found.st_size, found.st_mtime_ns)
+
+
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Turn the operating system's errors into StorageError, naming ``path``."""
@@ -38,23 +148,30 @@ def storage_errors(path: Path) -> Iterator[None]:
         advice = _ADVICE.get(number, "see to it")
         raise StorageError(
             f"cannot write {printable(str(path))}: {reason}",
-            hint=f"{advice}, then run again: finished parts are kept",
+            hint=f"{advice}, then run again: finished rows are kept",
         ) from error
 
 
-def publish(staged: Path, final: Path) -> None:
+def publish(files: Files, staged: Path, final: Path) -> None:
     """Make the finished file ``staged`` appear as ``final``, on disk when this returns.
+
+    Failpoints: ``<folder of final>-`` and ``staged``, ``synced``, ``renamed`` or ``durable``.
 
     Raises:
         StorageError: the file system refuses.
     """
+    kind = final.parent.name
     with storage_errors(final):
-        _sync(staged)
-        os.replace(staged, final)
-        _sync(final.parent)
+        failpoint(f"{kind}-staged")
+        files.sync(staged)
+        failpoint(f"{kind}-synced")
+        files.rename(staged, final)
+        failpoint(f"{kind}-renamed")
+        files.sync(final.parent)
+        failpoint(f"{kind}-durable")
 
 
-def write_file(final: Path, data: bytes, staging: Path) -> None:
+def write_file(files: Files, final: Path, data: bytes, staging: Path) -> None:
     """Write ``data`` to ``final`` by way of the directory ``staging``.
 
     Raises:
@@ -62,22 +179,28 @@ def write_file(final: Path, data: bytes, staging: Path) -> None:
     """
     staged = staging / final.name
     with storage_errors(final):
-        staged.write_bytes(data)
-    publish(staged, final)
+        files.write(staged, data)
+    publish(files, staged, final)
 
 
-def sha256_of(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+def read_file(files: Files, path: Path) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with files.open(path) as file:
+        return file.read()
+
+
+def sha256_of(files: Files, path: Path) -> str:
+    """Hex digest of a file's bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with files.open(path) as file:
         while chunk := file.read(_HASH_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

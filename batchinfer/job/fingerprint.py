@@ -58,7 +58,11 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
 
 def fingerprint(spec: JobSpec, model_facts: Mapping[str, Any]) -> str:
     """SHA-256, in hex, of ``fingerprint_facts``."""
-    facts = fingerprint_facts(spec, model_facts)
+    return digest(fingerprint_facts(spec, model_facts))
+
+
+def digest(facts: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of ``fingerprint_facts`` as they are, or as a manifest holds them."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

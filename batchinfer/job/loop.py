@@ -8,12 +8,14 @@ from threading import Event
 
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Completion
+from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError
+from batchinfer.job.failpoints import failpoint
 from batchinfer.job.order import PromptRow
 from batchinfer.job.progress import Progress
 from batchinfer.job.rows import RequestMaker
-from batchinfer.job.stats import StepRow, StepSampler
 from batchinfer.job.threads import Ahead, Behind
+from batchinfer.text.prompts import Prompt
 
 _WAIT_S = 0.1  # for rows, before looking whether to stop
 
@@ -23,7 +25,7 @@ class Finished:
     """What one turn of the loop hands to the writing thread."""
 
     rows: list[tuple[PromptRow, Completion | None]]
-    steps: list[StepRow]
+    step: StepStats | None
 
 
 @dataclass
@@ -32,12 +34,12 @@ class EngineLoop:
 
     engine: Engine
     requests: RequestMaker
-    sampler: StepSampler
-    device_bytes: Callable[[], int]
     progress: Progress
     stop: Event
     max_waiting: int
     """Rows queued in the engine, so that it can look ahead; the others wait outside it."""
+    admit: Callable[[list[int]], None]
+    """Told which rows are about to be given to the engine."""
 
     def __post_init__(self) -> None:
         self._in_flight: dict[int, PromptRow] = {}
@@ -56,7 +58,6 @@ class EngineLoop:
             else:
                 # In this order: a stop is what may have ended the rows.
                 complete = rows.exhausted and not self.stop.is_set()
-        writer.put(Finished([], self.sampler.rest(self.device_bytes())))
         return complete
 
     def _feed(self, rows: Ahead[list[PromptRow]]) -> list[PromptRow]:
@@ -67,24 +68,26 @@ class EngineLoop:
             batch = rows.take(_WAIT_S if idle else 0)
             if batch is None:
                 break
-            for row in batch:
-                if isinstance(row.prompt, RowError) or row.sampling is None:
-                    failed.append(row)
-                else:
-                    self._in_flight[row.row_id] = row
-                    request = self.requests.make(row.row_id, row.prompt, row.sampling)
-                    self.engine.add_request(request)
+            failed += [row for row in batch if isinstance(row.prompt, RowError)]
+            self._give([row for row in batch if not isinstance(row.prompt, RowError)])
         return failed
+
+    def _give(self, rows: list[PromptRow]) -> None:
+        self.admit([row.row_id for row in rows])
+        for row in rows:
+            failpoint(f"row-{row.row_id}")
+            assert isinstance(row.prompt, Prompt)
+            assert row.sampling is not None
+            self._in_flight[row.row_id] = row
+            self.engine.add_request(self.requests.make(row.row_id, row.prompt, row.sampling))
 
     def _step(self, failed: list[PromptRow]) -> Finished:
         done: list[tuple[PromptRow, Completion | None]] = [(row, None) for row in failed]
         if not self.engine.num_unfinished:
             self.progress.update(len(done), 0, None)
-            return Finished(done, [])
+            return Finished(done, None)
         outcome = self.engine.step()
         done += [(self._in_flight.pop(c.request.row_id), c) for c in outcome.completions]
         tokens = sum(completion.stats.output_tokens for completion in outcome.completions)
         self.progress.update(len(done), tokens, outcome.stats)
-        if outcome.stats is None:
-            return Finished(done, [])
-        return Finished(done, self.sampler.take(outcome.stats, self.device_bytes()))
+        return Finished(done, outcome.stats)

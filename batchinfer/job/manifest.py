@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import DataError, LockedError
+from batchinfer.job.files import Files, LocalFiles, read_file
 from batchinfer.job.fingerprint import differing_keys
 from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.source import InputFile
@@ -79,14 +80,14 @@ class Manifest:
             )
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, files: Files | None = None) -> Manifest:
     """The manifest stored at ``path``.
 
     Raises:
         DataError: it is damaged.
     """
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_file(files or LocalFiles(), path))
         fields["input_paths"] = tuple(map(str, fields["input_paths"]))
         datetime.fromisoformat(fields["planned_at"])
         fields["inputs"] = tuple(InputFile(**file) for file in fields["inputs"])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from typing import Any
+
+from pyarrow import RecordBatch
 
 from batchinfer.errors import RowError
 from batchinfer.job.columns import python_rows
@@ -26,19 +29,50 @@ class PromptRow:
 
 
 def prompt_rows(
-    source: Source, parts: Sequence[Part], builder: PromptBuilder, params: RowParams
+    source: Source,
+    parts: Sequence[Part],
+    builder: PromptBuilder,
+    params: RowParams,
+    ranges: Iterable[range] | None = None,
 ) -> Iterator[list[PromptRow]]:
-    """Prompts of the rows of ``parts``, in input order, a batch at a time."""
+    """Prompts of the rows of ``parts``, in input order, a batch of one part's rows at a time.
+
+    Args:
+        source: the dataset.
+        parts: parts that hold the rows, in order.
+        builder: makes the prompts.
+        params: makes the rows' sampling parameters.
+        ranges: only these rows, in order, each range in one part; None: all.
+    """
     columns = [*builder.columns]
     if COLUMN in source.schema.names and COLUMN not in columns:
         columns.append(COLUMN)
-    for first_row, batch in source.scan(columns, [part.rows for part in parts]):
-        rows = python_rows(batch)
-        prompts = builder.build(rows)
-        yield [
-            _prompt_row(row_id, prompt, params.of(row.get(COLUMN)))
-            for row_id, (row, prompt) in enumerate(zip(rows, prompts, strict=True), first_row)
-        ]
+    wanted = [part.rows for part in parts] if ranges is None else list(ranges)
+    first_rows = [part.rows.start for part in parts]
+    pieces = source.scan(columns, wanted)
+    for _, of_part in groupby(wanted, key=lambda rows: bisect_right(first_rows, rows.start)):
+        missing = sum(map(len, of_part))
+        while missing:
+            row_ids, rows = _batch(pieces, min(missing, BATCH_ROWS))
+            missing -= len(rows)
+            prompts = builder.build(rows)
+            yield [
+                _prompt_row(row_id, prompt, params.of(row.get(COLUMN)))
+                for row_id, row, prompt in zip(row_ids, rows, prompts, strict=True)
+            ]
+
+
+def _batch(
+    pieces: Iterator[tuple[int, RecordBatch]], num_rows: int
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """Row ids and rows of ``num_rows`` or more: prompts of scattered rows are built together."""
+    row_ids: list[int] = []
+    rows: list[dict[str, Any]] = []
+    while len(rows) < num_rows:
+        first_row, piece = next(pieces)
+        row_ids.extend(range(first_row, first_row + piece.num_rows))
+        rows.extend(python_rows(piece))
+    return row_ids, rows
 
 
 def _prompt_row(

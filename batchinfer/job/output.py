@@ -1,17 +1,18 @@
 """The output directory: its paths, who may write to it, which parts are finished.
 
 ``_batchinfer/manifest.json`` says what the directory is for. A part is finished when its record
-``_batchinfer/parts/part-N.json`` is there and its file is as the record says; the record is
-written after the file. The statistics of a part's rows, ``_batchinfer/requests/part-N.parquet``,
-are written before both, so that finished rows always have theirs.
+``_batchinfer/parts/part-N.json`` is there and its file is as the record says
+(``batchinfer.job.commit`` writes them). Finished rows of other parts are in
+``_batchinfer/segments`` (``batchinfer.job.segments``). Nothing else says what is done.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from batchinfer.errors import DataError, LockedError
-from batchinfer.job.files import publish, sha256_of, storage_errors, write_file
+from batchinfer.job.files import (
+    Files,
+    LocalFiles,
+    read_file,
+    sha256_of,
+    storage_errors,
+    write_file,
+)
 from batchinfer.job.manifest import Part
 
 
@@ -31,7 +39,7 @@ class PartRecord:
     rows: int
     error_codes: dict[str, int]
     """Rows that failed, by code."""
-    control_text_rows: int
+    control_text_row_ids: list[int]
     """Rows whose own text holds what looks like one of the model's control tokens."""
     size: int
     mtime_ns: int
@@ -39,10 +47,11 @@ class PartRecord:
 
 
 class OutputDir:
-    """Paths of an output directory, and writing to them."""
+    """Paths of an output directory, and reading and writing them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, files: Files | None = None) -> None:
         self.root = root
+        self.files = files or LocalFiles()
         self.data = root / "data"
         self.stats = root / "stats"
         self.state = root / "_batchinfer"
@@ -52,6 +61,9 @@ class OutputDir:
         self.runs = self.state / "runs"
         self.logs = self.state / "logs"
         self.parts = self.state / "parts"
+        self.segments = self.state / "segments"
+        self.in_flight = self.state / "in_flight"
+        self.suspects = self.state / "suspects.json"
         self.manifest = self.state / "manifest.json"
         self.success = root / "_SUCCESS"
         self.summary = root / "summary.json"
@@ -65,7 +77,7 @@ class OutputDir:
             StorageError: it cannot be written to.
         """
         with storage_errors(self.state):
-            self.state.mkdir(parents=True, exist_ok=True)
+            self.files.make_directory(self.state)
             lock = FileLock(self.state / "lock", timeout=0)
             try:
                 lock.acquire()
@@ -85,59 +97,58 @@ class OutputDir:
         Raises:
             DataError: the record is damaged, or the part is no longer as it says.
         """
-        path = self._record(part)
-        if not path.exists():
+        path = self.record(part)
+        if self.files.stat(path) is None:
             return None
-        record = _read_record(path, len(part.rows))
+        record = self._read_record(path, len(part.rows))
         self._check(part, record)
+        return record
+
+    def _read_record(self, path: Path, num_rows: int) -> PartRecord:
+        """A record, checked: what is damaged must not pass for finished."""
+        try:
+            record = PartRecord(**json.loads(read_file(self.files, path)))
+            counts = [record.rows, *record.control_text_row_ids, *record.error_codes.values()]
+            whole = record.rows == num_rows and all(isinstance(count, int) for count in counts)
+        except (OSError, ValueError, TypeError, AttributeError):
+            whole = False
+        if not whole:
+            raise DataError(f"{path} is damaged")
         return record
 
     def _check(self, part: Part, record: PartRecord) -> None:
         file, requests = self.part_file(part), self.request_stats(part)
-        for path in (file, requests):
-            if not path.exists():
-                raise DataError(f"{path} is missing")
         try:
-            stat = file.stat()
-            if stat.st_size != record.size:
-                raise DataError(f"{file} has {stat.st_size} bytes; {record.size} were written")
-            if stat.st_mtime_ns != record.mtime_ns and sha256_of(file) != record.sha256:
+            stat = self.files.stat(file)
+            for path, found in ((file, stat), (requests, self.files.stat(requests))):
+                if found is None:
+                    raise DataError(f"{path} is missing")
+            assert stat is not None
+            if stat.size != record.size:
+                raise DataError(f"{file} has {stat.size} bytes; {record.size} were written")
+            unchanged = stat.mtime_ns == record.mtime_ns
+            if not unchanged and sha256_of(self.files, file) != record.sha256:
                 raise DataError(f"{file} holds other bytes than were written (its hash differs)")
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror}") from None
 
-    def commit(
-        self,
-        part: Part,
-        table: pa.Table,
-        requests: pa.Table,
-        error_codes: dict[str, int],
-        control_text_rows: int,
-    ) -> None:
-        """Write a finished part: its rows' statistics, its file, its record.
+    def write_table(self, final: Path, table: pa.Table) -> None:
+        """Write ``table`` as a Parquet file, all of it or nothing."""
+        self.write(final, parquet_bytes([table]))
+
+    def read_table(self, path: Path) -> pa.Table:
+        """Read a Parquet file, its page checksums verified.
 
         Raises:
-            StorageError: the file system refuses; the part is then not finished.
+            OSError, pyarrow.ArrowException: it cannot be read.
         """
-        self.write_table(self.request_stats(part), requests)
-        self.write_table(self.part_file(part), table)
-        with storage_errors(self.part_file(part)):
-            stat, digest = self.part_file(part).stat(), sha256_of(self.part_file(part))
-        record = PartRecord(
-            table.num_rows, error_codes, control_text_rows, stat.st_size, stat.st_mtime_ns, digest
-        )
-        self.write(self._record(part), json.dumps(asdict(record)).encode())
-
-    def write_table(self, final: Path, table: pa.Table) -> None:
-        """Write ``table`` as a Parquet file, zstd, with page checksums."""
-        staged = self.staging / final.name
-        with storage_errors(final):
-            pq.write_table(table, staged, compression="zstd", write_page_checksum=True)
-        publish(staged, final)
+        with self.files.open(path) as file:
+            reader = pq.ParquetFile(file, page_checksum_verification=True)
+            return reader.read(use_threads=False)
 
     def write(self, final: Path, data: bytes) -> None:
         """Write ``data`` to ``final``, all of it or nothing."""
-        write_file(final, data, self.staging)
+        write_file(self.files, final, data, self.staging)
 
     def write_json(self, final: Path, value: Any) -> None:
         """Write ``value`` to ``final`` as JSON, all of it or nothing."""
@@ -151,22 +162,17 @@ class OutputDir:
         """Where a part goes."""
         return self.data / f"{part.name}.parquet"
 
-    def _record(self, part: Part) -> Path:
+    def record(self, part: Part) -> Path:
+        """File of a finished part's record."""
         return self.parts / f"{part.name}.json"
 
 
-def _read_record(path: Path, num_rows: int) -> PartRecord:
-    """A record, checked: what is damaged must not pass for finished.
-
-    Raises:
-        DataError: it is damaged.
-    """
-    try:
-        record = PartRecord(**json.loads(path.read_bytes()))
-        counts = [record.rows, record.control_text_rows, *record.error_codes.values()]
-        whole = record.rows == num_rows and all(isinstance(count, int) for count in counts)
-    except (OSError, ValueError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise DataError(f"{path} is damaged")
-    return record
+def parquet_bytes(row_groups: Sequence[pa.Table]) -> bytes:
+    """A Parquet file of one or more tables, zstd, with page checksums."""
+    file = BytesIO()
+    with pq.ParquetWriter(
+        file, row_groups[0].schema, compression="zstd", write_page_checksum=True
+    ) as writer:
+        for table in row_groups:
+            writer.write_table(table)
+    return file.getvalue()

@@ -129,7 +129,7 @@ class Lines:
             line = f"{counter.rows:,} of {_rows(counter.total)}, {counter.rates}"
             if counter.rows:
                 left = elapsed / counter.rows * (counter.total - counter.rows)
-                line += f", about {_duration(left)} left"
+                line += f", about {duration(left)} left"
             self._write(line)
 
     def close(self) -> None:
@@ -141,8 +141,8 @@ def summary_lines(summary: dict[str, Any], output: Path) -> list[str]:
     rows, tokens, kv = (summary[key] for key in ("rows", "tokens", "kv"))
     time_s, rates = summary["time_s"], summary["throughput"]
     lines = [
-        f"rows     {rows['ok']:,} ok, {rows['error']:,} failed, in {_duration(time_s['total'])} "
-        f"({_duration(time_s['load'])} to load)"
+        f"rows     {rows['ok']:,} ok, {rows['error']:,} failed, in {duration(time_s['total'])} "
+        f"({duration(time_s['load'])} to load)"
     ]
     if rows["error_codes"]:
         lines.append(f"errors   {_counts(rows['error_codes'])}")
@@ -174,7 +174,8 @@ def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: Path) -
         f"{rows['error']:,} of {_rows(rows['total'])} failed, more than errors.max_error_rate "
         f"{max_error_rate:g} allows: {_counts(rows['error_codes'])}\n"
         f"all rows are written to {printable(str(output))}; see their error column. There is no "
-        "_SUCCESS; to accept them, raise errors.max_error_rate and run again"
+        "_SUCCESS; to run them again, use --retry-errors; to accept them, raise "
+        "errors.max_error_rate and run again"
     )
 
 
@@ -182,7 +183,8 @@ def _rows(count: int) -> str:
     return f"{count:,} row" if count == 1 else f"{count:,} rows"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time as people say it."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

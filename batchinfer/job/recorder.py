@@ -6,6 +6,7 @@ import json
 import platform
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from batchinfer.engine.stats import StepStats
 from batchinfer.job.files import storage_errors
 from batchinfer.job.output import OutputDir
 from batchinfer.job.stats import STEPS_SCHEMA, StepRow, StepSampler
@@ -38,6 +40,16 @@ class Run:
     """``KV_FACTS``; empty where no model was needed."""
     peak_used_blocks: int = 0
     """Of all steps, also those that ``stats.every_steps`` leaves out."""
+    used_blocks: int = 0
+    """In the last step."""
+    rows: int = 0
+    """Rows it has finished."""
+    saved_at: float = 0.0
+    """When this was written, in seconds since 1970."""
+    ended: bool = False
+    """Whether it has ended, and not by dying."""
+    unsampled: StepRow | None = None
+    """The steps since the last row of ``steps``, as one row."""
 
     @property
     def engine_s(self) -> float:
@@ -56,6 +68,8 @@ def read_run(path: Path) -> Run:
         run = Run(**json.loads(path.read_bytes()))
         seconds = [run.load_s + 0.0, run.total_s + 0.0, run.peak_used_blocks + 0.0]
         sizes = [run.kv[name] + 0 for name in KV_FACTS] if run.kv else []
+        if run.unsampled is not None:
+            sizes.append(run.unsampled["step"] + 0)
     except (TypeError, KeyError) as error:
         raise ValueError(f"not a run's record: {error}") from None
     if run.run_id != path.stem or min(*seconds, *sizes) < 0:
@@ -64,7 +78,7 @@ def read_run(path: Path) -> Run:
 
 
 class Recorder:
-    """Keeps the run's record on disk, at least as far as the finished parts go.
+    """Keeps the run's record on disk, at least as far as the finished rows go.
 
     Args:
         out: the output directory.
@@ -75,8 +89,8 @@ class Recorder:
     def __init__(self, out: OutputDir, model: str, every_steps: int) -> None:
         self._out = out
         self.run = Run(_next_run_id(out), {"name": model})
-        self.sampler = StepSampler(self.run.run_id, every_steps)
-        """Makes the rows of this run's steps."""
+        self._sampler = StepSampler(self.run.run_id, every_steps)
+        self._device_bytes: Callable[[], int] = lambda: 0
         self._began = time.perf_counter()
         self._steps: list[StepRow] = []
         self._num_files = 0
@@ -87,17 +101,30 @@ class Recorder:
         self._began -= load_s
         self.run.load_s = load_s
         self.run.device, self.run.model = built.device, dict(built.model_facts)
+        self._device_bytes = built.device_bytes
         self.run.kv = {name: getattr(built, name) for name in KV_FACTS}
         self._save()  # before the first step: the summary reads them together
 
-    def add(self, steps: list[StepRow]) -> None:
-        """Take step rows, in order."""
-        self._steps.extend(steps)
+    def add(self, step: StepStats | None, num_rows: int) -> None:
+        """Take a step, and how many rows have finished with it."""
+        self.run.rows += num_rows
+        if step is None:
+            return
+        self.run.used_blocks = step.kv_blocks_used
+        self._steps += self._sampler.take(step, self._device_bytes())
         if len(self._steps) >= STEPS_PER_FILE:
             self._flush()
 
     def checkpoint(self) -> None:
-        """Put on disk what has been taken so far."""
+        """Put on disk what has been taken so far; finished rows must not go there before."""
+        self._flush()
+        self.run.unsampled = self._sampler.so_far(self._device_bytes())
+        self._save()
+
+    def end(self) -> None:
+        """Put the rest on disk; nothing is taken after this."""
+        self._steps += self._sampler.rest(self._device_bytes())
+        self.run.ended, self.run.unsampled = True, None
         self._flush()
         self._save()
 
@@ -109,7 +136,8 @@ class Recorder:
 
     def _save(self) -> None:
         self.run.total_s = time.perf_counter() - self._began
-        self.run.peak_used_blocks = self.sampler.peak_used_blocks
+        self.run.saved_at = time.time()
+        self.run.peak_used_blocks = self._sampler.peak_used_blocks
         self._out.write_json(self._out.runs / f"{self.run.run_id}.json", asdict(self.run))
 
     def _flush(self) -> None:

@@ -78,7 +78,7 @@ class RowFinisher:
     def finish(self, row: PromptRow, completion: Completion | None) -> FinishedRow:
         """The finished row; no completion for a row that failed before the engine."""
         if isinstance(row.prompt, RowError):
-            return FinishedRow(_error_values(row.row_id, row.prompt), None, False)
+            return failed_row(row.row_id, row.prompt)
         assert completion is not None
         prompt, outputs = row.prompt, self._outputs(completion)
         failed = completion.error_code is not None
@@ -138,10 +138,10 @@ def _logprobs(sample: SampleOutput) -> list[dict[str, Any]] | None:
     ]
 
 
-def _error_values(row_id: int, error: RowError) -> dict[str, Any]:
-    """Columns of a row that the engine never saw."""
+def failed_row(row_id: int, error: RowError) -> FinishedRow:
+    """A row that the engine does not run."""
     num_tokens = error.num_tokens if isinstance(error, PromptTooLongError) else None
-    return {
+    values: dict[str, Any] = {
         "row_id": row_id,
         "generated_text": None,
         "outputs": [],
@@ -151,6 +151,7 @@ def _error_values(row_id: int, error: RowError) -> dict[str, Any]:
         "status": "error",
         "error": _error(error.code, error.message),
     }
+    return FinishedRow(values, None, False)
 
 
 def _error(code: str | None, message: str | None) -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
@@ -11,13 +12,16 @@ from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.existing import Work, look, prepare, start_over
 from batchinfer.job.fingerprint import fingerprint, fingerprint_facts
 from batchinfer.job.ids import check_unique_ids
+from batchinfer.job.making import make_parts
 from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.messages import printable
 from batchinfer.job.model_facts import model_facts
 from batchinfer.job.output import OutputDir, PartRecord
-from batchinfer.job.pipeline import BuildEngine, Job, load, make_parts
+from batchinfer.job.pipeline import BuildEngine, Job, load
 from batchinfer.job.progress import make_progress, say, summary_lines, too_many_errors
 from batchinfer.job.prompt_columns import check_prompt_columns
+from batchinfer.job.recovery import from_scratch, recover
+from batchinfer.job.retry import has_errors, reopen
 from batchinfer.job.signals import stop_signals
 from batchinfer.job.source import open_source
 from batchinfer.job.spec import JobSpec
@@ -36,6 +40,7 @@ def run_job(
     spec: JobSpec,
     *,
     overwrite: bool = False,
+    retry_errors: bool = False,
     quiet: bool = False,
     build: BuildEngine | None = None,
 ) -> ExitCode:
@@ -47,6 +52,7 @@ def run_job(
     Args:
         spec: the job.
         overwrite: start over, as with ``output.if_exists: overwrite``.
+        retry_errors: run the rows again that ended in an error.
         quiet: print nothing but why the job did not succeed.
         build: makes the engine, in place of ``batchinfer.build.build_engine``.
 
@@ -54,11 +60,13 @@ def run_job(
         OK, TOO_MANY_ROW_ERRORS or INTERRUPTED.
 
     Raises:
-        JobError: the job cannot be run; finished parts stay.
+        JobError: the job cannot be run; finished rows stay.
     """
     job = _look(spec)
     if_exists = "overwrite" if overwrite else spec.output.if_exists
-    if _is_finished(job, if_exists):
+    if retry_errors and if_exists == "overwrite":
+        raise UsageError("--retry-errors keeps the good rows, --overwrite keeps none: choose one")
+    if _is_finished(job, if_exists) and not (retry_errors and has_errors(job.out, job.manifest)):
         if not quiet:
             say(f"nothing to do: {printable(str(job.out.root))} is finished")
         return ExitCode.OK
@@ -66,23 +74,35 @@ def run_job(
         work = look(job.out, job.manifest, if_exists)
         job = replace(job, manifest=work.manifest)
         prepare(job.out, work)
+        if retry_errors:
+            reopen(job.out, job.manifest, job.table.generated_schema)
+            work = look(job.out, job.manifest, if_exists)
         if not work.todo:
             with stop_signals():
                 return _finish(job, quiet)
-        if spec.input.id_column is not None and len(work.todo) == len(job.manifest.parts()):
-            check_unique_ids(job.source, spec.input.id_column)
-        if not quiet:
-            _tell_damage(work)
-        loaded = load(job, build or _default_builder())
-        start_over(job.out, work)
-        num_rows = sum(len(part.rows) for part in work.todo)
-        with stop_signals() as stop:
-            with closing(make_progress(num_rows, quiet=quiet)) as progress:
-                complete = make_parts(job, work.todo, loaded, progress, stop)
-            if not complete:
-                say(_STOPPED[if_exists == "overwrite"], to_stderr=True)
-                return ExitCode.INTERRUPTED
-            return _finish(job, quiet)
+        return _run(job, work, if_exists, quiet, build or _default_builder())
+
+
+def _run(job: Job, work: Work, if_exists: str, quiet: bool, build: BuildEngine) -> ExitCode:
+    """Make the parts that are not finished."""
+    find = from_scratch if work.starts_over else recover
+    left = find(job.out, work.todo, job.table.generated_schema)
+    begins = not len(left.finished) and len(work.todo) == len(job.manifest.parts())
+    if job.spec.input.id_column is not None and begins:
+        check_unique_ids(job.source, job.spec.input.id_column)
+    if not quiet:
+        lost = {f"what was in {name}": problem for name, problem in left.damaged.items()}
+        _tell_damage({**work.damaged, **lost})
+    missing = sum(map(len, left.missing))
+    loaded = load(job, build) if missing else None
+    start_over(job.out, work)
+    with stop_signals() as stop:
+        with closing(make_progress(missing, quiet=quiet)) as progress:
+            complete = make_parts(job, left, loaded, progress, stop)
+        if not complete:
+            say(_STOPPED[if_exists == "overwrite"], to_stderr=True)
+            return ExitCode.INTERRUPTED
+        return _finish(job, quiet)
 
 
 def _default_builder() -> BuildEngine:
@@ -123,11 +143,11 @@ def _is_finished(job: Job, if_exists: str) -> bool:
     return not look(job.out, job.manifest, if_exists).todo
 
 
-def _tell_damage(work: Work) -> None:
-    for name, problem in list(work.damaged.items())[:_MAX_DAMAGE_LINES]:
+def _tell_damage(damaged: Mapping[str, str]) -> None:
+    for name, problem in list(damaged.items())[:_MAX_DAMAGE_LINES]:
         say(f"{name} is made again: {problem}", to_stderr=True)
-    if len(work.damaged) > _MAX_DAMAGE_LINES:
-        say(f"and {len(work.damaged) - _MAX_DAMAGE_LINES:,} more parts", to_stderr=True)
+    if len(damaged) > _MAX_DAMAGE_LINES:
+        say(f"and {len(damaged) - _MAX_DAMAGE_LINES:,} more files", to_stderr=True)
 
 
 def _finish(job: Job, quiet: bool) -> ExitCode:

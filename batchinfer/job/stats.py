@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import psutil
@@ -78,22 +77,36 @@ class StepSampler:
         self._num_steps += 1
         return self.rest(device_bytes) if self._num_steps == self._every else []
 
-    def rest(self, device_bytes: int) -> list[StepRow]:
-        """The steps not yet in a row, as one row."""
+    def so_far(self, device_bytes: int) -> StepRow | None:
+        """The steps not yet in a row, as one row; they will still be in the next."""
         if self._latest is None:
-            return []
-        row = {
+            return None
+        return {
             "run_id": self._run_id,
             **{name: getattr(self._latest, name) for name in _STEP_FIELDS},
             **self._counts,
             "device_bytes": device_bytes,
             "host_rss_bytes": self._process.memory_info().rss,
         }
+
+    def rest(self, device_bytes: int) -> list[StepRow]:
+        """The steps not yet in a row, as the next row."""
+        row = self.so_far(device_bytes)
         self._counts, self._latest, self._num_steps = dict.fromkeys(_FLOWS, 0), None, 0
-        return [row]
+        return [] if row is None else [row]
 
 
-def requests_table(rows: Iterable[tuple[int, RequestStats | None]]) -> pa.Table:
-    """The ``requests`` rows of finished rows; rows that never reached the engine have none."""
-    records = [{"row_id": row_id, **asdict(stats)} for row_id, stats in rows if stats is not None]
-    return pa.Table.from_pylist(records, schema=REQUESTS_SCHEMA)
+REQUEST = pa.struct([field for field in REQUESTS_SCHEMA if field.name != "row_id"])
+"""What running one row took."""
+
+
+def requests_table(row_ids: pa.ChunkedArray, requests: pa.ChunkedArray) -> pa.Table:
+    """The ``requests`` rows of finished rows; rows that never reached the engine have none.
+
+    Args:
+        row_ids: int64.
+        requests: ``REQUEST``, null for rows that ran nothing.
+    """
+    ran = requests.is_valid()
+    columns = requests.filter(ran).combine_chunks().flatten()
+    return pa.table([row_ids.filter(ran), *columns], schema=REQUESTS_SCHEMA)

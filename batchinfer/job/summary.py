@@ -8,7 +8,8 @@ that the sum of ``prefill_tokens`` is ``prompt_computed + recomputed``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,13 @@ def write_summary(
         StorageError: a file cannot be written.
     """
     steps, requests = out.stats / "steps.parquet", out.stats / "requests.parquet"
-    _merge(out, sorted(out.steps.glob("*.parquet")), steps, STEPS_SCHEMA, warn)
-    _merge(out, map(out.request_stats, manifest.parts()), requests, REQUESTS_SCHEMA, warn)
+    step_tables = _tables(sorted(out.steps.glob("*.parquet")), STEPS_SCHEMA, warn)
+    _merge(out, _with_unsampled(out, step_tables), steps, STEPS_SCHEMA)
+    request_files = map(out.request_stats, manifest.parts())
+    _merge(out, _tables(request_files, REQUESTS_SCHEMA, warn), requests, REQUESTS_SCHEMA)
     columns, run_ids = _step_columns(steps)
     runs = _runs(out, set(run_ids), warn)
-    latest = runs[-1] if runs else Run("", {})
+    latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
     block_sizes = {run.run_id: run.kv["block_size"] for run in runs if run.kv}
     known = np.array([run_id in block_sizes for run_id in run_ids], dtype=np.bool_)
     block_size = np.array([block_sizes.get(run_id, 0) for run_id in run_ids], dtype=np.float64)
@@ -109,30 +112,41 @@ def _peaks(runs: Iterable[Run]) -> dict[str, float]:
     }
 
 
-def _merge(
-    out: OutputDir,
-    files: Iterable[Path],
-    final: Path,
-    schema: pa.Schema,
-    warn: Callable[[str], None],
-) -> None:
+def _tables(
+    files: Iterable[Path], schema: pa.Schema, warn: Callable[[str], None]
+) -> Iterator[pa.Table]:
+    """The tables in ``files``, but for those that are damaged."""
+    for file in files:
+        try:
+            table = pq.read_table(file, page_checksum_verification=True)
+        except (pa.ArrowException, OSError):
+            table = None
+        if table is not None and table.schema.equals(schema):
+            yield table
+        else:
+            warn(f"{file} is damaged: the statistics leave it out")
+
+
+def _with_unsampled(out: OutputDir, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Also the last steps of runs that died before these were a row of ``stats.every_steps``."""
+    last_step: dict[str, int] = {}
+    for table in tables:
+        steps = zip(table["run_id"].to_pylist(), table["step"].to_pylist(), strict=True)
+        last_step.update(steps)
+        yield table
+    for path in sorted(out.runs.glob("*.json")):
+        with suppress(OSError, ValueError):
+            row = read_run(path).unsampled
+            if row is not None and row["step"] > last_step.get(path.stem, -1):
+                yield pa.Table.from_pylist([row], schema=STEPS_SCHEMA)
+
+
+def _merge(out: OutputDir, tables: Iterable[pa.Table], final: Path, schema: pa.Schema) -> None:
     staged = out.staging / final.name
     with storage_errors(final), pq.ParquetWriter(staged, schema, compression="zstd") as writer:
-        for file in files:
-            table = _read(file)
-            if table is not None and table.schema.equals(schema):
-                writer.write_table(table)
-            else:
-                warn(f"{file} is damaged: the statistics leave it out")
-    publish(staged, final)
-
-
-def _read(file: Path) -> pa.Table | None:
-    """The table in ``file``; None where it is damaged."""
-    try:
-        return pq.read_table(file, page_checksum_verification=True)
-    except (pa.ArrowException, OSError):
-        return None
+        for table in tables:
+            writer.write_table(table)
+    publish(out.files, staged, final)
 
 
 def _column_sums(path: Path) -> dict[str, int]:
@@ -147,7 +161,7 @@ def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
     codes: Counter[str] = Counter()
     for record in records:
         total += record.rows
-        control_text += record.control_text_rows
+        control_text += len(record.control_text_row_ids)
         codes.update(record.error_codes)
     return {
         "total": total,

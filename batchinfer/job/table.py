@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 
@@ -44,11 +43,9 @@ class OutputTable:
     kept_schema: pa.Schema
     generated_schema: pa.Schema
 
-    def columns(
-        self, kept: Sequence[pa.RecordBatch], rows: Sequence[Mapping[str, Any]]
-    ) -> pa.Table:
-        """The table of finished ``rows``, which are in the order of the ``kept`` batches."""
-        generated = pa.Table.from_pylist(rows, schema=self.generated_schema)
+    def columns(self, kept: Sequence[pa.RecordBatch], generated: pa.Table) -> pa.Table:
+        """The table of finished rows: ``generated`` and the ``kept`` batches are of the same rows,
+        in the same order."""
         arrays = [
             pa.chunked_array([with_valid_text(batch.column(name)) for batch in kept], kind)
             for name, kind in zip(self.kept, self.kept_schema.types, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
@@ -89,6 +89,19 @@ class FakeBuild:
 
         runner.run = run_step  # type: ignore[method-assign]
         return FakeBuilt(real, num_blocks=self.num_blocks)
+
+
+class AtOnce:
+    """``Behind`` without a thread: whatever is handed over is written when ``put`` returns."""
+
+    def __init__(self, consume: Callable[[Any], None], depth: int) -> None:
+        self.put = consume
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def begin(out: OutputDir, manifest: Manifest, if_exists: str = "resume") -> list[Part]:

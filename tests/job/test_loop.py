@@ -8,7 +8,6 @@ from batchinfer.job.loop import EngineLoop, Finished
 from batchinfer.job.order import PromptRow
 from batchinfer.job.progress import make_progress
 from batchinfer.job.rows import RequestMaker
-from batchinfer.job.stats import StepSampler
 from batchinfer.job.threads import Ahead, Behind
 from tests.job.fakes import FakeBuild
 
@@ -31,11 +30,10 @@ def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
     loop = EngineLoop(
         built.engine,
         RequestMaker(built.tokenizer, built.eos_token_ids),
-        StepSampler("run-00001", 1),
-        built.device_bytes,
         make_progress(25, quiet=True),
         stop,
         max_waiting=4,
+        admit=lambda row_ids: None,
     )
     written: list[Finished] = []
     with StoppedWhileReading(stop) as rows, Behind(written.append, depth=1) as writer:

@@ -11,14 +11,15 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.errors import DataError, LockedError, StorageError
-from batchinfer.job import existing
+from batchinfer.job.commit import commit as write_part
 from batchinfer.job.manifest import Manifest, Part, read_manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.source import InputFile
-from batchinfer.job.stats import requests_table
+from batchinfer.job.stats import REQUESTS_SCHEMA
 from tests.job import fakes
 from tests.job.datasets import flip_bit
 
+NO_REQUESTS = REQUESTS_SCHEMA.empty_table()
 FILE = InputFile("/data/a.parquet", 100, 1, 25, "f00")
 MANIFEST = Manifest(
     "abc",
@@ -29,7 +30,7 @@ MANIFEST = Manifest(
     10,
     "2026-11-20T10:00:00",
 )
-RECORD = {"control_text_rows": 0, "size": 1, "mtime_ns": 1, "sha256": "f"}
+RECORD = {"control_text_row_ids": [], "size": 1, "mtime_ns": 1, "sha256": "f"}
 TORN = [
     b"",
     b"{",
@@ -52,7 +53,7 @@ def begin(out: OutputDir, manifest: Manifest = MANIFEST, if_exists: str = "resum
 
 
 def commit(out: OutputDir, part: Part) -> Path:
-    out.commit(part, pa.table({"row_id": list(part.rows)}), requests_table([]), {}, 0)
+    write_part(out, part, pa.table({"row_id": list(part.rows)}), NO_REQUESTS, [])
     return out.data / f"{part.name}.parquet"
 
 
@@ -187,11 +188,15 @@ def test_an_overwrite_cut_short_leaves_no_success_and_can_be_repeated(
     begun(out)
     out.success.touch()
 
+    delete = out.files.delete
+
     def refuse(path: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        if path == out.runs:
+            raise OSError(errno.EIO, "Input/output error")
+        delete(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(existing, "_delete", refuse)
+        patch.setattr(out.files, "delete", refuse)
         with pytest.raises(StorageError, match="Input/output error"):
             begin(out, if_exists="overwrite")
     assert not out.success.exists()
@@ -301,12 +306,14 @@ def test_a_folder_without_the_right_to_write_is_found_before_anything_runs(
 
 def test_a_record_says_what_is_in_the_part(out: OutputDir) -> None:
     part = begin(out)[0]
-    table = pa.table({"row_id": list(part.rows)})
-    out.commit(part, table, requests_table([]), {"empty_prompt": 2}, 3)
+    error = {"code": "empty_prompt", "message": "why"}
+    errors = [error if row_id in (3, 4) else None for row_id in part.rows]
+    table = pa.table({"row_id": list(part.rows), "error": errors})
+    write_part(out, part, table, NO_REQUESTS, [5, 7])
     record = out.finished(part)
     assert record is not None
     assert record.rows == 10
     assert record.error_codes == {"empty_prompt": 2}
-    assert record.control_text_rows == 3
+    assert record.control_text_row_ids == [5, 7]
     stored = json.loads((out.parts / "part-00000.json").read_bytes())
     assert stored["sha256"] == record.sha256

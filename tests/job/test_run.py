@@ -29,10 +29,10 @@ from batchinfer.errors import (
     StorageError,
     UsageError,
 )
-from batchinfer.job import pipeline, run
+from batchinfer.job import making, run
+from batchinfer.job.making import make_parts
 from batchinfer.job.order import PromptRow, prompt_rows
 from batchinfer.job.output import OutputDir
-from batchinfer.job.pipeline import make_parts
 from batchinfer.job.run import run_job
 from batchinfer.job.threads import Behind
 from tests.job.datasets import flip_bit, strings, write_parquet
@@ -647,8 +647,8 @@ def test_a_failed_engine_does_not_wait_for_the_next_window(
         raise RuntimeError("bug")
 
     build.before_step = crash
-    monkeypatch.setattr(pipeline, "prompt_rows", reading)
-    monkeypatch.setattr(pipeline, "Behind", Watched)
+    monkeypatch.setattr(making, "prompt_rows", reading)
+    monkeypatch.setattr(making, "Behind", Watched)
     spec = job(tmp_path, engine={"order_window": 10}, output={"rows_per_part": 5})
     with pytest.raises(RuntimeError, match="bug"):
         run_job(spec, build=build)

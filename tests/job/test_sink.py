@@ -10,10 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.engine.request import RequestStats
+from batchinfer.errors import StorageError
+from batchinfer.job import sink
+from batchinfer.job.files import LocalFiles
 from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.output import OutputDir
+from batchinfer.job.row_ids import NO_ROWS
 from batchinfer.job.rows import FinishedRow
-from batchinfer.job.sink import Sink
+from batchinfer.job.segments import Segments
+from batchinfer.job.sink import FLUSH_EVERY_S, Sink
 from batchinfer.job.source import open_source
 from batchinfer.job.table import output_table
 from tests.job.datasets import write_parquet
@@ -47,12 +52,28 @@ class Fixture:
             part for part in begin(self.out, manifest, "overwrite") if part.index not in done
         ]
         self.commits = 0
+        self.table = table = output_table(source, spec)
+        self.now = 0.0
+        self.segments = Segments(self.out, self.parts, table.generated_schema)
         self.sink = Sink(
-            self.out, self.parts, output_table(source, spec), source, {"k": "v"}, self._count
+            self.out,
+            self.parts,
+            self.segments,
+            NO_ROWS,
+            table,
+            source,
+            {"k": "v"},
+            self._count,
+            lambda: self.now,
         )
 
     def _count(self) -> None:
         self.commits += 1
+
+    def segment_rows(self) -> list[int]:
+        """Rows on disk that are in no part yet."""
+        segments = Segments(self.out, self.parts, self.table.generated_schema)
+        return segments.recover()[0].tolist()
 
     def files(self) -> list[Path]:
         return sorted(self.out.data.iterdir())
@@ -97,6 +118,72 @@ def test_a_part_waits_for_the_parts_before_it(five: Fixture) -> None:
     assert five.commits == 3
 
 
+def test_rows_that_wait_go_to_disk_every_few_seconds(five: Fixture) -> None:
+    five.sink.add(finished(4))
+    five.now = FLUSH_EVERY_S - 0.1
+    five.sink.flush_if_due()
+    assert five.segment_rows() == []
+    five.now = FLUSH_EVERY_S
+    five.sink.flush_if_due()
+    assert five.segment_rows() == [4]
+    five.sink.add(finished(3))
+    five.sink.flush_if_due()
+    assert five.segment_rows() == [4], "not before the next few seconds have passed"
+
+
+def test_many_rows_do_not_wait_for_the_clock(
+    five: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink, "FLUSH_ROWS", 2)
+    five.sink.add(finished(4))
+    five.sink.flush_if_due()
+    assert five.segment_rows() == []
+    five.sink.add(finished(3))
+    five.sink.flush_if_due()
+    assert five.segment_rows() == [3, 4]
+
+
+def test_a_part_is_made_of_segments_and_of_memory(five: Fixture) -> None:
+    for row_id in (4, 1, 3):
+        five.sink.add(finished(row_id))
+        five.sink.flush()
+    five.sink.add(finished(2))
+    five.sink.add(finished(0, "empty_prompt"))
+    texts = [text for path in five.files() for _, _, text in rows_of(path)]
+    assert texts == [None, "answer 1", "answer 2", "answer 3", "answer 4"]
+    assert five.segment_rows() == []
+    statistics = pq.read_table(five.out.request_stats(five.parts[1]))
+    assert statistics["prompt_tokens"].to_pylist() == [2, 3]
+
+
+def test_steps_go_to_disk_before_the_rows_they_finished(five: Fixture) -> None:
+    five.sink.add(finished(4))
+    five.sink.flush()
+    assert five.commits == 1
+    for row_id in (0, 1):
+        five.sink.add(finished(row_id))
+    assert five.commits == 2
+
+
+def test_a_part_that_reads_back_wrong_is_not_finished(
+    five: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = LocalFiles.write
+
+    def write_badly(self: LocalFiles, path: Path, data: bytes) -> None:
+        flipped = bytes([*data[:90], data[90] ^ 1, *data[91:]])
+        write(self, path, flipped if path.name == "part-00000.parquet" else data)
+
+    five.sink.add(finished(0))
+    monkeypatch.setattr(LocalFiles, "write", write_badly)
+    with pytest.raises(StorageError, match="reads back wrong"):
+        five.sink.add(finished(1))
+    assert five.files() == []
+    monkeypatch.undo()
+    five.sink.flush()
+    assert five.segment_rows() == [0, 1]
+
+
 def test_a_row_that_finishes_twice_is_a_bug(five: Fixture) -> None:
     five.sink.add(finished(0))
     with pytest.raises(AssertionError, match="row 0 finished twice"):
@@ -135,7 +222,9 @@ def test_no_kept_column(tmp_path: Path) -> None:
     out = OutputDir(tmp_path / "out")
     begin(out, Manifest("f", {}, (), source.files, 2, 2, NOW))
     table = output_table(source, spec)
-    sink = Sink(out, [Part(0, range(2))], table, source, {}, lambda: None)
+    parts = [Part(0, range(2))]
+    segments = Segments(out, parts, table.generated_schema)
+    sink = Sink(out, parts, segments, NO_ROWS, table, source, {}, lambda: None)
     for row_id in (1, 0):
         sink.add(finished(row_id))
     written = pq.read_table(out.data / "part-00000.parquet")

@@ -282,7 +282,7 @@ def test_a_run_that_crashed_counts_by_its_finished_parts(tmp_path: Path) -> None
 
 
 def test_an_abandoned_job_does_not_count(tmp_path: Path) -> None:
-    dataset(tmp_path)
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"row {row}" for row in range(40)]})
     build = FakeBuild()
     build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
     abandoned = job(tmp_path, sampling={"max_tokens": 11})

@@ -124,7 +124,7 @@ def test_kept_values_beside_generated_ones_with_valid_text(tmp_path: Path) -> No
     table = table_of(tmp_path, {"prompt": strings([b"a", b"\xff"])})
     kept = pa.record_batch([strings([b"a", b"\xff"])], names=["prompt"])
     rows = [{"row_id": 0, "status": "ok"}, {"row_id": 1, "status": "error"}]
-    made = table.columns([kept], rows)
+    made = table.columns([kept], pa.Table.from_pylist(rows, schema=table.generated_schema))
     made.validate(full=True)
     assert made["prompt"].to_pylist() == ["a", "\N{REPLACEMENT CHARACTER}"]
     assert made["row_id"].to_pylist() == [0, 1]

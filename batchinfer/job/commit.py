@@ -1,0 +1,68 @@
+"""Committing a part: its rows' statistics, then its file, then the record that says it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import asdict
+
+import pyarrow as pa
+
+from batchinfer.errors import StorageError
+from batchinfer.job.files import publish, read_file, storage_errors
+from batchinfer.job.manifest import Part
+from batchinfer.job.output import OutputDir, PartRecord, parquet_bytes
+from batchinfer.job.parquet_check import read_part
+
+
+def commit(
+    out: OutputDir,
+    part: Part,
+    table: pa.Table,
+    requests: pa.Table,
+    control_text_row_ids: list[int],
+) -> None:
+    """Write a finished part; when this returns, it is on disk and counts as finished.
+
+    Args:
+        out: where.
+        part: which.
+        table: its rows, in input order.
+        requests: the statistics of those that ran.
+        control_text_row_ids: rows whose own text holds what looks like a control token.
+
+    Raises:
+        StorageError: the file system refuses, or gives back other bytes than were written; the
+            part is then not finished.
+    """
+    out.write_table(out.request_stats(part), requests)
+    final = out.part_file(part)
+    staged = out.staging / final.name
+    with storage_errors(final):
+        out.files.write(staged, parquet_bytes([table]))
+        data = read_file(out.files, staged)
+    try:
+        read_part(data, part.rows)
+    except ValueError as error:
+        raise StorageError(
+            f"{staged} was written and reads back wrong: {error}",
+            hint="check the disk, then run again: finished rows are kept",
+        ) from None
+    publish(out.files, staged, final)
+    stat = out.files.stat(final)
+    assert stat is not None
+    record = PartRecord(
+        table.num_rows,
+        _error_codes(table),
+        control_text_row_ids,
+        stat.size,
+        stat.mtime_ns,
+        hashlib.sha256(data).hexdigest(),
+    )
+    out.write(out.record(part), json.dumps(asdict(record)).encode())
+
+
+def _error_codes(table: pa.Table) -> dict[str, int]:
+    errors = table["error"].drop_null().to_pylist() if "error" in table.schema.names else []
+    return dict(sorted(Counter(error["code"] for error in errors).items()))

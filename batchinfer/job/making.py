@@ -1,0 +1,161 @@
+"""The way of a row: source, prompt, order, engine, text, sink."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import takewhile
+from threading import Event
+
+from batchinfer.errors import JobError, RowError
+from batchinfer.job.flight import FlightLog
+from batchinfer.job.loop import EngineLoop, Finished
+from batchinfer.job.order import PromptRow, by_prefix, prompt_rows, without_text
+from batchinfer.job.pipeline import Job, Loaded
+from batchinfer.job.progress import Progress
+from batchinfer.job.recorder import Recorder, package_versions
+from batchinfer.job.recovery import Left
+from batchinfer.job.rows import RequestMaker, RowFinisher, failed_row
+from batchinfer.job.sink import Sink
+from batchinfer.job.source import BATCH_ROWS
+from batchinfer.job.threads import Ahead, Behind
+
+_WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
+_GIVEN_UP = RowError("crashed_engine", "the process died twice while this row ran alone")
+
+
+def make_parts(
+    job: Job, left: Left, loaded: Loaded | None, progress: Progress, stop: Event
+) -> bool:
+    """Make the parts that are left.
+
+    Rows are read and made into prompts in one thread, run in this one, made into text and written
+    in another.
+
+    Args:
+        job: the job.
+        left: what to make and what is there of it already.
+        loaded: its model; None where no row has to run.
+        progress: told about finished rows.
+        stop: when set, the running step is the last.
+
+    Returns:
+        Whether all parts were made.
+
+    Raises:
+        JobError: data cannot be read, the model cannot be run, or a part cannot be written;
+            finished rows are kept.
+    """
+    recorder = Recorder(job.out, job.spec.model.name, job.spec.stats.every_steps)
+    sink = Sink(
+        job.out,
+        left.parts,
+        left.segments,
+        left.finished,
+        job.table,
+        job.source,
+        _file_metadata(job),
+        recorder.checkpoint,
+    )
+    with _kept(recorder, sink):
+        sink.write_complete()  # parts that lack no row, like that of an empty dataset
+        for row_id in left.suspicion.given_up:
+            sink.add(failed_row(row_id, _GIVEN_UP))
+        if loaded is None:
+            return True
+        recorder.loaded(loaded.built, loaded.seconds)
+        for line in loaded.log:
+            recorder.log(line)
+        with FlightLog(job.out, recorder.run.run_id) as flight:
+            phase = _Phase(job, left, loaded, recorder, sink, flight, progress, stop)
+            for ranges in left.phases():
+                if not phase.run(ranges):
+                    return False
+                sink.flush()  # before the next: whose death it is must be beyond doubt
+    return True
+
+
+@contextmanager
+def _kept(recorder: Recorder, sink: Sink) -> Iterator[None]:
+    """Whatever ends the run, the rows it has finished are on disk afterwards."""
+    try:
+        yield
+    except BaseException:
+        with suppress(JobError):
+            sink.flush()
+            recorder.end()
+        raise
+    sink.flush()
+    recorder.end()
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Runs rows with nothing beside them."""
+
+    job: Job
+    left: Left
+    loaded: Loaded
+    recorder: Recorder
+    sink: Sink
+    flight: FlightLog
+    progress: Progress
+    stop: Event
+
+    def run(self, ranges: Sequence[range]) -> bool:
+        """Run the rows in ``ranges``; whether they are all finished."""
+        spec, built = self.job.spec, self.loaded.built
+        leaving = Event()
+        rows = self._rows(ranges, lambda: self.stop.is_set() or leaving.is_set())
+        loop = EngineLoop(
+            built.engine,
+            RequestMaker(built.tokenizer, built.eos_token_ids),
+            self.progress,
+            self.stop,
+            max_waiting=2 * spec.engine.max_num_seqs,
+            admit=self.flight.note,
+        )
+        finisher = RowFinisher(built.tokenizer, spec.output.include)
+
+        def write(finished: Finished) -> None:
+            self.recorder.add(finished.step, len(finished.rows))
+            for row, completion in finished.rows:
+                self.sink.add(finisher.finish(row, completion))
+            self.sink.flush_if_due()
+
+        batches_ahead = max(1, spec.engine.order_window // BATCH_ROWS)
+        with Ahead(rows, batches_ahead) as ahead, Behind(write, _WRITES_DUE) as writer:
+            try:
+                return loop.run(ahead, writer)
+            finally:
+                leaving.set()
+
+    def _rows(
+        self, ranges: Sequence[range], is_over: Callable[[], bool]
+    ) -> Iterator[list[PromptRow]]:
+        """Prompts of the rows in ``ranges``, in the order they should run, until ``is_over``."""
+        spec, parts, loaded = self.job.spec, self.left.parts, self.loaded
+        rows = prompt_rows(self.job.source, parts, loaded.prompts, loaded.params, ranges)
+        rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
+        if "prompt" not in spec.output.include:
+            rows = without_text(rows)
+        if spec.engine.order == "prefix":
+            rows = by_prefix(rows, parts, spec.engine.order_window)
+        return rows
+
+
+def _file_metadata(job: Job) -> dict[str, str]:
+    """Key-value metadata of every part: what made it, nothing of when or where."""
+    facts, model = job.manifest.job, job.spec.model
+    template = json.dumps(facts["prompt"], sort_keys=True).encode()
+    return {
+        "batchinfer.model": model.name,
+        "batchinfer.revision": model.revision or "",
+        "batchinfer.sampling": json.dumps(facts["sampling"]),
+        "batchinfer.template_hash": hashlib.sha256(template).hexdigest(),
+        "batchinfer.versions": json.dumps(package_versions()),
+        "batchinfer.fingerprint": job.manifest.fingerprint,
+    }

@@ -1,0 +1,37 @@
+"""Reading a part back: whether its bytes are what they must be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.job.messages import printable
+
+
+def read_part(data: bytes, rows: range) -> pa.Table:
+    """Decode all of a part, page checksums verified.
+
+    Args:
+        data: the Parquet file.
+        rows: the row ids it must hold, in this order.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        table = file.read(use_threads=False)
+        found = table["row_id"].to_numpy()
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ValueError(first_line(error)) from None
+    if len(found) != len(rows):
+        raise ValueError(f"it has {len(found):,} rows, not {len(rows):,}")
+    if not np.array_equal(found, np.arange(rows.start, rows.stop)):
+        raise ValueError("its rows are not the input's, in input order")
+    return table
+
+
+def first_line(error: BaseException) -> str:
+    """An error of pyarrow's, on one line."""
+    return printable((str(error).splitlines() or [type(error).__name__])[0])

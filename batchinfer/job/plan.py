@@ -1,0 +1,114 @@
+"""``batchinfer plan``: what a job will need, from its data, tokenizer and model config.
+
+The job's own scheduler runs the job's own rows in the job's own order, over a runner that computes
+nothing and a clock that a roofline sets (``batchinfer.engine.roofline`` says what it leaves out).
+Blocks, rows in flight, sharing, waste and preemptions are therefore those of the run, as far as
+output lengths are known: every sample is taken to run to ``max_tokens``, or to end at
+``--expect-output-tokens``.
+
+Time is bounded: at most ``plan_rows.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens are
+read, at most ``plan_steps.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens simulated. Sums
+are then scaled to the whole dataset, and ``sampled`` says of how much they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.engine.roofline import DEVICES, Device
+from batchinfer.errors import UsageError
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.messages import did_you_mean
+from batchinfer.job.order import PromptRow, by_prefix, prompt_rows
+from batchinfer.job.output import OutputDir
+from batchinfer.job.pipeline import Job, load
+from batchinfer.job.plan_outcome import Outcome, plan_lines
+from batchinfer.job.plan_rows import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
+from batchinfer.job.plan_steps import Lengths, Simulation
+from batchinfer.job.prompt_columns import check_prompt_columns
+from batchinfer.job.source import open_source
+from batchinfer.job.spec import JobSpec
+from batchinfer.job.table import output_table
+
+if TYPE_CHECKING:
+    from batchinfer.build_dry import DryBuilt
+
+
+def plan_job(
+    spec: JobSpec, *, device: str | None = None, expect_output_tokens: int | None = None
+) -> dict[str, Any]:
+    """What a run of the whole job will need, as JSON data. Writes nothing.
+
+    Args:
+        spec: the job.
+        device: a name of ``DEVICES``; None: the one that ``engine.device`` means here.
+        expect_output_tokens: tokens of each sample; None: ``max_tokens``, an upper bound.
+
+    Raises:
+        JobError: as a run would, as far as weights and the device's presence do not matter.
+        UsageError: no such device.
+    """
+    chosen = None if device is None else _device(device)
+    job = _look(spec)
+    from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
+
+    built = build_dry_engine(
+        spec.model,
+        spec.engine,
+        chosen or device_of(spec.engine),
+        end_after=expect_output_tokens,
+    )
+    lengths = Lengths(built.max_model_len, built.eos_token_ids, expect_output_tokens)
+    census = Census(lengths)
+    simulation = Simulation(built.engine, built.runner, lengths, 2 * spec.engine.max_num_seqs)
+    batches = _rows(job, built, census)
+    complete = simulation.run(batches)
+    for _ in batches:  # what the simulation did not come to is counted all the same
+        pass
+    return Outcome(job, built, census, simulation, complete).data()
+
+
+def plan_text(plan: dict[str, Any], *, as_json: bool) -> str:
+    """A plan for the screen: JSON, or a few lines."""
+    return json.dumps(plan, indent=2) if as_json else "\n".join(plan_lines(plan))
+
+
+def _device(name: str) -> Device:
+    if name not in DEVICES:
+        raise UsageError(f"--device {name}: no such device{did_you_mean(name, tuple(DEVICES))}")
+    return DEVICES[name]
+
+
+def _look(spec: JobSpec) -> Job:
+    """The job, its data and columns checked; the output directory does not matter."""
+    source = open_source(spec.input.paths, spec.input.limit)
+    check_prompt_columns(spec.prompt, source)
+    manifest = Manifest(
+        fingerprint="",
+        job={},
+        input_paths=tuple(spec.input.paths),
+        inputs=source.files,
+        num_rows=source.num_rows,
+        rows_per_part=spec.output.rows_per_part,
+        planned_at=datetime.now().isoformat(timespec="seconds"),
+    )
+    out = OutputDir(Path(spec.output.path))
+    return Job(spec, source, output_table(source, spec), manifest, out)
+
+
+def _rows(job: Job, built: DryBuilt, census: Census) -> Iterator[list[PromptRow]]:
+    """The rows to simulate, counted, in the order they would run."""
+    loaded = load(job, lambda *_, **__: built)
+    if loaded is None:
+        return
+    window = job.spec.engine.order_window
+    parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
+    rows = prompt_rows(job.source, parts, loaded.prompts, loaded.params)
+    rows = census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS)
+    if job.spec.engine.order == "prefix":
+        rows = by_prefix(rows, parts, window)
+    yield from rows

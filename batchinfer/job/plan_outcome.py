@@ -1,0 +1,133 @@
+"""A plan's numbers as JSON data, and in a few lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.job.pipeline import Job
+from batchinfer.job.plan_bytes import output_bytes
+from batchinfer.job.plan_rows import Census
+from batchinfer.job.plan_steps import Simulation
+
+if TYPE_CHECKING:
+    from batchinfer.build_dry import DryBuilt
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan that has been simulated."""
+
+    job: Job
+    built: DryBuilt
+    census: Census
+    simulation: Simulation
+    complete: bool
+    """Whether all rows read were simulated."""
+
+    def data(self) -> dict[str, Any]:
+        """The plan as JSON data; sums are of the whole dataset."""
+        census, simulation = self.census, self.simulation
+        measured = simulation.measured.measures()
+        tokens, kv = measured["tokens"], measured["kv"]
+        num_rows = self.job.source.num_rows
+        scale = num_rows / census.rows if census.rows else 0.0
+        prompt = census.prompt_tokens - simulation.refused_prompt_tokens
+        output = census.output_tokens - simulation.refused_output_tokens
+        of_steps = scale if self.complete else scale * output / self.built.runner.samples_drawn
+        cached = tokens["prompt_cached"] if self.complete else prompt * kv["prefix_hit_rate"]
+        simulated = self.built.engine.scheduler.pool.num_blocks
+        errors = census.errors + simulation.refused
+        return {
+            "rows": num_rows,
+            # As ``num_running`` of the run's steps counts them: each sample is one.
+            "rows_in_flight": simulation.peak_running,
+            "mean_rows_in_flight": simulation.mean_running,
+            "prompt_tokens": round(prompt * scale),
+            "prompt_computed": round((prompt - cached) * scale),
+            "prompt_cached": round(cached * scale),
+            "recomputed": round(tokens["recomputed"] * of_steps),
+            "output_tokens": round(output * scale),
+            "block_size": self.built.block_size,
+            "bytes_per_block": self.built.bytes_per_block,
+            "num_blocks": self.built.num_blocks,
+            "peak_used_blocks": kv["peak_used_blocks"],
+            "mean_utilization": kv["mean_utilization"] * simulated / self.built.num_blocks,
+            "mean_waste": kv["mean_waste"],
+            "contiguous_waste": kv["contiguous_waste"],
+            "sharing_saving": kv["sharing_saving"],
+            "prefix_hit_rate": kv["prefix_hit_rate"],
+            "preemptions": round(kv["preemptions"] * of_steps),
+            "steps": round(simulation.steps * of_steps),
+            "time_s": self.built.runner.seconds * of_steps,
+            "bound_s": self.built.runner.bound_s * of_steps,
+            "output_bytes": output_bytes(self.job.spec, self.job.source, self.job.table, census),
+            "token_histogram": census.histogram(scale),
+            "too_long": round(census.too_long * scale),
+            "truncated": round(census.truncated * scale),
+            "errors": {code: round(count * scale) for code, count in sorted(errors.items())},
+            "control_text": round(census.control_text * scale),
+            "device": self.built.device,
+            "model": dict(self.built.model_facts),
+            "max_model_len": self.built.max_model_len,
+            "expect_output_tokens": simulation.lengths.expected,
+            "sampled": None if self.complete and census.rows == num_rows else self._sampled(output),
+        }
+
+    def _sampled(self, output_tokens: int) -> dict[str, float]:
+        """How much of the job was looked at."""
+        drawn = self.built.runner.samples_drawn
+        return {
+            "rows": self.job.source.num_rows,
+            "rows_read": self.census.rows,
+            "steps": self.simulation.steps,
+            "simulated": 1.0 if self.complete else drawn / output_tokens,
+        }
+
+
+def plan_lines(plan: dict[str, Any]) -> list[str]:
+    """A plan in a few lines, in the manner of a job's last ones."""
+    rows, errors = plan["rows"], plan["errors"]
+    ends = plan["expect_output_tokens"]
+    answers = "at most" if ends is None else f"if answers end at {ends:,},"
+    pool_gib = plan["num_blocks"] * plan["bytes_per_block"] / 2**30
+    weights_gib = plan["model"]["weight_bytes"] / 2**30
+    lines = [
+        f"rows     {rows:,}, of which {sum(errors.values()):,} would fail",
+        f"tokens   {plan['prompt_tokens']:,} in prompts, {plan['prompt_computed']:,} of them to "
+        f"compute; {answers} {plan['output_tokens']:,} out",
+        f"device   {plan['device']}: weights {weights_gib:,.2f} GiB, pool {pool_gib:,.2f} GiB",
+        f"pool     {plan['num_blocks']:,} blocks of {plan['block_size']} tokens, "
+        f"{plan['peak_used_blocks']:,} used at most; "
+        f"{plan['rows_in_flight']:,} rows in flight, {plan['preemptions']:,} preemptions",
+        f"waste    {plan['mean_waste']:.1%} of the used blocks "
+        f"(reserving the longest answers would waste {plan['contiguous_waste']:.1%})",
+        f"sharing  saves {plan['sharing_saving']:.1%} of the blocks; "
+        f"{plan['prefix_hit_rate']:.1%} of the prompt tokens are there already",
+        f"time     about {_duration(plan['time_s'])}, at the device's limits "
+        f"{_duration(plan['bound_s'])}; loading left out",
+        f"output   about {plan['output_bytes'] / 2**20:,.1f} MiB",
+    ]
+    if errors:
+        lines.insert(1, "errors   " + ", ".join(f"{code} {n:,}" for code, n in errors.items()))
+    if plan["control_text"]:
+        lines.append(f"note     control tokens as plain text, in {plan['control_text']:,} rows")
+    if plan["truncated"]:
+        lines.append(f"note     prompts cut to max_model_len, in {plan['truncated']:,} rows")
+    if plan["sampled"]:
+        lines.append(_sample_line(plan["sampled"]))
+    return lines
+
+
+def _sample_line(sampled: dict[str, float]) -> str:
+    return (
+        f"note     from a sample: {sampled['rows_read']:,} of {sampled['rows']:,} rows read, "
+        f"{sampled['simulated']:.0%} of their output simulated"
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min"

@@ -1,0 +1,101 @@
+"""Which rows a plan reads, and what it finds in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from batchinfer.errors import RowError
+from batchinfer.job.manifest import Part
+from batchinfer.job.order import PromptRow
+from batchinfer.job.plan_steps import Lengths
+from batchinfer.text.prompts import PromptTooLongError
+
+MAX_ROWS = 2**17
+"""Rows read; of a larger dataset, about so many, in whole windows spread evenly over it."""
+MAX_PROMPT_TOKENS = 2**25
+"""Prompt tokens after which no more rows are read."""
+
+
+def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> list[Part]:
+    """Parts to read: all, or windows of ``window_rows`` rows that come to about ``most_rows``.
+
+    Rows share prefixes within a window, so a part of the dataset shares as all of it does only if
+    it is made of whole windows.
+    """
+    if parts[-1].rows.stop <= most_rows:
+        return list(parts)
+    per_window = max(1, window_rows // max(1, len(parts[0].rows)))
+    windows = [parts[at : at + per_window] for at in range(0, len(parts), per_window)]
+    wanted = max(1, most_rows // (per_window * len(parts[0].rows)))
+    chosen = [windows[at * len(windows) // wanted] for at in range(min(wanted, len(windows)))]
+    return [part for window in chosen for part in window]
+
+
+@dataclass
+class Census:
+    """What the rows read are like.
+
+    Args:
+        lengths: how long their samples become.
+    """
+
+    lengths: Lengths
+    rows: int = 0
+    prompt_tokens: int = 0
+    """Of rows that can run."""
+    samples: int = 0
+    output_tokens: int = 0
+    prompt_characters: int = 0
+    truncated: int = 0
+    control_text: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    """Rows that cannot run, by code."""
+    by_length: Counter[int] = field(default_factory=Counter)
+    """Rows by prompt length, in powers of two: of 2**(k-1) to 2**k - 1 tokens at k."""
+
+    def count(
+        self, batches: Iterator[list[PromptRow]], most_rows: int, most_tokens: int
+    ) -> Iterator[list[PromptRow]]:
+        """Pass on and count ``batches``, until so many rows or prompt tokens have come by."""
+        for batch in batches:
+            for row in batch:
+                self._add(row)
+            yield batch
+            if self.rows >= most_rows or self.prompt_tokens >= most_tokens:
+                return
+
+    @property
+    def too_long(self) -> int:
+        """Rows whose prompt leaves no room for output, refused or truncated."""
+        return self.errors["prompt_too_long"] + self.truncated
+
+    def histogram(self, scale: float) -> list[dict[str, int]]:
+        """Rows by prompt length, each bin with its bounds, times ``scale``."""
+        return [
+            {
+                "min_tokens": 2 ** (at - 1) if at else 0,
+                "max_tokens": 2**at - 1,
+                "rows": round(self.by_length[at] * scale),
+            }
+            for at in range(min(self.by_length, default=0), max(self.by_length, default=-1) + 1)
+        ]
+
+    def _add(self, row: PromptRow) -> None:
+        self.rows += 1
+        prompt = row.prompt
+        if isinstance(prompt, RowError):
+            self.errors[prompt.code] += 1
+            if isinstance(prompt, PromptTooLongError):
+                self.by_length[prompt.num_tokens.bit_length()] += 1
+            return
+        num_tokens = len(prompt.token_ids)
+        self.by_length[num_tokens.bit_length()] += 1
+        self.prompt_tokens += num_tokens
+        assert row.sampling is not None, "a row that can run has parameters"
+        self.samples += row.sampling.params.n
+        self.output_tokens += self.lengths.output_tokens(num_tokens, row.sampling.params)
+        self.prompt_characters += len(prompt.text or "")
+        self.truncated += prompt.truncated
+        self.control_text += prompt.has_control_text

@@ -1,0 +1,134 @@
+"""Runs a plan's rows through an engine that computes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.dry_run import END_TOKEN, DryRunner
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.request import Request, TokenIds
+from batchinfer.errors import NotYetError, RowError
+from batchinfer.job.measures import Measured
+from batchinfer.job.order import PromptRow
+
+MAX_STEPS = 50_000
+"""Steps simulated."""
+MAX_OUTPUT_TOKENS = 2**24
+"""Output tokens simulated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long samples become.
+
+    Args:
+        max_model_len: longest sequence of the model, in tokens.
+        eos_token_ids: the model's; a row that one of them may end has no known length.
+        expected: output tokens per sample; None: ``max_tokens``.
+    """
+
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    expected: int | None
+
+    def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Output tokens of a row, all samples together."""
+        most = min(params.max_tokens, self.max_model_len - num_prompt_tokens)
+        if self.expected is not None:
+            most = min(most, max(self.expected, params.min_tokens))
+        return params.n * most
+
+    def request(self, row_id: int, token_ids: TokenIds, params: SamplingParams) -> Request:
+        """A request that ends when the row is taken to, and of which the scheduler knows as much
+        beforehand as it would of the row's own."""
+        own = bool(params.stop or params.stop_token_ids)
+        may_stop = own or bool(self.eos_token_ids and not params.ignore_eos)
+        ends = may_stop or self.expected is not None
+        return Request(
+            row_id=row_id,
+            prompt_token_ids=token_ids,
+            params=_plain(params.max_tokens, params.n, params.min_tokens),
+            rng_key=(0, row_id),
+            eos_token_ids=frozenset([END_TOKEN]) if ends else frozenset(),
+        )
+
+
+@lru_cache(maxsize=1024)  # rows have few distinct ones, and checking them takes a while
+def _plain(max_tokens: int, n: int, min_tokens: int) -> SamplingParams:
+    """What the schedule depends on; how tokens are drawn does not matter."""
+    return SamplingParams(max_tokens=max_tokens, n=n, min_tokens=min_tokens)
+
+
+@dataclass
+class Simulation:
+    """A job's steps on an engine that computes nothing, or the first ``MAX_STEPS`` of them."""
+
+    engine: Engine
+    runner: DryRunner
+    lengths: Lengths
+    max_waiting: int
+    """Rows queued in the engine, as the job's own loop does it."""
+
+    def __post_init__(self) -> None:
+        self.measured = Measured(self.engine.scheduler.pool.block_size)
+        """Steps, and rows that were finished."""
+        self.refused: Counter[str] = Counter()
+        """Rows that the engine refused, by code."""
+        self.refused_prompt_tokens = 0
+        self.refused_output_tokens = 0
+        self.steps = 0
+        self.peak_running = 0
+        """Most sequences with blocks at a time."""
+        self._running_ms = 0.0
+
+    def run(self, batches: Iterator[list[PromptRow]]) -> bool:
+        """Run rows to their ends.
+
+        Returns:
+            False if a limit came first; the measures are then of what ran.
+        """
+        exhausted = False
+        while not exhausted or self.engine.num_unfinished:
+            while not exhausted and self.engine.num_waiting < self.max_waiting:
+                batch = next(batches, None)
+                exhausted = batch is None
+                self._add(batch or [])
+            if self.steps >= MAX_STEPS or self.runner.samples_drawn >= MAX_OUTPUT_TOKENS:
+                return False
+            self._step()
+        return True
+
+    @property
+    def mean_running(self) -> float:
+        """Sequences with blocks, weighted by time."""
+        return self._running_ms / 1e3 / self.runner.seconds if self.steps else 0.0
+
+    def _add(self, batch: list[PromptRow]) -> None:
+        for row in batch:
+            if isinstance(row.prompt, RowError) or row.sampling is None:
+                continue
+            params = row.sampling.params
+            if params.beam_width is not None:
+                raise NotYetError("a plan of beam search")
+            self.engine.add_request(self.lengths.request(row.row_id, row.prompt.token_ids, params))
+
+    def _step(self) -> None:
+        if not self.engine.num_unfinished:
+            return
+        outcome = self.engine.step()
+        self.measured.add(outcome.stats, [row.stats for row in outcome.completions])
+        if outcome.stats is not None:
+            self.steps += 1
+            self.peak_running = max(self.peak_running, outcome.stats.num_running)
+            self._running_ms += outcome.stats.num_running * outcome.stats.step_ms
+        for completion in outcome.completions:
+            if completion.error_code is not None:
+                request = completion.request
+                tokens = request.num_prompt_tokens
+                self.refused[completion.error_code] += 1
+                self.refused_prompt_tokens += tokens
+                self.refused_output_tokens += self.lengths.output_tokens(tokens, request.params)

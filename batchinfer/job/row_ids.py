@@ -1,0 +1,62 @@
+"""Sets of rows: sorted row ids, and the ranges they make up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.job.manifest import Part
+
+RowIds = npt.NDArray[np.int64]
+"""Row ids, sorted, each once."""
+
+NO_ROWS: RowIds = np.array([], dtype=np.int64)
+
+
+def sorted_row_ids(row_ids: Iterable[int]) -> RowIds:
+    """Row ids in any order as a set."""
+    return np.unique(np.fromiter(row_ids, dtype=np.int64))
+
+
+def ranges_of(row_ids: RowIds) -> list[range]:
+    """The ranges that ``row_ids`` make up, in order."""
+    if not len(row_ids):
+        return []
+    runs = np.split(row_ids, np.flatnonzero(np.diff(row_ids) > 1) + 1)
+    return [range(int(run[0]), int(run[-1]) + 1) for run in runs]
+
+
+def of_part(row_ids: RowIds, part: Part) -> RowIds:
+    """Those of ``row_ids`` that are rows of ``part``."""
+    first, stop = np.searchsorted(row_ids, (part.rows.start, part.rows.stop))
+    return row_ids[first:stop]
+
+
+def ranges_in(parts: Sequence[Part], row_ids: RowIds) -> list[range]:
+    """Those of ``row_ids`` that are rows of ``parts``: ranges in order, each of one part."""
+    return [rows for part in parts for rows in ranges_of(of_part(row_ids, part))]
+
+
+def missing_ranges(parts: Sequence[Part], there: RowIds) -> list[range]:
+    """Rows of ``parts`` that are not ``there``: ranges in order, each of one part."""
+    ranges: list[range] = []
+    for part in parts:
+        found = of_part(there, part)
+        if not len(found):
+            ranges.append(part.rows)
+        elif len(found) < len(part.rows):
+            every = np.arange(part.rows.start, part.rows.stop)
+            ranges += ranges_of(np.setdiff1d(every, found, assume_unique=True))
+    return ranges
+
+
+def within(row_ids: RowIds, ranges: Sequence[range]) -> RowIds:
+    """Those of ``row_ids`` that are in one of ``ranges``, which are in order."""
+    if not ranges:
+        return NO_ROWS
+    starts, stops = (np.array([getattr(r, end) for r in ranges]) for end in ("start", "stop"))
+    at = np.searchsorted(starts, row_ids, side="right") - 1
+    inside: RowIds = row_ids[(at >= 0) & (row_ids < stops[at])]
+    return inside

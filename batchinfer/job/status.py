@@ -1,0 +1,145 @@
+"""How far a job is, from its files alone: it may be running, here or elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.job.existing import plan_of
+from batchinfer.job.files import read_file
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output import OutputDir
+from batchinfer.job.progress import duration
+from batchinfer.job.recorder import Run, read_run
+from batchinfer.job.row_ids import NO_ROWS, of_part
+
+SILENT_S = 60.0
+"""A run that has written nothing for so long is taken for dead."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a job stands."""
+
+    state: str
+    """``running``, ``stopped``, ``finished``, or ``finished_with_errors``: more rows failed than
+    the job allows."""
+    rows_total: int
+    rows_done: int
+    """Rows that will not run again."""
+    rows_error: int
+    parts_total: int
+    parts_done: int
+    runs: int
+    rows_per_s: float | None
+    """Of the latest run; None before it has finished a row."""
+    eta_s: float | None
+    """None unless it is running."""
+    pool_use: float | None
+    """Used share of the KV blocks in the latest run's last step."""
+    saved_at: float | None
+    """When the latest run last wrote, in seconds since 1970."""
+
+    def data(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        share = self.rows_done / self.rows_total if self.rows_total else 1.0
+        yield f"state    {self.state.replace('_', ' ')}"
+        yield (
+            f"rows     {self.rows_done:,} of {self.rows_total:,} ({share:.0%}), "
+            f"{self.rows_error:,} failed"
+        )
+        yield f"parts    {self.parts_done:,} of {self.parts_total:,}"
+        if self.rows_per_s is not None:
+            yield f"speed    {self.rows_per_s:,.1f} rows/s in the latest of {self.runs:,} runs"
+        if self.eta_s is not None:
+            yield f"left     about {duration(self.eta_s)}"
+        if self.pool_use is not None:
+            yield f"pool     {self.pool_use:.0%} of the blocks used"
+
+
+def read_status(out: OutputDir, now: float) -> Status:
+    """Where the job that writes to ``out`` stands.
+
+    Args:
+        out: the output directory.
+        now: seconds since 1970.
+
+    Raises:
+        DataError: there is no job's output, or its plan is damaged.
+    """
+    plan = plan_of(out)
+    segments = list(_segment_rows(out))  # before the records: rows move from here to there
+    done, errors, parts_done = _count(out, plan, segments)
+    runs = list(_runs(out))
+    run = runs[-1] if runs else Run("", {})
+    state = _state(out, run, done == plan.num_rows, now)
+    speed = run.rows / run.engine_s if run.rows and run.engine_s else None
+    running = state == "running"
+    return Status(
+        state=state,
+        rows_total=plan.num_rows,
+        rows_done=done,
+        rows_error=errors,
+        parts_total=len(plan.parts()),
+        parts_done=parts_done,
+        runs=len(runs),
+        rows_per_s=speed,
+        eta_s=(plan.num_rows - done) / speed if speed and running else None,
+        pool_use=run.used_blocks / run.kv["num_blocks"] if run.kv and running else None,
+        saved_at=run.saved_at if runs else None,
+    )
+
+
+def _state(out: OutputDir, run: Run, all_done: bool, now: float) -> str:
+    if out.files.stat(out.success) is not None:
+        return "finished"
+    if run.run_id and not run.ended and now - run.saved_at < SILENT_S:
+        return "running"
+    return "finished_with_errors" if all_done else "stopped"
+
+
+def _segment_rows(out: OutputDir) -> Iterator[pa.Table]:
+    for path in out.files.entries(out.segments):
+        # One that goes meanwhile has been put into a part.
+        with suppress(OSError, pa.ArrowException), out.files.open(path) as file:
+            yield pq.ParquetFile(file).read(["row_id", "status"], use_threads=False)
+
+
+def _count(out: OutputDir, plan: Manifest, segments: list[pa.Table]) -> tuple[int, int, int]:
+    """Rows done, rows failed, parts done."""
+    done = errors = parts_done = 0
+    ids = [table["row_id"].to_numpy() for table in segments]
+    failed = [
+        row_ids[table["status"].to_numpy(zero_copy_only=False) == "error"]
+        for row_ids, table in zip(ids, segments, strict=True)
+    ]
+    waiting, waiting_failed = (
+        np.unique(np.concatenate([NO_ROWS, *some])) for some in (ids, failed)
+    )
+    for part in plan.parts():
+        try:
+            record = json.loads(read_file(out.files, out.record(part)))
+            errors += sum(record["error_codes"].values())
+            done += len(part.rows)
+            parts_done += 1
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            done += len(of_part(waiting, part))
+            errors += len(of_part(waiting_failed, part))
+    return done, errors, parts_done
+
+
+def _runs(out: OutputDir) -> Iterator[Run]:
+    for path in out.files.entries(out.runs):
+        with suppress(OSError, ValueError):
+            yield read_run(path)

@@ -1,0 +1,109 @@
+"""Runs of a job in processes that may be killed.
+
+The processes are forked from one that has imported everything and run nothing, so that a run
+begins at once. Whoever uses this must be such a process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.job import sink
+from batchinfer.job.failpoints import VARIABLE
+from batchinfer.job.rows import FinishedRow
+from batchinfer.job.run import run_job
+from batchinfer.job.sink import Sink
+from batchinfer.job.spec import JobSpec
+
+KILLED = -signal.SIGKILL
+BuildEngine = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often finished rows go to disk."""
+
+    every_s: float
+    rows: int
+
+
+@dataclass
+class Child:
+    """A process that runs a job."""
+
+    pid: int
+    log: Path
+
+    def kill_after(self, seconds: float) -> int:
+        """Kill it unless it ends by itself before that; its exit status."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.002)
+        os.kill(self.pid, signal.SIGKILL)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit status."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def start(
+    spec: JobSpec,
+    build: BuildEngine | None,
+    pace: Pace,
+    folder: Path,
+    failpoint: str = "",
+    around: Callable[[], None] = lambda: None,
+) -> Child:
+    """Run a job in a process of its own.
+
+    Args:
+        spec: the job.
+        build: makes the engine; None: the real one.
+        pace: in place of ``sink.FLUSH_EVERY_S`` and ``sink.FLUSH_ROWS``.
+        folder: for the process's output, and for ``finished``: a line for each row as it finishes,
+            with the time.
+        failpoint: where it kills itself.
+        around: called in the process first.
+    """
+    log = folder / "log"
+    pid = os.fork()
+    if pid:
+        return Child(pid, log)
+    code = 99
+    try:
+        with log.open("a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ[VARIABLE] = failpoint
+        sink.FLUSH_EVERY_S, sink.FLUSH_ROWS = pace.every_s, pace.rows
+        _tell_finished(folder / "finished")
+        around()
+        code = int(run_job(spec, build=build, quiet=True))  # type: ignore[arg-type]
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _tell_finished(path: Path) -> None:
+    add = Sink.add
+    file = path.open("ab", buffering=0)
+
+    def add_and_tell(self: Sink, row: FinishedRow) -> None:
+        file.write(b"%d %f\n" % (row.values["row_id"], time.monotonic()))
+        add(self, row)
+
+    Sink.add = add_and_tell  # type: ignore[method-assign]

@@ -1,0 +1,200 @@
+"""Jobs killed again and again, and what must be true of them afterwards."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.errors import ExitCode
+from batchinfer.job import files
+from batchinfer.job.manifest import read_manifest
+from batchinfer.job.output import OutputDir
+from batchinfer.job.spec import JobSpec
+from tests.faults.children import KILLED, BuildEngine, Child, Pace, start
+from tests.faults.violation import ViolationError
+
+KINDS = ("runs", "steps", "segments", "requests", "data", "parts")
+STAGES = ("staged", "synced", "renamed", "durable")
+Answers = list[tuple[int, str | None, str]]
+
+
+@dataclass
+class Outcome:
+    """What a number of kills came to."""
+
+    kills: int = 0
+    jobs: int = 0
+    again: list[float] = field(default_factory=list)
+    """Of each kill: seconds between the first finished row that it lost and the kill."""
+    rows_again: int = 0
+    """Finished rows that were computed again, in all."""
+
+
+@dataclass
+class Killer:
+    """Runs one job over and over, in a folder of its own each time.
+
+    Args:
+        folder: to work in.
+        spec: the job; its output goes elsewhere.
+        build: makes the engine; None: the real one.
+        pace: how often finished rows go to disk.
+    """
+
+    folder: Path
+    spec: JobSpec
+    build: BuildEngine | None
+    pace: Pace
+
+    def __post_init__(self) -> None:
+        self.outcome = Outcome()
+        self._place = self.folder
+        self._count = 0
+        self.answers: Answers = []
+        """Of an unbroken run."""
+        self.seconds = 0.0
+        """That it took."""
+        self.reached: Counter[str] = Counter()
+        """How often it came to each failpoint."""
+
+    def run_unbroken(self) -> None:
+        """Run the job once without a kill; what comes of it is right."""
+        self._begin()
+        counts = self._place / "counts"
+        began = time.monotonic()
+        code = start(
+            self._job(), self.build, self.pace, self._place, around=lambda: _count_to(counts)
+        ).wait()
+        self.seconds = time.monotonic() - began
+        self._expect(code, ExitCode.OK)
+        self.answers = self._answers()
+        self.reached = Counter(counts.read_text().split())
+
+    def kill_at_random(self, kills: int, random: Random) -> None:
+        """Kill jobs at random times until there were so many kills; the last job is finished."""
+        while self.outcome.kills < kills:
+            self._begin()
+            code = KILLED
+            while code == KILLED:
+                at = random.uniform(0.02, 0.5) * self.seconds
+                killing = self.outcome.kills < kills
+                code = self._run(at if killing else 600.0)
+            self._check(code)
+
+    def kill_at(self, failpoint: str, random: Random) -> None:
+        """Kill a job at a failpoint, kill the run that goes on, then let it finish."""
+        self._begin()
+        self._expect(self._run(600.0, failpoint), KILLED)
+        self._run(random.uniform(0.02, 0.6) * self.seconds)
+        self._check(self._run(600.0))
+
+    def run_until_done(self, failpoint: str, most: int) -> int:
+        """Run a job again and again that kills itself at ``failpoint``; its last exit status."""
+        self._begin()
+        for _ in range(most):
+            code = self._run(600.0, failpoint)
+            if code != KILLED:
+                return code
+        raise ViolationError(f"still dies after {most} runs")
+
+    def rows(self) -> list[dict[str, object]]:
+        """The output of the latest job."""
+        return self._table().to_pylist()
+
+    def named_points(self) -> Iterator[str]:
+        """Each commit step of each kind of file: its first, middle and last time."""
+        for kind in KINDS:
+            for stage in STAGES:
+                last = self.reached[f"{kind}-{stage}"]
+                for times in (1, (last + 1) // 2, last):
+                    yield f"{kind}-{stage}:{times}"
+
+    def _begin(self) -> None:
+        if self._count:
+            shutil.rmtree(self._place)
+        self._count += 1
+        self._place = self.folder / str(self._count)
+        self._place.mkdir()
+
+    def _job(self) -> JobSpec:
+        output = self.spec.output.model_copy(update={"path": str(self._place / "out")})
+        return self.spec.model_copy(update={"output": output})
+
+    def _run(self, kill_after_s: float, failpoint: str = "") -> int:
+        before = self._kept()
+        told = self._place / "finished"
+        told.unlink(missing_ok=True)
+        child: Child = start(self._job(), self.build, self.pace, self._place, failpoint)
+        code = child.kill_after(kill_after_s)
+        self._note(code, before, told)
+        return code
+
+    def _note(self, code: int, before: set[int], told: Path) -> None:
+        ended = time.monotonic()
+        lines = told.read_text().splitlines() if told.exists() else []
+        finished = {int(row): float(at) for row, at in (line.split() for line in lines)}
+        if before & finished.keys():
+            raise ViolationError(f"rows {sorted(before & finished.keys())} ran again")
+        if code != KILLED:
+            return
+        self.outcome.kills += 1
+        lost = [at for row, at in finished.items() if row not in self._kept()]
+        self.outcome.rows_again += len(lost)
+        self.outcome.again.append(ended - min(lost, default=ended))
+
+    def _kept(self) -> set[int]:
+        """Rows on disk: of finished parts and of segments."""
+        out = OutputDir(self._place / "out")
+        if not out.manifest.exists():
+            return set()
+        records = {path.stem for path in out.files.entries(out.parts)}
+        parts = read_manifest(out.manifest).parts()
+        kept = {row for part in parts if part.name in records for row in part.rows}
+        for path in out.files.entries(out.segments):
+            kept |= set(
+                pq.ParquetFile(path).read(["row_id"], use_threads=False)["row_id"].to_pylist()
+            )
+        return kept
+
+    def _check(self, code: int) -> None:
+        self._expect(code, ExitCode.OK)
+        if self._answers() != self.answers:
+            raise ViolationError(f"the output of {self._place} is not that of an unbroken run")
+        self.outcome.jobs += 1
+
+    def _expect(self, code: int, wanted: int) -> None:
+        if code != wanted:
+            raise ViolationError(f"exit {code}, not {wanted}:\n{(self._place / 'log').read_text()}")
+
+    def _table(self) -> pa.Table:
+        paths = sorted((self._place / "out" / "data").iterdir())
+        return pa.concat_tables(pq.ParquetFile(path).read(use_threads=False) for path in paths)
+
+    def _answers(self) -> Answers:
+        table = self._table()
+        row_ids = table["row_id"].to_numpy()
+        if not np.array_equal(row_ids, np.arange(len(row_ids))):
+            raise ViolationError("rows are lost, duplicated or out of order")
+        columns = (table[name].to_pylist() for name in ("row_id", "generated_text", "status"))
+        return list(zip(*columns, strict=True))
+
+
+def _count_to(path: Path) -> None:
+    """Write down the name of each failpoint that is reached."""
+    file = path.open("a", buffering=1)
+    failpoint = files.failpoint
+
+    def tell(name: str) -> None:
+        file.write(name + "\n")
+        failpoint(name)
+
+    files.failpoint = tell

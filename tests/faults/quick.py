@@ -1,0 +1,52 @@
+"""The short kills, on an engine without a model: ``python -m tests.faults.quick FOLDER``.
+
+A program of its own, because it forks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from random import Random
+
+from batchinfer.job.spec import JobSpec
+from tests.faults.children import Pace
+from tests.faults.kills import Killer
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
+
+POISON = 17
+
+
+def echo_job(folder: Path) -> JobSpec:
+    """A job of 60 rows in 6 parts."""
+    prompts = [f"{row if row % 5 else 'x'} asks" for row in range(60)]
+    write_parquet(folder / "in" / "x.parquet", {"prompt": prompts})
+    return job(folder, engine={"max_num_seqs": 8})
+
+
+def kill_at_named_points(folder: Path) -> dict[str, object]:
+    """A kill at each commit step of each kind of file, the first, a middle or the last time."""
+    killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), Pace(1e9, 4))
+    killer.run_unbroken()
+    random = Random(1)
+    points = list(killer.named_points())
+    for at in range(0, len(points), 3):
+        killer.kill_at(points[at + at // 3 % 3], random)
+    return {"points": len(points), "jobs": killer.outcome.jobs, "kills": killer.outcome.kills}
+
+
+def kill_by_a_row(folder: Path) -> dict[str, object]:
+    """A row that kills the process whenever it comes to the engine."""
+    killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), Pace(1e9, 4))
+    code = killer.run_until_done(f"row-{POISON}:1", most=20)
+    errors = {row["row_id"]: row["error"]["code"] for row in killer.rows() if row["error"]}
+    return {"code": code, "errors": errors, "kills": killer.outcome.kills}
+
+
+if __name__ == "__main__":
+    by_point, by_row = (Path(sys.argv[1]) / name for name in ("points", "row"))
+    for place in (by_point, by_row):
+        place.mkdir()
+    print(json.dumps([kill_at_named_points(by_point), kill_by_a_row(by_row)]))

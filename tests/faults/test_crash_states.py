@@ -1,0 +1,75 @@
+"""The commit protocol over files that lose, tear and reorder what was not synced."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from batchinfer.job import commit
+from batchinfer.job.files import Files
+from tests.faults.lossy_files import LossyFiles, NeverSynced
+from tests.faults.protocol import PLAN, Job
+from tests.faults.states import count_violations
+
+STATES = 300  # among them states of going on after a crash, and of running error rows again
+FEW = 60
+
+
+def test_nothing_promised_is_lost() -> None:
+    assert count_violations(LossyFiles, STATES, seed=1) == {"states": STATES, "wrong": 0}
+
+
+def test_the_check_sees_it_when_nothing_is_synced() -> None:
+    assert count_violations(NeverSynced, FEW, seed=1)["wrong"] > 10
+
+
+def test_the_check_sees_it_when_names_are_not_synced() -> None:
+    class NamesNotSynced(LossyFiles):
+        def sync(self, path: Path) -> None:
+            if path.suffix:
+                super().sync(path)
+
+    assert count_violations(NamesNotSynced, FEW, seed=1)["wrong"] > 10
+
+
+def test_the_check_sees_a_part_that_is_on_disk_only_after_its_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rename_only(at: Files, staged: Path, final: Path) -> None:
+        at.rename(staged, final)
+
+    monkeypatch.setattr(commit, "publish", rename_only)
+    assert count_violations(LossyFiles, FEW, seed=1)["wrong"] > 5
+
+
+def test_files_in_memory_keep_what_was_synced_and_may_lose_the_rest() -> None:
+    def found(at: LossyFiles, path: Path) -> bytes | None:
+        return None if at.stat(path) is None else at.open(path).read()
+
+    memory, path = LossyFiles(), Path("/out/x")
+    memory.make_directory(path.parent)
+    memory.write(path, b"first")
+    memory.sync(path)
+    memory.sync(path.parent)
+    memory.write(path, b"second")
+    memory.write(Path("/out/y"), b"z")
+    random = Random(1)
+    after = [memory.after_power_loss(random) for _ in range(200)]
+    contents = {found(at, path) for at in after}
+    assert {b"first", b"second", b"sec", b"sec\0\0\0"} <= contents
+    assert None not in contents
+    assert {found(at, Path("/out/y")) for at in after} >= {None, b"z", b""}
+
+
+def test_a_run_over_files_in_memory_writes_what_a_run_writes() -> None:
+    job = Job(LossyFiles(), Random(1))
+    job.run()
+    job.check_finished()
+    part = PLAN.parts()[0]
+    record = job.out.finished(part)
+    assert record is not None
+    data = job.files.open(job.out.part_file(part)).read()
+    assert record.sha256 == hashlib.sha256(data).hexdigest()

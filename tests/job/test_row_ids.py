@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.row_ids import (
+    missing_ranges,
+    of_part,
+    ranges_in,
+    ranges_of,
+    sorted_row_ids,
+    within,
+)
+
+PARTS = Manifest("f", {}, (), (), 25, 10, "2026-11-20T10:00:00").parts()
+SOME_ROWS = st.sets(st.integers(0, 24))
+
+
+@given(rows=SOME_ROWS)
+def test_ranges_hold_their_rows_and_are_as_long_as_can_be(rows: set[int]) -> None:
+    ranges = ranges_of(sorted_row_ids(rows))
+    assert [row for r in ranges for row in r] == sorted(rows)
+    assert all(first.stop < second.start for first, second in pairwise(ranges))
+
+
+@given(rows=SOME_ROWS)
+def test_what_is_there_and_what_is_missing_make_up_the_parts(rows: set[int]) -> None:
+    there = sorted_row_ids(rows)
+    missing = missing_ranges(PARTS, there)
+    assert {row for r in missing for row in r} == set(range(25)) - rows
+    for r in (*missing, *ranges_in(PARTS, there)):
+        assert any(r.start in part.rows and r[-1] in part.rows for part in PARTS)
+    assert [row for part in PARTS for row in of_part(there, part)] == sorted(rows)
+
+
+@given(rows=SOME_ROWS, others=SOME_ROWS)
+def test_rows_within_ranges(rows: set[int], others: set[int]) -> None:
+    found = within(sorted_row_ids(rows), ranges_of(sorted_row_ids(others)))
+    assert found.tolist() == sorted(rows & others)

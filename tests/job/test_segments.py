@@ -1,0 +1,144 @@
+"""Finished rows that wait for their part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.engine.request import RequestStats
+from batchinfer.errors import DataError
+from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.output import OutputDir
+from batchinfer.job.rows import FinishedRow
+from batchinfer.job.segments import Segments, segment_table
+from batchinfer.job.table import ERROR
+from tests.job.datasets import flip_bit
+from tests.job.fakes import begin
+
+GENERATED = pa.schema(
+    [("row_id", pa.int64()), ("text", pa.string()), ("status", pa.string()), ("error", ERROR)]
+)
+PARTS = Manifest("f", {}, (), (), 12, 4, "2026-11-20T10:00:00").parts()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> OutputDir:
+    out = OutputDir(tmp_path / "out")
+    begin(out, Manifest("f", {}, (), (), 12, 4, "2026-11-20T10:00:00"), "overwrite")
+    return out
+
+
+def rows(*row_ids: int, status: str = "ok", text: str = "answer") -> pa.Table:
+    finished = [
+        FinishedRow(
+            {"row_id": row_id, "text": f"{text} {row_id}", "status": status},
+            RequestStats(prompt_tokens=row_id),
+            row_id % 2 == 1,
+        )
+        for row_id in row_ids
+    ]
+    return segment_table(finished, Segments(OutputDir(Path()), (), GENERATED).schema)
+
+
+def texts(segments: Segments, part: Part) -> list[tuple[int, str]]:
+    table = segments.rows_of(part)
+    return list(zip(table["row_id"].to_pylist(), table["text"].to_pylist(), strict=True))
+
+
+def files(out: OutputDir) -> list[str]:
+    return [path.name for path in out.files.entries(out.segments)]
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(batches=st.lists(st.sets(st.integers(0, 11), min_size=1), max_size=5))
+def test_what_was_written_is_found_again(out: OutputDir, batches: list[set[int]]) -> None:
+    for path in out.files.entries(out.segments):
+        path.unlink()
+    segments = Segments(out, PARTS, GENERATED)
+    for number, batch in enumerate(batches):
+        segments.add(rows(*batch, text=f"from {number}:"))
+    again = Segments(out, PARTS, GENERATED)
+    found, damaged = again.recover()
+    assert found.tolist() == sorted(set().union(*batches))
+    assert damaged == {}
+    latest = {row_id: number for number, batch in enumerate(batches) for row_id in batch}
+    for part in PARTS:
+        expected = [(row, f"from {latest[row]}: {row}") for row in part.rows if row in latest]
+        assert texts(segments, part) == texts(again, part) == expected
+
+
+def test_statistics_and_marks_come_back(out: OutputDir) -> None:
+    segments = Segments(out, PARTS, GENERATED)
+    segments.add(rows(5, 4))
+    table = segments.rows_of(PARTS[1])
+    assert [request["prompt_tokens"] for request in table["request"].to_pylist()] == [4, 5]
+    assert table["has_control_text"].to_pylist() == [False, True]
+
+
+def test_a_segment_goes_with_the_last_part_that_needs_it(out: OutputDir) -> None:
+    segments = Segments(out, PARTS, GENERATED)
+    segments.add(rows(0, 9))
+    segments.add(rows(1))
+    segments.drop(PARTS[0])
+    assert files(out) == ["segment-000000.parquet"]
+    segments.drop(PARTS[1])
+    assert texts(segments, PARTS[2]) == [(9, "answer 9")]
+    segments.drop(PARTS[2])
+    assert files(out) == []
+
+
+def test_segments_of_finished_parts_are_deleted_and_no_name_comes_twice(out: OutputDir) -> None:
+    segments = Segments(out, PARTS, GENERATED)
+    segments.add(rows(0, 9))
+    segments.add(rows(1))
+    left = Segments(out, PARTS[1:], GENERATED)
+    found, _ = left.recover()
+    assert found.tolist() == [9]
+    left.add(rows(4))
+    assert files(out) == ["segment-000000.parquet", "segment-000002.parquet"]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+        lambda path: flip_bit(path, 60),
+        lambda path: pq.write_table(pa.table({"row_id": [1]}), path),
+    ],
+)
+def test_a_damaged_segment_is_told_of_and_deleted(out: OutputDir, harm) -> None:
+    segments = Segments(out, PARTS, GENERATED)
+    segments.add(rows(0))
+    segments.add(rows(1))
+    harm(out.segments / "segment-000000.parquet")
+    found, damaged = Segments(out, PARTS, GENERATED).recover()
+    assert found.tolist() == [1]
+    assert list(damaged) == ["segment-000000.parquet"]
+    assert files(out) == ["segment-000001.parquet"]
+
+
+def test_a_segment_that_is_harmed_while_the_job_runs(out: OutputDir) -> None:
+    segments = Segments(out, PARTS, GENERATED)
+    segments.add(rows(0))
+    (out.segments / "segment-000000.parquet").write_bytes(b"zork")
+    with pytest.raises(DataError, match=r"segment-000000\.parquet cannot be read"):
+        segments.rows_of(PARTS[0])
+
+
+def test_errors_are_forgotten_and_nothing_else(out: OutputDir) -> None:
+    segments = Segments(out, PARTS, GENERATED)
+    mixed = pa.concat_tables([rows(0, 9), rows(1, 8, status="error")])
+    for table in (mixed, rows(2), rows(3, status="error")):
+        segments.add(table)
+    segments.forget_errors()
+    found, _ = Segments(out, PARTS, GENERATED).recover()
+    assert found.tolist() == [0, 2, 9]
+    assert texts(segments, PARTS[2]) == [(9, "answer 9")]

@@ -1,0 +1,103 @@
+"""``status``: from files alone, while a job runs and afterwards."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.errors import DataError, ExitCode
+from batchinfer.job import making, sink
+from batchinfer.job.output import OutputDir
+from batchinfer.job.run import run_job
+from batchinfer.job.status import SILENT_S, Status, read_status
+from tests.job.datasets import write_parquet
+from tests.job.fakes import AtOnce, job
+from tests.job.test_resume import Build, stop_at
+
+ONE_PART: dict[str, Any] = {"output": {"rows_per_part": 100}, "errors": {"max_error_rate": 1}}
+
+
+def dataset(tmp_path: Path) -> None:
+    prompts = [f"{row} asks" if row != 3 else "" for row in range(40)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+
+
+def status(tmp_path: Path, later_s: float = 0.0) -> Status:
+    return read_status(OutputDir(tmp_path / "out"), time.time() + later_s)
+
+
+def test_while_a_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset(tmp_path)
+    monkeypatch.setattr(sink, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(making, "Behind", AtOnce)
+    seen: list[Status] = []
+    build = Build(lambda step: seen.append(status(tmp_path)))
+    spec = job(tmp_path, errors={"max_error_rate": 1}, engine={"order": "input"})
+    assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+    assert {found.state for found in seen} == {"running"}
+    done = [found.rows_done for found in seen]
+    assert done == sorted(done)
+    last = seen[-1]
+    assert last.rows_done > 20
+    assert last.rows_error == 1
+    assert last.parts_done >= 2
+    assert last.rows_per_s
+    assert last.eta_s == pytest.approx((40 - last.rows_done) / last.rows_per_s)
+    assert last.pool_use is not None
+    assert 0 < last.pool_use < 1
+    assert "about" in "\n".join(last.lines())
+
+
+def test_a_stopped_job(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    run_job(job(tmp_path, **ONE_PART), build=Build(stop_at(40)), quiet=True)
+    found = status(tmp_path)
+    assert (found.state, found.parts_done, found.rows_error) == ("stopped", 0, 1)
+    assert 0 < found.rows_done < 40
+    assert found.eta_s is found.pool_use is None
+    assert next(found.lines()) == "state    stopped"
+
+
+def test_a_job_that_was_killed_stops_running_after_a_while(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    seen: list[Status] = []
+
+    def look(step: int) -> None:
+        if step == 0:
+            seen.extend([status(tmp_path), status(tmp_path, later_s=SILENT_S + 1)])
+
+    run_job(job(tmp_path, **ONE_PART), build=Build(look), quiet=True)
+    assert [found.state for found in seen] == ["running", "stopped"]
+
+
+@pytest.mark.parametrize(("limit", "state"), [(1, "finished"), (0.01, "finished_with_errors")])
+def test_a_finished_job(tmp_path: Path, limit: float, state: str) -> None:
+    dataset(tmp_path)
+    run_job(job(tmp_path, errors={"max_error_rate": limit}), build=Build(), quiet=True)
+    found = status(tmp_path)
+    assert (found.state, found.rows_done, found.rows_error) == (state, 40, 1)
+    assert (found.parts_done, found.parts_total, found.runs) == (4, 4, 1)
+    assert list(found.lines())[:3] == [
+        f"state    {state.replace('_', ' ')}",
+        "rows     40 of 40 (100%), 1 failed",
+        "parts    4 of 4",
+    ]
+    assert found.data()["rows_total"] == 40
+
+
+def test_damaged_files_are_no_hindrance(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    run_job(job(tmp_path, **ONE_PART), build=Build(stop_at(40)), quiet=True)
+    state = tmp_path / "out" / "_batchinfer"
+    for path in (*(state / "segments").iterdir(), *(state / "runs").iterdir()):
+        path.write_bytes(b"zork")
+    found = status(tmp_path)
+    assert (found.state, found.rows_done, found.runs) == ("stopped", 0, 0)
+
+
+def test_no_output(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no output of batchinfer"):
+        status(tmp_path)
