@@ -22,13 +22,16 @@ def paged_attention(
     sinks: torch.Tensor | None = None,  # [Hq]
     max_query_len: int,
     max_context_len: int,
+    min_query_len: int = 0,
     num_splits: int | None = None,
+    work: object = None,
+    launch: int = 0,
 ) -> None:
     """Causal attention over a paged KV cache, one sequence after the other.
 
-    The last three arguments tell the kernel how to launch. They change nothing here.
+    The arguments from `max_query_len` on tell the kernel how to launch. They change nothing here.
     """
-    del max_query_len, max_context_len, num_splits
+    del max_query_len, max_context_len, min_query_len, num_splits, work, launch
     starts = query_starts.tolist()
     for sequence, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
@@ -185,3 +188,17 @@ def rotary_write(
 
     kv_write(turned(key, k_norm), value, key_cache, value_cache, slot_mapping)
     query.copy_(turned(query, q_norm))
+
+
+def row_stats(
+    logits: torch.Tensor,  # [R, V]
+    *,
+    maximum: torch.Tensor,  # [R] float32
+    max_logprob: torch.Tensor,  # [R] float32
+    argmax: torch.Tensor,  # [R] int64
+) -> None:
+    """Each row's maximum, where it is first reached, and its log-probability."""
+    values = logits.double()
+    maximum.copy_(values.amax(1))
+    max_logprob.copy_(values.log_softmax(1).amax(1))
+    argmax.copy_(values.argmax(1))

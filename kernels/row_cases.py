@@ -115,3 +115,20 @@ def build_rotary_write(
         "eps": 1e-5,
         "offset": case.offset,
     }
+
+
+def build_row_stats(
+    num_rows: int, width: int, device: torch.device | str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Arguments of `row_stats`, by name: with -inf and ties, in rows longer than `width`."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(num_rows, width + 3, generator=generator)
+    logits[:, 1::5] = float("-inf")
+    logits[::2, width // 2 :] = logits[::2, : width + 3 - width // 2].clone()
+    statistic = torch.full((num_rows,), torch.nan, device=device)
+    return {
+        "logits": logits.to(device, dtype)[:, :width],
+        "maximum": statistic,
+        "max_logprob": statistic.clone(),
+        "argmax": torch.full((num_rows,), -1, dtype=torch.int64, device=device),
+    }

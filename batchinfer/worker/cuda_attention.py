@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +22,24 @@ class CudaAttention:
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the step that the following calls belong to, and its arrays on the device."""
-        self._tensors = tensors
-        self._max_query_len = int(np.diff(step.query_starts).max(initial=0))
-        self._max_context_len = int(step.context_lens.max(initial=0))
+        query_lens = np.diff(step.query_starts)
+        self._begin(
+            tensors,
+            min_query_len=int(query_lens.min(initial=2)),
+            max_query_len=int(query_lens.max(initial=0)),
+            max_context_len=int(step.context_lens.max(initial=0)),
+        )
+
+    def begin_decode(self, tensors: Mapping[str, torch.Tensor], max_context_len: int) -> None:
+        """Take a step of one token a sequence at most, as the device's arrays have it.
+
+        Nothing is read from them here, so that what follows can be replayed with others.
+        """
+        self._begin(tensors, min_query_len=0, max_query_len=1, max_context_len=max_context_len)
+
+    def _begin(self, tensors: Mapping[str, torch.Tensor], **bounds: int) -> None:
+        self._tensors, self._bounds = tensors, bounds
+        self._work: dict[int, _Work] = {}
 
     def attend(
         self,
@@ -46,7 +63,37 @@ class CudaAttention:
             sliding_window=variant.sliding_window,
             softcap=variant.softcap,
             sinks=variant.sinks,
-            max_query_len=self._max_query_len,
-            max_context_len=self._max_context_len,
+            work=self._decode_work(layer, query.shape[1], variant.sliding_window),
+            launch=layer,
+            **self._bounds,
         )
         return out
+
+    def _decode_work(self, layer: int, num_heads: int, window: int) -> Any:
+        """The list of the step's decodes, made once for the layers of a window."""
+        from batchinfer.kernels.decode_work import plan_decode
+
+        if self._bounds["min_query_len"] > 1:
+            return None
+        work = self._work.get(window)
+        if work is None or layer in work.layers:  # a layer that attends again needs a new list
+            plan = plan_decode(
+                self._tensors["query_starts"],
+                self._tensors["context_lens"],
+                num_heads=num_heads,
+                value_width=self._cache.layout.value_width,
+                max_context_len=self._bounds["max_context_len"],
+                sliding_window=window,
+                num_launches=self._cache.layout.num_layers,
+            )
+            work = self._work[window] = _Work(plan)
+        work.layers.add(layer)
+        return work.plan
+
+
+@dataclass
+class _Work:
+    """A work list, and the layers that have taken it."""
+
+    plan: Any
+    layers: set[int] = field(default_factory=set)

@@ -32,7 +32,9 @@ class RowStats:
 
 
 def row_stats(logits: Tensor, chunk: int, *, want_argmax: bool) -> RowStats:
-    """Statistics of the rows of ``logits`` [R, V], ``chunk`` rows at a time."""
+    """Statistics of the rows of ``logits`` [R, V]; on a CPU ``chunk`` rows at a time."""
+    if logits.is_cuda:
+        return _cuda_row_stats(logits)
     maxima, max_logprobs, argmaxes = [], [], []
     for low in range(0, len(logits), chunk):
         values = logits[low : low + chunk].float()
@@ -45,6 +47,15 @@ def row_stats(logits: Tensor, chunk: int, *, want_argmax: bool) -> RowStats:
         max_logprob=torch.cat(max_logprobs),
         argmax=torch.cat(argmaxes) if want_argmax else None,
     )
+
+
+def _cuda_row_stats(logits: Tensor) -> RowStats:
+    from batchinfer.kernels.row_stats import row_stats as triton_row_stats
+
+    maximum, max_logprob = logits.new_empty(2, len(logits), dtype=torch.float32).unbind()
+    argmax = logits.new_empty(len(logits), dtype=torch.int64)
+    triton_row_stats(logits, maximum=maximum, max_logprob=max_logprob, argmax=argmax)
+    return RowStats(maximum, max_logprob, argmax)
 
 
 def token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chunk: int) -> Tensor:

@@ -31,8 +31,10 @@ from batchinfer.kernels.row_cases import (
     ROW_CASES,
     build_rms_norm,
     build_rotary_write,
+    build_row_stats,
     build_silu_mul,
 )
+from batchinfer.kernels.row_stats import row_stats
 from batchinfer.kernels.silu_mul import silu_mul
 
 LENS = ((1, 100), (5, 90))
@@ -70,6 +72,7 @@ def compile_all() -> None:
     block_copy(**build_copy(COPY_CASES[1], "cpu", torch.bfloat16))
     rms_norm(**build_rms_norm(ROW_CASES[2], "cpu", torch.bfloat16))
     silu_mul(**build_silu_mul(ROW_CASES[2], "cpu", torch.bfloat16))
+    row_stats(**build_row_stats(2, 150_000, "cpu", torch.bfloat16))
     for case in ROTARY_CASES[1:3]:
         rotary_write(**build_rotary_write(case, "cpu", torch.bfloat16)[1])
 

@@ -3,13 +3,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.kernels import launch, paged_attention, reference
+from batchinfer.kernels import decode_work, launch, paged_attention, reference
+from batchinfer.kernels.attend import tile_tokens
 from batchinfer.kernels.cases import (
     ATTENTION_CASES,
     INTERPRETED_ATTENTION_CASES,
     AttentionCase,
     build_attention,
 )
+from batchinfer.kernels.chunk_attention import chunk_config
+from batchinfer.kernels.decode_attention import decode_config
+from batchinfer.kernels.decode_work import DECODE_PIECE, default_num_splits, plan_decode
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SPLIT_CASES = [case for case in INTERPRETED_ATTENTION_CASES if (case.num_splits or 1) > 1]
@@ -18,7 +22,7 @@ SPLIT_CASES = [case for case in INTERPRETED_ATTENTION_CASES if (case.num_splits 
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut contexts of a few tiles into pieces, as long ones are."""
-    monkeypatch.setattr(paged_attention, "DECODE_PIECE", 64)
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
 
 
 def check(case: AttentionCase, device: str, dtype: torch.dtype) -> None:
@@ -92,7 +96,7 @@ def test_equals_its_twin_on_random_shapes() -> None:
 
 def test_pieces_do_not_depend_on_company(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A row's bits are the same alone, beside a longer one, and under another bound on the pieces.
-    monkeypatch.setattr(paged_attention, "DECODE_PIECE", 64)
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
     alone = build_attention(AttentionCase("alone", ((1, 150),)), interpreter, torch.float32)
     outs = []
     for num_splits, bound in ((3, 150), (9, 150), (None, 150), (None, 2000)):
@@ -100,6 +104,84 @@ def test_pieces_do_not_depend_on_company(interpreter: str, monkeypatch: pytest.M
         paged_attention.paged_attention(**arguments)
         outs.append(arguments["out"])
     assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+def listed(lens: list[tuple[int, int]], **options: int) -> list[tuple[int, int]]:
+    """The (sequence, piece) pairs of a work list for (query_len, context_len) of each sequence."""
+    query_lens, context_lens = zip(*lens, strict=True)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    work = plan_decode(
+        starts,
+        torch.tensor(context_lens, dtype=torch.int32),
+        num_heads=4,
+        value_width=16,
+        max_context_len=max(context_lens),
+        num_launches=3,
+        **options,
+    )
+    num_items, *taken = work.counters.tolist()
+    assert taken == [0, 0, 0]
+    return [(sequence, piece) for sequence, piece in work.items[:num_items].tolist()]
+
+
+def test_whole_pieces_are_listed_first_and_last_ones_after(interpreter: str) -> None:
+    # A chunk and a sequence without a token have no pieces; an empty context has one.
+    lens = [(1, 1025), (5, 900), (1, 512), (0, 700), (1, 0), (1, 513)]
+    whole, last = [(0, 0), (0, 1), (5, 0)], [(0, 2), (2, 0), (4, 0), (5, 1)]
+    assert listed(lens) == whole + last
+
+
+def test_a_window_shortens_the_list(interpreter: str) -> None:
+    assert listed([(1, 5000), (1, 100)], sliding_window=64) == [(0, 0), (1, 0)]
+
+
+def test_pieces_grow_where_there_may_be_few(interpreter: str) -> None:
+    assert listed([(1, 5000)], num_splits=2) == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("lens_seed", range(3))
+def test_every_piece_is_listed_once(
+    lens_seed: int, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_work, "_SEQUENCES", 8)  # in several rounds
+    generator = torch.Generator().manual_seed(lens_seed)
+    query_lens = torch.randint(0, 3, (37,), generator=generator).tolist()
+    context_lens = torch.randint(0, 3000, (37,), generator=generator).tolist()
+    lens = list(zip(query_lens, context_lens, strict=True))
+    expected = [
+        (sequence, piece)
+        for sequence, (query_len, context_len) in enumerate(lens)
+        if query_len == 1
+        for piece in range(max(1, -(-context_len // DECODE_PIECE)))
+    ]
+    assert sorted(listed(lens)) == expected
+
+
+def test_layers_share_a_work_list(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+    inputs = build_attention(AttentionCase("x", ((1, 150), (3, 70))), interpreter, torch.float32)
+    work = plan_decode(
+        inputs.arguments["query_starts"],
+        inputs.arguments["context_lens"],
+        num_heads=4,
+        value_width=16,
+        max_context_len=150,
+        num_launches=2,
+    )
+    layers = [inputs.with_fresh_out() | {"work": work, "launch": layer} for layer in range(2)]
+    expected = inputs.with_fresh_out()
+    reference.paged_attention(**expected)
+    for layer in layers:
+        paged_attention.paged_attention(**layer)
+        torch.testing.assert_close(layer["out"], expected["out"], atol=1e-5, rtol=1e-5)
+
+
+def test_refuses_a_work_list_for_another_window(interpreter: str) -> None:
+    inputs = build_attention(AttentionCase("x", ((1, 9),)), interpreter, torch.float32).arguments
+    lengths = inputs["query_starts"], inputs["context_lens"]
+    work = plan_decode(*lengths, num_heads=4, value_width=16, max_context_len=9, sliding_window=4)
+    with pytest.raises(AssertionError, match="window"):
+        paged_attention.paged_attention(**inputs | {"work": work})
 
 
 def test_leaves_rows_past_the_last_sequence_alone(interpreter: str) -> None:
@@ -143,20 +225,22 @@ def test_a_nan_in_one_sequence_stays_there(interpreter: str) -> None:
     [(1, 1, 1), (1, 512, 1), (1, 513, 3), (1, 4096, 9), (1024, 10**6, 15), (10**7, 10**6, 1)],
 )
 def test_default_num_splits(num_sequences: int, reach: int, expected: int) -> None:
-    splits = paged_attention.default_num_splits(num_sequences, 32, 128, reach)
+    splits = default_num_splits(num_sequences, 32, 128, reach)
     assert splits == expected
 
 
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("widths", [32, 96, 192, 256, 384, 512])
-def test_tiles_divide_pieces_and_fit(widths: int, element_size: int) -> None:
-    for config in (
-        paged_attention.decode_config(4, widths, element_size),
-        paged_attention.chunk_config(4, widths, element_size),
-    ):
-        assert paged_attention.DECODE_PIECE % config.tile == 0
-        assert config.tile & (config.tile - 1) == 0
-        assert config.tile * widths * element_size <= 32 * 2**10
+@pytest.mark.parametrize("group", [1, 4])
+def test_tiles_divide_pieces_and_fit(group: int, widths: int, element_size: int) -> None:
+    tile = tile_tokens(widths, element_size)
+    assert DECODE_PIECE % tile == 0
+    assert 64 % tile == 0
+    assert tile * widths * element_size <= 32 * 2**10
+    for config in (decode_config, chunk_config):
+        shape = config(group, widths, element_size)
+        assert shape.rows >= group
+        assert shape.rows & (shape.rows - 1) == 0
 
 
 def test_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,53 @@
+"""The arrays that a captured decode step reads: always at the same place, of the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+_PER_SEQUENCE = ("token_ids", "positions", "slot_mapping", "context_lens")
+
+
+class DecodeInputs:
+    """Room for the arrays of up to ``max_num_seqs`` sequences that compute one token each.
+
+    A step of fewer is padded with sequences that compute none: no attention is computed for them,
+    and their KV goes nowhere (a slot mapping of -1).
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self._tensors = {
+            "token_ids": zeros(max_num_seqs),
+            "positions": zeros(max_num_seqs),
+            "slot_mapping": zeros(max_num_seqs),
+            "context_lens": zeros(max_num_seqs, dtype=torch.int32),
+            "query_starts": zeros(max_num_seqs + 1, dtype=torch.int32),
+            "block_tables": zeros(max_num_seqs, max_blocks, dtype=torch.int32),
+        }
+
+    @property
+    def max_blocks(self) -> int:
+        """Most blocks of a sequence."""
+        return self._tensors["block_tables"].shape[1]
+
+    def load(self, tensors: Mapping[str, torch.Tensor], padded: int) -> None:
+        """Copy a step's arrays in, and pad them to ``padded`` sequences. No sync."""
+        count = len(tensors["context_lens"])
+        for name in _PER_SEQUENCE:
+            self._tensors[name][:count].copy_(tensors[name], non_blocking=True)
+        tables = tensors["block_tables"]
+        self._tensors["block_tables"][:count, : tables.shape[1]].copy_(tables, non_blocking=True)
+        starts = self._tensors["query_starts"]
+        starts[: count + 1].copy_(tensors["query_starts"], non_blocking=True)
+        if padded > count:
+            self._tensors["slot_mapping"][count:padded].fill_(-1)
+            starts[count + 1 : padded + 1].fill_(count)
+
+    def of(self, padded: int) -> dict[str, torch.Tensor]:
+        """The arrays of a step of ``padded`` sequences: views that stay where they are."""
+        views = {name: tensor[:padded] for name, tensor in self._tensors.items()}
+        return views | {"query_starts": self._tensors["query_starts"][: padded + 1]}

@@ -1,0 +1,146 @@
+"""Models of real shapes with random weights, made on the device, and an engine around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from roofline import Shape
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from batchinfer.config import EngineConfig
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.table import SequenceTable
+from batchinfer.worker.attention import ATTENTION_NAME, register
+from batchinfer.worker.decode_graphs import DecodeGraphs
+from batchinfer.worker.fused_layers import fuse_layers
+from batchinfer.worker.fusion import fuse
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.memory import plan_memory
+from batchinfer.worker.runner import ModelRunner, model_bytes
+from batchinfer.worker.sampler import Sampler
+
+MAX_MODEL_LEN = 4096
+_WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-0.6B": (
+        "qwen3",
+        {
+            "num_hidden_layers": 28,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 3072,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Llama-3.1-8B": (
+        "llama",
+        {**_WIDE, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256},
+    ),
+    "Qwen3-8B": (
+        "qwen3",
+        {**_WIDE, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936},
+    ),
+    "tiny": (
+        "qwen3",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "vocab_size": 512,
+        },
+    ),
+}
+SHAPES = ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-8B")
+
+
+def shape_of(name: str) -> Shape:
+    """A model's shape, for the roofline."""
+    values = _CONFIGS[name][1]
+    return Shape(
+        layers=values["num_hidden_layers"],
+        hidden=values["hidden_size"],
+        heads=values["num_attention_heads"],
+        kv_heads=values["num_key_value_heads"],
+        width=values["head_dim"],
+        inner=values["intermediate_size"],
+        vocab=values["vocab_size"],
+        tied=values.get("tie_word_embeddings", False),
+    )
+
+
+def random_model(
+    name: str, device: torch.device, dtype: torch.dtype, attention: str = ATTENTION_NAME
+) -> Any:
+    """transformers' own model; the same weights for the same name, device and dtype."""
+    family, values = _CONFIGS[name]
+    config = CONFIG_MAPPING[family](
+        max_position_embeddings=MAX_MODEL_LEN,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=None,
+        **({"tie_word_embeddings": False} | values),
+    )
+    register()
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.generation_config.eos_token_id = None
+    return model.to(device).eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """An engine with a model, fused and captured."""
+
+    engine: Engine
+    graphs: DecodeGraphs | None
+    num_blocks: int
+    vocab: int
+    fused: bool
+
+
+def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineConfig) -> Ready:
+    """Make a model and an engine the way ``batchinfer`` does, without files."""
+    model = random_model(name, device, dtype)
+    config = model.config.to_dict()
+    dtype_name = str(dtype).removeprefix("torch.")
+    layout = KVLayout.from_config(config, block_size=settings.block_size, dtype=dtype_name)
+    fused = fuse(model, layout, MAX_MODEL_LEN)
+    graphs = None
+    if not fused:
+        model = random_model(name, device, dtype)
+    elif device.type == "cuda":
+        fuse_layers(model, layout)
+        torch.cuda.empty_cache()
+    memory = plan_memory(
+        settings,
+        layout,
+        config,
+        device=device,
+        weight_bytes=model_bytes(model),
+        max_model_len=MAX_MODEL_LEN,
+    )
+    cache = KVCache(layout, memory.num_blocks, device, dtype)
+    if device.type == "cuda":
+        graphs = DecodeGraphs(
+            model, cache, max_num_seqs=settings.max_num_seqs, max_model_len=MAX_MODEL_LEN
+        )
+        graphs.capture_all()
+    runner = ModelRunner(model, cache, Sampler())
+    runner.graphs = graphs
+    pool = BlockPool(memory.num_blocks, settings.block_size, enable_prefix_caching=True)
+    table = SequenceTable(settings.max_num_seqs, MAX_MODEL_LEN, settings.block_size)
+    scheduler = Scheduler(pool, table, settings.max_num_batched_tokens)
+    engine = Engine(scheduler, runner, runs_ahead=device.type == "cuda")
+    return Ready(engine, graphs, memory.num_blocks, config["vocab_size"], fused)

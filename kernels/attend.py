@@ -1,0 +1,163 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
+# the comment behind each. Compile-time constants are written as constants.)
+"""The loop over a paged KV cache that decodes and chunks share, and the shape of their programs.
+
+One program carries a tile of rows (query tokens times the query heads of one KV head, next to each
+other, so that a key is loaded once for all of them) over a range of positions, by online softmax;
+`README.md` has the formulas.
+
+Triton divides the stages of its pipeline among the links of a chain of loads, and keys and values
+are loaded by slots that are loaded from the block table: 5 stages fetch two tiles ahead, 3 one.
+"""
+
+import math
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+LOG2E = math.log2(math.e)
+# Keys and values of one tile take at most this much shared memory, per pipeline stage.
+_TILE_BYTES = 32 * 2**10
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """The shape of one program. A function of the model's shape alone: same input, same bits."""
+
+    rows: int  # query tokens x heads of a group, padded: the M of the matrix products
+    tile: int  # tokens of context per turn of the loop
+    num_warps: int
+    num_stages: int
+
+
+def tile_tokens(widths: int, element_size: int) -> int:
+    """Tokens per tile: a power of two, so that key and value of them fit `_TILE_BYTES`."""
+    tokens = min(64, _TILE_BYTES // (widths * element_size))
+    return max(16, 1 << (tokens.bit_length() - 1))
+
+
+def padded(size: int) -> int:
+    """The power of two at or above `size` that `tl.dot` takes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@triton.jit
+def load_tokens(
+    cache_ptr,  # [num_slots, block_size, D] of one KV head
+    slots,  # [TILE] int64
+    offsets,  # [TILE], in the block
+    live,  # [TILE] bool
+    slot_stride,
+    token_stride,
+    width_stride,
+    WIDTH: tl.constexpr,  # D
+    WIDTH_BLOCK: tl.constexpr,  # D, padded
+    MASKED: tl.constexpr,  # false: all tokens are live
+):  # [TILE, WIDTH_BLOCK]
+    # What is not live is 0 by selection. Multiplying it by a weight of 0 would not do: a slot holds
+    # whatever its last user left, and 0 * NaN is NaN.
+    columns = tl.arange(0, WIDTH_BLOCK)
+    token_ptrs = cache_ptr + slots * slot_stride + offsets.to(tl.int64) * token_stride
+    ptrs = token_ptrs[:, None] + columns[None, :] * width_stride
+    if MASKED:
+        tile = tl.load(ptrs, mask=live[:, None] & (columns[None, :] < WIDTH), other=0.0)
+    else:
+        tile = tl.load(ptrs, mask=columns[None, :] < WIDTH, other=0.0)
+    return tile
+
+
+@triton.jit
+def attend(
+    query,  # [ROWS, KEY_BLOCK]
+    positions,  # [ROWS] int32, of each row's token
+    begin,  # first and
+    end,  # last + 1 position to read
+    row_max,  # [ROWS] float32: the state so far
+    row_sum,  # [ROWS] float32
+    acc,  # [ROWS, VALUE_BLOCK] float32
+    key_ptr,  # [num_slots, block_size, Dk] of the KV head
+    value_ptr,  # [num_slots, block_size, Dv] of the KV head
+    table_ptr,  # [max_blocks] int32, the sequence's
+    key_slot_stride,
+    key_token_stride,
+    key_width_stride,
+    value_slot_stride,
+    value_token_stride,
+    value_width_stride,
+    score_scale,
+    cap,
+    window,
+    BLOCK_SIZE: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,  # false: whole tiles, and every row sees all of them
+):
+    # Tiles lie at multiples of TILE, wherever the range begins: a tile then meets whole blocks.
+    for tile in range(begin // TILE * TILE, end, TILE):
+        tokens = tile + tl.arange(0, TILE)
+        live = (tokens >= begin) & (tokens < end)
+        if MASKED:
+            slots = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        else:
+            slots = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
+        offsets = tokens % BLOCK_SIZE
+
+        key = load_tokens(
+            key_ptr, slots, offsets, live, key_slot_stride, key_token_stride, key_width_stride,
+            KEY_WIDTH, KEY_BLOCK, MASKED,
+        )  # fmt: skip
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * score_scale
+        if CAPPED:
+            scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
+        if MASKED:
+            visible = live[None, :] & (tokens[None, :] <= positions[:, None])
+            if WINDOWED:
+                visible = visible & (tokens[None, :] > positions[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # A row that has seen nothing yet: -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(row_max - shift)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        row_max = new_max
+
+        value = load_tokens(
+            value_ptr, slots, offsets, live, value_slot_stride, value_token_stride,
+            value_width_stride, VALUE_WIDTH, VALUE_BLOCK, MASKED,
+        )  # fmt: skip
+        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def initial_state(
+    sinks_ptr,  # [Hq] or None
+    heads,  # [ROWS]
+    holds_sinks,  # [ROWS] bool
+    ROWS: tl.constexpr,
+):
+    # A sink is a logit that was seen before the first key and has no value.
+    if sinks_ptr is None:
+        row_max = tl.full([ROWS], float("-inf"), tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
+    else:
+        sinks = tl.load(sinks_ptr + heads, mask=holds_sinks, other=float("-inf")).to(tl.float32)
+        row_max = sinks * 1.4426950408889634  # log2(e)
+        row_sum = tl.where(row_max > float("-inf"), 1.0, 0.0)
+    return row_max, row_sum
+
+
+@triton.jit
+def divide(acc, row_sum):
+    # Nothing seen (a padding row): zeros.
+    return acc / tl.where(row_sum == 0.0, 1.0, row_sum)

@@ -1,0 +1,256 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
+# the comment behind each. Compile-time constants are written as constants.)
+"""Attention of the sequences that compute one token in this step.
+
+Programs as many as run at a time take (piece, KV head) after (piece, KV head) from the work list,
+each the next one when it is done, and `_merge_kernel` joins the pieces of a context. A context of
+one piece is written at once. What a row gets depends neither on who takes a piece nor on when.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.attend import (
+    LaunchConfig,
+    attend,
+    divide,
+    initial_state,
+    padded,
+    tile_tokens,
+)
+from batchinfer.kernels.decode_work import DecodeWork, pieces
+from batchinfer.kernels.launch import OPTIONS
+
+_PROGRAMS_EACH = 2  # that the registers of a multiprocessor have room for
+
+
+def decode_config(group: int, widths: int, element_size: int) -> LaunchConfig:
+    """One query token: the rows are a group's heads, and 16 is the least that `tl.dot` takes."""
+    tile = tile_tokens(widths, element_size)
+    return LaunchConfig(rows=padded(group), tile=tile, num_warps=4, num_stages=5)
+
+
+def attend_decodes(shared: dict[str, Any], work: DecodeWork, launch: int) -> None:
+    """Attend in pieces, and merge them.
+
+    Args:
+        shared: the arguments of both kinds of programs.
+        launch: which of the launches that the work list is for.
+    """
+    query, group, num_kv_heads = shared["query_ptr"], shared["GROUP"], shared["NUM_KV_HEADS"]
+    widths = shared["KEY_BLOCK"] + shared["VALUE_BLOCK"]
+    config = decode_config(group, widths, query.element_size())
+    most = len(work.items) * num_kv_heads
+    partials = {
+        "partial_out_ptr": work.partial_out,
+        "partial_max_ptr": work.partial_max,
+        "partial_sum_ptr": work.partial_sum,
+        "max_pieces": work.max_pieces,
+        "PIECE": work.piece,
+    }
+    _decode_kernel[(min(most, _resident_programs(query.device)),)](
+        **shared,
+        **partials,
+        items_ptr=work.items,
+        counters_ptr=work.counters,
+        launch=launch,
+        TILE=config.tile,
+        ROWS=config.rows,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **OPTIONS,
+    )
+    if work.max_pieces > 1:
+        names = (
+            "query_starts_ptr", "context_lens_ptr", "out_ptr", "out_row_stride", "out_head_stride",
+            "out_width_stride", "window", "GROUP", "VALUE_WIDTH", "VALUE_BLOCK", "WINDOWED",
+        )  # fmt: skip
+        _merge_kernel[(len(work.items) // work.max_pieces, num_kv_heads)](
+            **{name: shared[name] for name in names},
+            **partials,
+            GROUP_BLOCK=triton.next_power_of_2(group),
+            num_warps=4,
+            **OPTIONS,
+        )
+
+
+@functools.cache
+def _resident_programs(device: torch.device) -> int:
+    """Programs that run at the same time."""
+    if device.type != "cuda":
+        return 2  # the interpreter's, one after the other
+    return _PROGRAMS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["table_stride", "max_pieces", "launch"])
+def _decode_kernel(
+    query_ptr,  # [T, Hq, Dk]
+    key_ptr,  # [num_slots, Hkv, block_size, Dk]
+    value_ptr,  # [num_slots, Hkv, block_size, Dv]
+    table_ptr,  # [S, max_blocks] int32
+    query_starts_ptr,  # [S + 1] int32
+    context_lens_ptr,  # [S] int32
+    out_ptr,  # [T, Hq, Dv]
+    sinks_ptr,  # [Hq] or None
+    items_ptr,  # [N, 2] int32: sequence, piece
+    counters_ptr,  # [1 + launches] int32: N, then taken items of each launch
+    partial_out_ptr,  # [S, Hq, max_pieces, Dv] float32, not divided by the sum
+    partial_max_ptr,  # [S, Hq, max_pieces] float32
+    partial_sum_ptr,  # [S, Hq, max_pieces] float32
+    query_row_stride,
+    query_head_stride,
+    query_width_stride,
+    key_slot_stride,
+    key_head_stride,
+    key_token_stride,
+    key_width_stride,
+    value_slot_stride,
+    value_head_stride,
+    value_token_stride,
+    value_width_stride,
+    out_row_stride,
+    out_head_stride,
+    out_width_stride,
+    table_stride,
+    score_scale,
+    cap,
+    window,
+    max_pieces,
+    launch,  # of those that share the work list
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
+    BLOCK_SIZE: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PIECE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    rows = tl.arange(0, ROWS)
+    row_live = rows < GROUP
+    key_columns = tl.arange(0, KEY_BLOCK)
+    value_columns = tl.arange(0, VALUE_BLOCK)
+    value_mask = row_live[:, None] & (value_columns[None, :] < VALUE_WIDTH)
+    num_tickets = tl.load(counters_ptr) * NUM_KV_HEADS
+    counters_ptr += 1 + launch
+    ticket = tl.atomic_add(counters_ptr, 1)
+    while ticket < num_tickets:
+        item = (ticket // NUM_KV_HEADS).to(tl.int64)
+        kv_head = (ticket % NUM_KV_HEADS).to(tl.int64)
+        sequence = tl.load(items_ptr + 2 * item).to(tl.int64)
+        piece = tl.load(items_ptr + 2 * item + 1)
+        query_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
+        context_len = tl.load(context_lens_ptr + sequence)
+        begin, first, length, count = pieces(context_len, window, max_pieces, WINDOWED, PIECE)
+        heads = kv_head * GROUP + rows
+        query = tl.load(
+            query_ptr
+            + query_row * query_row_stride
+            + heads[:, None] * query_head_stride
+            + key_columns[None, :] * query_width_stride,
+            mask=row_live[:, None] & (key_columns[None, :] < KEY_WIDTH),
+            other=0.0,
+        )
+        # The sinks count once: the first piece has them. (`row_live & (piece == 0)` would be the
+        # same, but Triton's interpreter makes integers of it.)
+        holds_sinks = rows < tl.where(piece == 0, GROUP, 0)
+        row_max, row_sum = initial_state(sinks_ptr, heads, holds_sinks, ROWS)
+        row_max, row_sum, acc = attend(
+            query,
+            tl.zeros([ROWS], tl.int32) + context_len - 1,
+            tl.maximum(begin, first + piece * length),
+            tl.minimum(context_len, first + (piece + 1) * length),
+            row_max,
+            row_sum,
+            tl.zeros([ROWS, VALUE_BLOCK], tl.float32),
+            key_ptr + kv_head * key_head_stride,
+            value_ptr + kv_head * value_head_stride,
+            table_ptr + sequence * table_stride,
+            key_slot_stride, key_token_stride, key_width_stride,
+            value_slot_stride, value_token_stride, value_width_stride,
+            score_scale, cap, window,
+            BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
+            WINDOWED, CAPPED, TILE, True,
+        )  # fmt: skip
+        if count == 1:
+            out_ptrs = out_ptr + query_row * out_row_stride + heads[:, None] * out_head_stride
+            tl.store(
+                out_ptrs + value_columns[None, :] * out_width_stride,
+                divide(acc, row_sum[:, None]),
+                mask=value_mask,
+            )
+        else:
+            partials = (sequence * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + piece
+            tl.store(partial_max_ptr + partials, row_max, mask=row_live)
+            tl.store(partial_sum_ptr + partials, row_sum, mask=row_live)
+            partial_ptrs = partial_out_ptr + partials[:, None] * VALUE_WIDTH
+            tl.store(partial_ptrs + value_columns[None, :], acc, mask=value_mask)
+        ticket = tl.atomic_add(counters_ptr, 1)
+
+
+@triton.jit(do_not_specialize=["max_pieces"])
+def _merge_kernel(
+    query_starts_ptr,  # [S + 1] int32
+    context_lens_ptr,  # [S] int32
+    out_ptr,  # [T, Hq, Dv]
+    partial_out_ptr,  # [S, Hq, max_pieces, Dv] float32
+    partial_max_ptr,  # [S, Hq, max_pieces] float32
+    partial_sum_ptr,  # [S, Hq, max_pieces] float32
+    out_row_stride,
+    out_head_stride,
+    out_width_stride,
+    window,
+    max_pieces,
+    GROUP: tl.constexpr,  # query heads per KV head
+    GROUP_BLOCK: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    query_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
+    if tl.load(query_starts_ptr + sequence + 1) - query_row != 1:
+        return
+    context_len = tl.load(context_lens_ptr + sequence)
+    _, _, _, count = pieces(context_len, window, max_pieces, WINDOWED, PIECE)
+    if count == 1:
+        return
+
+    rows = tl.arange(0, GROUP_BLOCK)
+    live = rows < GROUP
+    heads = kv_head * GROUP + rows
+    columns = tl.arange(0, VALUE_BLOCK)
+    mask = live[:, None] & (columns[None, :] < VALUE_WIDTH)
+    first = (sequence * (tl.num_programs(1) * GROUP) + heads) * max_pieces
+    total_max = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+    total_sum = tl.zeros([GROUP_BLOCK], tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, VALUE_BLOCK], tl.float32)
+    for piece in range(0, count):
+        partials = first + piece
+        piece_max = tl.load(partial_max_ptr + partials, mask=live, other=float("-inf"))
+        piece_sum = tl.load(partial_sum_ptr + partials, mask=live, other=0.0)
+        partial_ptrs = partial_out_ptr + partials[:, None] * VALUE_WIDTH + columns[None, :]
+        piece_out = tl.load(partial_ptrs, mask=mask, other=0.0)
+        new_max = tl.maximum(total_max, piece_max)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        decay = tl.exp2(total_max - shift)
+        weight = tl.exp2(piece_max - shift)
+        total_sum = total_sum * decay + piece_sum * weight
+        acc = acc * decay[:, None] + piece_out * weight[:, None]
+        total_max = new_max
+
+    out_ptrs = out_ptr + query_row * out_row_stride + heads[:, None] * out_head_stride
+    result = divide(acc, total_sum[:, None])
+    tl.store(out_ptrs + columns[None, :] * out_width_stride, result, mask=mask)

@@ -1,0 +1,87 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
+# the comment behind each. Compile-time constants are written as constants.)
+"""What sampling asks of every row of logits, in one pass over them.
+
+Formula, for every row x:
+
+    maximum = max_i x_i        argmax = the lowest i with x_i = maximum
+    max_logprob = -log sum_i exp(x_i - maximum)
+
+In float32, by online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867): every lane of a program
+has a maximum and a sum of its own, merged at the end. One program takes one row whole, so that its
+bits do not depend on the other rows. A row with NaN or +inf in it, or with nothing but -inf, gets a
+maximum that is not finite; the rest means nothing then.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.launch import OPTIONS, check_launchable
+
+_BLOCK = 8192
+
+
+def row_stats(
+    logits: torch.Tensor,  # [R, V], last dimension contiguous
+    *,
+    maximum: torch.Tensor,  # [R] float32
+    max_logprob: torch.Tensor,  # [R] float32
+    argmax: torch.Tensor,  # [R] int64
+) -> None:
+    """Write the three statistics of every row."""
+    check_launchable("row_stats", logits, maximum, max_logprob, argmax)
+    num_rows, width = logits.shape
+    if num_rows == 0:
+        return
+    _row_stats_kernel[(num_rows,)](
+        logits,
+        maximum,
+        max_logprob,
+        argmax,
+        logits.stride(0),
+        WIDTH=width,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
+        num_warps=16 if width > 4096 else 4,
+        **OPTIONS,
+    )
+
+
+@triton.jit
+def _row_stats_kernel(
+    logits_ptr,  # [R, V]
+    maximum_ptr,  # [R] float32
+    max_logprob_ptr,  # [R] float32
+    argmax_ptr,  # [R] int64
+    row_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_at = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        columns = start + lanes
+        x = tl.load(logits_ptr + columns, mask=columns < WIDTH, other=float("-inf"))
+        x = x.to(tl.float32)
+        # Of the old maximum and x one is the new maximum, and the term of the other shrinks by
+        # this factor. (-inf - -inf would be NaN.)
+        seen = tl.where(x == float("-inf"), 0.0, x)
+        factor = tl.exp(-tl.abs(seen - tl.where(best == float("-inf"), seen, best)))
+        factor = tl.where(x == float("-inf"), 0.0, factor)
+        larger = x > best
+        total = tl.where(larger, total * factor + 1.0, total + factor)
+        best_at = tl.where(larger, columns, best_at)
+        best = tl.where(larger, x, best)
+    maximum = tl.max(best, 0)
+    at = tl.min(tl.where(best == maximum, best_at, WIDTH), 0)
+    total = tl.sum(total * tl.exp(best - maximum), 0)
+    # Only NaN differs from itself.
+    tl.store(maximum_ptr + row, tl.where(total != total, total, maximum))
+    tl.store(max_logprob_ptr + row, -tl.log(total))
+    tl.store(argmax_ptr + row, at.to(tl.int64))

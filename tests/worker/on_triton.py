@@ -1,0 +1,74 @@
+"""Runs the CUDA side on CPU tensors, in Triton's interpreter, and notes what would be launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+
+# Kernels need no device memory of their own: views, and memory that is only asked for.
+_NOT_LAUNCHED = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view",
+                 "_reshape_alias", "lift_fresh")  # fmt: skip
+
+
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors say that they are on a CUDA device; whoever asks them calls Triton's kernels."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and what its launch fixes: the grid and every argument that is not a tensor."""
+
+    name: str
+    fixed: tuple[Any, ...] = ()
+
+
+@dataclass
+class Trace(TorchDispatchMode):
+    """The launches of torch's operations and of Triton's kernels, in order."""
+
+    launches: list[Launch] = field(default_factory=list)
+    inside_triton: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not (self.inside_triton or func.is_view or name in _NOT_LAUNCHED):
+            self.launches.append(Launch(name))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def names(self) -> list[str]:
+        return [launch.name for launch in self.launches]
+
+
+@contextmanager
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
+    """Note the launches of what runs inside."""
+    trace = Trace()
+    execute = GridExecutor.__call__
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fixed = tuple(
+            sorted((k, v) for k, v in kwargs.items() if not isinstance(v, torch.Tensor | None))
+        )
+        fixed += tuple(arg for arg in args if not isinstance(arg, torch.Tensor | None))
+        trace.launches.append(Launch(self.fn.__name__, (self.grid, *fixed)))
+        trace.inside_triton = True
+        try:
+            return execute(self, *args, **kwargs)
+        finally:
+            trace.inside_triton = False
+
+    with monkeypatch.context() as patched, trace:
+        patched.setattr(GridExecutor, "__call__", note)
+        yield trace

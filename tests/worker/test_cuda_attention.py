@@ -1,0 +1,76 @@
+"""The CUDA backend over CPU tensors, in Triton's interpreter, against the backend of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.engine.layout import KVLayout
+from batchinfer.worker.attention import make_backend
+from batchinfer.worker.cuda_attention import CudaAttention
+from batchinfer.worker.forward import _device_arrays
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.transfer import to_device
+from batchinfer.worker.variant import AttentionVariant
+from tests.worker.on_triton import traced
+from tests.worker.step_maker import StepMaker
+
+LAYOUT = KVLayout(
+    num_layers=3, num_kv_heads=2, key_width=16, value_width=16, block_size=16, element_bytes=4
+)
+PLAIN, WINDOWED = (AttentionVariant(0.25, window, 0.0, None) for window in (0, 5))
+
+
+def begun(step_parts: list[tuple[int, int]]) -> tuple[CudaAttention, Any, torch.Tensor]:
+    """Both backends at the start of a step over a random pool, and its queries.
+
+    Args:
+        step_parts: (tokens computed before, tokens of the step) of each sequence.
+    """
+    torch.manual_seed(0)
+    cache = KVCache(LAYOUT, 32, torch.device("cpu"), torch.float32)
+    cache.pool[:32] = torch.randn_like(cache.pool[:32])
+    maker = StepMaker(32, 16)
+    sequences = [(maker.sequence([1] * (before + new)), before, new) for before, new in step_parts]
+    earlier = [(sequence, before) for sequence, before, _ in sequences if before]
+    if earlier:
+        maker.step(earlier)
+    step = maker.step([(sequence, new) for sequence, _, new in sequences])
+    tensors = to_device(_device_arrays(step), torch.device("cpu"))
+    backends = CudaAttention(cache), make_backend(cache)
+    for backend in backends:
+        backend.begin_step(step, tensors)
+    return *backends, torch.randn(step.num_tokens, 4, 16)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[(9, 1), (20, 1)], [(0, 7), (9, 1), (30, 4)], [(0, 7), (16, 20)]],
+    ids=["decodes", "mixed", "chunks"],
+)
+def test_layers_of_two_windows_equal_the_cpus(parts: list[tuple[int, int]]) -> None:
+    cuda, cpu, query = begun(parts)
+    for layer, variant in ((0, WINDOWED), (1, PLAIN), (2, WINDOWED)):
+        got = cuda.attend(layer, query, variant)
+        torch.testing.assert_close(got, cpu.attend(layer, query, variant), atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_that_attends_again_gets_the_same() -> None:
+    cuda, _, query = begun([(9, 1), (20, 1)])
+    first, again = (cuda.attend(1, query, PLAIN) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+
+
+def test_work_is_listed_once_a_window_and_only_for_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for parts, lists in (([(9, 1), (20, 1)], 2), ([(0, 7), (16, 20)], 0)):
+        cuda, _, query = begun(parts)
+        with traced(monkeypatch) as trace:
+            for layer, variant in ((0, WINDOWED), (1, PLAIN), (2, WINDOWED)):
+                cuda.attend(layer, query, variant)
+        assert trace.names.count("_plan_kernel") == lists
+        assert trace.names.count("_decode_kernel") == (3 if lists else 0)
