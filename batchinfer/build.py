@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from batchinfer.config import EngineConfig
+from batchinfer.config import EngineConfig, sized_for
 from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.layout import text_config
@@ -17,8 +17,9 @@ from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.table import SequenceTable
 from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
+from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.loader import load_model
+from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.memory import plan_memory
 from batchinfer.worker.model_config import check_config
 from batchinfer.worker.runner import ModelRunner, model_bytes
@@ -72,6 +73,7 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         DeviceError: the device is missing or too small.
     """
     device = choose_device(engine.device)
+    engine = sized_for(device.type, engine)
     check_config(model.name, model.revision)
     tokenizer = make_tokenizer(model)
     loaded = load_model(
@@ -93,7 +95,7 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
     for line in memory.lines():
         log(line)
     cache = KVCache(layout, memory.num_blocks, device, getattr(torch, loaded.dtype))
-    runner = ModelRunner(loaded.model, cache, Sampler())
+    runner = ModelRunner(loaded.model, cache, Sampler(), _graphs(loaded, cache, engine))
     pool = BlockPool(
         memory.num_blocks, engine.block_size, enable_prefix_caching=engine.enable_prefix_caching
     )
@@ -115,6 +117,18 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         device=describe(device),
         model_facts=loaded.facts,
         device_bytes=runner.device_bytes,
+    )
+
+
+def _graphs(loaded: LoadedModel, cache: KVCache, engine: EngineConfig) -> DecodeGraphs | None:
+    """Graphs of decode steps, on CUDA; each is captured when its batch size is first met."""
+    if not cache.pool.is_cuda:
+        return None
+    return DecodeGraphs(
+        loaded.model,
+        cache,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=loaded.max_model_len,
     )
 
 

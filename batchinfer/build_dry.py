@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchinfer.build import Built, ModelChoice, choose_device, describe, make_tokenizer
-from batchinfer.config import EngineConfig
+from batchinfer.config import EngineConfig, sized_for
 from batchinfer.engine.dry_run import DryRunner, make_dry_engine
 from batchinfer.engine.layout import KVLayout, text_config
 from batchinfer.engine.roofline import DEVICES, Device, ModelCost
@@ -47,6 +47,7 @@ def build_dry_engine(
         ModelError: the config or the tokenizer cannot be read, or the model cannot be run.
         DeviceError: the model or the pool does not fit the device.
     """
+    engine = sized_for("cuda" if device.is_gpu else "cpu", engine)
     folder = resolve_folder(model.name, model.revision, CONFIG_FILES)
     config = load_config(folder).to_dict()
     longest = choose_max_model_len(config, model.max_model_len)

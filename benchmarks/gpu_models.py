@@ -17,7 +17,6 @@ from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.table import SequenceTable
 from batchinfer.worker.attention import ATTENTION_NAME, register
 from batchinfer.worker.decode_graphs import DecodeGraphs
-from batchinfer.worker.fused_layers import fuse_layers
 from batchinfer.worker.fusion import fuse
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.memory import plan_memory
@@ -117,11 +116,9 @@ def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineC
     dtype_name = str(dtype).removeprefix("torch.")
     layout = KVLayout.from_config(config, block_size=settings.block_size, dtype=dtype_name)
     fused = fuse(model, layout, MAX_MODEL_LEN)
-    graphs = None
     if not fused:
         model = random_model(name, device, dtype)
-    elif device.type == "cuda":
-        fuse_layers(model, layout)
+    if device.type == "cuda":
         torch.cuda.empty_cache()
     memory = plan_memory(
         settings,
@@ -132,13 +129,13 @@ def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineC
         max_model_len=MAX_MODEL_LEN,
     )
     cache = KVCache(layout, memory.num_blocks, device, dtype)
+    graphs = None
     if device.type == "cuda":
         graphs = DecodeGraphs(
             model, cache, max_num_seqs=settings.max_num_seqs, max_model_len=MAX_MODEL_LEN
         )
         graphs.capture_all()
-    runner = ModelRunner(model, cache, Sampler())
-    runner.graphs = graphs
+    runner = ModelRunner(model, cache, Sampler(), graphs)
     pool = BlockPool(memory.num_blocks, settings.block_size, enable_prefix_caching=True)
     table = SequenceTable(settings.max_num_seqs, MAX_MODEL_LEN, settings.block_size)
     scheduler = Scheduler(pool, table, settings.max_num_batched_tokens)

@@ -10,6 +10,7 @@ import torch
 
 from batchinfer.engine.step import Step
 from batchinfer.worker.attention import AttentionBackend, ForwardContext, forward_context
+from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.transfer import to_device
 
@@ -21,6 +22,7 @@ def forward(
     backend: AttentionBackend,
     step: Step,
     sampled_before: torch.Tensor | None = None,
+    graphs: DecodeGraphs | None = None,
 ) -> torch.Tensor:
     """Copy the step's blocks, write the KV of its tokens, attend.
 
@@ -31,6 +33,7 @@ def forward(
         step: what to compute.
         sampled_before: int64 [K of the step before], on the pool's device, what
             ``step.previous_sample`` refers to.
+        graphs: take the steps they can.
 
     Returns:
         Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype.
@@ -38,10 +41,13 @@ def forward(
     tensors = to_device(_device_arrays(step), cache.pool.device)
     if len(step.block_copies):
         cache.copy_blocks(tensors["block_copies"])
+    token_ids = _input_ids(step, tensors, sampled_before)
+    if graphs is not None and graphs.takes(step):
+        return graphs.logits(step, tensors | {"token_ids": token_ids})
     backend.begin_step(step, tensors)
     with forward_context(ForwardContext(cache, backend, tensors["slot_mapping"])):
         output = model(
-            input_ids=_input_ids(step, tensors, sampled_before)[None],
+            input_ids=token_ids[None],
             position_ids=tensors["positions"][None],
             use_cache=False,
             logits_to_keep=tensors["logits_indices"],

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from batchinfer.engine.layout import KVLayout
+from batchinfer.worker.fused_layers import fuse_layers
 from batchinfer.worker.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.fusion_probe import Call, Probe, rows_agree
 
@@ -46,6 +47,8 @@ def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
     with torch.inference_mode():
         before = probe.run(lambda module: bool(_recipes(module)))
         _fuse_children(model, "", probe)
+        if weight.is_cuda:
+            fuse_layers(model, layout)
         after = probe.run(lambda module: False)
         return rows_agree(after, before, _LOGITS_TOLERANCE[weight.dtype])
 

@@ -13,6 +13,7 @@ import torch
 from batchinfer.config import EngineConfig, parse_size
 from batchinfer.engine.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
+from batchinfer.worker.graph_memory import graph_bytes
 from batchinfer.worker.sampler import workspace_bytes
 
 _CPU_SHARE_OF_FREE = 0.25
@@ -46,6 +47,8 @@ class MemoryPlan:
     """Estimate for a step of ``max_num_batched_tokens`` tokens."""
     logits_bytes: int
     """Estimate for sampling ``max_num_seqs`` rows."""
+    graph_bytes: int
+    """Estimate for graphs of decode steps; CUDA only."""
     available_bytes: int
     """What the device had for all of these."""
 
@@ -56,6 +59,7 @@ class MemoryPlan:
             (f"KV pool ({self.num_blocks} blocks)", self.pool_bytes),
             ("activations (at most)", self.activation_bytes),
             ("logits (at most)", self.logits_bytes),
+            ("graphs (at most)", self.graph_bytes),
             ("available", self.available_bytes),
         )
         width = max(len(name) for name, _ in rows)
@@ -93,9 +97,9 @@ def fit_memory(
 ) -> MemoryPlan:
     """Size the pool: ``num_kv_blocks``, else ``kv_cache_memory``, else what the device leaves.
 
-    On a CUDA device that is ``gpu_memory_utilization`` of its memory less weights, activations
-    and logits. On a CPU it is what ``max_num_seqs`` sequences of ``max_model_len`` tokens can
-    use, at most a quarter of the free memory.
+    On a CUDA device that is ``gpu_memory_utilization`` of its memory less weights, activations,
+    logits and graphs. On a CPU it is what ``max_num_seqs`` sequences of ``max_model_len`` tokens
+    can use, at most a quarter of the free memory.
 
     Raises:
         DeviceError: with numbers and the key to change, when not even one block fits, or when
@@ -103,9 +107,14 @@ def fit_memory(
     """
     activations = _activation_bytes(engine, layout, config)
     logits = _logits_bytes(engine, layout, config, memory.kind)
+    graphs = 0
     free, total = memory.free, memory.total
     if memory.kind == "cuda":
-        room = int(total * engine.gpu_memory_utilization) - (total - free) - activations - logits
+        graphs = graph_bytes(
+            layout, config, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len
+        )
+        room = int(total * engine.gpu_memory_utilization) - (total - free)
+        room -= activations + logits + graphs
         key = "engine.gpu_memory_utilization"
         num_blocks = _blocks(engine, layout, default=room // layout.bytes_per_block)
     else:
@@ -126,7 +135,7 @@ def fit_memory(
             f"{weight_bytes / 2**20:,.1f} MiB",
             hint=_hint(engine, key),
         )
-    return MemoryPlan(num_blocks, weight_bytes, pool_bytes, activations, logits, total)
+    return MemoryPlan(num_blocks, weight_bytes, pool_bytes, activations, logits, graphs, total)
 
 
 def free_host_bytes() -> int:

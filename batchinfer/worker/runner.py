@@ -8,6 +8,7 @@ import torch
 
 from batchinfer.engine.step import SamplingBatch, Step
 from batchinfer.worker.attention import make_backend
+from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import PackedLinear
@@ -25,17 +26,26 @@ class ModelRunner:
     CPU a step is computed when it is submitted.
     """
 
-    def __init__(self, model: torch.nn.Module, cache: KVCache, sample: Sample) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        cache: KVCache,
+        sample: Sample,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._sample = sample
         self._backend = make_backend(cache)
         self._previous = Sampled.nothing(cache.pool.device)
+        self._graphs = graphs
 
     def submit(self, step: Step) -> Sampled:
         """Start one step. A step that samples nothing gives an empty result."""
         sampled_before = self._previous.token_ids
-        logits = forward(self._model, self._cache, self._backend, step, sampled_before)
+        logits = forward(
+            self._model, self._cache, self._backend, step, sampled_before, self._graphs
+        )
         if step.num_samples == 0:
             self._previous = Sampled.nothing(logits.device)
         else:

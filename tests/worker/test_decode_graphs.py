@@ -188,7 +188,7 @@ def test_a_forward_pass_that_waits_for_the_device_is_not_captured(
         (lambda x: torch.repeat_interleave(x, x.int()), {"repeat_interleave"}),
         (lambda x: torch.where(x > 0, x, -x)[torch.tensor([1, 0])] + x.cumsum(0), set()),
     ],
-    ids=str,
+    ids=["index", "where", "if", "repeats", "nothing"],
 )
 def test_operations_that_wait_are_seen(compute: Any, waits: set[str]) -> None:
     watch = SyncWatch()

@@ -32,6 +32,7 @@ def plan(device: str = "cpu", **engine: Any) -> MemoryPlan:
 def _free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 64 * MIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * MIB, 100 * MIB))
+    monkeypatch.setattr(memory, "graph_bytes", lambda *_, **__: 2 * MIB)
 
 
 def test_blocks_win_over_bytes() -> None:
@@ -52,7 +53,7 @@ def test_a_cpu_pool_is_at_most_a_quarter_of_what_is_free() -> None:
 
 def test_a_cuda_pool_is_the_share_less_everything_else() -> None:
     found = plan("cuda", gpu_memory_utilization=0.5, max_num_batched_tokens=64, max_num_seqs=8)
-    room = 50 * MIB - 20 * MIB - found.activation_bytes - found.logits_bytes
+    room = 50 * MIB - 20 * MIB - found.activation_bytes - found.logits_bytes - found.graph_bytes
     assert found.num_blocks == room // LAYOUT.bytes_per_block
     assert found.activation_bytes > 0
     assert found.logits_bytes > 8 * 100 * 4
