@@ -22,8 +22,8 @@ import torch
 _log = logging.getLogger(__name__)  # a warning, so that it shows: the first start takes longer
 
 _FOLDER = Path(__file__).resolve().parent
-_SOURCES = ("paged_attention.c", "row_ops.c")
-_INCLUDED = ("elements.h", "attend.inc", "row_ops.inc")
+_SOURCES = ("paged_attention.c", "row_ops.c", "gemm.c")
+_INCLUDED = ("elements.h", "attend.inc", "row_ops.inc", "gemm.inc")
 # Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
 _FLAGS = (
     *("-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-shared", "-std=gnu11"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from batchinfer.kernels.cpu import gemm
 from batchinfer.worker import linear
 from batchinfer.worker.linear import PackedLinear, pack_linears, packing_works
 
@@ -16,6 +17,13 @@ DTYPES = [
     )
     for dtype in (torch.float32, torch.bfloat16)
 ]
+
+
+@pytest.fixture(autouse=True, params=["own", "oneDNN"])
+def _packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The project's kernel where the processor has it, and what takes its place elsewhere."""
+    if request.param == "oneDNN":
+        monkeypatch.setattr(gemm, "supports", lambda weight: False)
 
 
 def layer(in_features: int, out_features: int, dtype: torch.dtype, *, bias: bool) -> nn.Linear:

@@ -1,0 +1,68 @@
+"""Matrix products over weights packed once, in C, called through ctypes; for CPUs with AVX-512."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from batchinfer.kernels.cpu.library import load
+
+PANEL = 32
+"""Outputs that lie side by side in a packed weight."""
+
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+class _GemmArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "packed", "bias", "out")),
+        *((name, _INT64) for name in ("num_rows", "row_stride", "in_features", "out_features")),
+        ("num_threads", _INT32),
+    )
+
+
+class _PackArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("weight", "packed")),
+        *((name, _INT64) for name in ("in_features", "out_features")),
+        ("num_threads", _INT32),
+    )
+
+
+def supports(weight: torch.Tensor) -> bool:
+    """Whether this processor multiplies by such a weight [out, in] with these kernels."""
+    library, dtype = load(), weight.dtype
+    if library is None or dtype not in _SUFFIX or not hasattr(library, f"gemm_{_SUFFIX[dtype]}"):
+        return False
+    return dtype == torch.float32 or weight.shape[1] % 2 == 0  # 16 bits are multiplied in pairs
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] to a flat tensor of panels: [panel][in][output], for 16 bits with pairs of in."""
+    out_features, in_features = weight.shape
+    weight = weight.contiguous()
+    packed = weight.new_empty(-(-out_features // PANEL) * PANEL * in_features)
+    arguments = _PackArgs(
+        *(weight.data_ptr(), packed.data_ptr(), in_features, out_features),
+        torch.get_num_threads(),
+    )
+    getattr(load(), f"pack_{_SUFFIX[weight.dtype]}")(ctypes.byref(arguments))
+    return packed
+
+
+def gemm(
+    x: torch.Tensor,  # [M, in], last dimension contiguous
+    packed: torch.Tensor,  # of a weight [out, in]
+    bias: torch.Tensor | None,  # [out]
+    *,
+    out: torch.Tensor,  # [M, out], contiguous
+) -> None:
+    """``out = x @ weight.T + bias``; float32 sums. A row's bits do not depend on the others."""
+    arguments = _GemmArgs(
+        *(x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr()),
+        *(out.data_ptr(), len(x), x.stride(0), x.shape[1], out.shape[1]),
+        torch.get_num_threads(),
+    )
+    getattr(load(), f"gemm_{_SUFFIX[x.dtype]}")(ctypes.byref(arguments))
