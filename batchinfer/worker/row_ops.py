@@ -15,6 +15,7 @@ import torch
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import native
 from batchinfer.kernels.cpu import row_ops as cpu
+from batchinfer.kernels.cpu.gemm import rows_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, 2 * W], gate and up side by side, to [T, W]."""
-    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    """[T, 2 * W], gate and up side by side, to [T, W]; rows need not follow each other."""
     if gate_up.is_cuda:
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         from batchinfer.kernels.silu_mul import silu_mul as triton_silu_mul
 
         triton_silu_mul(gate_up, out=out)
     else:
+        out = rows_apart(len(gate_up), gate_up.shape[1] // 2, gate_up)
         _cpu(gate_up.dtype).silu_mul(gate_up, out=out)
     return out
 

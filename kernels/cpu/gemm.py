@@ -15,6 +15,22 @@ _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
+_MANY_ROWS = 8
+_CACHE_PERIOD = 4096  # bytes after which addresses fall into the same set of the first cache
+_CACHE_LINE = 64
+
+
+def is_crowded(row_bytes: int) -> bool:
+    """Whether rows so far apart crowd each other out of the cache when read side by side."""
+    return row_bytes % _CACHE_PERIOD == 0
+
+
+def rows_apart(count: int, width: int, like: torch.Tensor) -> torch.Tensor:
+    """Uninitialised [count, width] that is good to multiply: rows do not crowd each other."""
+    more = _CACHE_LINE // like.element_size() if is_crowded(width * like.element_size()) else 0
+    return like.new_empty(count, width + more)[:, :width]
+
+
 class _GemmArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("x", "packed", "bias", "out")),
@@ -60,6 +76,8 @@ def gemm(
     out: torch.Tensor,  # [M, out], contiguous
 ) -> None:
     """``out = x @ weight.T + bias``; float32 sums. A row's bits do not depend on the others."""
+    if len(x) >= _MANY_ROWS and is_crowded(x.stride(0) * x.element_size()):
+        x = rows_apart(len(x), x.shape[1], x).copy_(x)
     arguments = _GemmArgs(
         *(x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr()),
         *(out.data_ptr(), len(x), x.stride(0), x.shape[1], out.shape[1]),

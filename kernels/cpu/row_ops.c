@@ -20,8 +20,8 @@ typedef struct {
 
 typedef struct {
     const void *gate_up; /* [rows, 2 * width] */
-    void *out;           /* [rows, width], contiguous */
-    int64_t num_rows, row_stride, width;
+    void *out;           /* [rows, width] */
+    int64_t num_rows, row_stride, out_row_stride, width;
     int32_t num_threads;
 } silu_mul_args;
 

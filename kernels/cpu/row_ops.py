@@ -35,7 +35,7 @@ class _RMSNormArgs(ctypes.Structure):
 class _SiluMulArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("gate_up", "out")),
-        *((name, _INT64) for name in ("num_rows", "row_stride", "width")),
+        *((name, _INT64) for name in ("num_rows", "row_stride", "out_row_stride", "width")),
         ("num_threads", _INT32),
     )
 
@@ -73,12 +73,13 @@ def rms_norm(
 def silu_mul(
     gate_up: torch.Tensor,  # [N, 2 * W], last dimension contiguous
     *,
-    out: torch.Tensor,  # [N, W], contiguous
+    out: torch.Tensor,  # [N, W], last dimension contiguous
 ) -> None:
     """``out = silu(gate) * up`` of rows that hold gate and up side by side."""
     arguments = _SiluMulArgs(
         *(gate_up.data_ptr(), out.data_ptr()),
-        *(len(gate_up), gate_up.stride(0), out.shape[1], torch.get_num_threads()),
+        *(len(gate_up), gate_up.stride(0), out.stride(0), out.shape[1]),
+        torch.get_num_threads(),
     )
     _function("silu_mul", gate_up.dtype)(ctypes.byref(arguments))
 
