@@ -279,7 +279,7 @@ def test_the_command_prints_json_or_lines(
     assert batchinfer(monkeypatch, *arguments) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8
-    assert lines[2].startswith("device   NVIDIA H100 SXM: weights 0.00 GiB, pool 7")
+    assert lines[2].startswith("device   NVIDIA H100 SXM: weights 0.00 GiB, pool ")
     assert not (tmp_path / "out").exists()
 
 
