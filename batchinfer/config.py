@@ -15,15 +15,32 @@ MAX_LOGPROBS = 20
 
 MAX_SAMPLES = 16_384
 """Most samples per prompt, as in vLLM."""
+
+MAX_BEAMS = 256
+MAX_LENGTH_PENALTY = 32.0
+"""A longer length than any model's to this power is a float yet."""
+
 HUGE = 1e30
 """Most that a number may be which is computed with in float32."""
 
 _NOT_YET_SAMPLING: Mapping[str, object] = {
     "prompt_logprobs": None,
     "structured_outputs": None,
-    "beam_width": None,
-    "length_penalty": 1.0,
 }
+_NOT_WITH_BEAMS = (
+    "min_tokens",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "logprobs",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+)
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -99,7 +116,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: Mapping[str, Any] | None = None
     beam_width: int | None = None
+    """Beam search with so many beams, of which the n best are written, best first; the temperature
+    is ignored. Rules and scores are those of transformers with early_stopping=False."""
     length_penalty: float = 1.0
+    """Beams are ranked by their log-probability over their length to this power."""
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -107,6 +127,7 @@ class SamplingParams:
             if getattr(self, name) != default:
                 raise ValueError(f"not yet: sampling.{name} is not supported by this version")
         take_types(self)
+        self._check_beams()
         self._require("max_tokens", 1 <= self.max_tokens < 2**31, "1 to 2**31 - 1")
         self._require("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
         self._require("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens")
@@ -133,6 +154,23 @@ class SamplingParams:
             small = all(abs(value) <= HUGE for value in self.logit_bias.values())
             known = all(token_id >= 0 for token_id in self.logit_bias)
             self._require("logit_bias", small and known, f"token ids with values up to {HUGE:g}")
+
+    def _check_beams(self) -> None:
+        width, penalty = self.beam_width, self.length_penalty
+        if width is None:
+            self._require("length_penalty", penalty == 1.0, "left out, or beam_width be set")
+            return
+        self._require("beam_width", 1 <= width <= MAX_BEAMS, f"1 to {MAX_BEAMS}")
+        most = MAX_LENGTH_PENALTY
+        self._require("length_penalty", -most <= penalty <= most, f"{-most:g} to {most:g}")
+        self._require("n", self.n <= width, f"at most beam_width, which is {width}")
+        for name in _NOT_WITH_BEAMS:
+            value = getattr(self, name)
+            if value != self.__dataclass_fields__[name].default and (name, value) != ("top_k", -1):
+                raise ValueError(
+                    f"not yet: sampling.{name} with beam_width is not supported by this version"
+                )
+        object.__setattr__(self, "temperature", 0.0)
 
     def _normalise(self) -> None:
         """Take a single text for a list of one, and None for an empty list."""

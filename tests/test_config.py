@@ -49,11 +49,25 @@ def test_a_sampling_parameter_of_another_type_is_named(
         ({"bad_words": ["\ud800"]}, "bad_words is .*; it must be texts .* of valid Unicode"),
         ({"stop": ["a", ""]}, "stop is .*; it must be texts that are not empty"),
         ({"max_tokens": 0}, "max_tokens is 0; it must be 1 to"),
+        ({"beam_width": 0}, "beam_width is 0; it must be 1 to 256"),
+        ({"beam_width": 2, "n": 3}, "n is 3; it must be at most beam_width, which is 2"),
+        ({"beam_width": 2, "length_penalty": 99}, "length_penalty is 99.0; it must be -32 to 32"),
+        ({"length_penalty": 2}, "length_penalty is 2.0; it must be left out, or beam_width be set"),
+        ({"beam_width": 2, "stop": "x"}, "not yet: sampling.stop with beam_width"),
+        ({"beam_width": 2, "min_tokens": 2}, "not yet: sampling.min_tokens with beam_width"),
+        ({"beam_width": 2, "logprobs": 0}, "not yet: sampling.logprobs with beam_width"),
+        ({"beam_width": 2, "top_k": 5}, "not yet: sampling.top_k with beam_width"),
+        ({"beam_width": 2, "repetition_penalty": 1.1}, "not yet: sampling.repetition_penalty with"),
     ],
 )
 def test_a_sampling_parameter_out_of_range_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
+
+
+def test_beam_search_ignores_the_temperature() -> None:
+    params = SamplingParams(beam_width=4, n=2, temperature=0.7, top_k=-1, stop_token_ids=[3])
+    assert (params.temperature, params.beam_width, params.n) == (0.0, 4, 2)
 
 
 def test_values_that_mean_the_same_become_the_same() -> None:

@@ -379,12 +379,36 @@ def test_arguments_at_their_defaults_are_accepted(model: Path) -> None:
 
 
 def test_what_is_not_built_is_refused_by_name(llm: LLM, model: Path) -> None:
-    with pytest.raises(NotYetError, match="beam_search"):
-        llm.beam_search(["a"], BeamSearchParams(beam_width=2, max_tokens=4))
     with pytest.raises(NotYetError, match="tensor_parallel_size"):
         LLM(str(model), tensor_parallel_size=2)
     with pytest.raises(ValueError, match="below"):
         llm.generate("a", SamplingParams(stop_token_ids=[10_000]), use_tqdm=False)
+
+
+def test_beams_come_best_first(llm: LLM) -> None:
+    prompts = ["abc", [1, 2, 3]]
+    params = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.5)
+    for output in llm.beam_search(prompts, params):
+        scores = [beam.score for beam in output.outputs]
+        assert scores == sorted(scores, reverse=True)
+        assert [beam.index for beam in output.outputs] == [0, 1, 2]
+        assert len({tuple(beam.token_ids) for beam in output.outputs}) == 3
+        for beam in output.outputs:
+            length = len(beam.token_ids)
+            assert beam.score == pytest.approx(beam.cumulative_logprob / length**0.5)
+    (greedy,) = llm.generate("abc", SamplingParams(max_tokens=6, temperature=0), use_tqdm=False)
+    (alone,) = llm.beam_search("abc", BeamSearchParams(beam_width=1, max_tokens=6))
+    assert alone.outputs[0].text == greedy.outputs[0].text
+    assert greedy.outputs[0].score is None
+
+
+def test_arguments_of_a_beam_search_are_checked(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="beam_width is 0"):
+        llm.beam_search("a", BeamSearchParams(beam_width=0, max_tokens=4))
+    with pytest.raises(TypeError, match="params must be BeamSearchParams"):
+        llm.beam_search("a", SamplingParams())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="concurrency_limit"):
+        llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=4), concurrency_limit=2)
 
 
 def test_a_revision_is_not_one_of_another_tokenizer(

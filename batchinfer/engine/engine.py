@@ -12,7 +12,8 @@ from batchinfer.engine.in_flight import InFlight, note_drawn
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.runner import Runner
 from batchinfer.engine.scheduler import Schedule, Scheduler
-from batchinfer.engine.sequence import RequestState, Sequence
+from batchinfer.engine.sequence import RequestState
+from batchinfer.engine.shared_prefix import PrefixTree
 from batchinfer.engine.stats import StepStats, note_tokens, step_stats
 from batchinfer.engine.step_builder import build_step, sampled_rows
 from batchinfer.engine.take_back import take_back
@@ -49,6 +50,7 @@ class Engine:
         runs_ahead: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self._prefixes = PrefixTree(scheduler.table)
         self._runner = runner
         self._clock = clock
         self._steps_ahead = int(runs_ahead)
@@ -82,9 +84,7 @@ class Engine:
             code, message = refusal
             self._refused.append(Completion(request, [], code, message))
             return
-        state = RequestState(request, self._clock())
-        state.live.append(Sequence(state, 0))
-        self.scheduler.add(state.live[0])
+        self.scheduler.add(RequestState(request, self._clock()).begin())
 
     def abort_all(self) -> None:
         """Forget every unfinished request, and whatever steps not read yet were to fill."""
@@ -120,7 +120,8 @@ class Engine:
         table = scheduler.table
         tokens = note_tokens(table, schedule, began)
         rows, copies = sampled_rows(table, schedule)
-        pending = self._runner.submit(build_step(table, schedule, rows, copies))
+        shared = self._prefixes.of_step(schedule.rows)
+        pending = self._runner.submit(build_step(table, schedule, rows, copies, shared))
         drawn = note_drawn(table, rows, copies)
         scheduler.advance(schedule, rows, copies)
         stats = step_stats(scheduler, schedule, tokens, self._num_steps)
@@ -156,6 +157,8 @@ class Engine:
         # The last token is never fed back, so it needs no KV.
         kv_tokens = min(prompt + request.params.max_tokens, room) - 1
         blocks = -(-kv_tokens // pool.block_size)
+        if request.params.beam_width:
+            return self.scheduler.gangs.refusal(request, blocks)
         if blocks > pool.num_blocks:
             return (
                 "does_not_fit",

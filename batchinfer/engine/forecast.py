@@ -8,6 +8,8 @@ exceeds the pool. Preemption corrects what the forecast got wrong.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -115,6 +117,14 @@ class Forecast:
             return False
         self._ends, self._tokens, self._joined = ends, known, shared
         return True
+
+    def admit_together(self, entries: Iterable[tuple[int, float, int]]) -> bool:
+        """Whether all of several fit, each as ``admit`` takes it; if so they count from now on."""
+        before = self._ends, self._tokens, self._joined
+        if all(self.admit(*entry) for entry in entries):
+            return True
+        self._ends, self._tokens, self._joined = before
+        return False
 
     def _peak(self, ends: Float, tokens: Float, joined: Float) -> float:
         """Most blocks that the sequences, sorted by their ends, hold alone at any time."""

@@ -32,6 +32,7 @@ class Drawn:
     stop_ids: Int32  # [R, most of any row] padded with -1
     checks_stops: Bool
     num_logprobs: Int32
+    is_beam: Bool
 
     def only(self, chosen: Bool | Rows) -> Drawn:
         """Those sequences, by a mask or by their places."""
@@ -66,4 +67,5 @@ def note_drawn(table: SequenceTable, rows: Rows, copies: Int32) -> Drawn:
         stop_ids=table.stop_ids[rows],
         checks_stops=table.checks_stops[rows],
         num_logprobs=table.num_logprobs[rows],
+        is_beam=table.is_beam[rows],
     )

@@ -47,12 +47,19 @@ class Packing:
             block_size=table.block_size,
         )
 
+    def admit(self, forecast: Forecast, sequence: Sequence, joined: int) -> bool:
+        """Whether a waiting sequence fits, and its gang with it; if so they count from now on."""
+        tokens, remaining = sequence.num_tokens, self.remaining(sequence)
+        shared = sequence.request.num_prompt_tokens // self._table.block_size
+        others = [(tokens, remaining, shared)] * (sequence.request.gang_size - 1)
+        return forecast.admit_together([(tokens, remaining, joined), *others])
+
     def expect_samples(self, forecast: Forecast, leader: Sequence) -> None:
         """Count on the samples that will fork from a row just admitted, as far as they fit."""
         if leader.output_ids:
             return
         remaining, full_blocks = self.remaining(leader), leader.num_tokens // self._table.block_size
-        for _ in range(leader.request.params.n - 1):
+        for _ in range(leader.request.num_draws - 1):
             if not forecast.admit(leader.num_tokens, remaining, full_blocks):
                 break
 

@@ -39,10 +39,36 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def gang_size(self) -> int:
+        """Sequences that run together: the beams of a search, else one."""
+        return self.params.beam_width or 1
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens drawn after the prompt: one for each sample; a search begins with one beam."""
+        return 1 if self.params.beam_width else self.params.n
+
+    @property
+    def num_candidates(self) -> int:
+        """Most likely tokens wanted at each position; -1 = no log-probabilities at all.
+
+        For a search, as many as make sure of ``beam_width`` that do not end the beam. Together
+        the beams' hold every candidate that transformers would look at.
+        """
+        if self.params.beam_width:
+            return self.params.beam_width + len(self.stop_token_ids)
+        return -1 if self.params.logprobs is None else self.params.logprobs
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Token ids that end a sample of this row, sorted."""
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         return tuple(sorted(eos | set(self.params.stop_token_ids)))
+
+    def named_stop(self, token_id: int) -> int | None:
+        """A stop token as a reason: as in vLLM, only one that the user named is."""
+        by_eos = token_id in self.eos_token_ids and not self.params.ignore_eos
+        return None if by_eos else token_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +97,8 @@ class SampleOutput:
     """Where the text ends, if a stop string ended it."""
     cumulative_logprob: float
     logprobs: list[TokenLogprobs] | None
+    score: float | None = None
+    """What beams are ranked by; None without beam search."""
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.forecast import Forecast
+from batchinfer.engine.gangs import Gangs, share_blocks
 from batchinfer.engine.packing import Packing
 from batchinfer.engine.prefix_index import Block, common_tokens
 from batchinfer.engine.prefix_writer import PrefixWriter
@@ -73,6 +74,7 @@ class Scheduler:
         self.table = table
         self.waiting: deque[Sequence] = deque()
         self.packing = Packing(pool, table)
+        self.gangs = Gangs(pool, table, max_num_batched_tokens)
         self._max_tokens = max_num_batched_tokens
         self._prefixes = PrefixWriter(pool, table)
 
@@ -90,6 +92,7 @@ class Scheduler:
         None if there is nothing to run, or none worth running before the step in flight is read;
         with nothing in flight it is the first.
         """
+        self.gangs.join()
         schedule = self._continue_running()
         if schedule is None:
             return None
@@ -141,16 +144,12 @@ class Scheduler:
         table, row = self.table, parent.row
         computed = int(table.num_computed[row])
         child.computed_once = computed
-        child.index_parent, child.num_indexed = parent.index_parent, parent.num_indexed
         joined = computed // table.block_size  # a partly filled block will be copied
         remaining = self.packing.remaining(child)
-        if not table.has_room or not forecast.admit(child.num_tokens, remaining, joined):
+        if not table.has_room() or not forecast.admit(child.num_tokens, remaining, joined):
             self.requeue(child)
             return
-        for block in parent.blocks:
-            self.pool.acquire(block)
-        table.add(child, parent.blocks, computed, joined)
-        table.tail_shared[[row, child.row]] = True
+        share_blocks(self.pool, table, parent, child, computed)
 
     def finish(self, sequence: Sequence) -> None:
         """Give up a running sequence's row and blocks."""
@@ -174,16 +173,25 @@ class Scheduler:
             self.pool.release(self.table.remove(sequence))
         self.waiting.clear()
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's blocks; it is recomputed when they are found again.
+    def preempt(self, sequence: Sequence) -> int:
+        """Take a running sequence's blocks, with those of its gang.
 
-        Its tokens must be known: what it computed is entered into the prefix index.
+        It is recomputed when they are found again. Its tokens must be known: what it, or its
+        gang's leader, computed is entered into the prefix index.
+
+        Returns:
+            Sequences that lost their blocks.
         """
-        assert self.table.sample_at[sequence.row] < 0
-        sequence.state.stats.preemptions += 1
-        self._prefixes.enter_computed(sequence)
-        self.finish(sequence)
-        self.requeue(sequence)
+        leader = sequence.gang[0]
+        running = [member for member in sequence.gang if member.row >= 0]
+        assert all(self.table.sample_at[member.row] < 0 for member in running)
+        sequence.state.stats.preemptions += len(running)
+        self._prefixes.enter_computed(leader)
+        sequence.state.note_peak_blocks()
+        for member in running:
+            self.pool.release(self.table.remove(member))
+        self.requeue(leader)
+        return len(running)
 
     # -- sequences that run already ---------------------------------------------------------
 
@@ -206,8 +214,7 @@ class Scheduler:
                 break
             if in_flight.any():
                 return None
-            self.preempt(self.table.sequence(running[-1]))
-            preempted += 1
+            preempted += self.preempt(self.table.sequence(running[-1]))
         schedule = Schedule(rows, num_new, num_preempted=preempted)
         for at in np.flatnonzero(wanted):
             self._extend(int(rows[at]), int(num_new[at]), schedule.copies)
@@ -225,7 +232,7 @@ class Scheduler:
         order = np.argsort(pending > 1, kind="stable")
         rows, pending = rows[order], pending[order]
         left = self._max_tokens - (np.cumsum(pending) - pending)
-        num_new = np.clip(left, 0, pending)
+        num_new = self.gangs.keep_together(rows, np.clip(left, 0, pending))
         some = num_new > 0
         return rows[some], num_new[some]
 
@@ -266,26 +273,25 @@ class Scheduler:
         forecast = self.packing.forecast()
         rows, chunks, sources = [], [], []
         at = 0
-        while at < min(len(self.waiting), _LOOK_AHEAD) and budget > 0 and self.table.has_room:
+        while at < min(len(self.waiting), _LOOK_AHEAD) and budget > 0:
             sequence = self.waiting[at]
+            if not self.table.has_room(sequence.request.gang_size):
+                break
             hit, holds_back = self._find_prefix(sequence)
             if holds_back:
                 at += 1
                 continue
-            chunk = min(budget, sequence.num_tokens - hit.num_tokens)
+            chunk = min(budget, sequence.goal - hit.num_tokens)
             alone = self.table.num_running == 0
             fitting = self._fit(hit, chunk, required=alone)
             if fitting is None or not (
-                forecast.admit(
-                    sequence.num_tokens, self.packing.remaining(sequence), fitting.joined
-                )
-                or alone
+                self.packing.admit(forecast, sequence, fitting.joined) or alone
             ):
                 break
             hit = fitting
             del self.waiting[at]
             self.packing.expect_samples(forecast, sequence)
-            chunk = min(chunk, sequence.num_tokens - hit.num_tokens)
+            chunk = min(chunk, sequence.goal - hit.num_tokens)
             if hit.tail is not None:
                 sources.append(hit.tail)
             row = self._start(sequence, hit, chunk, schedule)
@@ -300,14 +306,14 @@ class Scheduler:
     def _find_prefix(self, sequence: Sequence) -> tuple[_Hit, bool]:
         """What the pool holds of a sequence, and whether waiting a step would find more.
 
-        The last token is never part of a hit: its logits are needed. A block that this step
-        fills can be shared but not copied from, and a row that is computing a longer common
+        The last token to compute is never part of a hit: its logits are needed. A block that this
+        step fills can be shared but not copied from, and a row that is computing a longer common
         prefix is worth waiting for; both are seen from the step itself, nothing is stored.
         """
         if sequence.state.computes_alone:
             return _Hit([], None, 0), False
         size, pool = self.table.block_size, self.pool
-        key = sequence.key(0, sequence.num_tokens - 1)
+        key = sequence.key(0, sequence.goal - 1)
         match = pool.match(key)
         start = len(match.blocks) * size
         hit = _Hit(match.blocks, match.tail, start + match.tail_tokens)
@@ -365,5 +371,6 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that queue, table and pool agree."""
         self.table.check_invariants()
+        self.gangs.check_invariants()
         self.pool.check_invariants(sequence.blocks for sequence in self.table.running())
         assert all(waiting.row < 0 and not waiting.blocks for waiting in self.waiting)

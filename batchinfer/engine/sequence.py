@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from batchinfer.engine.beam import BeamSearch
 from batchinfer.engine.prefix_index import Block, token_key
 from batchinfer.engine.request import Request, RequestStats, SampleOutput, TokenIds, TokenLogprobs
 from batchinfer.protocols import StopMatch
@@ -25,6 +26,7 @@ class RequestState:
         "first_token_at",
         "live",
         "request",
+        "search",
         "stats",
     )
 
@@ -36,8 +38,21 @@ class RequestState:
         self.computes_alone = False
         """Whether the row takes no blocks that another computed."""
         self.live: list[Sequence] = []
+        """Beams: best first."""
         self.finished: dict[int, SampleOutput] = {}
+        self.search: BeamSearch | None = None
         self.stats = RequestStats(prompt_tokens=request.num_prompt_tokens)
+
+    def begin(self) -> Sequence:
+        """Forget what the row came to so far.
+
+        Returns:
+            The sequence it begins with.
+        """
+        self.finished.clear()
+        self.search = BeamSearch(self.request) if self.request.params.beam_width else None
+        self.live = [Sequence(self, 0)]
+        return self.live[0]
 
     def note_peak_blocks(self) -> None:
         """Call before the row gives up blocks: between two such moments it only gains."""
@@ -99,6 +114,27 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens known: the prompt's and its own."""
         return self.request.num_prompt_tokens + len(self.output_ids)
+
+    @property
+    def gang(self) -> list[Sequence]:
+        """The sequences that run, pause and come back together with this one, itself included.
+
+        The first, the leader, is the one that waits for all of them.
+        """
+        return [self] if self.state.search is None else self.state.live
+
+    @property
+    def goal(self) -> int:
+        """Tokens to compute next: all, or all but the last until the rest of its gang runs."""
+        alone = all(other is self or other.row >= 0 for other in self.gang)
+        return self.num_tokens if alone else self.num_tokens - 1
+
+    @property
+    def num_unborn(self) -> int:
+        """Sequences that will fork from it when it has computed what it knows."""
+        if self.state.search is not None:
+            return self.request.gang_size - 1
+        return 0 if self.output_ids else self.request.params.n - 1
 
     def tokens(self, start: int, stop: int) -> TokenIds:
         """Token ids at positions ``start`` to ``stop``, int32."""

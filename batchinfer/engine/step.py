@@ -54,6 +54,19 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Which sequences of a step begin with the same blocks: a tree, as an order of its leaves.
+
+    What is shared are whole blocks that were computed before the step, so that every token of the
+    step sees all of what its sequence shares. Sequences i < j of the order share the least of
+    ``shared_lens[i + 1 : j + 1]``.
+    """
+
+    order: Int32  # [S] the step's sequences, those with a common prefix side by side
+    shared_lens: Int32  # [S] leading tokens each in ``order`` shares with the one before it
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What one forward pass computes, sequence after sequence in one packed row of tokens."""
 
@@ -67,6 +80,7 @@ class Step:
     block_copies: Int32  # [C, 2] (source slot, destination slot), done before the forward pass
     logits_indices: Int32  # [R] packed tokens whose logits are needed
     sampling: SamplingBatch
+    shared_prefixes: SharedPrefixes | None = None  # None: nothing worth reading once for several
 
     @property
     def num_sequences(self) -> int:

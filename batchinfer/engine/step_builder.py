@@ -6,7 +6,7 @@ import numpy as np
 
 from batchinfer.engine.sampling_batch import build_sampling_batch
 from batchinfer.engine.scheduler import Schedule
-from batchinfer.engine.step import Int32, Step
+from batchinfer.engine.step import Int32, SharedPrefixes, Step
 from batchinfer.engine.table import Rows, SequenceTable
 
 
@@ -20,14 +20,21 @@ def sampled_rows(table: SequenceTable, schedule: Schedule) -> tuple[Rows, Int32]
     rows = rows[done]
     copies = np.ones(len(rows), dtype=np.int32)
     for at in np.flatnonzero(table.num_tokens[rows] == table.num_prompt[rows]):
-        copies[at] = table.sequence(rows[at]).request.params.n
+        copies[at] = table.sequence(rows[at]).request.num_draws
     return rows, copies
 
 
-def build_step(table: SequenceTable, schedule: Schedule, sampled: Rows, copies: Int32) -> Step:
+def build_step(
+    table: SequenceTable,
+    schedule: Schedule,
+    sampled: Rows,
+    copies: Int32,
+    shared_prefixes: SharedPrefixes | None = None,
+) -> Step:
     """The step that computes ``schedule``; slots of blocks are resolved here.
 
-    ``sampled`` and ``copies`` are those of ``sampled_rows``.
+    ``sampled`` and ``copies`` are those of ``sampled_rows``, ``shared_prefixes`` of the schedule's
+    rows.
     """
     rows, num_new = schedule.rows, schedule.num_new
     starts = np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)
@@ -50,6 +57,7 @@ def build_step(table: SequenceTable, schedule: Schedule, sampled: Rows, copies: 
         block_copies=np.asarray(schedule.copies, dtype=np.int32).reshape(-1, 2),
         logits_indices=(starts[1:] - 1)[finishes],
         sampling=build_sampling_batch(table, sampled, copies),
+        shared_prefixes=shared_prefixes,
     )
 
 

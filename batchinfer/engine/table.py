@@ -52,10 +52,12 @@ class SequenceTable:
         self.num_joined = np.zeros(rows, dtype=np.int32)
         """Leading blocks that somebody else refers to as well; not given back at the end."""
         self.unborn = np.zeros(rows, dtype=np.int32)
-        """Further samples that will fork from the row when its prompt is computed."""
+        """Further samples, or beams, that will fork from the row when it has caught up."""
         self.tail_shared = np.zeros(rows, dtype=np.bool_)
         """Whether the last block may be shared, so that writing to it must look."""
         self.block_table = np.zeros((rows, 16), dtype=np.int32)
+        self.version = 0
+        """Changes with every change of a block table but growth at its end."""
         self.temperature = np.zeros(rows, dtype=np.float32)
         self.top_p = np.zeros(rows, dtype=np.float32)
         self.top_k = np.zeros(rows, dtype=np.int32)
@@ -72,6 +74,8 @@ class SequenceTable:
         """Whether penalties, biases or bans need looking after, one sequence at a time."""
         self.needs_values = np.zeros(rows, dtype=np.bool_)
         """Whether drawing a token takes the values of all tokens before it."""
+        self.is_beam = np.zeros(rows, dtype=np.bool_)
+        """Whether the sequence is one of a row's beams."""
         self._free_rows = list(range(rows - 1, -1, -1))
         self._admissions = 0
 
@@ -80,15 +84,14 @@ class SequenceTable:
         """Sequences with a row."""
         return len(self.sequences) - len(self._free_rows)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another sequence can run."""
-        return bool(self._free_rows)
+    def has_room(self, count: int = 1) -> bool:
+        """Whether so many more sequences can run; rows are kept for beams to be born."""
+        return len(self._free_rows) - int(self.unborn[self.is_beam].sum()) >= count
 
     def rows(self) -> Rows:
         """Rows in use, oldest admission first."""
         rows = np.flatnonzero(self.active)
-        return rows[np.argsort(self.admission[rows])]
+        return rows[np.argsort(self.admission[rows], kind="stable")]
 
     def running(self) -> Iterator[Sequence]:
         """The running sequences, oldest admission first."""
@@ -109,6 +112,7 @@ class SequenceTable:
         """Give a sequence a row; ``blocks`` hold its first ``num_computed`` tokens."""
         row = self._free_rows.pop()
         sequence.row = row
+        self.version += 1
         self.sequences[row] = sequence
         self.active[row] = True
         self.admission[row] = self._admissions
@@ -121,7 +125,7 @@ class SequenceTable:
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.sample_at[row] = -1
         self.num_joined[row] = joined
-        self.unborn[row] = 0 if sequence.output_ids else sequence.request.params.n - 1
+        self.unborn[row] = sequence.num_unborn
         self.tail_shared[row] = False
         sequence.blocks = []
         self.num_blocks[row] = 0
@@ -137,7 +141,9 @@ class SequenceTable:
         row, blocks = sequence.row, sequence.blocks
         sequence.computed_once = int(self.computed_once[row])
         self.block_table[row, : len(blocks)] = 0
+        self.version += 1
         self.active[row] = False
+        self.unborn[row] = 0
         self.sequences[row] = None
         self._free_rows.append(row)
         sequence.row, sequence.blocks = -1, []
@@ -166,6 +172,7 @@ class SequenceTable:
         """Put ``block`` in the place of a row's last one; returns that one."""
         blocks = self.sequence(row).blocks
         replaced, blocks[-1] = blocks[-1], block
+        self.version += 1
         self.block_table[row, len(blocks) - 1] = block.slot
         return replaced
 
@@ -177,7 +184,7 @@ class SequenceTable:
         self.min_p[row] = params.min_p
         self.seed[row], self.stream[row] = request.rng_key
         self.sample_index[row] = sequence.index
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_logprobs[row] = request.num_candidates
         self.min_tokens[row] = params.min_tokens
         stop_ids = request.stop_token_ids
         if len(stop_ids) > self.stop_ids.shape[1]:
@@ -188,14 +195,16 @@ class SequenceTable:
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.checks_stops[row] = sequence.stop_checker is not None
         self.length_known[row] = not stop_ids and request.make_stop_checker is None
+        self.is_beam[row] = params.beam_width is not None
         self.needs_values[row] = bool(
-            params.presence_penalty
+            params.beam_width
+            or params.presence_penalty
             or params.frequency_penalty
             or params.repetition_penalty != 1.0
             or request.bad_words_token_ids
         )
         self.edits_logits[row] = bool(
-            self.needs_values[row]
+            (self.needs_values[row] and not params.beam_width)
             or params.logit_bias
             or params.allowed_token_ids is not None
             or (params.min_tokens > 0 and stop_ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from batchinfer.engine.beam_step import take_back_beams
 from batchinfer.engine.in_flight import Drawn
 from batchinfer.engine.request import Completion, TokenLogprobs
 from batchinfer.engine.scheduler import Scheduler
@@ -33,6 +34,13 @@ def take_back(
         Requests that are done.
     """
     drawn, result, running = _without_ended(scheduler.table, drawn, result)
+    states: dict[RequestState, None] = {}
+    errors: dict[RequestState, None] = {}
+    beams = drawn.is_beam
+    if beams.any():
+        of_beams = np.repeat(beams, drawn.copies)
+        states, errors = take_back_beams(scheduler, drawn.only(beams), _only(result, of_beams), now)
+        drawn, result, running = drawn.only(~beams), _only(result, ~of_beams), running[~beams]
     sequences = _with_new_samples(drawn)
     for sequence, token, logprob in zip(
         sequences, result.token_ids.tolist(), result.logprobs.tolist(), strict=True
@@ -56,11 +64,10 @@ def take_back(
             state.first_token_at = now
     ends = stopped | samples.at_limit
     _fork(scheduler, drawn, running, sequences, ends | failed)
-    states: dict[RequestState, None] = {}
     for at in np.flatnonzero(ends & ~failed):
         states[sequences[at].state] = None
         _finish(scheduler, sequences[at], stops.get(int(at)))
-    errors = dict.fromkeys(sequences[at].state for at in np.flatnonzero(failed))
+    errors |= dict.fromkeys(sequences[at].state for at in np.flatnonzero(failed))
     states |= errors
     for state in errors:
         _give_up(scheduler, state)
@@ -192,10 +199,8 @@ def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | No
         scheduler.finish(sequence)
     state.live.remove(sequence)
     reason = "length" if stop is None else "stop"
-    request = state.request
-    by_eos = stop in request.eos_token_ids and not request.params.ignore_eos
-    if isinstance(stop, int) and by_eos:
-        stop = None  # as vLLM: only a stop token that the user named is a reason
+    if isinstance(stop, int):
+        stop = state.request.named_stop(stop)
     state.finished[sequence.index] = sequence.output(reason, stop)
 
 
@@ -213,10 +218,8 @@ def _give_up(scheduler: Scheduler, state: RequestState) -> None:
     state.live.clear()
     if joined:
         state.computes_alone = True
-        state.finished.clear()
-        leader = Sequence(state, 0)
+        leader = state.begin()
         leader.computed_once = state.request.num_prompt_tokens
-        state.live.append(leader)
         scheduler.requeue(leader)
 
 

@@ -234,6 +234,9 @@ class JobSpec(_Section):
         )
         if "logprobs" in self.output.include and self.sampling.logprobs is None:
             raise ValueError("output.include names logprobs, but sampling.logprobs is not set")
+        for key in ("max_num_seqs", "max_num_batched_tokens"):
+            if (self.sampling.beam_width or 1) > getattr(self.engine, key):
+                raise ValueError(f"sampling.beam_width is more than engine.{key}; lower it")
         if self.sampling.logprobs is not None and "logprobs" not in self.output.include:
             raise ValueError(
                 "sampling.logprobs is set, but they are not written; "

@@ -142,9 +142,29 @@ class LLM:
             )
             return self._run(builder.build(rows), sampling_params, use_tqdm)
 
-    def beam_search(self, prompts: Sequence[PromptLike], params: BeamSearchParams) -> None:
-        """Refused: not yet built."""
-        raise NotYetError("LLM.beam_search")
+    def beam_search(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Find likely continuations of prompts, which are taken as by ``generate``.
+
+        Returns:
+            An output for each prompt, in order; its ``outputs`` are the ``beam_width`` best
+            continuations, best first, each with its ``score``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError, NotYetError: as ``generate``.
+        """
+        refuse_others("LLM.beam_search", others, ("prompts", "params", "use_tqdm"))
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError("params must be BeamSearchParams(beam_width=..., max_tokens=...)")
+        with self._one_call("beam_search"):
+            read = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
+            return self._run(read, params.sampling(), use_tqdm)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, as transformers loads it."""

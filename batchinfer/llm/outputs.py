@@ -14,13 +14,29 @@ from batchinfer.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How ``LLM.beam_search`` searches."""
+    """How ``LLM.beam_search`` searches; names as vLLM's."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
+    """Ignored."""
     length_penalty: float = 1.0
+
+    def sampling(self) -> SamplingParams:
+        """The same as parameters of a row, which gets all of its beams.
+
+        Raises:
+            TypeError, ValueError: naming the field, when a value is not what it must be.
+        """
+        return SamplingParams(
+            n=self.beam_width,
+            beam_width=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,8 @@ class CompletionOutput:
     stop_reason: int | str | None
     cumulative_logprob: float
     logprobs: list[dict[int, Logprob]] | None
+    score: float | None = None
+    """What beams are ranked by; None without beam search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +113,7 @@ def _sample(sample: SampleOutput, params: SamplingParams, tokenizer: Tokenizer) 
         logprobs=None
         if sample.logprobs is None
         else [_logprobs(token, tokenizer) for token in sample.logprobs],
+        score=sample.score,
     )
 
 

@@ -26,11 +26,20 @@ MakeEngine = Callable[..., tuple[Engine, "FakeRunner"]]
 
 EOS = 0
 EMPTY = -1
+BEAM_VOCAB = 12
 
 
 def hashed(context: bytes, stream: int, sample: int, position: int) -> int:
     """A token that depends on everything a real one may depend on, and on nothing else."""
     return 1 + zlib.crc32(context + bytes(f"{stream}/{sample}/{position}", "ascii")) % 999
+
+
+def candidates(context: bytes) -> list[tuple[int, np.float32]]:
+    """Every token of a small vocabulary with its log-probability, best first."""
+    values = [
+        -np.float32(zlib.crc32(context + bytes([token, 7])) / 2**30) for token in range(BEAM_VOCAB)
+    ]
+    return sorted(enumerate(values), key=lambda entry: -entry[1])
 
 
 class FakeRunner:
@@ -67,6 +76,7 @@ class FakeRunner:
         ends = {int(end) - 1: at for at, end in enumerate(step.query_starts[1:])}
         of_logits = [contexts[ends[int(index)]] for index in step.logits_indices]
         batch = step.sampling
+        top_token_ids, top_logprobs = self._alternatives(step, of_logits)
         tokens = [
             self.next_token(of_logits[row], int(stream), int(sample), int(position))
             for row, stream, sample, position in zip(
@@ -78,9 +88,24 @@ class FakeRunner:
             logprobs=np.full(len(tokens), -1.0, dtype=np.float32),
             nonfinite=np.zeros(len(tokens), dtype=np.bool_),
             ranks=None,
-            top_token_ids=None,
-            top_logprobs=None,
+            top_token_ids=top_token_ids,
+            top_logprobs=top_logprobs,
         )
+
+    def _alternatives(
+        self, step: Step, of_logits: list[bytes]
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The best of ``BEAM_VOCAB`` tokens, for the samples that want some."""
+        wanted = step.sampling.num_logprobs
+        if wanted.max(initial=-1) < 0:
+            return None, None
+        shape = len(wanted), min(int(wanted.max()), BEAM_VOCAB)
+        token_ids, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
+        for at in np.flatnonzero(wanted > 0):
+            best = candidates(of_logits[step.sampling.logits_rows[at]])[: wanted[at]]
+            token_ids[at, : len(best)] = [token for token, _ in best]
+            logprobs[at, : len(best)] = [logprob for _, logprob in best]
+        return token_ids, logprobs
 
     def _context(self, step: Step, at: int) -> bytes:
         length = int(step.context_lens[at])

@@ -25,6 +25,7 @@ from tests.engine.fake import (
     make_request,
     run_all,
 )
+from tests.engine.searches import assert_found, beams
 
 
 def ends_at(length: int) -> NextToken:
@@ -327,6 +328,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests[row] = request
         self.engine.add_request(request)
 
+    @rule(
+        shared=st.integers(0, 12),
+        own=st.integers(1, 5),
+        max_tokens=st.integers(1, 12),
+        width=st.sampled_from([1, 2, 4]),
+        penalty=st.sampled_from([0.0, 1.0, 2.0]),
+    )
+    def add_search(
+        self, shared: int, own: int, max_tokens: int, width: int, penalty: float
+    ) -> None:
+        row = len(self.requests)
+        prompt = [7] * shared + [row + 1] * own
+        request = beams(row, prompt, width, max_tokens=max_tokens, length_penalty=penalty)
+        self.requests[row] = request
+        self.engine.add_request(request)
+
     @rule(count=st.integers(1, 6))
     def run_steps(self, count: int) -> None:
         for _ in range(count):
@@ -360,6 +377,9 @@ class EngineMachine(RuleBasedStateMachine):
             if completion.error_code == "does_not_fit":
                 continue
             assert completion.error_code is None
+            if request.params.beam_width:
+                assert_found(completion)
+                continue
             assert len(completion.outputs) == request.params.n
             for output in completion.outputs:
                 tokens = expected(request, output.index, now_and_then_ends)

@@ -21,6 +21,7 @@ def test_there_are_examples() -> None:
         "shared-prefix",
         "parallel-sampling",
         "chat",
+        "beam-search",
     }
 
 

@@ -1,0 +1,125 @@
+"""Beam search over one row: which continuations go on, which are finished, when it is over.
+
+The rules are those of transformers' ``generate(num_beams=..., early_stopping=False)``
+(transformers/generation/utils.py, ``_beam_search``). No blocks and no rows here: numbers in,
+numbers out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from batchinfer.engine.request import Request, SampleOutput
+from batchinfer.engine.step import Float32, Int32
+
+
+class Beam(Protocol):
+    """A running beam: what it has come to so far."""
+
+    output_ids: list[int]
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A beam of the next step: one of the present ones and a token more."""
+
+    beam: int
+    token_id: int
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Hypothesis:
+    """A finished continuation."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+
+
+class BeamSearch:
+    """The search of one row.
+
+    The ``W`` = ``beam_width`` best candidates of a step count as finished where they end; the W
+    best that do not end go on. The score of a finished one is its cumulative log-probability over
+    (its output tokens, the one that ends it included) ** ``length_penalty``; the W best are kept.
+    The search is over when W are kept and the best running beam, scored at its present length,
+    is no better than the worst of them, or at the longest length, where all candidates end.
+
+    Args:
+        request: a row with ``beam_width``.
+    """
+
+    __slots__ = ("_finished", "_request", "_stop_ids")
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._stop_ids = frozenset(request.stop_token_ids)
+        self._finished: list[_Hypothesis] = []
+
+    def advance(
+        self, beams: Items[Beam], token_ids: Int32, logprobs: Float32, *, at_limit: bool
+    ) -> list[Continuation]:
+        """Take each beam's candidates.
+
+        Args:
+            beams: the B running ones, of one length.
+            token_ids: [B, C] each beam's most likely next tokens, best first; C is
+                ``request.num_candidates``, or the whole vocabulary where that has fewer.
+            logprobs: [B, C] their log-probabilities.
+            at_limit: whether the length they come to is the longest.
+
+        Returns:
+            The beams of the next step, best first; none when the search is over.
+        """
+        width, length = self._request.gang_size, len(beams[0].output_ids) + 1
+        before = np.array([beam.cumulative_logprob for beam in beams])
+        totals = (before[:, None] + logprobs).ravel()
+        best_first = np.argsort(-totals, kind="stable").tolist()
+        running: list[Continuation] = []
+        for rank, at in enumerate(best_first):
+            if len(running) == width or totals[at] == -np.inf:
+                break
+            beam, total = at // token_ids.shape[1], float(totals[at])
+            token = int(token_ids.flat[at])
+            if not (at_limit or token in self._stop_ids):
+                running.append(Continuation(beam, token, total))
+            elif rank < width:
+                ids = [*beams[beam].output_ids, token]
+                self._finished.append(_Hypothesis(ids, total, self._score(total, length)))
+        self._finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self._finished[width:]
+        if len(self._finished) == width and running:
+            best = self._score(running[0].cumulative_logprob, length)
+            if best <= self._finished[-1].score:
+                return []
+        return running
+
+    def outputs(self) -> list[SampleOutput]:
+        """The ``n`` best that are finished, best first."""
+        return [
+            self._output(rank, hypothesis)
+            for rank, hypothesis in enumerate(self._finished[: self._request.params.n])
+        ]
+
+    def _score(self, cumulative_logprob: float, length: int) -> float:
+        return float(cumulative_logprob / length**self._request.params.length_penalty)
+
+    def _output(self, rank: int, hypothesis: _Hypothesis) -> SampleOutput:
+        last = hypothesis.token_ids[-1]
+        stopped = last in self._stop_ids
+        return SampleOutput(
+            index=rank,
+            token_ids=np.asarray(hypothesis.token_ids, dtype=np.int32),
+            finish_reason="stop" if stopped else "length",
+            stop_reason=self._request.named_stop(last) if stopped else None,
+            stop_match=None,
+            cumulative_logprob=hypothesis.cumulative_logprob,
+            logprobs=None,
+            score=hypothesis.score,
+        )

@@ -1,0 +1,155 @@
+"""Sequences that run, pause and come back together: a row's beams.
+
+A gang is ``Sequence.gang``; what follows from it for a step is derived here, nothing is stored.
+The gang's beams have one admission number between them, so that they are neighbours in the
+table's order, and as old as their row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.prefix_index import common_tokens
+from batchinfer.engine.request import Request
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.table import Rows, SequenceTable
+
+Int = npt.NDArray[np.integer]
+
+
+def share_blocks(
+    pool: BlockPool, table: SequenceTable, parent: Sequence, child: Sequence, num_tokens: int
+) -> None:
+    """Give ``child`` a row that begins with the first ``num_tokens`` computed by ``parent``.
+
+    A block that they end in is copied by whoever first writes to it.
+    """
+    blocks = parent.blocks[: -(-num_tokens // table.block_size)]
+    for block in blocks:
+        pool.acquire(block)
+    full = num_tokens // table.block_size
+    child.index_parent, child.num_indexed = None, 0
+    if full >= parent.num_indexed:
+        child.index_parent, child.num_indexed = parent.index_parent, parent.num_indexed
+    table.add(child, blocks, num_tokens, full)
+    table.tail_shared[[parent.row, child.row]] = True
+
+
+class Gangs:
+    """Keeps gangs together.
+
+    Args:
+        pool: the KV pool's blocks.
+        table: rows for running sequences.
+        max_num_batched_tokens: most tokens in a step.
+    """
+
+    def __init__(self, pool: BlockPool, table: SequenceTable, max_num_batched_tokens: int) -> None:
+        self._pool = pool
+        self._table = table
+        self._most = min(len(table.sequences), max_num_batched_tokens)
+
+    def refusal(self, request: Request, blocks: int) -> tuple[str, str] | None:
+        """Why a search can never run: error code and message.
+
+        Args:
+            blocks: what one beam may come to. In the worst case the beams share the prompt alone.
+        """
+        width, pool = request.gang_size, self._pool
+        if width > self._most:
+            return (
+                "does_not_fit",
+                f"{width} beams run together, the engine runs {self._most} sequences; raise "
+                "engine.max_num_seqs and max_num_batched_tokens or lower sampling.beam_width",
+            )
+        shared = min(request.num_prompt_tokens // pool.block_size, blocks)
+        blocks = shared + width * (blocks - shared)
+        if blocks > pool.num_blocks:
+            return (
+                "does_not_fit",
+                f"{width} beams may need {blocks} KV blocks, the pool has {pool.num_blocks}; raise "
+                "engine.kv_cache_memory or lower sampling.max_tokens or beam_width",
+            )
+        return None
+
+    def join(self) -> None:
+        """Start the rest of gangs that came back, beside leaders that have computed enough.
+
+        Each shares what it has in common with the leader. It takes no blocks of its own yet, and
+        its row was kept free.
+        """
+        table = self._table
+        for row in np.flatnonzero((table.unborn > 0) & table.is_beam):
+            leader = table.sequence(row)
+            absent = [beam for beam in leader.gang if beam.row < 0]
+            if not absent or table.num_computed[row] < leader.goal:
+                continue
+            computed = leader.key(0, leader.goal)
+            for beam in absent:
+                self._fork(leader, beam, common_tokens(computed, beam.key(0, leader.goal)))
+            table.unborn[row] = leader.request.gang_size - len(leader.gang)
+
+    def replace(self, present: list[Sequence], heirs: list[tuple[Sequence, int]]) -> None:
+        """Let the next beams take the places of the present ones.
+
+        Args:
+            present: the running gang.
+            heirs: the next gang: each beam, with its last token, and which of the present ones it
+                continues. The first to continue one is that one itself, the others are new.
+        """
+        table = self._table
+        going_on = {beam for beam, _ in heirs}
+        for beam in present:
+            if beam not in going_on:
+                self._pool.release(table.remove(beam))
+        for beam, parent in heirs:
+            if beam.row < 0:
+                self._fork(present[parent], beam, beam.num_tokens - 1)
+        rows = [beam.row for beam, _ in heirs]
+        table.last_token[rows] = [beam.output_ids[-1] for beam, _ in heirs]
+        table.sample_at[rows] = -1
+        table.unborn[rows] = 0
+        table.unborn[rows[0]] = heirs[0][0].request.gang_size - len(heirs)
+
+    def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Run ``child``, which begins with ``num_tokens`` that ``parent`` has computed."""
+        share_blocks(self._pool, self._table, parent, child, num_tokens)
+        self._table.admission[child.row] = self._table.admission[parent.row]
+        self._table.unborn[child.row] = 0
+
+    def keep_together(self, rows: Rows, num_new: Int) -> Int:
+        """[S] ``num_new``, such that a gang's beams come to their last tokens in one step.
+
+        Where some of them cannot yet, the others stop one token before.
+        """
+        table = self._table
+        beams = np.flatnonzero(table.is_beam[rows])
+        if len(beams) == 0:
+            return num_new
+        pending = table.num_tokens[rows[beams]] - table.num_computed[rows[beams]]
+        _, first, gang_of = np.unique(
+            table.admission[rows[beams]], return_index=True, return_inverse=True
+        )
+        sizes = np.array([len(table.sequence(row).gang) for row in rows[beams[first]]])
+        arriving = np.bincount(gang_of, weights=num_new[beams] == pending)
+        apart = (arriving < sizes)[gang_of]
+        together = num_new.copy()
+        together[beams[apart]] = np.minimum(num_new[beams[apart]], pending[apart] - 1)
+        return together
+
+    def check_invariants(self) -> None:
+        """Assert that gangs are whole, or just their leaders, and of one length and age."""
+        table = self._table
+        leaders = {sequence.gang[0] for sequence in table.running() if sequence.state.search}
+        for leader in leaders:
+            gang, size = leader.gang, leader.request.gang_size
+            rows = [beam.row for beam in gang if beam.row >= 0]
+            assert len(rows) in (1, len(gang))
+            assert len(gang) <= size
+            assert table.is_beam[rows].all()
+            assert len(set(table.admission[rows].tolist())) == 1
+            assert len(set(table.num_tokens[rows].tolist())) == 1
+            assert table.unborn[rows].sum() == size - len(rows)
+            assert (table.sample_at[rows] >= 0).all() or (table.sample_at[rows] < 0).all()

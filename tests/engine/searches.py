@@ -1,0 +1,54 @@
+"""Beam search over ``FakeRunner``'s candidates, as it is written down."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from batchinfer.engine.request import Completion, Request
+from tests.engine.fake import candidates, make_request
+
+Found = list[tuple[list[int], float]]
+
+
+def expected_beams(request: Request, max_model_len: int = 4096) -> Found:
+    """The search as it is written down: every token of every beam is looked at."""
+    params, prompt = request.params, request.prompt_token_ids.tolist()
+    width = params.beam_width
+    assert width is not None
+    limit = min(params.max_tokens, max_model_len - len(prompt))
+    beams, finished = [([], 0.0)], []
+    for length in range(1, limit + 1):
+        longer = [
+            ([*tokens, token], total + float(logprob))
+            for tokens, total in beams
+            for token, logprob in candidates(np.asarray(prompt + tokens, np.int32).tobytes())
+        ]
+        longer.sort(key=lambda beam: -beam[1])
+        ends = [length == limit or tokens[-1] in request.stop_token_ids for tokens, _ in longer]
+        scored = [(tokens, total / length**params.length_penalty) for tokens, total in longer]
+        finished += [beam for beam, end in zip(scored[:width], ends[:width], strict=True) if end]
+        finished = sorted(finished, key=lambda beam: -beam[1])[:width]
+        beams = [beam for beam, end in zip(longer, ends, strict=True) if not end][:width]
+        if not beams or (
+            len(finished) == width
+            and beams[0][1] / length**params.length_penalty <= finished[-1][1]
+        ):
+            break
+    return finished[: params.n]
+
+
+def assert_found(completion: Completion, max_model_len: int = 4096) -> None:
+    """The completion is the whole answer of its request."""
+    assert completion.error_code is None
+    best = expected_beams(completion.request, max_model_len)
+    stops = completion.request.stop_token_ids
+    assert [output.token_ids.tolist() for output in completion.outputs] == [ids for ids, _ in best]
+    for output, (token_ids, score) in zip(completion.outputs, best, strict=True):
+        assert output.score == pytest.approx(score)
+        assert output.finish_reason == ("stop" if token_ids[-1] in stops else "length")
+
+
+def beams(row_id: int, prompt: list[int], width: int, **params: object) -> Request:
+    """A request for all beams of a search."""
+    return make_request(row_id, prompt, **{"n": width, "beam_width": width, **params})

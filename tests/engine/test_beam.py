@@ -1,0 +1,232 @@
+"""Beam search comes to what it would alone, and its beams stay together and share blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.engine.request import Request
+from batchinfer.engine.step import Step, StepResult
+from tests.engine import fake
+from tests.engine.fake import EOS, MakeEngine, expected, make_request, run_all
+from tests.engine.searches import assert_found, beams, expected_beams
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[Request]:
+    """Searches and ordinary rows, under common prefixes."""
+    prefix = draw(st.lists(st.integers(1, 9), max_size=12))
+    rows = draw(
+        st.lists(
+            st.tuples(
+                st.booleans(),
+                st.lists(st.integers(1, 3), min_size=1, max_size=8),
+                st.integers(1, 14),
+                st.sampled_from([1, 2, 3, 5]),
+                st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
+                st.booleans(),
+            ),
+            min_size=1,
+            max_size=10,
+        )
+    )
+    return [
+        beams(
+            row_id,
+            prefix + own,
+            width,
+            max_tokens=most,
+            length_penalty=penalty,
+            ignore_eos=ignore_eos,
+        )
+        if searches
+        else make_request(row_id, prefix + own, max_tokens=most, n=width, ignore_eos=ignore_eos)
+        for row_id, (searches, own, most, width, penalty, ignore_eos) in enumerate(rows)
+    ]
+
+
+@given(
+    requests=workloads(),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    pool_tokens=st.sampled_from([64, 128, 1024]),
+    max_tokens=st.sampled_from([5, 7, 64]),
+    max_num_seqs=st.sampled_from([5, 8, 64]),
+    caching=st.booleans(),
+)
+def test_what_is_found_does_not_depend_on_how_it_was_scheduled(
+    make_engine: MakeEngine,
+    requests: list[Request],
+    block_size: int,
+    pool_tokens: int,
+    max_tokens: int,
+    max_num_seqs: int,
+    caching: bool,
+) -> None:
+    engine, _ = make_engine(
+        pool_tokens // block_size,
+        block_size,
+        max_tokens=max_tokens,
+        max_num_seqs=max_num_seqs,
+        caching=caching,
+    )
+    completions, steps = run_all(engine, requests)
+    ran = [c for c in completions.values() if c.error_code is None]
+    for completion in ran:
+        if completion.request.params.beam_width:
+            assert_found(completion)
+        else:
+            for output in completion.outputs:
+                assert output.token_ids.tolist() == expected(completion.request, output.index)
+    assert {c.error_code for c in completions.values()} <= {None, "does_not_fit"}
+    computed = sum(c.stats.prompt_tokens - c.stats.cached_tokens for c in ran)
+    recomputed = sum(c.stats.recomputed_tokens for c in ran)
+    assert sum(step.prefill_tokens for step in steps) == computed + recomputed
+    assert sum(step.num_preempted for step in steps) == sum(c.stats.preemptions for c in ran)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("max_tokens", [6, 64])
+def test_a_gang_is_preempted_whole_and_goes_on(caching: bool, max_tokens: int) -> None:
+    """Now and then the newest loses its blocks, in whatever state it is."""
+    requests = [beams(row, [row + 1] * 9, 4, max_tokens=30, ignore_eos=True) for row in range(6)]
+    engine, _ = fake.make_engine(44, block_size=4, max_tokens=max_tokens, caching=caching)
+    for request in requests:
+        engine.add_request(request)
+    completions, preempted, steps = [], 0, 0
+    while engine.num_unfinished:
+        outcome = engine.step()
+        engine.scheduler.check_invariants()
+        completions += outcome.completions
+        steps += 1
+        running = list(engine.scheduler.table.running())
+        if running and steps % 9 == 0 and preempted < 60:
+            gang = len([beam for beam in running[-1].gang if beam.row >= 0])
+            assert engine.scheduler.preempt(running[-1]) == gang
+            assert all(beam.row < 0 for beam in running[-1].gang)
+            preempted += gang
+    assert preempted >= 40
+    assert len(completions) == 6
+    for completion in completions:
+        assert_found(completion)
+    assert engine.scheduler.pool.num_used == 0
+
+
+def test_a_small_pool_preempts_and_finds_the_same(make_engine: MakeEngine) -> None:
+    """Rows that seem to be short run long, so the forecast errs."""
+    requests = [beams(row, [row + 1] * 6, 3, max_tokens=40) for row in range(30)]
+    engine, _ = make_engine(num_blocks=60, block_size=4)
+    engine.scheduler.packing.lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
+    completions, steps = run_all(engine, requests)
+    assert sum(step.num_preempted for step in steps) > 3
+    for completion in completions.values():
+        assert_found(completion)
+
+
+def test_beams_take_half_the_blocks_of_separate_sequences(make_engine: MakeEngine) -> None:
+    request = beams(0, list(range(1, 257)), 4, max_tokens=64, ignore_eos=True)
+    engine, _ = make_engine(num_blocks=100, block_size=16, max_tokens=512)
+    completions, steps = run_all(engine, [request])
+    separate = 4 * -(-(256 + 64) // 16)
+    assert completions[0].stats.peak_blocks <= separate // 2
+    assert max(step.kv_blocks_used for step in steps) == completions[0].stats.peak_blocks
+    assert max(step.kv_logical_blocks for step in steps) > separate // 2
+    assert sum(step.prefill_tokens for step in steps) == 256
+    assert max(step.kv_blocks_shared for step in steps) >= 16
+
+
+def test_a_block_is_copied_when_beams_part_in_it(make_engine: MakeEngine) -> None:
+    """Three beams from a prompt of a block and a half: two copies, then one for every fork."""
+    engine, runner = make_engine(num_blocks=50, block_size=4)
+    request = beams(0, [1, 2, 3, 4, 5, 6], 3, max_tokens=2, ignore_eos=True)
+    _, steps = run_all(engine, [request])
+    assert [step.cow_copies for step in steps] == [0, 2]
+    assert [step.kv_blocks_used for step in steps] == [2, 1 + 3]
+    assert [len(step.block_copies) for step in runner.steps] == [0, 2]
+
+
+def test_rows_are_kept_for_beams_to_be_born(make_engine: MakeEngine) -> None:
+    """Ordinary rows fill the table but for the beams', which then are never preempted for it."""
+    rows = [make_request(row, [row] * 3, max_tokens=9) for row in range(1, 20)]
+    requests = [rows[0], beams(30, [7] * 5, 4, max_tokens=8, ignore_eos=True), *rows[1:]]
+    engine, _ = make_engine(num_blocks=400, max_num_seqs=6)
+    completions, steps = run_all(engine, requests)
+    assert_found(completions[30])
+    assert completions[30].stats.preemptions == 0
+    assert max(step.num_running for step in steps) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seqs": 3}, "4 beams run together, the engine runs 3 sequences"),
+        ({"max_tokens": 3}, "4 beams run together, the engine runs 3 sequences"),
+        ({"num_blocks": 12}, "4 beams may need 13 KV blocks, the pool has 12"),
+    ],
+)
+def test_a_search_that_can_never_run_is_handed_back(
+    make_engine: MakeEngine, settings: dict[str, int], message: str
+) -> None:
+    engine, _ = make_engine(**{"num_blocks": 13, **settings})
+    # 5 prompt tokens are a block of 4 that all beams share, 11 more to compute are 3 for each.
+    request = beams(0, [1] * 5, 4, max_tokens=12)
+    completions, _ = run_all(engine, [request])
+    assert completions[0].error_code == "does_not_fit"
+    assert message in str(completions[0].error_message)
+
+
+def test_a_search_that_just_fits_runs(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(num_blocks=13, max_num_seqs=4, max_tokens=4)
+    completions, _ = run_all(engine, [beams(0, [1] * 5, 4, max_tokens=12, ignore_eos=True)])
+    assert_found(completions[0])
+
+
+def test_the_model_length_cuts_a_search(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(num_blocks=100, max_model_len=12)
+    completions, _ = run_all(engine, [beams(0, [1] * 5, 3, max_tokens=50, ignore_eos=True)])
+    assert_found(completions[0], max_model_len=12)
+    assert {len(output.token_ids) for output in completions[0].outputs} == {7}
+
+
+def test_more_beams_than_tokens_to_begin_with(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(num_blocks=200)
+    completions, _ = run_all(engine, [beams(0, [1] * 5, 20, max_tokens=6)])
+    assert_found(completions[0])
+    assert len(completions[0].outputs) == 20
+
+
+def test_stop_tokens_that_the_user_names_end_beams(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(num_blocks=100)
+    request = beams(0, [3, 4], 4, max_tokens=20, stop_token_ids=[2, 5, 8])
+    completions, _ = run_all(engine, [request])
+    outputs = completions[0].outputs
+    assert [output.token_ids.tolist() for output in outputs] == [
+        token_ids for token_ids, _ in expected_beams(request)
+    ]
+    reasons = {output.stop_reason for output in outputs}
+    assert reasons
+    assert reasons <= {None, 2, 5, 8}
+    for output in outputs:
+        last = int(output.token_ids[-1])
+        assert output.stop_reason == (None if last == EOS else last)
+
+
+def test_a_search_with_nan_logits_errs_alone(make_engine: MakeEngine) -> None:
+    engine, runner = make_engine(num_blocks=100)
+    inner = runner.run
+
+    def broken(step: Step) -> StepResult:
+        result = inner(step)
+        nan = (step.sampling.stream == 1) & (step.sampling.position == 3)
+        return replace(result, nonfinite=nan)
+
+    runner.run = broken  # type: ignore[method-assign]
+    requests = [beams(row, [1, 2, 3, 4, 5, row], 3, max_tokens=9) for row in range(3)]
+    completions, _ = run_all(engine, requests)
+    assert completions[1].error_code == "nan_logits"
+    assert completions[1].outputs == []
+    for row in (0, 2):
+        assert_found(completions[row])

@@ -1,0 +1,241 @@
+"""Beam search through the whole engine finds and scores what transformers' ``generate`` does."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.request import Completion, Request, SampleOutput
+from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.stats import StepStats
+from batchinfer.engine.table import SequenceTable
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.loader import LoadedModel, load_model
+from batchinfer.worker.runner import ModelRunner
+from batchinfer.worker.sampler import Sampler
+from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
+
+EOS = tuple(range(5, 25))
+MODEL = {"eos_token_id": list(EOS), "pad_token_id": 0, "initializer_range": 0.1}
+OUTPUT_TOKENS = 20
+NUM_PROMPTS = 50
+WIDTHS = (2, 4, 8)
+PENALTIES = (0.0, 1.0, 2.0)
+TIE = 1e-4  # scores this near may come out either way
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to run the same rows."""
+
+    block_size: int = 16
+    num_blocks: int = 2048
+    max_tokens: int = 512
+    runs_ahead: bool = False
+    misleading: bool = False
+    """Whether outputs are expected to be short, so that the pool gets too small."""
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    """Rows of 1 to 40 tokens, some under a common prefix."""
+    rng = np.random.default_rng(11)
+    prefix = rng.integers(25, VOCAB_SIZE, 21).tolist()
+    return [
+        prefix * (row % 3 == 0) + rng.integers(25, VOCAB_SIZE, rng.integers(1, 20)).tolist()
+        for row in range(NUM_PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    """Loads a tiny checkpoint of a family, once."""
+
+    @functools.cache
+    def load(family: str) -> LoadedModel:
+        folder = make_checkpoint(family, tmp_path_factory.mktemp(family), **MODEL)
+        return load_model(str(folder), device=CPU)
+
+    return load
+
+
+def run(
+    loaded: LoadedModel, setup: Setup, params: list[SamplingParams]
+) -> tuple[dict[int, Completion], list[StepStats]]:
+    """Run the prompts, each with its parameters, through an engine over the loaded model."""
+    cache = KVCache(loaded.layout(setup.block_size), setup.num_blocks, CPU, torch.float32)
+    cache.pool[:-1].fill_(torch.nan)  # whatever was there before must not be seen
+    pool = BlockPool(setup.num_blocks, setup.block_size, enable_prefix_caching=True)
+    table = SequenceTable(64, loaded.max_model_len, setup.block_size)
+    scheduler = Scheduler(pool, table, setup.max_tokens)
+    if setup.misleading:
+        scheduler.packing.lengths.observe(np.full(2000, 2), np.ones(2000, dtype=np.bool_))
+    runner = ModelRunner(loaded.model, cache, Sampler())
+    engine = Engine(scheduler, runner, runs_ahead=setup.runs_ahead)
+    for row, (prompt, one) in enumerate(zip(prompts(), params, strict=False)):
+        ids = np.asarray(prompt, dtype=np.int32)
+        engine.add_request(Request(row, ids, one, (0, row), loaded.eos_token_ids))
+    completions, steps = {}, []
+    while engine.num_unfinished:
+        outcome = engine.step()
+        scheduler.check_invariants()
+        completions |= {done.request.row_id: done for done in outcome.completions}
+        steps += [outcome.stats] if outcome.stats else []
+    assert pool.num_used == 0
+    return completions, steps
+
+
+def searches(width: int, penalty: float, count: int) -> list[SamplingParams]:
+    one = SamplingParams(
+        max_tokens=OUTPUT_TOKENS, beam_width=width, n=width, length_penalty=penalty
+    )
+    return [one] * count
+
+
+@functools.cache
+def reference(family: str, row: int, width: int, penalty: float) -> list[tuple[list[int], float]]:
+    """What transformers finds: tokens and score, best first."""
+    ids = torch.tensor([prompts()[row]])
+    found = _model(family).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=width,
+        num_return_sequences=width,
+        length_penalty=penalty,
+        early_stopping=False,
+        do_sample=False,
+        max_new_tokens=OUTPUT_TOKENS,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    beams = found.sequences[:, ids.shape[1] :].tolist()
+    return list(zip(map(_ended, beams), found.sequences_scores.tolist(), strict=True))
+
+
+@functools.cache
+def _model(family: str) -> torch.nn.Module:
+    return tiny_model(family, **MODEL)
+
+
+def _ended(token_ids: list[int]) -> list[int]:
+    """Without what transformers fills up with."""
+    ends = [at for at, token in enumerate(token_ids) if token in EOS]
+    return token_ids[: ends[0] + 1] if ends else token_ids
+
+
+def assert_found(family: str, completion: Completion) -> None:
+    """The same beams in the same order with the same scores, but for ties."""
+    params, row = completion.request.params, completion.request.row_id
+    assert completion.error_code is None
+    assert params.beam_width is not None
+    best = reference(family, row, params.beam_width, params.length_penalty)
+    assert len(completion.outputs) == params.n
+    for output, (token_ids, score) in zip(completion.outputs, best, strict=False):
+        assert output.score == pytest.approx(score, abs=TIE)
+        if output.token_ids.tolist() != token_ids:
+            near = [ids for ids, other in best if abs(other - score) < TIE]
+            assert output.token_ids.tolist() in near, f"row {row} found another beam"
+        _assert_consistent(output, params.length_penalty)
+
+
+def _assert_consistent(output: SampleOutput, penalty: float) -> None:
+    length = len(output.token_ids)
+    assert output.score == pytest.approx(output.cumulative_logprob / length**penalty)
+    assert output.finish_reason == ("stop" if output.token_ids[-1] in EOS else "length")
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_fifty_prompts_come_out_as_from_transformers(
+    width: int, penalty: float, checkpoint
+) -> None:
+    completions, _ = run(checkpoint("llama"), Setup(), searches(width, penalty, NUM_PROMPTS))
+    assert len(completions) == NUM_PROMPTS
+    for completion in completions.values():
+        assert_found("llama", completion)
+
+
+def test_some_beams_end_early_and_some_do_not() -> None:
+    """Guards the test above: both kinds of ends must be there."""
+    for width in WIDTHS:
+        found = [reference("llama", row, width, 1.0) for row in range(NUM_PROMPTS)]
+        lengths = [len(token_ids) for beams in found for token_ids, _ in beams]
+        assert sum(length < OUTPUT_TOKENS for length in lengths) > len(lengths) // 10
+        assert lengths.count(OUTPUT_TOKENS) > len(lengths) // 10
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+def test_families_with_windows_and_sinks(family: str, checkpoint) -> None:
+    completions, _ = run(checkpoint(family), Setup(block_size=4), searches(4, 1.0, 6))
+    for completion in completions.values():
+        assert_found(family, completion)
+
+
+SETUPS = {
+    "chunks_of_9": Setup(max_tokens=9),
+    "block_size_1": Setup(block_size=1, num_blocks=4096),
+    "one_ahead": Setup(runs_ahead=True),
+    "small_pool": Setup(block_size=4, num_blocks=70, misleading=True),
+    "small_pool_one_ahead": Setup(block_size=4, num_blocks=70, misleading=True, runs_ahead=True),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
+def test_what_is_found_does_not_depend_on_the_pool(setup: Setup, checkpoint) -> None:
+    completions, steps = run(checkpoint("llama"), setup, searches(4, 1.0, 16))
+    for completion in completions.values():
+        assert_found("llama", completion)
+    assert (sum(step.num_preempted for step in steps) > 0) == setup.misleading
+    assert (sum(step.cow_copies for step in steps) > 16) == (setup.block_size > 1)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_searches_beside_other_rows(runs_ahead: bool, checkpoint) -> None:
+    """Searches of several widths, and sampled rows that want log-probabilities."""
+    plain = SamplingParams(max_tokens=OUTPUT_TOKENS, n=2, seed=1, logprobs=3)
+    kinds = [searches(2, 2.0, 1)[0], plain, searches(4, 1.0, 1)[0], searches(8, 0.0, 1)[0]]
+    params = [kinds[row % 4] for row in range(24)]
+    setup = Setup(runs_ahead=runs_ahead)
+    completions, _ = run(checkpoint("llama"), setup, params)
+    others = [plain] * 24
+    alone, _ = run(checkpoint("llama"), setup, others)
+    for row, completion in completions.items():
+        if params[row] is not plain:
+            assert_found("llama", completion)
+            continue
+        for output, same in zip(completion.outputs, alone[row].outputs, strict=True):
+            assert output.token_ids.tolist() == same.token_ids.tolist()
+            assert output.logprobs is not None
+            assert [len(token.top) for token in output.logprobs] == [3] * len(output.token_ids)
+
+
+def test_four_beams_take_half_the_blocks_of_four_sequences(checkpoint) -> None:
+    """Prompt 256, output 64: the prompt once, and beams part late."""
+    rng = np.random.default_rng(3)
+    request = Request(
+        0,
+        rng.integers(25, VOCAB_SIZE, 256).astype(np.int32),
+        SamplingParams(max_tokens=64, beam_width=4, n=4, ignore_eos=True),
+        (0, 0),
+    )
+    loaded = checkpoint("llama")
+    cache = KVCache(loaded.layout(16), 128, CPU, torch.float32)
+    pool = BlockPool(128, 16, enable_prefix_caching=True)
+    scheduler = Scheduler(pool, SequenceTable(8, loaded.max_model_len, 16), 512)
+    engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))
+    engine.add_request(request)
+    peak, done = 0, []
+    while engine.num_unfinished:
+        outcome = engine.step()
+        peak = max(peak, outcome.stats.kv_blocks_used if outcome.stats else 0)
+        done += outcome.completions
+    separate = 4 * -(-(256 + 64) // 16)
+    assert done[0].stats.peak_blocks == peak <= separate // 2
