@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
-from dataclasses import asdict
 
 import pyarrow as pa
 
 from batchinfer.errors import StorageError
 from batchinfer.job.files import publish, read_file, storage_errors
 from batchinfer.job.manifest import Part
-from batchinfer.job.output import OutputDir, PartRecord, parquet_bytes
+from batchinfer.job.output import OutputDir, parquet_bytes
 from batchinfer.job.parquet_check import read_part
+from batchinfer.job.part_record import PartRecord
 
 
 def commit(
@@ -36,7 +35,8 @@ def commit(
         StorageError: the file system refuses, or gives back other bytes than were written; the
             part is then not finished.
     """
-    out.write_table(out.request_stats(part), requests)
+    statistics = parquet_bytes([requests])
+    out.write(out.request_stats(part), statistics)
     final = out.part_file(part)
     staged = out.staging / final.name
     with storage_errors(final):
@@ -59,8 +59,9 @@ def commit(
         stat.size,
         stat.mtime_ns,
         hashlib.sha256(data).hexdigest(),
+        hashlib.sha256(statistics).hexdigest(),
     )
-    out.write(out.record(part), json.dumps(asdict(record)).encode())
+    out.write(out.record(part), record.to_json())
 
 
 def _error_codes(table: pa.Table) -> dict[str, int]:

@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.files import storage_errors
-from batchinfer.job.manifest import Manifest, Part, read_manifest
+from batchinfer.job.lock import HOLDER, LOCK
+from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.messages import printable
 from batchinfer.job.output import OutputDir
+from batchinfer.job.part_record import PartRecord
+from batchinfer.job.stored_manifest import (
+    is_begun,
+    restore_manifest,
+    store_manifest,
+    stored_manifest,
+)
 
 _STATS_FILES = ("steps.parquet", "requests.parquet")
 PART_FILE = re.compile(r"part-\d{5,}\.parquet")
 """Names of parts."""
+Finished = Callable[[OutputDir, Part], PartRecord | None]
 
 
 @dataclass(frozen=True)
@@ -38,19 +47,22 @@ class Work:
     """Whether what is there has to go first."""
 
 
-def look(out: OutputDir, manifest: Manifest, if_exists: str) -> Work:
+def look(
+    out: OutputDir, manifest: Manifest, if_exists: str, finished: Finished = OutputDir.finished
+) -> Work:
     """What is left to do for ``manifest``, without changing anything.
 
     Args:
         out: the output directory; it may be missing.
         manifest: what this run plans.
         if_exists: ``resume``, ``error`` or ``overwrite``.
+        finished: finds a part's record, and checks the part against it.
 
     Raises:
         LockedError: the directory holds finished rows of another job, or files of unknown origin.
         DataError: the input has changed since the first part was finished.
     """
-    begun = _is_there(out, out.manifest)
+    begun = is_begun(out)
     if begun and if_exists == "error":
         raise LockedError(f"{out.root} holds output already, and output.if_exists is error")
     overwrites = if_exists == "overwrite"
@@ -58,11 +70,14 @@ def look(out: OutputDir, manifest: Manifest, if_exists: str) -> Work:
         _refuse_foreign(out, begun)
     if overwrites or not _has_finished_rows(out):
         starts_over = overwrites or _holds_another_plan(out, manifest)
+        if not starts_over:
+            refuse_strays(out, manifest)
         return Work(manifest, manifest.parts(), starts_over=starts_over)
-    stored = read_manifest(out.manifest, out.files)
+    stored = stored_manifest(out)
     stored.check_same_job(manifest, str(out.root))
+    refuse_strays(out, stored)
     plan = replace(manifest, planned_at=stored.planned_at)
-    unfinished = dict(_unfinished(out, plan))
+    unfinished = dict(_unfinished(out, plan, finished))
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
     return Work(plan, list(unfinished), damaged)
 
@@ -95,21 +110,43 @@ def plan_of(out: OutputDir) -> Manifest:
     """The plan of the job that writes, or wrote, to ``out``.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: there is none, or it and its copy are damaged.
     """
-    if not _is_there(out, out.manifest):
+    if not is_begun(out):
         raise DataError(
             f"{printable(str(out.root))} holds no output of batchinfer",
             hint="give the folder that output.path of the job file names",
         )
-    return read_manifest(out.manifest, out.files)
+    return stored_manifest(out)
 
 
-def _unfinished(out: OutputDir, manifest: Manifest) -> Iterator[tuple[Part, str | None]]:
+def strays(out: OutputDir, manifest: Manifest) -> list[Path]:
+    """What is among the parts and is none of ``manifest``'s."""
+    planned = {out.part_file(part) for part in manifest.parts()}
+    return [path for path in out.files.entries(out.data) if path not in planned]
+
+
+def refuse_strays(out: OutputDir, manifest: Manifest) -> None:
+    """Readers take every Parquet file among the parts for output.
+
+    Raises:
+        LockedError: one is no part of ``manifest``.
+    """
+    for path in strays(out, manifest):
+        if path.suffix == ".parquet":
+            raise LockedError(
+                f"{printable(str(path))} is no part of this job; readers would take it for one",
+                hint="move it away, then run again",
+            )
+
+
+def _unfinished(
+    out: OutputDir, manifest: Manifest, finished: Finished
+) -> Iterator[tuple[Part, str | None]]:
     """Parts without a record; parts that are not as their record says, with what is wrong."""
     for part in manifest.parts():
         try:
-            if out.finished(part) is not None:
+            if finished(out, part) is not None:
                 continue
             problem = (
                 f"{out.part_file(part)} has no record" if _is_there(out, out.success) else None
@@ -120,8 +157,10 @@ def _unfinished(out: OutputDir, manifest: Manifest) -> Iterator[tuple[Part, str 
 
 
 def _settle(out: OutputDir, work: Work) -> None:
-    if not _has_finished_rows(out):
-        out.write(out.manifest, work.manifest.to_json())
+    if _has_finished_rows(out):
+        restore_manifest(out, work.manifest)
+    else:
+        store_manifest(out, work.manifest)
     if work.todo:
         with storage_errors(out.success):
             out.files.delete(out.success)
@@ -147,9 +186,10 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
         named = (out.success, out.summary, *(out.stats / name for name in _STATS_FILES))
         found = [*out.files.entries(out.data), *(path for path in named if _is_there(out, path))]
     if found:
+        origin = "is no output of batchinfer" if begun else f"is there without {out.manifest.name}"
         raise LockedError(
-            f"{printable(str(found[0]))} is no output of batchinfer",
-            hint="use --output for another directory, or move it away",
+            f"{printable(str(found[0]))} {origin}",
+            hint="use --output for another directory, or move what is there away",
         )
 
 
@@ -159,10 +199,10 @@ def _is_there(out: OutputDir, path: Path) -> bool:
 
 def _holds_another_plan(out: OutputDir, manifest: Manifest) -> bool:
     """Whether what is here was begun for another plan, and none of its rows was finished."""
-    if not _is_there(out, out.manifest):
+    if not is_begun(out):
         return False
     try:
-        begun = read_manifest(out.manifest, out.files)
+        begun = stored_manifest(out)
     except DataError:
         return True
     return (begun.fingerprint, begun.inputs) != (manifest.fingerprint, manifest.inputs)
@@ -181,7 +221,7 @@ def _clear(out: OutputDir) -> None:
         delete(path)
     for name in _STATS_FILES:
         delete(out.stats / name)
-    keep = {out.manifest, out.state / "lock"}
+    keep = {out.manifest, out.state / LOCK, out.state / HOLDER}
     for path in [path for path in entries(out.state) if path not in keep]:
         delete(path)
     for directory in (out.root, out.data, out.stats, out.state):

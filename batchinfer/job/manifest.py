@@ -84,7 +84,7 @@ def read_manifest(path: Path, files: Files | None = None) -> Manifest:
     """The manifest stored at ``path``.
 
     Raises:
-        DataError: it is damaged.
+        DataError: it is damaged or missing.
     """
     try:
         fields = json.loads(read_file(files or LocalFiles(), path))
@@ -92,11 +92,10 @@ def read_manifest(path: Path, files: Files | None = None) -> Manifest:
         datetime.fromisoformat(fields["planned_at"])
         fields["inputs"] = tuple(InputFile(**file) for file in fields["inputs"])
         return Manifest(**fields)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing") from None
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise DataError(
-            f"{path} is damaged ({type(error).__name__})",
-            hint="use --overwrite to start over, or --output for another directory",
-        ) from error
+        raise DataError(f"{path} is damaged") from error
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

@@ -11,39 +11,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock, Timeout
 
-from batchinfer.errors import DataError, LockedError
+from batchinfer.errors import DataError
 from batchinfer.job.files import (
     Files,
+    FileStat,
     LocalFiles,
     read_file,
     sha256_of,
     storage_errors,
     write_file,
 )
+from batchinfer.job.lock import locked
 from batchinfer.job.manifest import Part
-
-
-@dataclass(frozen=True)
-class PartRecord:
-    """What a finished part holds."""
-
-    rows: int
-    error_codes: dict[str, int]
-    """Rows that failed, by code."""
-    control_text_row_ids: list[int]
-    """Rows whose own text holds what looks like one of the model's control tokens."""
-    size: int
-    mtime_ns: int
-    sha256: str
+from batchinfer.job.part_record import PartRecord, parse_record
 
 
 class OutputDir:
@@ -65,6 +52,7 @@ class OutputDir:
         self.in_flight = self.state / "in_flight"
         self.suspects = self.state / "suspects.json"
         self.manifest = self.state / "manifest.json"
+        self.manifest_copy = self.state / "manifest-copy.json"
         self.success = root / "_SUCCESS"
         self.summary = root / "summary.json"
 
@@ -78,59 +66,72 @@ class OutputDir:
         """
         with storage_errors(self.state):
             self.files.make_directory(self.state)
-            lock = FileLock(self.state / "lock", timeout=0)
-            try:
-                lock.acquire()
-            except Timeout:
-                raise LockedError(
-                    f"another run is writing to {self.root}",
-                    hint="wait for it, or use --output for another directory",
-                ) from None
-        try:
+        with locked(self.state):
             yield
-        finally:
-            lock.release()
 
     def finished(self, part: Part) -> PartRecord | None:
-        """The record of ``part``; None if it has none.
+        """The record of ``part``, all of whose bytes are as it says; None if it has none.
 
         Raises:
             DataError: the record is damaged, or the part is no longer as it says.
         """
+        record = self.read_record(part)
+        if record is not None:
+            self._check_size(part, record)
+            self._check_hash(self.part_file(part), record.sha256)
+            self._check_hash(self.request_stats(part), record.requests_sha256)
+        return record
+
+    def seems_finished(self, part: Part) -> PartRecord | None:
+        """The same, but a part of the right size and time is taken for whole, unread.
+
+        Raises:
+            DataError: as ``finished`` does.
+        """
+        record = self.read_record(part)
+        if record is not None:
+            stat = self._check_size(part, record)
+            if stat.mtime_ns != record.mtime_ns:
+                self._check_hash(self.part_file(part), record.sha256)
+        return record
+
+    def read_record(self, part: Part) -> PartRecord | None:
+        """The record of ``part``, whatever has become of the part; None if it has none.
+
+        Raises:
+            DataError: it is damaged.
+        """
         path = self.record(part)
-        if self.files.stat(path) is None:
-            return None
-        record = self._read_record(path, len(part.rows))
-        self._check(part, record)
-        return record
-
-    def _read_record(self, path: Path, num_rows: int) -> PartRecord:
-        """A record, checked: what is damaged must not pass for finished."""
         try:
-            record = PartRecord(**json.loads(read_file(self.files, path)))
-            counts = [record.rows, *record.control_text_row_ids, *record.error_codes.values()]
-            whole = record.rows == num_rows and all(isinstance(count, int) for count in counts)
-        except (OSError, ValueError, TypeError, AttributeError):
-            whole = False
-        if not whole:
-            raise DataError(f"{path} is damaged")
-        return record
+            if self.files.stat(path) is None:
+                return None
+            return parse_record(read_file(self.files, path), part.rows)
+        except (OSError, ValueError):
+            raise DataError(f"{path} is damaged") from None
 
-    def _check(self, part: Part, record: PartRecord) -> None:
-        file, requests = self.part_file(part), self.request_stats(part)
+    def _check_size(self, part: Part, record: PartRecord) -> FileStat:
+        file = self.part_file(part)
+        stat, _ = (self._existing(path) for path in (file, self.request_stats(part)))
+        if stat.size != record.size:
+            raise DataError(f"{file} has {stat.size} bytes; {record.size} were written")
+        return stat
+
+    def _existing(self, path: Path) -> FileStat:
         try:
-            stat = self.files.stat(file)
-            for path, found in ((file, stat), (requests, self.files.stat(requests))):
-                if found is None:
-                    raise DataError(f"{path} is missing")
-            assert stat is not None
-            if stat.size != record.size:
-                raise DataError(f"{file} has {stat.size} bytes; {record.size} were written")
-            unchanged = stat.mtime_ns == record.mtime_ns
-            if not unchanged and sha256_of(self.files, file) != record.sha256:
-                raise DataError(f"{file} holds other bytes than were written (its hash differs)")
+            stat = self.files.stat(path)
         except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}") from None
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        if stat is None:
+            raise DataError(f"{path} is missing")
+        return stat
+
+    def _check_hash(self, path: Path, sha256: str) -> None:
+        try:
+            found = sha256_of(self.files, path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        if found != sha256:
+            raise DataError(f"{path} holds other bytes than were written (its hash differs)")
 
     def write_table(self, final: Path, table: pa.Table) -> None:
         """Write ``table`` as a Parquet file, all of it or nothing."""

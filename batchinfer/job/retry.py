@@ -6,6 +6,7 @@ record goes. From there on it is a part like any other that is not finished.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import pyarrow as pa
@@ -15,15 +16,16 @@ from batchinfer.errors import DataError
 from batchinfer.job.files import storage_errors
 from batchinfer.job.flight import forgive
 from batchinfer.job.manifest import Manifest, Part
-from batchinfer.job.output import OutputDir, PartRecord
+from batchinfer.job.output import OutputDir
 from batchinfer.job.parquet_check import first_line
+from batchinfer.job.part_record import PartRecord
 from batchinfer.job.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, Segments
 from batchinfer.job.stats import REQUEST
 
 
 def has_errors(out: OutputDir, plan: Manifest) -> bool:
     """Whether a row of a finished part ended in an error."""
-    return any(True for _ in _parts_with_errors(out, plan))
+    return bool(_parts_with_errors(out.seems_finished, plan))
 
 
 def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
@@ -38,7 +40,7 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
     segments.recover()
     segments.forget_errors()
     forgive(out)
-    reopened = list(_parts_with_errors(out, plan))
+    reopened = _parts_with_errors(out.finished, plan)
     if not reopened:
         return
     with storage_errors(out.root):
@@ -53,11 +55,13 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
             out.files.sync(out.parts)  # or it might come back beside another file
 
 
-def _parts_with_errors(out: OutputDir, plan: Manifest) -> list[tuple[Part, PartRecord]]:
+def _parts_with_errors(
+    finished: Callable[[Part], PartRecord | None], plan: Manifest
+) -> list[tuple[Part, PartRecord]]:
     found = []
     for part in plan.parts():
         with suppress(DataError):  # a damaged part is made again in any case
-            record = out.finished(part)
+            record = finished(part)
             if record is not None and record.error_codes:
                 found.append((part, record))
     return found

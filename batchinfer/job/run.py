@@ -9,14 +9,15 @@ from datetime import datetime
 from pathlib import Path
 
 from batchinfer.errors import DataError, ExitCode, UsageError
-from batchinfer.job.existing import Work, look, prepare, start_over
+from batchinfer.job.existing import Work, look, prepare, refuse_strays, start_over
 from batchinfer.job.fingerprint import fingerprint, fingerprint_facts
 from batchinfer.job.ids import check_unique_ids
 from batchinfer.job.making import make_parts
 from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.messages import printable
 from batchinfer.job.model_facts import model_facts
-from batchinfer.job.output import OutputDir, PartRecord
+from batchinfer.job.output import OutputDir
+from batchinfer.job.part_record import PartRecord
 from batchinfer.job.pipeline import BuildEngine, Job, load
 from batchinfer.job.progress import make_progress, say, summary_lines, too_many_errors
 from batchinfer.job.prompt_columns import check_prompt_columns
@@ -25,6 +26,7 @@ from batchinfer.job.retry import has_errors, reopen
 from batchinfer.job.signals import stop_signals
 from batchinfer.job.source import open_source
 from batchinfer.job.spec import JobSpec
+from batchinfer.job.stored_manifest import is_stored_whole
 from batchinfer.job.summary import write_summary
 from batchinfer.job.table import output_table
 
@@ -140,7 +142,8 @@ def _is_finished(job: Job, if_exists: str) -> bool:
     """
     if if_exists == "overwrite" or not (job.out.success.exists() and job.out.summary.exists()):
         return False
-    return not look(job.out, job.manifest, if_exists).todo
+    todo = look(job.out, job.manifest, if_exists, OutputDir.seems_finished).todo
+    return not todo and is_stored_whole(job.out)
 
 
 def _tell_damage(damaged: Mapping[str, str]) -> None:
@@ -152,6 +155,7 @@ def _tell_damage(damaged: Mapping[str, str]) -> None:
 
 def _finish(job: Job, quiet: bool) -> ExitCode:
     """All parts are made: write the statistics, and _SUCCESS if few enough rows failed."""
+    refuse_strays(job.out, job.manifest)
     records = [_record(job, part) for part in job.manifest.parts()]
     warnings: list[str] = []
     summary = write_summary(job.out, job.manifest, records, warnings.append)
@@ -164,6 +168,7 @@ def _finish(job: Job, quiet: bool) -> ExitCode:
     if rows["error"] > limit * rows["total"]:
         say(too_many_errors(rows, limit, job.out.root), to_stderr=True)
         return ExitCode.TOO_MANY_ROW_ERRORS
+    job.source.check_unchanged()
     job.out.write(job.out.success, b"")
     return ExitCode.OK
 

@@ -57,6 +57,21 @@ class Source:
                     hint=printable(f"its columns are: {listed(self.schema.names)}"),
                 )
 
+    def check_unchanged(self) -> None:
+        """Check that every file is still the one that was opened.
+
+        Raises:
+            DataError: one was written again, or is gone.
+        """
+        for file in self.files:
+            try:
+                _check_unchanged(file)
+            except OSError as error:
+                raise DataError(
+                    f"{file.path} cannot be read any more: {error.strerror}",
+                    hint="put it back, then run again: finished rows are kept",
+                ) from None
+
     def scan(
         self, columns: Sequence[str], ranges: Iterable[range]
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -164,7 +179,10 @@ def _scan_file(
 def _check_unchanged(file: InputFile) -> None:
     stat = Path(file.path).stat()
     if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
-        raise DataError(f"{file.path} was changed while the job ran", hint="run it again")
+        raise DataError(
+            f"{file.path} was changed while the job ran",
+            hint="put it back and run again, or start over with --overwrite",
+        )
 
 
 def _check_complete(row: int, stop: int) -> None:

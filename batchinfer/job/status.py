@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -12,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.errors import DataError
 from batchinfer.job.existing import plan_of
-from batchinfer.job.files import read_file
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.progress import duration
@@ -129,13 +128,16 @@ def _count(out: OutputDir, plan: Manifest, segments: list[pa.Table]) -> tuple[in
     )
     for part in plan.parts():
         try:
-            record = json.loads(read_file(out.files, out.record(part)))
-            errors += sum(record["error_codes"].values())
-            done += len(part.rows)
-            parts_done += 1
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            record = out.read_record(part)
+        except DataError:
+            record = None
+        if record is None:
             done += len(of_part(waiting, part))
             errors += len(of_part(waiting_failed, part))
+        else:
+            done += len(part.rows)
+            errors += sum(record.error_codes.values())
+            parts_done += 1
     return done, errors, parts_done
 
 

@@ -2,7 +2,8 @@
 
 Rows count once, however often they were computed: again after a crash, or because their part was
 damaged. What was computed for them in vain shows in ``steps``, and as recomputed in the summary, so
-that the sum of ``prefill_tokens`` is ``prompt_computed + recomputed``.
+that the sum of ``prefill_tokens`` is ``prompt_computed + recomputed``. How much of ``recomputed``
+that is, is ``lost``; the rest was recomputed within a run, and is the sum of ``recomputed_tokens``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import pyarrow.parquet as pq
 from batchinfer.job.files import publish, storage_errors
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.measures import STEP_COLUMNS, Float, measures
-from batchinfer.job.output import OutputDir, PartRecord
+from batchinfer.job.output import OutputDir
+from batchinfer.job.part_record import PartRecord
 from batchinfer.job.recorder import Run, package_versions, read_run
 from batchinfer.job.stats import REQUESTS_SCHEMA, STEPS_SCHEMA
 
@@ -68,8 +70,9 @@ def write_summary(
     )
     tokens = measured["tokens"]
     # Also what was computed for rows that were then lost with their run, or made again.
-    prefilled = int(columns["prefill_tokens"].sum())
-    tokens["recomputed"] = max(tokens["recomputed"], prefilled - tokens["prompt_computed"])
+    again = int(columns["prefill_tokens"].sum()) - tokens["prompt_computed"]
+    tokens["recomputed"] = max(tokens["recomputed"], again)
+    tokens["lost"] = max(0, again - int(columns["recomputed_tokens"].sum()))
     summary = {
         "rows": rows,
         "tokens": tokens,
@@ -174,7 +177,7 @@ def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
 
 def _step_columns(path: Path) -> tuple[dict[str, Float], list[str]]:
     """The columns that the summary is made of, and each step's run."""
-    names = (*STEP_COLUMNS, "prefill_tokens")
+    names = (*STEP_COLUMNS, "prefill_tokens", "recomputed_tokens")
     table = pq.read_table(path, columns=["run_id", *names])
     columns = {name: np.asarray(table[name].to_numpy(), dtype=np.float64) for name in names}
     return columns, table["run_id"].to_pylist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,10 @@ def flip_bit(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+def rot(path: Path) -> None:
+    """Change a bit as a failing disk does: nobody wrote, so the time stays."""
+    before = path.stat()
+    flip_bit(path, 40)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -3,6 +3,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from batchinfer.job.output import OutputDir
 from batchinfer.job.source import InputFile
 from batchinfer.job.stats import REQUESTS_SCHEMA
 from tests.job import fakes
-from tests.job.datasets import flip_bit
+from tests.job.datasets import flip_bit, rot
 
 NO_REQUESTS = REQUESTS_SCHEMA.empty_table()
 FILE = InputFile("/data/a.parquet", 100, 1, 25, "f00")
@@ -30,15 +32,20 @@ MANIFEST = Manifest(
     10,
     "2026-11-20T10:00:00",
 )
-RECORD = {"control_text_row_ids": [], "size": 1, "mtime_ns": 1, "sha256": "f"}
-TORN = [
-    b"",
-    b"{",
-    b"[]",
-    b'{"rows": 10}',
-    json.dumps({"rows": 9, "error_codes": {}} | RECORD).encode(),
-    json.dumps({"rows": 10, "error_codes": [3]} | RECORD).encode(),
-    json.dumps({"rows": 10, "error_codes": {"x": "y"}} | RECORD).encode(),
+RECORD = {"rows": 10, "error_codes": {"x": 1}, "control_text_row_ids": [3]}
+TORN = [b"", b"{", b"[]", b'{"rows": 10}']
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"rows": 9},
+    {"rows": 10.0},
+    {"error_codes": [3]},
+    {"error_codes": {"x": "y"}},
+    {"error_codes": {"x": True}},
+    {"error_codes": {"x": -1}},
+    {"error_codes": {"x": 6, "y": 5}},
+    {"control_text_row_ids": [3, 3]},
+    {"control_text_row_ids": [10]},
+    {"size": -1},
+    {"mtime_ns": False},
 ]
 ROWS = [range(10), range(10, 20), range(20, 25)]
 
@@ -55,6 +62,10 @@ def begin(out: OutputDir, manifest: Manifest = MANIFEST, if_exists: str = "resum
 def commit(out: OutputDir, part: Part) -> Path:
     write_part(out, part, pa.table({"row_id": list(part.rows)}), NO_REQUESTS, [])
     return out.data / f"{part.name}.parquet"
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
 
 
 def begun(out: OutputDir) -> Path:
@@ -106,6 +117,33 @@ def test_a_part_with_a_torn_record_is_made_again(out: OutputDir, record: bytes) 
     assert [part.rows for part in begin(out)] == ROWS
 
 
+@pytest.mark.parametrize("changes", IMPOSSIBLE)
+def test_a_part_whose_record_is_impossible_is_made_again(
+    out: OutputDir, changes: dict[str, Any]
+) -> None:
+    begun(out)
+    path = out.parts / "part-00000.json"
+    stored = json.loads(path.read_bytes())
+    path.write_text(json.dumps(stored | RECORD))
+    assert [part.rows for part in begin(out)] == ROWS[1:], "these are possible"
+    path.write_text(json.dumps(stored | RECORD | changes))
+    assert [part.rows for part in begin(out)] == ROWS
+
+
+def test_a_part_that_rotted_is_made_again_though_its_size_and_time_are_right(
+    out: OutputDir,
+) -> None:
+    rot(begun(out))
+    assert [part.rows for part in begin(out)] == ROWS
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b"zork"), rot])
+def test_a_part_whose_statistics_are_damaged_is_made_again(out: OutputDir, harm) -> None:
+    begun(out)
+    harm(out.requests / "part-00000.parquet")
+    assert [part.rows for part in begin(out)] == ROWS
+
+
 def test_data_holds_parts_and_nothing_else(out: OutputDir) -> None:
     begun(out)
     assert [path.name for path in out.data.iterdir()] == ["part-00000.parquet"]
@@ -145,7 +183,8 @@ def test_what_another_plan_left_unfinished_is_deleted(
 
 def test_a_damaged_manifest_without_a_finished_part_is_no_hindrance(out: OutputDir) -> None:
     begin(out)
-    out.manifest.write_bytes(b"{")
+    for path in (out.manifest, out.manifest_copy):
+        path.write_bytes(b"{")
     begin(out)
     assert read_manifest(out.manifest) == MANIFEST
 
@@ -164,12 +203,36 @@ def test_a_changed_input_names_the_file(out: OutputDir, files: list[InputFile], 
         begin(out, replace(MANIFEST, inputs=tuple(files)))
 
 
-@pytest.mark.parametrize("harm", [(b'"inputs"', b'"inp'), (b"2026-11", b"2026-91")])
-def test_a_damaged_manifest_is_refused(out: OutputDir, harm: tuple[bytes, bytes]) -> None:
+def misspell(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"inputs"', b'"inp'))
+
+
+def misdate(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"2026-11", b"2026-91"))
+
+
+@pytest.mark.parametrize("harm", [misspell, misdate, Path.unlink, empty])
+@pytest.mark.parametrize("name", ["manifest.json", "manifest-copy.json"])
+def test_a_damaged_manifest_is_restored_from_the_other(out: OutputDir, harm, name: str) -> None:
     begun(out)
-    out.manifest.write_bytes(out.manifest.read_bytes().replace(*harm))
-    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+    harm(out.state / name)
+    later = replace(MANIFEST, planned_at="2026-12-24T10:00:00")
+    assert [part.rows for part in begin(out, later)] == ROWS[1:]
+    assert read_manifest(out.manifest) == read_manifest(out.manifest_copy) == MANIFEST
+
+
+@pytest.mark.parametrize(("harm", "what"), [(empty, "damaged"), (Path.unlink, "missing")])
+def test_finished_work_without_a_manifest_is_neither_mixed_with_nor_called_foreign(
+    out: OutputDir, harm, what: str
+) -> None:
+    part = begun(out)
+    for path in (out.manifest, out.manifest_copy):
+        harm(path)
+    with pytest.raises(DataError, match=rf"manifest\.json is {what}.*\n.*move .*out away"):
         begin(out)
+    assert part.exists()
+    assert [part.rows for part in begin(out, if_exists="overwrite")] == ROWS
+    assert not part.exists()
 
 
 def test_overwrite_starts_over(out: OutputDir) -> None:
@@ -218,12 +281,12 @@ def test_files_of_unknown_origin_are_neither_mixed_with_nor_deleted(
 ) -> None:
     out.data.mkdir(parents=True)
     (out.root / name).write_text("precious")
-    with pytest.raises(LockedError, match=rf"{name} is no output of batchinfer"):
+    with pytest.raises(LockedError, match=rf"{name} is there without manifest\.json"):
         begin(out, if_exists=if_exists)
     assert (out.root / name).read_text() == "precious"
 
 
-@pytest.mark.parametrize("name", ["part-old.parquet", "notes.csv", "part-00000"])
+@pytest.mark.parametrize("name", ["notes.csv", "part-00000"])
 def test_overwrite_stops_at_files_that_others_put_beside_the_parts(
     out: OutputDir, name: str
 ) -> None:
@@ -233,6 +296,18 @@ def test_overwrite_stops_at_files_that_others_put_beside_the_parts(
         begin(out, if_exists="overwrite")
     assert sorted(out.data.iterdir()) == sorted([file, out.data / name])
     assert len(begin(out)) == 2, "which is no hindrance to going on"
+
+
+@pytest.mark.parametrize("name", ["part-00003.parquet", "part-old.parquet", "x.parquet"])
+def test_a_stray_that_readers_would_take_for_a_part_is_refused(out: OutputDir, name: str) -> None:
+    stray = out.data / name
+    begin(out)
+    for _ in range(2):
+        stray.touch()
+        with pytest.raises(LockedError, match=rf"data/{name} is no part of this job"):
+            begin(out)
+        stray.unlink()
+        begun(out)
 
 
 def test_overwrite_keeps_what_others_put_beside_the_output(out: OutputDir) -> None:
@@ -264,6 +339,35 @@ def test_a_second_run_is_locked_out(out: OutputDir) -> None:
         pass
     with out.locked():
         pass
+
+
+def test_who_holds_the_lock_is_told(out: OutputDir) -> None:
+    with out.locked():
+        holder = json.loads((out.state / "lock.json").read_bytes())
+        assert holder.keys() == {"pid", "host", "boot_id"}
+        says = f"process {os.getpid()} on {holder['host']} \\(boot {holder['boot_id']}\\)"
+        with pytest.raises(LockedError, match=says), OutputDir(out.root).locked():
+            pass
+    assert not (out.state / "lock.json").exists()
+
+
+def test_a_holder_who_cannot_be_read_is_not_named(out: OutputDir) -> None:
+    with out.locked():
+        (out.state / "lock.json").write_bytes(b"[1]")
+        with pytest.raises(LockedError, match=r"is writing to .*out\n"), out.locked():
+            pass
+
+
+def test_a_lock_is_free_at_once_when_its_holder_was_killed(out: OutputDir) -> None:
+    killed = (
+        "import os, sys; from pathlib import Path; from batchinfer.job.output import OutputDir\n"
+        "with OutputDir(Path(sys.argv[1])).locked(): os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", killed, str(out.root)], check=False)
+    assert done.returncode == -9
+    assert (out.state / "lock.json").exists()
+    with out.locked():
+        assert json.loads((out.state / "lock.json").read_bytes())["pid"] == os.getpid()
 
 
 def test_an_output_that_cannot_be_a_directory(tmp_path: Path) -> None:

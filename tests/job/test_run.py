@@ -35,7 +35,7 @@ from batchinfer.job.order import PromptRow, prompt_rows
 from batchinfer.job.output import OutputDir
 from batchinfer.job.run import run_job
 from batchinfer.job.threads import Behind
-from tests.job.datasets import flip_bit, strings, write_parquet
+from tests.job.datasets import flip_bit, rot, strings, write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
 
 MESSAGES = [{"role": "user", "content": "{{ prompt }}"}]
@@ -70,7 +70,7 @@ def snapshot(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
 def tree(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
     """All files of the output, but for the lock."""
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files if p.name != "lock"}
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files if p.stem != "lock"}
 
 
 def test_answers_come_in_input_order_with_the_kept_columns(
@@ -320,20 +320,34 @@ def test_output_is_overwritten_only_by_a_job_that_can_run(
     assert build.count == 1
 
 
-def test_a_part_that_went_away_during_the_run_withholds_success(
-    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbered(tmp_path)
-    part = tmp_path / "out" / "data" / "part-00001.parquet"
+def then(harm: Callable[[], object]) -> Callable[..., bool]:
+    """Makes the parts, and then something happens to a file."""
 
-    def make_and_lose(*arguments: Any) -> bool:
+    def make_and_harm(*arguments: Any) -> bool:
         made = make_parts(*arguments)
-        part.unlink()
+        harm()
         return made
 
+    return make_and_harm
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"), [(Path.unlink, "is missing"), (rot, r"holds other bytes .*")]
+)
+@pytest.mark.parametrize("name", ["data", "_batchinfer/requests"])
+def test_a_part_that_was_harmed_during_the_run_withholds_success(
+    tmp_path: Path,
+    build: FakeBuild,
+    monkeypatch: pytest.MonkeyPatch,
+    harm: Callable[[Path], None],
+    says: str,
+    name: str,
+) -> None:
+    numbered(tmp_path)
+    file = tmp_path / "out" / name / "part-00001.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "make_parts", make_and_lose)
-        with pytest.raises(DataError, match=r"part-00001\.parquet is missing\nrun the same"):
+        patch.setattr(run, "make_parts", then(lambda: harm(file)))
+        with pytest.raises(DataError, match=rf"part-00001\.parquet {says}\nrun the same"):
             run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
     assert run_job(job(tmp_path), build=build) is ExitCode.OK
@@ -346,6 +360,7 @@ def test_a_part_that_went_away_during_the_run_withholds_success(
         (lambda path: path.unlink(), "is missing"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; "),
         (lambda path: flip_bit(path, 40), "its hash differs"),
+        (rot, "its hash differs"),
     ],
 )
 def test_a_part_that_is_made_again_is_named_with_the_reason(
@@ -358,6 +373,7 @@ def test_a_part_that_is_made_again_is_named_with_the_reason(
     numbered(tmp_path)
     run_job(job(tmp_path), build=build)
     path = tmp_path / "out" / "data" / "part-00001.parquet"
+    (tmp_path / "out" / "_SUCCESS").unlink()  # finished work is only glanced at
     harm(path)
     capsys.readouterr()
     run_job(job(tmp_path), build=build)
@@ -420,6 +436,45 @@ def test_a_changed_input_is_refused(tmp_path: Path, build: FakeBuild) -> None:
     run_job(job(tmp_path), build=build)
     numbered(tmp_path, count=26)
     with pytest.raises(DataError, match=r"x\.parquet was written again"):
+        run_job(job(tmp_path), build=build)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda path: os.utime(path, ns=(5, 5)), "was changed while the job ran"),
+        (Path.unlink, "cannot be read any more"),
+    ],
+)
+def test_an_input_that_is_replaced_during_the_run_withholds_success(
+    tmp_path: Path,
+    build: FakeBuild,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    says: str,
+) -> None:
+    numbered(tmp_path)
+    path = tmp_path / "in" / "x.parquet"
+    monkeypatch.setattr(run, "make_parts", then(lambda: change(path)))
+    with pytest.raises(DataError, match=rf"x\.parquet {says}"):
+        run_job(job(tmp_path), build=build)
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_a_stray_part_withholds_success(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    stray = tmp_path / "out" / "data" / "part-00003.parquet"
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "make_parts", then(stray.touch))
+        with pytest.raises(LockedError, match=r"part-00003\.parquet is no part of this job"):
+            run_job(job(tmp_path), build=build)
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    stray.unlink()
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    stray.touch()
+    with pytest.raises(LockedError, match=r"part-00003\.parquet is no part of this job"):
         run_job(job(tmp_path), build=build)
 
 

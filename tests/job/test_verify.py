@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +13,9 @@ import pytest
 from batchinfer.errors import DataError
 from batchinfer.job.output import OutputDir
 from batchinfer.job.run import run_job
+from batchinfer.job.spec import JobSpec
 from batchinfer.job.verify import Verification, verify
-from tests.job.datasets import flip_bit, write_parquet
+from tests.job.datasets import flip_bit, rot, write_parquet
 from tests.job.fakes import FakeBuild, job
 from tests.job.test_resume import Build, stop_at
 
@@ -28,10 +28,13 @@ def root(tmp_path: Path) -> Path:
     """A finished output."""
     prompts = [f"{row} asks" if row != 13 else "" for row in range(25)]
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
-    sampling = {"logit_bias": {"10": 1.0, "9": 1.0}}
-    spec = job(tmp_path, errors={"max_error_rate": 1}, sampling=sampling)
-    run_job(spec, build=FakeBuild(), quiet=True)
+    run_job(finished_job(tmp_path), build=FakeBuild(), quiet=True)
     return tmp_path / "out"
+
+
+def finished_job(tmp_path: Path) -> JobSpec:
+    sampling = {"logit_bias": {"10": 1.0, "9": 1.0}}
+    return job(tmp_path, errors={"max_error_rate": 1}, sampling=sampling)
 
 
 def found(root: Path) -> Verification:
@@ -46,13 +49,6 @@ def rewrite(root: Path, change: Callable[[Path], None]) -> None:
     fields["size"], fields["mtime_ns"] = part.stat().st_size, part.stat().st_mtime_ns
     fields["sha256"] = hashlib.sha256(part.read_bytes()).hexdigest()
     record.write_text(json.dumps(fields))
-
-
-def keep_time(root: Path, change: Callable[[Path], None]) -> None:
-    """Change a part as a failing disk does."""
-    before = (root / PART).stat()
-    change(root / PART)
-    os.utime(root / PART, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def other_rows(path: Path) -> None:
@@ -96,7 +92,7 @@ def test_a_stopped_job_is_not_finished_and_not_wrong(tmp_path: Path) -> None:
         (lambda root: (root / PART).unlink(), f"{PART} is missing"),
         (lambda root: (root / PART).write_bytes(b""), f"{PART} has 0 bytes"),
         (lambda root: flip_bit(root / PART, 50), f"{PART} holds other bytes"),
-        (lambda root: keep_time(root, lambda path: flip_bit(path, 50)), "its hash differs"),
+        (lambda root: rot(root / PART), "its hash differs"),
         (lambda root: (root / RECORD).write_bytes(b"{"), f"{RECORD} is damaged"),
         (lambda root: (root / RECORD).unlink(), f"{PART} has no record, but _SUCCESS is there"),
         (lambda root: rewrite(root, lambda path: flip_bit(path, 50)), f"{PART}: "),
@@ -110,16 +106,24 @@ def test_a_stopped_job_is_not_finished_and_not_wrong(tmp_path: Path) -> None:
             ),
             f"{PART} has 1 failed rows; its record says otherwise",
         ),
-        (lambda root: (root / "data" / "x.csv").touch(), "data/x.csv is no output of batchinfer"),
+        (lambda root: (root / "data" / "x.csv").touch(), "data/x.csv is no part of this job"),
+        (
+            lambda root: (root / "data/part-00003.parquet").touch(),
+            "data/part-00003.parquet is no part of this job",
+        ),
         (
             lambda root: (root / "_batchinfer/requests/part-00001.parquet").write_bytes(b"zork"),
-            "requests/part-00001.parquet cannot be read",
+            "requests/part-00001.parquet holds other bytes",
         ),
         (
             lambda root: (root / "_batchinfer/segments/segment-000000.parquet").write_bytes(b"z"),
             "segment-000000.parquet cannot be read",
         ),
         (lambda root: (root / "summary.json").write_text("{}"), "summary.json is damaged"),
+        (
+            lambda root: (root / "_batchinfer/manifest.json").write_bytes(b""),
+            "manifest.json is damaged",
+        ),
         (
             lambda root: (root / "_batchinfer/manifest.json").write_text(
                 (root / "_batchinfer/manifest.json").read_text().replace("generate", "zork")
@@ -137,6 +141,19 @@ def test_what_is_off_is_named(root: Path, harm: Callable[[Path], None], says: st
     assert list(done.lines())[-1].endswith("run the job again to mend it")
 
 
+@pytest.mark.parametrize(
+    "name", [PART, "_batchinfer/manifest.json", "_batchinfer/requests/part-00001.parquet"]
+)
+def test_what_is_off_is_mended_as_advised(tmp_path: Path, root: Path, name: str) -> None:
+    rot(root / name)
+    (root / "_batchinfer/manifest.json").write_bytes(b"")
+    advice = list(found(root).lines())[-1]
+    assert advice.endswith("move the files named away and run the job again to mend it")
+    (root / name).unlink()
+    run_job(finished_job(tmp_path), build=FakeBuild(), quiet=True)
+    assert found(root) == Verification(True, 3, 3, 25, [])
+
+
 def test_many_problems_are_cut_short(root: Path) -> None:
     for number in range(30):
         (root / "data" / f"{number}.csv").touch()
@@ -146,6 +163,7 @@ def test_many_problems_are_cut_short(root: Path) -> None:
 
 
 def test_without_a_plan_there_is_nothing_to_verify(root: Path) -> None:
-    (root / "_batchinfer" / "manifest.json").write_bytes(b"{")
+    for name in ("manifest.json", "manifest-copy.json"):
+        (root / "_batchinfer" / name).write_bytes(b"{")
     with pytest.raises(DataError, match="damaged"):
         found(root)

@@ -1,0 +1,54 @@
+"""The record of a finished part: what was written, so that what is found can be held against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """What a finished part holds."""
+
+    rows: int
+    error_codes: dict[str, int]
+    """Rows that failed, by code."""
+    control_text_row_ids: list[int]
+    """Rows whose own text holds what looks like one of the model's control tokens."""
+    size: int
+    mtime_ns: int
+    sha256: str
+    requests_sha256: str
+    """Of the file of the rows' statistics."""
+
+    def to_json(self) -> bytes:
+        """The record as it is stored."""
+        return json.dumps(asdict(self)).encode()
+
+
+def parse_record(data: bytes, rows: range) -> PartRecord:
+    """The record of the part that answers ``rows``; what is damaged must not pass for finished.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        record = PartRecord(**json.loads(data))
+        failed, marked = record.error_codes.values(), record.control_text_row_ids
+        whole = (
+            _are_counts([record.rows, record.size, record.mtime_ns, *failed, *marked])
+            and record.rows == len(rows) >= sum(failed)
+            and len(set(marked)) == len(marked)
+            and all(row_id in rows for row_id in marked)
+        )
+    except (TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError("not this part's record")
+    return record
+
+
+def _are_counts(values: Iterable[object]) -> bool:
+    """Whether all are whole numbers of 0 or more; a bool is none."""
+    return all(type(value) is int and value >= 0 for value in values)
