@@ -22,14 +22,14 @@ SMALL = {
 }
 
 
-def make_small(path: Path) -> Path:
+def make_small(path: Path, max_positions: int = 2048) -> Path:
     """A Llama of 88 M parameters in float32, with an end-of-sequence token it does not use."""
     if (path / "config.json").exists():
         return path
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        max_position_embeddings=2048,
+        max_position_embeddings=max_positions,
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         bos_token_id=1,

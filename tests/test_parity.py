@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from batchinfer.config import SamplingParams
+from batchinfer.engine import shared_prefix
 from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.stats import StepStats
+from batchinfer.engine.step import SharedPrefixes
 from batchinfer.engine.table import SequenceTable
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
@@ -48,6 +50,8 @@ class Setup:
     max_tokens: int = 512
     caching: bool = True
     n: int = 1
+    longer: int = 0
+    """Further tokens in each of the prefixes."""
     temperature: float = 0.0
     backwards: bool = False
     preempt_every: int = 0
@@ -70,12 +74,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
 
 
 @functools.cache
-def prompts() -> list[list[int]]:
+def prompts(longer: int = 0) -> list[list[int]]:
     """Rows under two long prefixes, and some that share nothing."""
     rng = np.random.default_rng(7)
     prefixes = [
-        rng.integers(2, VOCAB_SIZE, 37).tolist(),
-        rng.integers(2, VOCAB_SIZE, 21).tolist(),
+        rng.integers(2, VOCAB_SIZE, 37 + longer).tolist(),
+        rng.integers(2, VOCAB_SIZE, 21 + longer).tolist(),
         [],
     ]
     return [
@@ -103,7 +107,7 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     )
     if setup.misleading:
         scheduler.packing.lengths.observe(np.full(100, 2), np.ones(100, dtype=np.bool_))
-    rows = list(enumerate(prompts()))
+    rows = list(enumerate(prompts(setup.longer)))
     for row, prompt in reversed(rows) if setup.backwards else rows:
         engine.add_request(Request(row, np.asarray(prompt, dtype=np.int32), params, (3, row)))
     completions, steps = {}, []
@@ -133,14 +137,14 @@ def eager(family: str) -> torch.nn.Module:
 
 
 @torch.inference_mode()
-def assert_greedy(family: str, completions: dict[int, Completion]) -> None:
+def assert_greedy(family: str, completions: dict[int, Completion], longer: int = 0) -> None:
     """Every token is the one transformers would take after those before it, but for ties."""
-    assert len(completions) == len(prompts())
+    assert len(completions) == len(prompts(longer))
     for row, completion in completions.items():
         assert completion.error_code is None
         for output in completion.outputs:
             assert len(output.token_ids) == OUTPUT_TOKENS
-            ids = torch.tensor([[*prompts()[row], *output.token_ids.tolist()]])
+            ids = torch.tensor([[*prompts(longer)[row], *output.token_ids.tolist()]])
             logits = eager(family)(ids).logits[0, -OUTPUT_TOKENS - 1 : -1]
             taken = logits[torch.arange(OUTPUT_TOKENS), ids[0, -OUTPUT_TOKENS:]]
             assert (logits.max(dim=1).values - taken).max() < TIE, f"row {row} left the greedy path"
@@ -185,6 +189,24 @@ def test_one_step_ahead_greedy_equals_transformers(family: str, setup: Setup, ch
     completions, steps = run(checkpoint(family), setup)
     assert_greedy(family, completions)
     assert (sum(step.num_preempted for step in steps) > 0) == setup.misleading
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss"])
+def test_rows_that_attend_together_equal_transformers(
+    family: str, checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows under prefixes of 177 and 161 tokens, 8 samples each."""
+    told = []
+    monkeypatch.setattr(
+        shared_prefix,
+        "SharedPrefixes",
+        lambda *of: told.append(SharedPrefixes(*of)) or told[-1],
+    )
+    setup = Setup(n=8, longer=140)
+    completions, _ = run(checkpoint(family), setup)
+    assert_greedy(family, completions, setup.longer)
+    assert max(len(of.order) for of in told) > 40
+    assert max(int(of.shared_lens.max()) for of in told) == 192  # the samples of one row
 
 
 def test_a_generate_call_agrees(checkpoint) -> None:

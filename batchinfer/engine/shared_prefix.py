@@ -14,8 +14,8 @@ from batchinfer.engine.step import Int32, SharedPrefixes
 from batchinfer.engine.table import Rows, SequenceTable
 
 MIN_SHARED_TOKENS = 64
-"""Less is not worth putting sequences side by side for: it is the CPU kernel's unit, and a tile of
-the others."""
+"""Less is not told. It is what the CPU's kernel takes at a time, and about where sharing begins to
+pay there (measured: even at 64 shared tokens of 128, 1.9 times the speed at 512 of 576)."""
 
 
 class PrefixTree:

@@ -24,6 +24,9 @@ class NativeAttention:
             name: tensors[name].contiguous()
             for name in ("block_tables", "query_starts", "context_lens")
         }
+        shared = step.shared_prefixes
+        self._order = None if shared is None else torch.from_numpy(shared.order)
+        self._shared_lens = None if shared is None else torch.from_numpy(shared.shared_lens)
 
     def attend(
         self,
@@ -47,5 +50,7 @@ class NativeAttention:
             sliding_window=variant.sliding_window,
             softcap=variant.softcap,
             sinks=variant.sinks,
+            order=self._order,
+            shared_lens=self._shared_lens,
         )
         return out

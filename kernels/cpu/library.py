@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)  # a warning, so that it shows: the first sta
 
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = ("paged_attention.c", "row_ops.c", "gemm.c")
-_INCLUDED = ("elements.h", "attend.inc", "row_ops.inc", "gemm.inc")
+_INCLUDED = ("elements.h", "vectors.h", "attend_plan.h", "attend.inc", "row_ops.inc", "gemm.inc")
 # Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
 _FLAGS = (
     *("-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-shared", "-std=gnu11"),

@@ -25,6 +25,7 @@ class _AttentionArgs(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("query", "out", "keys", "values")),
         *((name, _POINTER) for name in ("block_tables", "query_starts", "context_lens", "sinks")),
+        *((name, _POINTER) for name in ("order", "shared_lens")),
         *((name, _INT64) for name in ("query_token_stride", "query_head_stride")),
         *((name, _INT64) for name in ("key_slot_stride", "key_head_stride")),
         *((name, _INT64) for name in ("value_slot_stride", "value_head_stride", "table_width")),
@@ -65,10 +66,18 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
+    order: torch.Tensor | None = None,  # [S] int32
+    shared_lens: torch.Tensor | None = None,  # [S] int32
 ) -> None:
     """Causal attention over a paged KV cache on the CPU; twin: ``reference.paged_attention``.
 
     float32 or bfloat16, float32 accumulation. A row's bits depend on its own context alone.
+
+    Args:
+        order: the sequences, such that those with a common prefix stand side by side.
+        shared_lens: leading tokens that each sequence of ``order`` has in common with the one
+            before it, in the same blocks, and that come before the query tokens of both. They are
+            read once for many rows; the result is the same without.
     """
     library = load()
     assert library is not None
@@ -77,7 +86,7 @@ def paged_attention(
     arguments = _AttentionArgs(
         *(t.data_ptr() for t in (query, out, key_cache, value_cache)),
         *(t.data_ptr() for t in (block_tables, query_starts, context_lens)),
-        None if sinks is None else sinks.data_ptr(),
+        *(None if t is None else t.data_ptr() for t in (sinks, order, shared_lens)),
         *query.stride()[:2],
         *key_cache.stride()[:2],
         *value_cache.stride()[:2],

@@ -1,21 +1,25 @@
 /* Paged attention and KV write for CPUs, compiled on first use by native.py.
 
-   attend: softmax(scale * q k^T) v over the blocks of a sequence, without gathering them.
-   One task is a tile of tokens of one sequence and one KV head: the query heads of that KV head,
-   for each token of the tile, are its rows, and share every key and value that is loaded. Scores
-   are taken PIECE positions at a time and merged as in online softmax (Milakov & Gimelshein 2018,
-   https://arxiv.org/abs/1805.02867); pieces begin at multiples of PIECE.
+   attend: softmax(scale * q k^T) v over the blocks of a sequence, without gathering them all.
+   One task is some tiles and one KV head; a tile is a few neighbouring tokens of one sequence, and
+   its rows are the query heads of that KV head for each of its tokens. Scores are taken PIECE
+   positions at a time and merged as in online softmax (Milakov & Gimelshein 2018,
+   https://arxiv.org/abs/1805.02867); pieces begin at multiples of PIECE. A piece's keys and values
+   are taken from their blocks once for all rows that read them: while the tiles of a task read the
+   same blocks, as the step says, the rows of all of them (the idea of Hydragen, Juravsky et al.
+   2024, https://arxiv.org/abs/2402.05099, and of ChunkAttention, Ye et al. 2024,
+   https://arxiv.org/abs/2402.15220; as a row goes on from its own sum, nothing is merged after).
 
    What a row is summed from, and in which order, depends on its own position alone: not on the
-   tile, the step or the thread it is computed in. What positions hold that a token does not see
-   cannot matter to it. Accumulation is in float32. */
+   tile, the task, the step or the thread it is computed in, nor on who shares its blocks. What
+   positions hold that a token does not see cannot matter to it. Accumulation is in float32. */
 
 #include <stdlib.h>
 
-#include "elements.h"
+#include "vectors.h"
 
-#define PIECE 256
-#define TILE_ROWS 16
+#define PIECE 64
+#define TASK_ROWS 192
 
 typedef struct {
     const void *query; /* [T, Hq, Dk] */
@@ -26,6 +30,8 @@ typedef struct {
     const int32_t *query_starts; /* [S + 1] */
     const int32_t *context_lens; /* [S] */
     const float *sinks;          /* [Hq] or NULL */
+    const int32_t *order;        /* [S] sequences, those with a common prefix side by side */
+    const int32_t *shared_lens;  /* [S] tokens each in `order` shares with the one before it */
     int64_t query_token_stride, query_head_stride; /* in elements, as all strides here */
     int64_t key_slot_stride, key_head_stride, value_slot_stride, value_head_stride;
     int64_t table_width;
@@ -46,38 +52,34 @@ typedef struct {
 /* Ask for what is read next: blocks lie apart, and no hardware prefetcher looks past a page.
    Measured 1.2 to 1.4 times the decode speed where the pool is larger than the caches. */
 static inline void fetch(const void *start, int64_t bytes) {
-    if (bytes > 4096) bytes = 4096;
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)start + at, 0, 2);
 }
 
-static inline const float *widened(const uint16_t *source, float *buffer, int count) {
-    for (int i = 0; i < count; i++) buffer[i] = from_bf16(source[i]);
-    return buffer;
-}
+#include "attend_plan.h"
 
 #define ELEMENT float
 #define NAME attend_f32
 #define LOAD(x) (x)
 #define STORE(x) (x)
-#define ROWS(source, buffer, count) (source)
+#define WIDE(from) wide_f32(from)
 #include "attend.inc"
 #undef ELEMENT
 #undef NAME
 #undef LOAD
 #undef STORE
-#undef ROWS
+#undef WIDE
 
 #define ELEMENT uint16_t
 #define NAME attend_bf16
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
-#define ROWS(source, buffer, count) widened(source, buffer, count)
+#define WIDE(from) wide_bf16(from)
 #include "attend.inc"
 #undef ELEMENT
 #undef NAME
 #undef LOAD
 #undef STORE
-#undef ROWS
+#undef WIDE
 
 void write_kv(const write_args *a) {
     const char *key = a->key, *value = a->value;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 
@@ -82,6 +84,88 @@ def test_a_token_has_the_same_bits_however_it_is_computed(
     whole = attend(length)
     for chunk in (1, 7, 64):
         assert torch.equal(attend(chunk), whole)
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Sequences under prefixes of prefixes, in the order of their tree."""
+
+    tokens: tuple[tuple[int, int], ...]  # (query tokens, context) of each sequence
+    shared: tuple[int, ...]  # with the one before it
+    softcap: float = 0.0
+    window: int = 0
+    sinks: bool = False
+
+
+_TREE = Branches(
+    tokens=((1, 400), (1, 401), (5, 350), (1, 520), (70, 390), (1, 321), (1, 40), (1, 256)),
+    shared=(0, 384, 320, 320, 320, 144, 16, 0),
+)
+_BRANCHES = {
+    "tree": _TREE,
+    "softcap_and_sinks": replace(_TREE, softcap=2.0, sinks=True),
+    "window_over_all": replace(_TREE, window=600),
+    "window_inside": replace(_TREE, window=100),
+    "many": Branches(tuple((1, 300 + i % 7) for i in range(90)), (0, *[256, 256, 288] * 29, 64, 0)),
+}
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 24])
+@pytest.mark.parametrize("branches", _BRANCHES.values(), ids=_BRANCHES.keys())
+def test_shared_prefixes_change_no_bit(
+    branches: Branches, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that share blocks, told so and not, and standing elsewhere in the step."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # large tasks, that many share
+    torch.manual_seed(0)
+    block_size, num_heads, num_kv_heads = 16, 6, 2
+    query_lens, context_lens = (list(x) for x in zip(*branches.tokens, strict=True))
+    tables = tables_of(branches, block_size)
+    pool = torch.randn(int(tables.max()) + 1, 2, num_kv_heads, block_size, width).to(dtype)
+    queries = [torch.randn(n, num_heads, width).to(dtype) for n in query_lens]
+
+    def attend(order: list[int], *, shares: bool) -> list[torch.Tensor]:
+        """Outputs by sequence; ``order`` is how they stand in the step."""
+        query = torch.cat([queries[at] for at in order])
+        lens = [query_lens[at] for at in order]
+        out = torch.full_like(query, torch.nan)
+        place = torch.tensor(order).argsort().int()
+        native.paged_attention(
+            query,
+            pool[:, 0],
+            pool[:, 1],
+            tables[order].contiguous(),
+            torch.tensor([0, *lens]).cumsum(0).int(),
+            torch.tensor([context_lens[at] for at in order]).int(),
+            scale=0.2,
+            out=out,
+            softcap=branches.softcap,
+            sliding_window=branches.window,
+            sinks=torch.linspace(-1, 1, num_heads) if branches.sinks else None,
+            order=place if shares else None,
+            shared_lens=torch.tensor(branches.shared).int() if shares else None,
+        )
+        by_place = out.split(lens)
+        return [by_place[at] for at in place.tolist()]
+
+    in_order = list(range(len(query_lens)))
+    apart = attend(in_order, shares=False)
+    for order in (in_order, in_order[::-1]):
+        for alone, together in zip(apart, attend(order, shares=True), strict=True):
+            assert torch.equal(alone, together)
+
+
+def tables_of(branches: Branches, block_size: int) -> torch.Tensor:
+    """[S, longest] block tables that share as many blocks as ``branches`` says."""
+    longest = max(context for _, context in branches.tokens)
+    width = -(-longest // block_size)
+    tables = torch.arange(len(branches.tokens) * width, dtype=torch.int32).view(-1, width)
+    for at, shared in enumerate(branches.shared):
+        if at:
+            tables[at, : shared // block_size] = tables[at - 1, : shared // block_size]
+    return tables
 
 
 @compiled

@@ -14,8 +14,9 @@ from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Request
 from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.step import SamplingBatch
-from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.shared_prefix import PrefixTree
+from batchinfer.engine.step import SamplingBatch, SharedPrefixes
+from batchinfer.engine.table import Rows, SequenceTable
 from batchinfer.kernels.cpu import native
 from batchinfer.worker import linear
 from batchinfer.worker.kv_cache import KVCache
@@ -44,6 +45,8 @@ class Setup:
     caching: bool = True
     rows: tuple[int, ...] = tuple(range(12))
     preempt_every: int = 0
+    prefix: int = 40
+    n: int = 1
 
 
 OTHERS = {
@@ -59,33 +62,33 @@ class RecordingSampler(Sampler):
     """Keeps the logits of every sample."""
 
     def __init__(self) -> None:
-        self.logits: dict[tuple[int, int], bytes] = {}
+        self.logits: dict[tuple[int, int, int], bytes] = {}
 
     def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         rows = logits.view(torch.uint8).numpy()
-        for at, stream, position in zip(
-            batch.logits_rows, batch.stream, batch.position, strict=True
+        for at, stream, sample, position in zip(
+            batch.logits_rows, batch.stream, batch.sample_index, batch.position, strict=True
         ):
-            self.logits[int(stream), int(position)] = rows[at].tobytes()
+            self.logits[int(stream), int(sample), int(position)] = rows[at].tobytes()
         return super().__call__(logits, batch)
 
 
-def prompt(row: int) -> np.ndarray:
+def prompt(row: int, prefix: int) -> np.ndarray:
     shared, own = np.random.default_rng(row % 3), np.random.default_rng(100 + row)
-    ids = [shared.integers(2, 190, 40), own.integers(2, 190, 1 + 3 * row)]
+    ids = [shared.integers(2, 190, prefix), own.integers(2, 190, 1 + 3 * row)]
     return np.concatenate(ids).astype(np.int32)
 
 
-def logits_of(loaded: LoadedModel, setup: Setup) -> dict[tuple[int, int], bytes]:
-    """The logits of every row and output position."""
+def logits_of(loaded: LoadedModel, setup: Setup) -> dict[tuple[int, int, int], bytes]:
+    """The logits of every row, sample and output position."""
     cache = KVCache(loaded.layout(8), setup.num_blocks, CPU, getattr(torch, loaded.dtype))
     pool = BlockPool(setup.num_blocks, 8, enable_prefix_caching=setup.caching)
-    scheduler = Scheduler(pool, SequenceTable(32, 512, 8), setup.max_tokens)
+    scheduler = Scheduler(pool, SequenceTable(96, 512, 8), setup.max_tokens)
     sampler = RecordingSampler()
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, sampler))
-    params = SamplingParams(max_tokens=8, temperature=0.7)
+    params = SamplingParams(max_tokens=8, temperature=0.7, n=setup.n)
     for row in setup.rows:
-        engine.add_request(Request(row, prompt(row), params, (1, row)))
+        engine.add_request(Request(row, prompt(row, setup.prefix), params, (1, row)))
     steps = 0
     while engine.num_unfinished:
         engine.step()
@@ -127,6 +130,37 @@ def test_any_width_where_all_of_a_layer_is_fused(family: str, tmp_path: Path) ->
     for other in OTHERS.values():
         changed = logits_of(loaded, other)
         assert {key: usual[key] for key in changed} == changed
+
+
+TOGETHER = Setup(num_blocks=600, prefix=150, n=8)
+APART = {
+    "nothing_told": TOGETHER,
+    "one_sample": replace(TOGETHER, n=1),
+    "a_row_alone": replace(TOGETHER, rows=(4,), n=1),
+    "no_prefix_caching": replace(TOGETHER, caching=False, n=1),
+    "chunks_of_7": replace(TOGETHER, max_tokens=7, n=1),
+}
+
+
+@pytest.mark.parametrize("apart", APART.values(), ids=APART.keys())
+def test_rows_that_attend_together_have_the_bits_of_rows_apart(
+    llama: LoadedModel, apart: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve rows under three prefixes, eight samples each: what they share is read once."""
+    told = []
+    of_step = PrefixTree.of_step
+
+    def listen(tree: PrefixTree, rows: Rows) -> SharedPrefixes | None:
+        told.append(of_step(tree, rows))
+        return told[-1]
+
+    monkeypatch.setattr(PrefixTree, "of_step", listen)
+    together = logits_of(llama, TOGETHER)
+    assert len(together) == 8 * 8 * 12
+    assert max(np.count_nonzero(of.shared_lens) for of in told if of) >= 80
+    monkeypatch.setattr(PrefixTree, "of_step", lambda tree, rows: None)
+    changed = logits_of(llama, apart)
+    assert {key: together[key] for key in changed} == changed
 
 
 def test_without_packed_weights_bits_do_depend(

@@ -1,0 +1,165 @@
+/* How a step's attention is cut into tasks, and what a task works in. */
+
+typedef struct {
+    int32_t sequence, first, count; /* tokens [first, first + count) of those the step computes */
+    int32_t position;               /* of the first */
+    int32_t shared; /* leading positions whose blocks are also those of the tile before */
+    int32_t row;    /* number of its first row: rows of all tiles are counted through */
+} tile;
+
+typedef struct {
+    tile *tiles;     /* one more than there are */
+    int64_t *starts; /* [num_tasks + 1] first tile of each task */
+    int64_t num_tasks;
+    int32_t max_tiles, max_rows; /* of a task */
+} plan;
+
+typedef struct {
+    int32_t low, high, piece; /* tiles of a task that still share, and where they are */
+} part;
+
+typedef struct {
+    const tile *tiles;
+    int32_t num_tiles, num_rows, kv_head;
+    part *parts; /* [tiles] */
+    float *keys, *values;          /* a piece: [width][PIECE], [PIECE][width] */
+    float *q, *s, *acc;            /* [rows][...] */
+    float *m, *l, *top, *keep;     /* [rows], with room for 16 more */
+    int32_t *from, *to;                /* [rows] positions of the piece that each sees */
+} task;
+
+/* First position that a token sees. */
+static inline int32_t seen_from(const attention_args *a, int32_t position) {
+    const int32_t window = a->sliding_window;
+    return window && position >= window ? position + 1 - window : 0;
+}
+
+/* Tiles next to each other that share their first piece come into one task, as far as enough
+   tasks are left for all threads. 0, or 1 where there is no memory. */
+static int make_plan(const attention_args *a, plan *p) {
+    const int32_t group = a->num_heads / a->num_kv_heads, num_sequences = a->num_sequences;
+    const int64_t all_rows = (int64_t)a->query_starts[num_sequences] * a->num_heads;
+    int64_t wanted = all_rows / (4 * a->num_threads);
+    if (wanted > TASK_ROWS) wanted = TASK_ROWS;
+    const int32_t most = wanted > 16 ? (int32_t)wanted : 16; /* rows of a task */
+    const int32_t per_tile = group < most ? most / group : 1;
+    int64_t num_tiles = 0;
+    for (int32_t i = 0; i < num_sequences; i++)
+        num_tiles += (a->query_starts[i + 1] - a->query_starts[i] + per_tile - 1) / per_tile;
+    p->tiles = malloc((num_tiles + 1) * sizeof(tile));
+    p->starts = malloc((num_tiles + 1) * sizeof(int64_t));
+    if (!p->tiles || !p->starts) return free(p->tiles), free(p->starts), 1;
+    p->num_tasks = 0;
+    p->max_tiles = p->max_rows = 1;
+    /* With a window, tiles see the same of a piece only where all see it whole. */
+    int shares = a->order != NULL;
+    for (int32_t i = 0; a->sliding_window && i < num_sequences; i++)
+        shares &= a->context_lens[i] <= a->sliding_window;
+    int64_t at = 0;
+    int32_t row = 0, task_row = 0;
+    for (int32_t i = 0; i < num_sequences; i++) {
+        const int32_t sequence = a->order ? a->order[i] : i;
+        const int32_t length = a->query_starts[sequence + 1] - a->query_starts[sequence];
+        for (int32_t first = 0; first < length; first += per_tile) {
+            const int32_t count = length - first < per_tile ? length - first : per_tile;
+            const int32_t shared = shares && !first ? a->shared_lens[i] : 0;
+            p->tiles[at] = (tile){sequence, first, count,
+                                  a->context_lens[sequence] - length + first, shared, row};
+            if (at == 0 || shared < PIECE || row + count * group - task_row > most) {
+                p->starts[p->num_tasks++] = at;
+                task_row = row;
+            }
+            row += count * group;
+            at++;
+            if (row - task_row > p->max_rows) p->max_rows = row - task_row;
+            const int32_t tiles = (int32_t)(at - p->starts[p->num_tasks - 1]);
+            if (tiles > p->max_tiles) p->max_tiles = tiles;
+        }
+    }
+    p->tiles[at].row = row;
+    p->starts[p->num_tasks] = at;
+    return 0;
+}
+
+static void free_plan(plan *p) {
+    free(p->tiles);
+    free(p->starts);
+}
+
+/* What the tasks of a thread work in, one after the other; to be freed. NULL: no memory. */
+static float *make_scratch(const attention_args *a, const plan *p, task *t) {
+    const size_t dk = a->key_width, dv = a->value_width, rows = p->max_rows;
+    const size_t floats = PIECE * (dk + dv) + rows * (dk + dv + PIECE + 2) + 4 * (rows + 16);
+    const size_t bytes = floats * sizeof(float) + p->max_tiles * sizeof(part);
+    float *at = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (!at) return NULL;
+    memset(at, 0, bytes); /* what is computed and not used should at least be numbers */
+    t->keys = at;
+    t->values = t->keys + PIECE * dk;
+    t->q = t->values + PIECE * dv;
+    t->s = t->q + rows * dk;
+    t->acc = t->s + rows * PIECE;
+    t->m = t->acc + rows * dv;
+    t->l = t->m + rows + 16;
+    t->top = t->l + rows + 16;
+    t->keep = t->top + rows + 16;
+    t->from = (int32_t *)(t->keep + rows + 16);
+    t->to = t->from + rows;
+    t->parts = (part *)(t->to + rows);
+    return at;
+}
+
+/* Of `start` and a piece's scores; NaN does not count. */
+INLINE float largest(const float *s, float start) {
+#if defined(__AVX512F__)
+    __m512 top = _mm512_set1_ps(start); /* of two, the second where the first is NaN */
+    for (int p = 0; p < PIECE; p += 16) top = _mm512_max_ps(_mm512_loadu_ps(s + p), top);
+    return _mm512_reduce_max_ps(top);
+#else
+    float top[16];
+    for (int i = 0; i < 16; i++) top[i] = start;
+    for (int p = 0; p < PIECE; p += 16)
+        for (int i = 0; i < 16; i++) top[i] = s[p + i] > top[i] ? s[p + i] : top[i];
+    for (int i = 1; i < 16; i++) top[0] = top[i] > top[0] ? top[i] : top[0];
+    return top[0];
+#endif
+}
+
+/* One piece of online softmax: scores become weights, sums and outputs are scaled to the new
+   maximum. Row r sees [from[r], to[r]) of the piece; what it does not see gets weight 0. Every row
+   takes the same steps in the same order. */
+static __attribute__((noinline)) void weigh(
+    const task *t, int first, int rows, int partial, float softcap, int width) {
+    float *s = t->s, *m = t->m + first, *l = t->l + first;
+    float *top = t->top, *keep = t->keep;
+    const int32_t *from = t->from, *to = t->to;
+    for (int r = 0; partial && r < rows; r++) {
+        for (int p = 0; p < from[r]; p++) s[r * PIECE + p] = -INFINITY;
+        for (int p = to[r]; p < PIECE; p++) s[r * PIECE + p] = -INFINITY;
+    }
+    for (int r = 0; softcap > 0.0f && r < rows; r++)
+        for (int p = partial ? from[r] : 0; p < (partial ? to[r] : PIECE); p++)
+            s[r * PIECE + p] = softcap * tanhf(s[r * PIECE + p] / softcap);
+    for (int r = 0; r < rows; r++) {
+        top[r] = largest(s + r * PIECE, m[r]);
+        if (top[r] == -INFINITY) top[r] = 0.0f; /* every score is -inf or NaN */
+    }
+    /* Always 16 at a time: the compiler may round what is left over in another way. */
+    for (int r = 0; r < rows; r += 16)
+        for (int i = r; i < r + 16; i++)
+            keep[i] = m[i] == -INFINITY ? 0.0f : exp_negative(m[i] - top[i]);
+    memcpy(m, top, rows * sizeof(float));
+    for (int r = 0; r < rows; r++) {
+        float *row = s + r * PIECE, sum = 0.0f;
+        for (int p = 0; p < PIECE; p++) row[p] = exp_negative(row[p] - m[r]);
+        if (partial) {
+            for (int p = 0; p < from[r]; p++) row[p] = 0.0f;
+            for (int p = to[r]; p < PIECE; p++) row[p] = 0.0f;
+        }
+        for (int p = 0; p < PIECE; p++) sum += row[p];
+        l[r] = l[r] * keep[r] + sum;
+    }
+    for (int r = 0; r < rows; r++)
+        if (keep[r] != 1.0f)
+            for (int d = 0; d < width; d++) t->acc[(first + r) * width + d] *= keep[r];
+}
