@@ -8,12 +8,15 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from batchinfer.errors import ExitCode, JobError, NotYetError
 from batchinfer.job.signals import ignore_signals, leave_on_signals
+
+if TYPE_CHECKING:
+    from batchinfer.job.spec import JobSpec
 
 MAX_MESSAGE_LINES = 12
 _CLICK_INTERRUPTED = 130
@@ -47,6 +50,26 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 Limit = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=0, help="Run only the first N rows.")
 ]
+
+
+def _read_job(
+    job: Path,
+    overrides: list[str] | None,
+    variables: list[str] | None,
+    output: str | None = None,
+    limit: int | None = None,
+) -> JobSpec:
+    """The job that the options of ``run``, ``validate`` and ``plan`` describe."""
+    from batchinfer.job.load import load_job
+    from batchinfer.job.variables import parse_variables
+
+    return load_job(
+        job,
+        overrides=overrides or (),
+        variables=parse_variables(variables or ()),
+        output=output,
+        limit=limit,
+    )
 
 
 def _print_version(wanted: bool) -> None:
@@ -87,16 +110,8 @@ def run(
     if shard is not None:
         raise NotYetError("--shard")
     from batchinfer.crash_log import crash_directory
-    from batchinfer.job.load import load_job
-    from batchinfer.job.variables import parse_variables
 
-    spec = load_job(
-        job,
-        overrides=overrides or (),
-        variables=parse_variables(variables or ()),
-        output=output,
-        limit=limit,
-    )
+    spec = _read_job(job, overrides, variables, output, limit)
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"):
@@ -109,10 +124,7 @@ def run(
 @app.command()
 def validate(job: JobFile, overrides: Overrides = None, variables: Variables = None) -> None:
     """Check a job file and its templates; needs no data and no weights."""
-    from batchinfer.job.load import load_job
-    from batchinfer.job.variables import parse_variables
-
-    load_job(job, overrides=overrides or (), variables=parse_variables(variables or ()))
+    _read_job(job, overrides, variables)
     _say(f"{job}: OK")
 
 
@@ -134,16 +146,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Say what a job will need: reads data, tokenizer and model config, no weights, no GPU."""
-    from batchinfer.job.load import load_job
-    from batchinfer.job.variables import parse_variables
-
-    spec = load_job(
-        job,
-        overrides=overrides or (),
-        variables=parse_variables(variables or ()),
-        output=output,
-        limit=limit,
-    )
+    spec = _read_job(job, overrides, variables, output, limit)
     from batchinfer.job.plan import plan_job, plan_text
 
     planned = plan_job(spec, device=device, expect_output_tokens=expect_output_tokens)

@@ -19,7 +19,7 @@ from batchinfer.engine.roofline import (
     StepWork,
     step_seconds,
 )
-from batchinfer.engine.runner import Pending
+from batchinfer.engine.runner import Pending, Ready
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.step import Int32, Step, StepResult
 from batchinfer.engine.table import SequenceTable
@@ -33,16 +33,6 @@ _HOST_STEP_S = 1.2e-3
 _HOST_CHUNK_S = 0.17e-3
 _CPU_SAMPLE_S = 35e-6
 _CPU_TOKEN_S = 5e-6
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """A step's result, there at once."""
-
-    value: StepResult
-
-    def result(self) -> StepResult:
-        return self.value
 
 
 class DryRunner:
@@ -71,7 +61,7 @@ class DryRunner:
         self.seconds += self._step_seconds(work)
         self.bound_s += step_seconds(self._model, self._device, work, PERFECT)
         self.samples_drawn += step.num_samples
-        return _Drawn(
+        return Ready(
             StepResult(
                 token_ids=self._tokens(step),
                 logprobs=np.zeros(step.num_samples, dtype=np.float32),

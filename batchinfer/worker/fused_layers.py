@@ -14,6 +14,7 @@ from torch import nn
 
 from batchinfer.engine.layout import KVLayout
 from batchinfer.worker.attention import ForwardContext, forward_context, make_backend
+from batchinfer.worker.fused_modules import keep_plain_attributes
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.probe_step import probe_step
 from batchinfer.worker.transfer import to_device
@@ -44,9 +45,7 @@ class FusedDecoderLayer(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        for name, value in vars(layer).items():
-            if not name.startswith("_") and isinstance(value, bool | int | float | str | None):
-                setattr(self, name, value)
+        keep_plain_attributes(self, layer)
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.self_attn, self.mlp = layer.self_attn, layer.mlp

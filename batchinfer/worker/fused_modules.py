@@ -29,7 +29,7 @@ class FusedAttention(nn.Module):
 
     def __init__(self, attention: Any, variant: AttentionVariant, norm_offset: float = 0.0) -> None:
         super().__init__()
-        _keep_plain_attributes(self, attention)
+        keep_plain_attributes(self, attention)
         self.qkv_proj = merged(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj = attention.o_proj
         self.q_norm = getattr(attention, "q_norm", None)
@@ -70,7 +70,7 @@ class FusedGatedMLP(nn.Module):
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        _keep_plain_attributes(self, mlp)
+        keep_plain_attributes(self, mlp)
         self.gate_up_proj = merged(mlp.gate_proj, mlp.up_proj)
         self.down_proj = mlp.down_proj
 
@@ -86,7 +86,7 @@ class FusedRMSNorm(nn.Module):
 
     def __init__(self, norm: Any, offset: float) -> None:
         super().__init__()
-        _keep_plain_attributes(self, norm)
+        keep_plain_attributes(self, norm)
         self.weight, self.eps, self.offset = norm.weight, norm_eps(norm), offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def norm_eps(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def _keep_plain_attributes(fused: nn.Module, original: nn.Module) -> None:
+def keep_plain_attributes(fused: nn.Module, original: nn.Module) -> None:
     """Layers ask their modules for settings: ``layer_idx``, ``is_sliding``, ``head_dim``."""
     for name, value in vars(original).items():
         if not name.startswith("_") and isinstance(value, bool | int | float | str | None):

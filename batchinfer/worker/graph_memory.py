@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchinfer.engine.layout import KVLayout, text_config
+from batchinfer.worker.activations import LOGITS_COPIES, activation_elements
 from batchinfer.worker.decode_graphs import batch_sizes
 
-# Copies of a token's hidden state, of its inner MLP state and of its logits that live at a time.
-_HIDDEN_COPIES, _INNER_COPIES, _LOGITS_COPIES = 8, 3, 2
 # Of an instantiated graph of some hundred kernels, by estimate.
 _BYTES_PER_GRAPH = 8 * 2**20
 # Most that the partial results of split contexts take (`kernels/decode_work.py`), for each window.
@@ -20,11 +19,8 @@ def graph_bytes(
     layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
 ) -> int:
     """An upper estimate. All graphs share one pool of memory, as large as the largest needs."""
-    text = text_config(config)
-    hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
-    inner = int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
-    elements = _HIDDEN_COPIES * hidden + _INNER_COPIES * inner
-    elements += _LOGITS_COPIES * int(text["vocab_size"])
+    logits = LOGITS_COPIES * int(text_config(config)["vocab_size"])
+    elements = activation_elements(config) + logits
     tables = 4 * max_num_seqs * layout.blocks_for(max_model_len)
     graphs = _BYTES_PER_GRAPH * len(batch_sizes(max_num_seqs))
     return max_num_seqs * elements * layout.element_bytes + tables + graphs + _WORKSPACE_BYTES

@@ -13,17 +13,12 @@ import torch
 from batchinfer.config import EngineConfig, parse_size
 from batchinfer.engine.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
+from batchinfer.worker.activations import LOGITS_COPIES, activation_elements
 from batchinfer.worker.graph_memory import graph_bytes
 from batchinfer.worker.sampler import workspace_bytes
 
 _CPU_SHARE_OF_FREE = 0.25
 _CGROUP = Path("/sys/fs/cgroup")
-# Copies of a token's hidden and of its inner MLP state that are alive at the widest point of a
-# layer: residual, normed, q, k, v, rotated q and k, attended; gate, up and their product.
-_HIDDEN_COPIES = 8
-_INNER_COPIES = 3
-# Copies of the logits themselves: the model's own, and one scaled or capped as some families do.
-_LOGITS_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +160,15 @@ def _blocks(engine: EngineConfig, layout: KVLayout, default: int) -> int:
 
 
 def _activation_bytes(engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any]) -> int:
-    text = text_config(config)
-    hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
-    inner = int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
-    per_token = _HIDDEN_COPIES * hidden + _INNER_COPIES * inner
-    return engine.max_num_batched_tokens * per_token * layout.element_bytes
+    elements = engine.max_num_batched_tokens * activation_elements(config)
+    return elements * layout.element_bytes
 
 
 def _logits_bytes(
     engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any], device_type: str
 ) -> int:
     rows, vocab = engine.max_num_seqs, int(text_config(config)["vocab_size"])
-    logits = rows * vocab * layout.element_bytes * _LOGITS_COPIES
+    logits = rows * vocab * layout.element_bytes * LOGITS_COPIES
     return logits + workspace_bytes(rows, vocab, device_type)
 
 

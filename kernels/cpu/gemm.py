@@ -6,13 +6,10 @@ import ctypes
 
 import torch
 
-from batchinfer.kernels.cpu.library import load
+from batchinfer.kernels.cpu.library import INT32, INT64, POINTER, SUFFIX, load
 
 PANEL = 32
 """Outputs that lie side by side in a packed weight."""
-
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 _MANY_ROWS = 8
@@ -33,24 +30,24 @@ def rows_apart(count: int, width: int, like: torch.Tensor) -> torch.Tensor:
 
 class _GemmArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("x", "packed", "bias", "out")),
-        *((name, _INT64) for name in ("num_rows", "row_stride", "in_features", "out_features")),
-        ("num_threads", _INT32),
+        *((name, POINTER) for name in ("x", "packed", "bias", "out")),
+        *((name, INT64) for name in ("num_rows", "row_stride", "in_features", "out_features")),
+        ("num_threads", INT32),
     )
 
 
 class _PackArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("weight", "packed")),
-        *((name, _INT64) for name in ("in_features", "out_features")),
-        ("num_threads", _INT32),
+        *((name, POINTER) for name in ("weight", "packed")),
+        *((name, INT64) for name in ("in_features", "out_features")),
+        ("num_threads", INT32),
     )
 
 
 def supports(weight: torch.Tensor) -> bool:
     """Whether this processor multiplies by such a weight [out, in] with these kernels."""
     library, dtype = load(), weight.dtype
-    if library is None or dtype not in _SUFFIX or not hasattr(library, f"gemm_{_SUFFIX[dtype]}"):
+    if library is None or dtype not in SUFFIX or not hasattr(library, f"gemm_{SUFFIX[dtype]}"):
         return False
     return dtype == torch.float32 or weight.shape[1] % 2 == 0  # 16 bits are multiplied in pairs
 
@@ -64,7 +61,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
         *(weight.data_ptr(), packed.data_ptr(), in_features, out_features),
         torch.get_num_threads(),
     )
-    getattr(load(), f"pack_{_SUFFIX[weight.dtype]}")(ctypes.byref(arguments))
+    getattr(load(), f"pack_{SUFFIX[weight.dtype]}")(ctypes.byref(arguments))
     return packed
 
 
@@ -83,4 +80,4 @@ def gemm(
         *(out.data_ptr(), len(x), x.stride(0), x.shape[1], out.shape[1]),
         torch.get_num_threads(),
     )
-    getattr(load(), f"gemm_{_SUFFIX[x.dtype]}")(ctypes.byref(arguments))
+    getattr(load(), f"gemm_{SUFFIX[x.dtype]}")(ctypes.byref(arguments))

@@ -21,6 +21,10 @@ import torch
 
 _log = logging.getLogger(__name__)  # a warning, so that it shows: the first start takes longer
 
+POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""What the names of the functions for a dtype end in."""
+
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = ("paged_attention.c", "row_ops.c", "gemm.c")
 _INCLUDED = ("elements.h", "vectors.h", "attend_plan.h", "attend.inc", "row_ops.inc", "gemm.inc")

@@ -9,42 +9,35 @@ import ctypes
 
 import torch
 
-from batchinfer.kernels.cpu.library import load
+from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, load
 
 _ATTEND = {torch.float32: "attend_f32", torch.bfloat16: "attend_bf16"}
-
-_POINTER, _INT64, _INT32, _FLOAT = (
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_int32,
-    ctypes.c_float,
-)
 
 
 class _AttentionArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("query", "out", "keys", "values")),
-        *((name, _POINTER) for name in ("block_tables", "query_starts", "context_lens", "sinks")),
-        *((name, _POINTER) for name in ("order", "shared_lens")),
-        *((name, _INT64) for name in ("query_token_stride", "query_head_stride")),
-        *((name, _INT64) for name in ("key_slot_stride", "key_head_stride")),
-        *((name, _INT64) for name in ("value_slot_stride", "value_head_stride", "table_width")),
-        *((name, _INT32) for name in ("num_sequences", "num_heads", "num_kv_heads")),
-        *((name, _INT32) for name in ("key_width", "value_width", "block_size")),
-        *((name, _INT32) for name in ("sliding_window", "num_threads")),
-        *((name, _FLOAT) for name in ("scale", "softcap")),
+        *((name, POINTER) for name in ("query", "out", "keys", "values")),
+        *((name, POINTER) for name in ("block_tables", "query_starts", "context_lens", "sinks")),
+        *((name, POINTER) for name in ("order", "shared_lens")),
+        *((name, INT64) for name in ("query_token_stride", "query_head_stride")),
+        *((name, INT64) for name in ("key_slot_stride", "key_head_stride")),
+        *((name, INT64) for name in ("value_slot_stride", "value_head_stride", "table_width")),
+        *((name, INT32) for name in ("num_sequences", "num_heads", "num_kv_heads")),
+        *((name, INT32) for name in ("key_width", "value_width", "block_size")),
+        *((name, INT32) for name in ("sliding_window", "num_threads")),
+        *((name, FLOAT) for name in ("scale", "softcap")),
     )
 
 
 class _WriteArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("key", "value", "keys", "values", "slot_mapping")),
-        *((name, _INT64) for name in ("key_token_stride", "key_head_stride")),
-        *((name, _INT64) for name in ("value_token_stride", "value_head_stride")),
-        *((name, _INT64) for name in ("keys_slot_stride", "keys_head_stride")),
-        *((name, _INT64) for name in ("values_slot_stride", "values_head_stride")),
-        *((name, _INT32) for name in ("num_tokens", "num_kv_heads", "key_width", "value_width")),
-        *((name, _INT32) for name in ("block_size", "element_size")),
+        *((name, POINTER) for name in ("key", "value", "keys", "values", "slot_mapping")),
+        *((name, INT64) for name in ("key_token_stride", "key_head_stride")),
+        *((name, INT64) for name in ("value_token_stride", "value_head_stride")),
+        *((name, INT64) for name in ("keys_slot_stride", "keys_head_stride")),
+        *((name, INT64) for name in ("values_slot_stride", "values_head_stride")),
+        *((name, INT32) for name in ("num_tokens", "num_kv_heads", "key_width", "value_width")),
+        *((name, INT32) for name in ("block_size", "element_size")),
     )
 
 

@@ -10,46 +10,38 @@ from collections.abc import Callable
 
 import torch
 
-from batchinfer.kernels.cpu.library import load
+from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, SUFFIX, load
 
 MAX_HEAD_WIDTH = 1024
-
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_POINTER, _INT64, _INT32, _FLOAT = (
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_int32,
-    ctypes.c_float,
-)
 
 
 class _RMSNormArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("x", "weight", "out")),
-        *((name, _INT64) for name in ("num_rows", "row_stride", "width")),
-        ("num_threads", _INT32),
-        *((name, _FLOAT) for name in ("eps", "offset")),
+        *((name, POINTER) for name in ("x", "weight", "out")),
+        *((name, INT64) for name in ("num_rows", "row_stride", "width")),
+        ("num_threads", INT32),
+        *((name, FLOAT) for name in ("eps", "offset")),
     )
 
 
 class _SiluMulArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("gate_up", "out")),
-        *((name, _INT64) for name in ("num_rows", "row_stride", "out_row_stride", "width")),
-        ("num_threads", _INT32),
+        *((name, POINTER) for name in ("gate_up", "out")),
+        *((name, INT64) for name in ("num_rows", "row_stride", "out_row_stride", "width")),
+        ("num_threads", INT32),
     )
 
 
 class _RotaryWriteArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("qkv", "cos", "sin", "q_norm", "k_norm")),
-        *((name, _POINTER) for name in ("keys", "values", "slot_mapping")),
-        ("token_stride", _INT64),
-        *((name, _INT64) for name in ("keys_slot_stride", "keys_head_stride")),
-        *((name, _INT64) for name in ("values_slot_stride", "values_head_stride")),
-        *((name, _INT32) for name in ("num_tokens", "num_heads", "num_kv_heads", "width")),
-        *((name, _INT32) for name in ("rotary_width", "block_size", "num_threads")),
-        *((name, _FLOAT) for name in ("eps", "offset")),
+        *((name, POINTER) for name in ("qkv", "cos", "sin", "q_norm", "k_norm")),
+        *((name, POINTER) for name in ("keys", "values", "slot_mapping")),
+        ("token_stride", INT64),
+        *((name, INT64) for name in ("keys_slot_stride", "keys_head_stride")),
+        *((name, INT64) for name in ("values_slot_stride", "values_head_stride")),
+        *((name, INT32) for name in ("num_tokens", "num_heads", "num_kv_heads", "width")),
+        *((name, INT32) for name in ("rotary_width", "block_size", "num_threads")),
+        *((name, FLOAT) for name in ("eps", "offset")),
     )
 
 
@@ -117,5 +109,5 @@ def rotary_write(
 def _function(name: str, dtype: torch.dtype) -> Callable[[object], None]:
     library = load()
     assert library is not None
-    function: Callable[[object], None] = getattr(library, f"{name}_{_SUFFIX[dtype]}")
+    function: Callable[[object], None] = getattr(library, f"{name}_{SUFFIX[dtype]}")
     return function
