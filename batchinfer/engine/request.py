@@ -32,6 +32,8 @@ class Request:
     """``params.bad_words`` as token ids; the last id of each is banned after the others."""
     make_stop_checker: Callable[[], StopChecker] | None = None
     """Makes a checker for each sample; None where the row has no stop strings."""
+    shared_later: int = 0
+    """Prompt tokens that a row after it, in the order they run, begins with as well."""
 
     @property
     def num_prompt_tokens(self) -> int:

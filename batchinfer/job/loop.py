@@ -79,7 +79,8 @@ class EngineLoop:
             assert isinstance(row.prompt, Prompt)
             assert row.sampling is not None
             self._in_flight[row.row_id] = row
-            self.engine.add_request(self.requests.make(row.row_id, row.prompt, row.sampling))
+            request = self.requests.make(row.row_id, row.prompt, row.sampling, row.shared_later)
+            self.engine.add_request(request)
 
     def _step(self, failed: list[PromptRow]) -> Finished:
         done: list[tuple[PromptRow, Completion | None]] = [(row, None) for row in failed]

@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from threading import Event
 
 from batchinfer.errors import JobError, RowError
 from batchinfer.job.flight import FlightLog
 from batchinfer.job.loop import EngineLoop, Finished
-from batchinfer.job.order import PromptRow, by_prefix, prompt_rows, without_text
+from batchinfer.job.order import prompt_rows, without_text
 from batchinfer.job.pipeline import Job, Loaded
 from batchinfer.job.progress import Progress
 from batchinfer.job.recorder import Recorder, package_versions
@@ -22,8 +23,11 @@ from batchinfer.job.rows import RequestMaker, RowFinisher, failed_row
 from batchinfer.job.sink import Sink
 from batchinfer.job.source import BATCH_ROWS
 from batchinfer.job.threads import Ahead, Behind
+from batchinfer.job.token_store import TokenStore
+from batchinfer.job.window import Lot, planned
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
+_LOTS_READ_BACK = 2
 _GIVEN_UP = RowError("crashed_engine", "the process died twice while this row ran alone")
 
 
@@ -32,8 +36,8 @@ def make_parts(
 ) -> bool:
     """Make the parts that are left.
 
-    Rows are read and made into prompts in one thread, run in this one, made into text and written
-    in another.
+    Rows are read, made into prompts and planned in one thread, read back in another, run in this
+    one, made into text and written in a fourth.
 
     Args:
         job: the job.
@@ -108,8 +112,8 @@ class _Phase:
     def run(self, ranges: Sequence[range]) -> bool:
         """Run the rows in ``ranges``; whether they are all finished."""
         spec, built = self.job.spec, self.loaded.built
-        leaving = Event()
-        rows = self._rows(ranges, lambda: self.stop.is_set() or leaving.is_set())
+        leaving, wanted = Event(), Event()
+        lots = self._lots(ranges, lambda: self.stop.is_set() or leaving.is_set(), wanted.is_set)
         loop = EngineLoop(
             built.engine,
             RequestMaker(built.tokenizer, built.eos_token_ids),
@@ -126,25 +130,34 @@ class _Phase:
                 self.sink.add(finisher.finish(row, completion))
             self.sink.flush_if_due()
 
-        batches_ahead = max(1, spec.engine.order_window // BATCH_ROWS)
-        with Ahead(rows, batches_ahead) as ahead, Behind(write, _WRITES_DUE) as writer:
+        window_lots = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
+        with (
+            Ahead(lots, window_lots, wanted) as lots_ahead,
+            Ahead((lot.prompt_rows() for lot in lots_ahead), _LOTS_READ_BACK) as rows,
+            Behind(write, _WRITES_DUE) as writer,
+        ):
             try:
-                return loop.run(ahead, writer)
+                return loop.run(rows, writer)
             finally:
                 leaving.set()
 
-    def _rows(
-        self, ranges: Sequence[range], is_over: Callable[[], bool]
-    ) -> Iterator[list[PromptRow]]:
-        """Prompts of the rows in ``ranges``, in the order they should run, until ``is_over``."""
+    def _lots(
+        self, ranges: Sequence[range], is_over: Callable[[], bool], is_hungry: Callable[[], bool]
+    ) -> Iterator[Lot]:
+        """The rows in ``ranges``, in the order they should run, until ``is_over``."""
         spec, parts, loaded = self.job.spec, self.left.parts, self.loaded
         rows = prompt_rows(self.job.source, parts, loaded.prompts, loaded.params, ranges)
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
         if "prompt" not in spec.output.include:
             rows = without_text(rows)
-        if spec.engine.order == "prefix":
-            rows = by_prefix(rows, parts, spec.engine.order_window)
-        return rows
+        return planned(
+            rows,
+            parts,
+            spec.engine.order_window,
+            by_prefix=spec.engine.order == "prefix",
+            make_store=partial(TokenStore, self.job.out.staging),
+            is_hungry=is_hungry,
+        )
 
 
 def _file_metadata(job: Job) -> dict[str, str]:

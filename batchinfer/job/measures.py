@@ -73,6 +73,24 @@ def measures(
     }
 
 
+def sharing(prompt: float, distinct: float, computed: float) -> dict[str, float]:
+    """``sharing`` of ``summary.json``: what rows have in common, and what came of it.
+
+    Args:
+        prompt: prompt tokens.
+        distinct: of these, tokens of the prefix trees of the windows that rows were planned in;
+            an engine that shares all it can computes these, and of equal prompts the last token.
+        computed: of these, tokens computed at first admission; recomputing is not counted.
+    """
+    return {
+        "prompt_tokens": prompt,
+        "distinct_tokens": distinct,
+        "planned_rate": 1 - distinct / prompt if prompt else 0.0,
+        "achieved_rate": 1 - computed / prompt if prompt else 0.0,
+        "achieved_of_planned": distinct / computed if computed else 1.0,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _Taken:
     """How much of what was added counts; replaced as a whole, so that no one reads a half."""

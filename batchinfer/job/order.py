@@ -1,11 +1,11 @@
-"""From the dataset to prompts, in the order they should run."""
+"""From the dataset to prompts, in input order."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 from pyarrow import RecordBatch
@@ -26,6 +26,10 @@ class PromptRow:
     prompt: Prompt | RowError
     sampling: RowSampling | None = None
     """None for a row that cannot run."""
+    shared_later: int = 0
+    """Prompt tokens that a row after it, in the order they run, begins with as well."""
+    distinct_tokens: int = 0
+    """Prompt tokens after the longest prefix that it has in common with a row before it."""
 
 
 def prompt_rows(
@@ -94,30 +98,3 @@ def without_text(batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]
             else replace(row, prompt=replace(row.prompt, text=None))
             for row in rows
         ]
-
-
-def by_prefix(
-    batches: Iterator[list[PromptRow]], parts: Sequence[Part], window_rows: int
-) -> Iterator[list[PromptRow]]:
-    """Reorder rows by their token ids, so that rows with a common prefix run side by side.
-
-    Args:
-        batches: rows in input order.
-        parts: the parts they belong to, in order.
-        window_rows: rows are reordered among about so many, always whole parts: the parts of one
-            window are all finished before much of the next has run.
-    """
-    per_window = max(1, window_rows // max(1, len(parts[0].rows)))
-    window_starts = [part.rows.start for part in parts[::per_window]]
-    windows = groupby(batches, key=lambda rows: bisect_right(window_starts, rows[0].row_id))
-    for _, window in windows:
-        rows = sorted(chain.from_iterable(window), key=_prefix_key)
-        for start in range(0, len(rows), BATCH_ROWS):
-            yield rows[start : start + BATCH_ROWS]
-
-
-def _prefix_key(row: PromptRow) -> bytes:
-    """Bytes that compare as the token ids do; rows that cannot run come first."""
-    if isinstance(row.prompt, RowError):
-        return b""
-    return bytes(row.prompt.token_ids.astype(">u4"))

@@ -23,7 +23,7 @@ from batchinfer.engine.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.messages import did_you_mean
-from batchinfer.job.order import PromptRow, by_prefix, prompt_rows
+from batchinfer.job.order import PromptRow, prompt_rows
 from batchinfer.job.output import OutputDir
 from batchinfer.job.pipeline import Job, load
 from batchinfer.job.plan_outcome import Outcome, plan_lines
@@ -33,6 +33,8 @@ from batchinfer.job.prompt_columns import check_prompt_columns
 from batchinfer.job.source import open_source
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.table import output_table
+from batchinfer.job.token_store import TokenStore
+from batchinfer.job.window import planned
 
 if TYPE_CHECKING:
     from batchinfer.build_dry import DryBuilt
@@ -109,6 +111,11 @@ def _rows(job: Job, built: DryBuilt, census: Census) -> Iterator[list[PromptRow]
     parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
     rows = prompt_rows(job.source, parts, loaded.prompts, loaded.params)
     rows = census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS)
-    if job.spec.engine.order == "prefix":
-        rows = by_prefix(rows, parts, window)
-    yield from rows
+    lots = planned(
+        rows,
+        parts,
+        window,
+        by_prefix=job.spec.engine.order == "prefix",
+        make_store=lambda: TokenStore(None),
+    )
+    yield from census.count_distinct(lot.prompt_rows() for lot in lots)

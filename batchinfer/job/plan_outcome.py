@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchinfer.job.measures import sharing
 from batchinfer.job.pipeline import Job
 from batchinfer.job.plan_bytes import output_bytes
 from batchinfer.job.plan_rows import Census
@@ -57,6 +58,11 @@ class Outcome:
             "contiguous_waste": kv["contiguous_waste"],
             "sharing_saving": kv["sharing_saving"],
             "prefix_hit_rate": kv["prefix_hit_rate"],
+            "sharing": sharing(
+                round(prompt * scale),
+                round(census.distinct_tokens * scale),
+                round((prompt - cached) * scale),
+            ),
             "preemptions": round(kv["preemptions"] * of_steps),
             "steps": round(simulation.steps * of_steps),
             "time_s": self.built.runner.seconds * of_steps,
@@ -103,7 +109,8 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
         f"waste    {plan['mean_waste']:.1%} of the used blocks "
         f"(reserving the longest answers would waste {plan['contiguous_waste']:.1%})",
         f"sharing  saves {plan['sharing_saving']:.1%} of the blocks; "
-        f"{plan['prefix_hit_rate']:.1%} of the prompt tokens are there already",
+        f"{plan['prefix_hit_rate']:.1%} of the prompt tokens are there already, "
+        f"of {plan['sharing']['planned_rate']:.1%} that rows have in common",
         f"time     about {_duration(plan['time_s'])}, at the device's limits "
         f"{_duration(plan['bound_s'])}; loading left out",
         f"output   about {plan['output_bytes'] / 2**20:,.1f} MiB",

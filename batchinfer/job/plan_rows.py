@@ -45,6 +45,8 @@ class Census:
     rows: int = 0
     prompt_tokens: int = 0
     """Of rows that can run."""
+    distinct_tokens: int = 0
+    """Of these: tokens of their windows' prefix trees."""
     samples: int = 0
     output_tokens: int = 0
     prompt_characters: int = 0
@@ -65,6 +67,12 @@ class Census:
             yield batch
             if self.rows >= most_rows or self.prompt_tokens >= most_tokens:
                 return
+
+    def count_distinct(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
+        """Pass on ``batches``, planned, and count what they do not share."""
+        for batch in batches:
+            self.distinct_tokens += sum(row.distinct_tokens for row in batch)
+            yield batch
 
     @property
     def too_long(self) -> int:

@@ -42,7 +42,9 @@ class Lengths:
             most = min(most, max(self.expected, params.min_tokens))
         return params.n * most
 
-    def request(self, row_id: int, token_ids: TokenIds, params: SamplingParams) -> Request:
+    def request(
+        self, row_id: int, token_ids: TokenIds, params: SamplingParams, shared_later: int = 0
+    ) -> Request:
         """A request that ends when the row is taken to, and of which the scheduler knows as much
         beforehand as it would of the row's own."""
         own = bool(params.stop or params.stop_token_ids)
@@ -54,6 +56,7 @@ class Lengths:
             params=_plain(params.max_tokens, params.n, params.min_tokens),
             rng_key=(0, row_id),
             eos_token_ids=frozenset([END_TOKEN]) if ends else frozenset(),
+            shared_later=shared_later,
         )
 
 
@@ -114,7 +117,9 @@ class Simulation:
             params = row.sampling.params
             if params.beam_width is not None:
                 raise NotYetError("a plan of beam search")
-            self.engine.add_request(self.lengths.request(row.row_id, row.prompt.token_ids, params))
+            self.engine.add_request(
+                self.lengths.request(row.row_id, row.prompt.token_ids, params, row.shared_later)
+            )
 
     def _step(self) -> None:
         if not self.engine.num_unfinished:

@@ -158,7 +158,8 @@ def summary_lines(summary: dict[str, Any], output: Path) -> list[str]:
             f"waste    {kv['mean_waste']:.1%} of the used blocks "
             f"(reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
             f"sharing  saved {kv['sharing_saving']:.1%} of the blocks; "
-            f"{kv['prefix_hit_rate']:.1%} of the prompt tokens were there already",
+            f"{kv['prefix_hit_rate']:.1%} of the prompt tokens were there already, "
+            f"of {summary['sharing']['planned_rate']:.1%} that rows have in common",
         ]
     where = printable(str(output))
     return [*lines, f"files    {where}: data/, stats/, summary.json"]

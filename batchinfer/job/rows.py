@@ -26,6 +26,8 @@ class FinishedRow:
     stats: RequestStats | None
     """None where the engine ran nothing of the row."""
     has_control_text: bool
+    distinct_tokens: int = 0
+    """Prompt tokens that no row before it, as they were planned to run, begins with."""
 
 
 class RequestMaker:
@@ -37,8 +39,10 @@ class RequestMaker:
         # Most often a job has one list for all rows.
         self._bad_words = lru_cache(maxsize=1024)(partial(bad_words_token_ids, tokenizer))
 
-    def make(self, row_id: int, prompt: Prompt, sampling: RowSampling) -> Request:
-        """The request of a row."""
+    def make(
+        self, row_id: int, prompt: Prompt, sampling: RowSampling, shared_later: int = 0
+    ) -> Request:
+        """The request of a row, of whose prompt a later one has ``shared_later`` tokens."""
         params = sampling.params
         return Request(
             row_id=row_id,
@@ -48,6 +52,7 @@ class RequestMaker:
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=self._bad_words(params.bad_words),
             make_stop_checker=make_stop_checker_factory(self._tokenizer, params),
+            shared_later=shared_later,
         )
 
 
@@ -96,7 +101,7 @@ class RowFinisher:
             values["prompt"] = self._seen(prompt)
         # A request that the engine refused has run nothing, not even its prompt.
         stats = completion.stats if completion.stats.prompt_tokens else None
-        return FinishedRow(values, stats, prompt.has_control_text)
+        return FinishedRow(values, stats, prompt.has_control_text, row.distinct_tokens)
 
     def _seen(self, prompt: Prompt) -> str | None:
         """The prompt as the model saw it: without what was cut off."""

@@ -27,7 +27,7 @@ from batchinfer.job.output import OutputDir, parquet_bytes
 from batchinfer.job.parquet_check import first_line
 from batchinfer.job.row_ids import NO_ROWS, RowIds
 from batchinfer.job.rows import FinishedRow
-from batchinfer.job.stats import REQUEST
+from batchinfer.job.stats import DISTINCT_TOKENS, REQUEST
 
 REQUEST_COLUMN = "request"
 CONTROL_TEXT_COLUMN = "has_control_text"
@@ -46,7 +46,9 @@ def segment_table(rows: Iterable[FinishedRow], schema: pa.Schema) -> pa.Table:
 
 
 def _segment_row(row: FinishedRow) -> dict[str, Any]:
-    request = None if row.stats is None else asdict(row.stats)
+    request = None
+    if row.stats is not None:
+        request = {**asdict(row.stats), DISTINCT_TOKENS: row.distinct_tokens}
     return {
         **row.values,
         REQUEST_COLUMN: request,

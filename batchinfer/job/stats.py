@@ -34,6 +34,8 @@ STEPS_SCHEMA = pa.schema(
         ("host_rss_bytes", pa.int64()),
     ]
 )
+DISTINCT_TOKENS = "distinct_tokens"
+"""Of a row's prompt: those that no row before it, as they were planned to run, begins with."""
 REQUESTS_SCHEMA = pa.schema(
     [
         ("row_id", pa.int64()),
@@ -41,6 +43,7 @@ REQUESTS_SCHEMA = pa.schema(
             (entry.name, pa.float64() if entry.name.endswith("_ms") else pa.int64())
             for entry in fields(RequestStats)
         ),
+        (DISTINCT_TOKENS, pa.int64()),
     ]
 )
 

@@ -21,11 +21,11 @@ import pyarrow.parquet as pq
 
 from batchinfer.job.files import publish, storage_errors
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.measures import STEP_COLUMNS, Float, measures
+from batchinfer.job.measures import STEP_COLUMNS, Float, measures, sharing
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.recorder import Run, package_versions, read_run
-from batchinfer.job.stats import REQUESTS_SCHEMA, STEPS_SCHEMA
+from batchinfer.job.stats import DISTINCT_TOKENS, REQUESTS_SCHEMA, STEPS_SCHEMA
 
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
 """Where no run has loaded the model, because there are no rows."""
@@ -61,10 +61,11 @@ def write_summary(
     block_size = np.array([block_sizes.get(run_id, 0) for run_id in run_ids], dtype=np.float64)
     engine_s = sum(run.engine_s for run in runs)
     rows = _rows(records)
+    sums = _column_sums(requests)
     measured = measures(
         {name: values[known] for name, values in columns.items() if name in STEP_COLUMNS},
         block_size[known],
-        _column_sums(requests),
+        sums,
         rows["total"],
         engine_s,
     )
@@ -83,6 +84,7 @@ def write_summary(
         },
         "throughput": measured["throughput"],
         "kv": {**_NO_POOL, **latest.kv, **measured["kv"], **_peaks(runs)},
+        "sharing": sharing(tokens["prompt"], sums[DISTINCT_TOKENS], tokens["prompt_computed"]),
         "model": latest.model,
         "device": latest.device,
         "versions": package_versions(),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, Full, Queue
+from threading import Event
 from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
@@ -12,12 +13,19 @@ _POLL_S = 0.1
 
 
 class Ahead(Generic[T]):
-    """Runs an iterable in a thread, at most ``depth`` items ahead of whoever takes them."""
+    """Runs an iterable in a thread, at most ``depth`` items ahead of whoever takes them.
 
-    def __init__(self, items: Iterable[T], depth: int) -> None:
+    Args:
+        items: what to run.
+        depth: most items ahead.
+        wanted: kept set while whoever takes has found nothing; for ``items`` to look at.
+    """
+
+    def __init__(self, items: Iterable[T], depth: int, wanted: Event | None = None) -> None:
         self._queue: Queue[T] = Queue(depth)
-        self._closed = threading.Event()
-        self._done = threading.Event()
+        self._wanted = wanted or Event()
+        self._closed = Event()
+        self._done = Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(items,), daemon=True)
         self._thread.start()
@@ -30,12 +38,27 @@ class Ahead(Generic[T]):
                 somebody waits for more (``timeout_s`` over 0).
         """
         waits = timeout_s > 0
+        if self._queue.empty():
+            self._wanted.set()
         try:
-            return self._queue.get(block=waits and not self._done.is_set(), timeout=timeout_s)
+            item = self._queue.get(block=waits and not self._done.is_set(), timeout=timeout_s)
+            self._wanted.clear()
+            return item
         except Empty:
             if waits and self._nothing_left and self._error is not None:
                 raise self._error from None
             return None
+
+    def __iter__(self) -> Iterator[T]:
+        """All items, each when it is there.
+
+        Raises:
+            BaseException: what the iterable raised, after the items before it.
+        """
+        while not self.exhausted:
+            item = self.take(_POLL_S)
+            if item is not None:
+                yield item
 
     @property
     def exhausted(self) -> bool:

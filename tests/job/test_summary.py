@@ -35,7 +35,7 @@ STEP_COLUMNS = [
 REQUEST_COLUMNS = [
     *("row_id", "prompt_tokens", "output_tokens", "cached_tokens", "recomputed_tokens"),
     *("preemptions", "swapped_blocks", "peak_blocks", "queue_ms", "prefill_ms", "decode_ms"),
-    "latency_ms",
+    *("latency_ms", "distinct_tokens"),
 ]
 SUMMARY_KEYS = {
     "rows": ["total", "ok", "error"],
@@ -46,6 +46,10 @@ SUMMARY_KEYS = {
         *("block_size", "num_blocks", "bytes_per_block", "peak_used_blocks", "mean_utilization"),
         *("peak_utilization", "mean_waste", "contiguous_waste", "sharing_saving"),
         *("prefix_hit_rate", "cow_copies", "preemptions", "swapped_blocks"),
+    ],
+    "sharing": [
+        *("prompt_tokens", "distinct_tokens", "planned_rate", "achieved_rate"),
+        "achieved_of_planned",
     ],
 }
 
@@ -336,7 +340,7 @@ def test_measures_without_files_are_those_of_the_summary(tmp_path: Path) -> None
     measured = Measured(block_size=4)
     for step in finished.steps.to_pylist():
         measured.add(cast(StepStats, SimpleNamespace(**step)), [])
-    for row in finished.requests.drop_columns("row_id").to_pylist():
+    for row in finished.requests.drop_columns(["row_id", "distinct_tokens"]).to_pylist():
         measured.add(None, [RequestStats(**row)])
     measured.seconds = finished.summary["time_s"]["engine"]
     measures = measured.measures()
