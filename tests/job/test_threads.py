@@ -106,3 +106,35 @@ def test_an_error_of_the_body_is_not_hidden_and_items_are_still_consumed() -> No
     with pytest.raises(KeyError, match="body"):
         put_numbers(Behind(consumed.append, depth=5), broken())
     assert consumed == [1]
+
+
+def test_all_items_can_be_gone_through() -> None:
+    with Ahead(range(100), depth=3) as ahead:
+        assert list(ahead) == list(range(100))
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise ValueError("bad row group")
+
+    seen: list[int] = []
+    with Ahead(broken(), depth=3) as ahead, pytest.raises(ValueError, match="bad row group"):
+        seen.extend(ahead)
+    assert seen == [1]
+
+
+def test_it_knows_whether_more_is_wanted() -> None:
+    wanted, go_on = threading.Event(), threading.Event()
+
+    def numbers() -> Iterator[int]:
+        yield 1
+        go_on.wait()
+        yield 2
+
+    with Ahead(numbers(), depth=3, wanted=wanted) as ahead:
+        assert ahead.take(10) == 1
+        assert not wanted.is_set(), "one was there"
+        assert ahead.take(0) is None
+        assert wanted.is_set()
+        go_on.set()
+        assert ahead.take(10) == 2
+        assert not wanted.is_set()

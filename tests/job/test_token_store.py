@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -62,3 +65,18 @@ def test_a_file_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> N
 def test_keys_compare_as_token_ids(rows: list[list[int]]) -> None:
     keys = filled(TokenStore(None), rows).as_arrow().to_pylist()
     assert [rows[at] for at in sorted(range(len(rows)), key=keys.__getitem__)] == sorted(rows)
+
+
+def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+import numpy as np
+from batchinfer.job.token_store import TokenStore
+store = TokenStore(Path({str(tmp_path)!r}), 0)
+store.add([np.arange(1000, dtype=np.int32)])
+assert store.spilled_bytes == 4000
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []

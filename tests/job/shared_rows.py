@@ -1,0 +1,87 @@
+"""Rows with three levels of common prefixes, and an engine that runs them without a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.runner import Ready
+from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.step import Step, StepResult
+from batchinfer.engine.table import SequenceTable
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuilt
+
+LEVELS = (203, 101, 53)
+"""Tokens that each level adds; no multiple of a block."""
+BLOCK_SIZE = 16
+FANOUT = 8
+OUTPUT_TOKENS = 16
+VOCAB = 250
+
+
+class Drawing:
+    """Computes nothing; what it draws depends on row, sample and position."""
+
+    def submit(self, step: Step) -> Ready:
+        batch = step.sampling
+        drawn = batch.stream + batch.sample_index.astype(np.uint64) * 7 + batch.position
+        return Ready(
+            StepResult(
+                token_ids=(1 + drawn % VOCAB).astype(np.int32),
+                logprobs=np.zeros(step.num_samples, dtype=np.float32),
+                nonfinite=np.zeros(step.num_samples, dtype=np.bool_),
+                ranks=None,
+                top_token_ids=None,
+                top_logprobs=None,
+            )
+        )
+
+
+class DrawingBuild:
+    """Builds engines that draw."""
+
+    def __init__(self, num_blocks: int, max_num_seqs: int = 1024) -> None:
+        self._num_blocks = num_blocks
+        self._max_num_seqs = max_num_seqs
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        pool = BlockPool(self._num_blocks, BLOCK_SIZE, enable_prefix_caching=True)
+        table = SequenceTable(self._max_num_seqs, 1024, BLOCK_SIZE)
+        engine_ = Engine(Scheduler(pool, table, 8192), Drawing())
+        return FakeBuilt(
+            engine_, max_model_len=1024, block_size=BLOCK_SIZE, num_blocks=self._num_blocks
+        )
+
+
+def write_shared_rows(path: Path, num_rows: int) -> int:
+    """Rows in random order, in a column ``ids``; gives the number of their distinct prefixes."""
+    random_ = random.Random(0)
+    groups = list(product(range(FANOUT), repeat=len(LEVELS)))
+    rows, prefixes, tails = [], set(), set()
+    for at in range(num_rows):
+        group, ids = groups[at % len(groups)], []
+        for level, length in enumerate(LEVELS, start=1):
+            ids += _piece(group[:level], length)
+            prefixes.add((length, group[:level]))
+        own = tuple(random_.randrange(1, VOCAB) for _ in range(random_.randrange(20, 55)))
+        tails.update((group, own[:length]) for length in range(1, len(own) + 1))
+        rows.append([*ids, *own])
+    random_.shuffle(rows)
+    write_parquet(path, {"ids": pa.array(rows, pa.list_(pa.int32()))})
+    return sum(length for length, _ in prefixes) + len(tails)
+
+
+@cache
+def _piece(group: tuple[int, ...], length: int) -> list[int]:
+    """Begins with a token that no piece beside it begins with."""
+    random_ = random.Random(str(group))
+    return [1 + group[-1], *(random_.randrange(1, VOCAB) for _ in range(length - 1))]
