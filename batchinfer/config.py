@@ -295,7 +295,7 @@ class EngineConfig:
     order: Literal["prefix", "input"] = "prefix"
     """The order rows run in; output order is always input order."""
     order_window: int = 65536
-    """Rows planned together."""
+    """Rows planned together, in whole parts: by prefix they are reordered within such a window."""
     deterministic: bool = False
     """Bits never depend on what ran beside a row, on any device."""
 

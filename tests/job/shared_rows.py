@@ -1,4 +1,4 @@
-"""Rows with three levels of common prefixes, and an engine that runs them without a model."""
+"""Rows with three levels of common prefixes, and engines that run rows without a model."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ LEVELS = (203, 101, 53)
 BLOCK_SIZE = 16
 FANOUT = 8
 OUTPUT_TOKENS = 16
+MAX_MODEL_LEN = 2048
 VOCAB = 250
 
 
@@ -55,10 +56,12 @@ class DrawingBuild:
 
     def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
         pool = BlockPool(self._num_blocks, BLOCK_SIZE, enable_prefix_caching=True)
-        table = SequenceTable(self._max_num_seqs, 1024, BLOCK_SIZE)
-        engine_ = Engine(Scheduler(pool, table, 8192), Drawing())
+        table = SequenceTable(self._max_num_seqs, MAX_MODEL_LEN, BLOCK_SIZE)
         return FakeBuilt(
-            engine_, max_model_len=1024, block_size=BLOCK_SIZE, num_blocks=self._num_blocks
+            Engine(Scheduler(pool, table, 8192), Drawing()),
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            num_blocks=self._num_blocks,
         )
 
 

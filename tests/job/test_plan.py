@@ -112,6 +112,8 @@ def test_a_plan_is_what_the_run_then_does(
     assert plan["mean_waste"] == pytest.approx(np.mean(steps["kv_waste"]), abs=0.005)
     assert plan["prompt_computed"] == pytest.approx(tokens["prompt_computed"], rel=0.01)
     assert plan["preemptions"] == kv["preemptions"]
+    assert plan["sharing"] == pytest.approx(summary["sharing"], rel=0.01)
+    assert plan["sharing"]["distinct_tokens"] == summary["sharing"]["distinct_tokens"]
     assert plan["steps"] == pytest.approx(len(steps["step"]), rel=0.05)
     exact = {name: plan[f"{name}_tokens"] for name in ("prompt", "output")}
     assert exact == {name: tokens[name] for name in ("prompt", "output")}

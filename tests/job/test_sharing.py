@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -23,7 +25,7 @@ from batchinfer.job.window import Lot, planned
 from batchinfer.text.prompts import PromptBuilder
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
-from tests.job.shared_rows import OUTPUT_TOKENS, DrawingBuild, write_shared_rows
+from tests.job.shared_rows import BLOCK_SIZE, OUTPUT_TOKENS, DrawingBuild, write_shared_rows
 
 _LONG_S = 60.0
 
@@ -52,7 +54,7 @@ def test_sharing_achieved_of_what_is_possible(
 ) -> None:
     """Three levels of prefixes, no multiple of a block; a pool of a tenth of what all rows need."""
     possible = write_shared_rows(tmp_path / "in" / "x.parquet", num_rows)
-    need = (possible + num_rows * OUTPUT_TOKENS) // 16
+    need = (possible + num_rows * OUTPUT_TOKENS) // BLOCK_SIZE
     spec = shared_job(tmp_path, order)
     assert run_job(spec, quiet=True, build=DrawingBuild(need // 10)) is ExitCode.OK
     tokens, sharing = (summary(tmp_path)[name] for name in ("tokens", "sharing"))
@@ -64,6 +66,27 @@ def test_sharing_achieved_of_what_is_possible(
         "achieved_rate": 1 - tokens["prompt_computed"] / tokens["prompt"],
         "achieved_of_planned": possible / tokens["prompt_computed"],
     }
+
+
+def test_little_of_the_pool_is_wasted(tmp_path: Path) -> None:
+    """256 rows of 100 to 1,024 tokens in and out, as a benchmark of GPUs has them."""
+    random_ = random.Random(0)
+    lengths = [(random_.randint(100, 1024), random_.randint(100, 1024)) for _ in range(256)]
+    columns = {
+        "ids": [[random_.randrange(1, 250) for _ in range(prompt)] for prompt, _ in lengths],
+        "sampling_params": [json.dumps({"max_tokens": output}) for _, output in lengths],
+    }
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    spec = shared_job(tmp_path, "prefix")
+    assert run_job(spec, quiet=True, build=DrawingBuild(num_blocks=20_000)) is ExitCode.OK
+    steps = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")
+    used, live, weights = (
+        steps[name].to_numpy() for name in ("kv_blocks_used", "kv_tokens_live", "step_ms")
+    )
+    waste = 1 - live / (used * BLOCK_SIZE)
+    assert waste == pytest.approx(steps["kv_waste"].to_numpy())
+    assert 0.005 < np.average(waste, weights=weights) <= 0.01
+    assert sum(output for _, output in lengths) == summary(tmp_path)["tokens"]["output"]
 
 
 def texts(tmp_path: Path, count: int = 40) -> list[str]:

@@ -22,6 +22,8 @@ def test_there_are_examples() -> None:
         "parallel-sampling",
         "chat",
         "beam-search",
+        "long-documents",
+        "oversubscribed",
     }
 
 
