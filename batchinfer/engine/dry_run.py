@@ -21,12 +21,17 @@ from batchinfer.engine.roofline import (
 )
 from batchinfer.engine.runner import Pending, Ready
 from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.step import Int32, Step, StepResult
+from batchinfer.engine.step import Float32, Int32, Step, StepResult
 from batchinfer.engine.table import SequenceTable
 
 END_TOKEN = 2**31 - 1
 """What samples end with that end before ``max_tokens``; no model has such a token."""
 _FILLER = 2**30  # and up: tokens that no prompt has
+# Log-probabilities of made-up beams: what a beam's next tokens may lose against another beam's,
+# what the next best loses against the best, and what nobody goes on with.
+_BEAM_LUCK = 1.0
+_NEXT_BEST = 0.25
+_NEVER = 1e6
 # Measured on two cores: the host's own time, which a GPU hides if its step takes longer, and what
 # steps of a tiny model take on a CPU beside arithmetic.
 _HOST_STEP_S = 1.2e-3
@@ -37,6 +42,8 @@ _CPU_TOKEN_S = 5e-6
 
 class DryRunner:
     """Draws made-up tokens, different for every sample, and adds up the time of each step.
+
+    Beams draw made-up candidates: which of them go on is like a model's, not the model's own.
 
     Args:
         model: what a token costs.
@@ -61,14 +68,16 @@ class DryRunner:
         self.seconds += self._step_seconds(work)
         self.bound_s += step_seconds(self._model, self._device, work, PERFECT)
         self.samples_drawn += step.num_samples
+        tokens = self._tokens(step)
+        top_token_ids, top_logprobs = _candidates(step, tokens)
         return Ready(
             StepResult(
-                token_ids=self._tokens(step),
+                token_ids=tokens,
                 logprobs=np.zeros(step.num_samples, dtype=np.float32),
                 nonfinite=np.zeros(step.num_samples, dtype=np.bool_),
                 ranks=None,
-                top_token_ids=None,
-                top_logprobs=None,
+                top_token_ids=top_token_ids,
+                top_logprobs=top_logprobs,
             )
         )
 
@@ -89,6 +98,26 @@ class DryRunner:
         if self._end_after is not None:
             tokens[batch.position >= self._end_after - 1] = END_TOKEN
         return tokens
+
+
+def _candidates(step: Step, tokens: Int32) -> tuple[Int32 | None, Float32 | None]:
+    """[K, L] made-up continuations of the beams among the samples, best first; None without any.
+
+    A beam that ends has its end as the best by far; others are as in a search that keeps going
+    back to a few beams, so that what its beams have in common is all but their last tokens.
+    """
+    wanted = step.sampling.num_logprobs
+    most = int(wanted.max(initial=0))
+    if most <= 0:
+        return None, None
+    ranks = np.arange(most)
+    place = np.arange(len(tokens), dtype=np.int64)[:, None] + tokens.astype(np.int64)[:, None]
+    token_ids = _FILLER + (place * 31 + ranks) % (_FILLER - 1)
+    luck = (place * 2_654_435_761 % 1_000_003) / 1_000_003
+    logprobs = -_BEAM_LUCK * luck - _NEXT_BEST * ranks
+    ends = tokens == END_TOKEN
+    token_ids[ends, 0], logprobs[ends, 0], logprobs[ends, 1:] = END_TOKEN, 0.0, -_NEVER
+    return token_ids.astype(np.int32), logprobs.astype(np.float32)
 
 
 def make_dry_engine(

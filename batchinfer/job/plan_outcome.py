@@ -35,7 +35,7 @@ class Outcome:
         scale = num_rows / census.rows if census.rows else 0.0
         prompt = census.prompt_tokens - simulation.refused_prompt_tokens
         output = census.output_tokens - simulation.refused_output_tokens
-        of_steps = scale if self.complete else scale * output / self.built.runner.samples_drawn
+        of_steps = scale / self._simulated
         cached = tokens["prompt_cached"] if self.complete else prompt * kv["prefix_hit_rate"]
         simulated = self.built.engine.scheduler.pool.num_blocks
         errors = census.errors + simulation.refused
@@ -77,17 +77,22 @@ class Outcome:
             "model": dict(self.built.model_facts),
             "max_model_len": self.built.max_model_len,
             "expect_output_tokens": simulation.lengths.expected,
-            "sampled": None if self.complete and census.rows == num_rows else self._sampled(output),
+            "sampled": None if self.complete and census.rows == num_rows else self._sampled(),
         }
 
-    def _sampled(self, output_tokens: int) -> dict[str, float]:
+    @property
+    def _simulated(self) -> float:
+        """Share of the rows' tokens that was drawn."""
+        wanted = self.census.drawn_tokens - self.simulation.refused_drawn_tokens
+        return 1.0 if self.complete else self.built.runner.samples_drawn / wanted
+
+    def _sampled(self) -> dict[str, float]:
         """How much of the job was looked at."""
-        drawn = self.built.runner.samples_drawn
         return {
             "rows": self.job.source.num_rows,
             "rows_read": self.census.rows,
             "steps": self.simulation.steps,
-            "simulated": 1.0 if self.complete else drawn / output_tokens,
+            "simulated": self._simulated,
         }
 
 

@@ -49,6 +49,8 @@ class Census:
     """Of these: tokens of their windows' prefix trees."""
     samples: int = 0
     output_tokens: int = 0
+    drawn_tokens: int = 0
+    """Output tokens and those of beams that are not written."""
     prompt_characters: int = 0
     truncated: int = 0
     control_text: int = 0
@@ -104,6 +106,7 @@ class Census:
         assert row.sampling is not None, "a row that can run has parameters"
         self.samples += row.sampling.params.n
         self.output_tokens += self.lengths.output_tokens(num_tokens, row.sampling.params)
+        self.drawn_tokens += self.lengths.drawn_tokens(num_tokens, row.sampling.params)
         self.prompt_characters += len(prompt.text or "")
         self.truncated += prompt.truncated
         self.control_text += prompt.has_control_text

@@ -11,7 +11,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.dry_run import END_TOKEN, DryRunner
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Request, TokenIds
-from batchinfer.errors import NotYetError, RowError
+from batchinfer.errors import RowError
 from batchinfer.job.measures import Measured
 from batchinfer.job.order import PromptRow
 
@@ -37,10 +37,17 @@ class Lengths:
 
     def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Output tokens of a row, all samples together."""
+        return params.n * self._of_each(num_prompt_tokens, params)
+
+    def drawn_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """The same with beams that are not written: what takes steps."""
+        return (params.beam_width or params.n) * self._of_each(num_prompt_tokens, params)
+
+    def _of_each(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         most = min(params.max_tokens, self.max_model_len - num_prompt_tokens)
         if self.expected is not None:
             most = min(most, max(self.expected, params.min_tokens))
-        return params.n * most
+        return most
 
     def request(
         self, row_id: int, token_ids: TokenIds, params: SamplingParams, shared_later: int = 0
@@ -53,7 +60,7 @@ class Lengths:
         return Request(
             row_id=row_id,
             prompt_token_ids=token_ids,
-            params=_plain(params.max_tokens, params.n, params.min_tokens),
+            params=_plain(params.max_tokens, params.n, params.min_tokens, params.beam_width),
             rng_key=(0, row_id),
             eos_token_ids=frozenset([END_TOKEN]) if ends else frozenset(),
             shared_later=shared_later,
@@ -61,9 +68,9 @@ class Lengths:
 
 
 @lru_cache(maxsize=1024)  # rows have few distinct ones, and checking them takes a while
-def _plain(max_tokens: int, n: int, min_tokens: int) -> SamplingParams:
+def _plain(max_tokens: int, n: int, min_tokens: int, beam_width: int | None) -> SamplingParams:
     """What the schedule depends on; how tokens are drawn does not matter."""
-    return SamplingParams(max_tokens=max_tokens, n=n, min_tokens=min_tokens)
+    return SamplingParams(max_tokens=max_tokens, n=n, min_tokens=min_tokens, beam_width=beam_width)
 
 
 @dataclass
@@ -83,6 +90,7 @@ class Simulation:
         """Rows that the engine refused, by code."""
         self.refused_prompt_tokens = 0
         self.refused_output_tokens = 0
+        self.refused_drawn_tokens = 0
         self.steps = 0
         self.peak_running = 0
         """Most sequences with blocks at a time."""
@@ -115,8 +123,6 @@ class Simulation:
             if isinstance(row.prompt, RowError) or row.sampling is None:
                 continue
             params = row.sampling.params
-            if params.beam_width is not None:
-                raise NotYetError("a plan of beam search")
             self.engine.add_request(
                 self.lengths.request(row.row_id, row.prompt.token_ids, params, row.shared_later)
             )
@@ -133,7 +139,8 @@ class Simulation:
         for completion in outcome.completions:
             if completion.error_code is not None:
                 request = completion.request
-                tokens = request.num_prompt_tokens
+                tokens, params = request.num_prompt_tokens, request.params
                 self.refused[completion.error_code] += 1
                 self.refused_prompt_tokens += tokens
-                self.refused_output_tokens += self.lengths.output_tokens(tokens, request.params)
+                self.refused_output_tokens += self.lengths.output_tokens(tokens, params)
+                self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)

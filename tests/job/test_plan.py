@@ -122,6 +122,49 @@ def test_a_plan_is_what_the_run_then_does(
     }
 
 
+@pytest.mark.parametrize(("width", "num_blocks", "block_size"), [(4, 600, 16), (2, 150, 8)])
+def test_a_plan_of_beams_is_near_what_the_run_then_does(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    num_blocks: int,
+    block_size: int,
+) -> None:
+    """Which beams go on is the model's to say; how many there are, and for how long, is not."""
+    monkeypatch.setattr("batchinfer.engine.dry_run.step_seconds", lambda *_: 1e6)
+    spec = job(
+        tmp_path,
+        model,
+        {"prompt": texts(0, 24, 20, 60)},
+        sampling={"max_tokens": 32, "beam_width": width, "n": 2},
+        engine={"num_kv_blocks": num_blocks, "block_size": block_size},
+    )
+    plan = plan_job(spec)
+    assert run_job(spec, quiet=True) == ExitCode.OK
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    steps = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet").to_pydict()
+    assert plan["rows_in_flight"] == pytest.approx(max(steps["num_running"]), rel=0.1)
+    assert plan["peak_used_blocks"] == pytest.approx(summary["kv"]["peak_used_blocks"], rel=0.1)
+    assert plan["mean_waste"] == pytest.approx(np.mean(steps["kv_waste"]), abs=0.02)
+    assert plan["steps"] == pytest.approx(len(steps["step"]), rel=0.1)
+    assert plan["prompt_computed"] == summary["tokens"]["prompt_computed"]
+    assert plan["output_tokens"] == summary["tokens"]["output"] == 24 * 2 * 32
+
+
+def test_beams_end_where_answers_are_expected_to(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = {"beam_width": 4, "n": 2, "ignore_eos": False, "max_tokens": 40}
+    spec = job(tmp_path, model, {"prompt": texts(1, 16, 10, 30)}, sampling=sampling)
+    longest, shorter = plan_job(spec), plan_job(spec, expect_output_tokens=5)
+    assert (longest["output_tokens"], shorter["output_tokens"]) == (16 * 2 * 40, 16 * 2 * 5)
+    assert shorter["steps"] < longest["steps"] / 4
+    monkeypatch.setattr("batchinfer.job.plan_steps.MAX_STEPS", longest["steps"] // 2)
+    half = plan_job(spec)
+    assert half["steps"] == pytest.approx(longest["steps"], rel=0.1), "unwritten beams count"
+
+
 def test_rows_that_cannot_run_are_counted_as_the_run_counts_them(
     tmp_path: Path, model: Path
 ) -> None:
