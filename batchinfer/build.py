@@ -15,6 +15,7 @@ from batchinfer.engine.engine import Engine
 from batchinfer.engine.layout import text_config
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.victims import Victims
 from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.decode_graphs import DecodeGraphs
@@ -94,15 +95,20 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
     )
     for line in memory.lines():
         log(line)
-    cache = KVCache(layout, memory.num_blocks, device, getattr(torch, loaded.dtype))
+    dtype, host_blocks = getattr(torch, loaded.dtype), memory.num_host_blocks
+    cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
     runner = ModelRunner(loaded.model, cache, Sampler(), _graphs(loaded, cache, engine))
     pool = BlockPool(
-        memory.num_blocks, engine.block_size, enable_prefix_caching=engine.enable_prefix_caching
+        memory.num_blocks,
+        engine.block_size,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        num_host_blocks=host_blocks,
     )
     table = SequenceTable(engine.max_num_seqs, loaded.max_model_len, engine.block_size)
+    victims = Victims(engine.preemption, cache.host.measure()) if host_blocks else Victims()
     return Built(
         engine=Engine(
-            Scheduler(pool, table, engine.max_num_batched_tokens),
+            Scheduler(pool, table, engine.max_num_batched_tokens, victims),
             runner,
             # The CPU computes while a step is submitted: there is nothing to be ahead of.
             runs_ahead=device.type == "cuda",

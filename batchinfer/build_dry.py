@@ -27,6 +27,7 @@ class DryBuilt(Built):
     """What ``build_engine`` would return, over a runner that computes nothing."""
 
     runner: DryRunner
+    num_host_blocks: int
 
 
 def build_dry_engine(
@@ -67,6 +68,7 @@ def build_dry_engine(
         cost,
         device,
         num_blocks=min(memory.num_blocks, _most_blocks(engine, layout, longest)),
+        num_host_blocks=memory.num_host_blocks,
         max_model_len=longest,
         end_after=end_after,
     )
@@ -83,6 +85,7 @@ def build_dry_engine(
         device=device.name,
         model_facts={"name": model.name, "dtype": dtype, "weight_bytes": cost.weight_bytes},
         device_bytes=lambda: cost.weight_bytes + memory.pool_bytes,
+        num_host_blocks=memory.num_host_blocks,
         runner=runner,
     )
 
@@ -120,6 +123,6 @@ def device_of(engine: EngineConfig) -> Device:
 def _memory_beside_weights(device: Device, weight_bytes: int) -> DeviceMemory:
     if device.memory_bytes is None:
         free = free_host_bytes()
-        return DeviceMemory("cpu", free - weight_bytes, free)
+        return DeviceMemory("cpu", free - weight_bytes, free, free - weight_bytes)
     total = device.memory_bytes
-    return DeviceMemory("cuda", total - device.reserved_bytes - weight_bytes, total)
+    return DeviceMemory("cuda", total - device.reserved_bytes - weight_bytes, total, None)

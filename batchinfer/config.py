@@ -287,9 +287,11 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse the blocks of equal prefixes across rows."""
     preemption: Literal["auto", "recompute", "swap"] = "auto"
-    """What happens to a sequence that must give up its blocks."""
+    """What happens to what a sequence computed when it must give up its blocks: it is computed
+    again, it is kept on the host, or (auto) whichever takes less time."""
     swap_space: str | int | float = "4GiB"
-    """Host memory for swapped blocks."""
+    """Host memory for blocks that are given up and needed later; 0 does without. Beside a CPU's
+    pool at most a quarter of what is free, unless another size is given."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     """auto: the model's own dtype."""
     order: Literal["prefix", "input"] = "prefix"
@@ -310,17 +312,31 @@ class EngineConfig:
         self._require("num_kv_blocks", blocks is None or 1 <= blocks < 2**31, "1 to 2**31 - 1")
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory, "kv_cache_memory")
-        swap_space = parse_size(self.swap_space, "swap_space")
-        more = {"swap_space": swap_space != 4 * 2**30, "deterministic": self.deterministic}
-        for name, asked in more.items():
-            if asked:
-                raise ValueError(f"not yet: engine.{name} is not supported by this version")
-        for name, refused in (("preemption", "swap"), ("kv_cache_dtype", "fp8")):
-            value = getattr(self, name)
-            if str(value).startswith(refused):
-                raise ValueError(
-                    f"not yet: engine.{name}: {value} is not supported by this version"
-                )
+        self._check_swap()
+        if self.deterministic:
+            raise ValueError("not yet: engine.deterministic is not supported by this version")
+        if self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"not yet: engine.kv_cache_dtype: {self.kv_cache_dtype} is not supported by this "
+                "version"
+            )
+
+    @property
+    def swap_bytes(self) -> int:
+        """Host memory that may be taken for blocks; none where nothing would go there."""
+        if self.preemption == "recompute" or not self.enable_prefix_caching:
+            return 0
+        return parse_size(self.swap_space, "swap_space")
+
+    def _check_swap(self) -> None:
+        space = parse_size(self.swap_space, "swap_space")
+        if self.preemption == "swap" and not self.enable_prefix_caching:
+            raise ValueError(
+                "preemption: swap finds blocks again as prefixes; set enable_prefix_caching: true "
+                "or preemption: recompute"
+            )
+        if self.preemption == "swap" and space == 0:
+            raise ValueError("preemption: swap needs room; set swap_space, or preemption: auto")
 
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:

@@ -1,4 +1,4 @@
-"""The KV pool's blocks: who holds them, which are free, which can be reused.
+"""The KV pool's blocks: who holds them, which are free, which can be reused, which are on the host.
 
 Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
 https://arxiv.org/abs/2309.06180).
@@ -6,9 +6,12 @@ https://arxiv.org/abs/2309.06180).
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 
+from batchinfer.engine.block_copies import BlockCopies
+from batchinfer.engine.eviction import EvictionOrder
+from batchinfer.engine.host_pool import HostPool
 from batchinfer.engine.prefix_index import Block, PrefixIndex, PrefixMatch
 
 
@@ -16,15 +19,24 @@ class BlockPool:
     """Every block is free, cached (unreferenced, indexed) or used (referenced).
 
     Any free or cached block serves any sequence, so ``k`` blocks are granted whenever
-    ``num_available >= k``. Cached blocks are evicted least recently used first.
+    ``num_available >= k``. Cached blocks are evicted as ``EvictionOrder`` says. One that is wanted
+    moves to a host slot, if there is one, and is found there; whoever needs it brings it back.
 
     Args:
         num_blocks: device slots in the pool.
         block_size: tokens per block.
         enable_prefix_caching: when false nothing is indexed and nothing is found.
+        num_host_blocks: host slots.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.index = PrefixIndex(block_size)
@@ -32,11 +44,18 @@ class BlockPool:
         """Blocks with more than one reference."""
         self._caching = enable_prefix_caching
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[Block, None] = OrderedDict()
+        self._cached = EvictionOrder()
+        self.host = HostPool(num_host_blocks)
+        self.copies = BlockCopies()
+        """What the step being built copies."""
+        self._came_back: list[Block] = []
+        """Blocks that it brings back from the host."""
+        self._moved: set[Block] = set()
+        """Indexed blocks that it moves, either way."""
         self._in_flight: set[Block] = set()
         """Indexed blocks that the step being built fills."""
         self._unconfirmed: deque[set[Block]] = deque()
-        """Indexed blocks that each submitted step fills, oldest step first."""
+        """Indexed blocks that each submitted step fills or moves, oldest step first."""
 
     @property
     def num_free(self) -> int:
@@ -60,19 +79,43 @@ class BlockPool:
 
     def allocate(self) -> Block:
         """A block nobody else refers to. Needs ``num_available >= 1``."""
-        if not self._free:
-            self.forget(next(iter(self._cached)))
-        block = Block(self._free.pop())
+        block = Block(self._take_slot())
         block.ref_count = 1
         return block
 
     def acquire(self, block: Block) -> None:
-        """Add a reference."""
+        """Add a reference. A block that is on the host only has to be brought back besides."""
         if block.ref_count == 0:
-            del self._cached[block]
+            if block.slot >= 0:
+                self._cached.discard(block)
+            else:
+                self.host.refer(block)
         block.ref_count += 1
         if block.ref_count == 2:
             self.num_shared += 1
+
+    def bring_back(self, block: Block) -> None:
+        """Give a referenced block a device slot, filled from its host slot by the next step.
+
+        Needs ``num_available >= 1``.
+        """
+        assert block.ref_count > 0
+        block.slot = self._take_slot()
+        self.copies.ins.append((block.host_slot, block.slot))
+        self._came_back.append(block)
+        self._moved.add(block)
+
+    def copy(self, source: Block, destination: Block) -> None:
+        """Let the next step copy a referenced block, from wherever it is, to one just allocated."""
+        if source.slot >= 0:
+            self.copies.within.append((source.slot, destination.slot))
+        else:
+            self.copies.ins.append((source.host_slot, destination.slot))
+
+    def take_copies(self) -> BlockCopies:
+        """What the step that was just built copies."""
+        copies, self.copies = self.copies, BlockCopies()
+        return copies
 
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop a reference to each block of a table, given in the table's order.
@@ -85,10 +128,17 @@ class BlockPool:
             if block.ref_count == 1:
                 self.num_shared -= 1
             elif block.ref_count == 0:
-                if block.indexed:
-                    self._cached[block] = None
-                else:
+                if not block.indexed:
                     self._free.append(block.slot)
+                elif block.slot >= 0:
+                    self._cached.add(block)
+                else:
+                    self.host.keep_alone(block)
+
+    def refile(self, block: Block) -> None:
+        """Whether a block is wanted may have changed."""
+        self._cached.refile(block)
+        self.host.refile(block)
 
     def match(self, key: bytes) -> PrefixMatch:
         """Blocks holding the longest known prefix of ``key``."""
@@ -102,6 +152,8 @@ class BlockPool:
         """
         if not (parent.indexed or parent is self.index.root):
             return None
+        if block.parent is parent and block.key.startswith(key):
+            return block
         entry = self.index.insert(parent, block, key)
         if entry is block:
             self._in_flight.add(block)
@@ -126,28 +178,72 @@ class BlockPool:
         for block in self._in_flight:
             if block.indexed:
                 self.index.settle(block)
-        self._unconfirmed.append(self._in_flight)
-        self._in_flight = set()
+        for block in self._came_back:
+            self.host.keep_copy(block)
+        self._unconfirmed.append(self._in_flight | self._moved)
+        self._in_flight, self._moved, self._came_back = set(), set(), []
 
     def confirm(self) -> None:
         """The oldest submitted step ran: what it filled stays."""
         self._unconfirmed.popleft()
 
     def revoke(self) -> None:
-        """A step failed: what it and those after it were to fill must not be found."""
-        for blocks in (*self._unconfirmed, self._in_flight):
+        """A step failed: what it and those after it were to fill or move must not be found."""
+        for blocks in (*self._unconfirmed, self._in_flight, self._moved):
             for block in blocks:
                 if block.indexed:
                     self.forget(block)
         self._unconfirmed.clear()
         self._in_flight.clear()
+        self._moved.clear()
+        self._came_back.clear()
+        self.copies = BlockCopies()
 
     def forget(self, block: Block) -> None:
-        """Take a block, and what continues it, out of the index."""
+        """Take a block, and what continues it, out of the index and off the host."""
         for removed in self.index.remove(block):
-            if removed.ref_count == 0 and removed in self._cached:
-                del self._cached[removed]
+            if removed in self._cached:
+                self._cached.discard(removed)
                 self._free.append(removed.slot)
+            if removed.host_slot >= 0:
+                self.host.drop(removed)
+
+    def _take_slot(self) -> int:
+        if not self._free:
+            self._evict(self._cached.first())
+        return self._free.pop()
+
+    def _evict(self, block: Block) -> None:
+        """Take a cached block's device slot; it stays on the host if it is there or wanted."""
+        if block.wanted and block.host_slot < 0:
+            self._copy_out(block)
+        if block.host_slot >= 0:
+            self._cached.discard(block)
+            self._free.append(block.slot)
+            block.slot = -1
+            self.host.keep_alone(block)
+        elif block.indexed:
+            self.forget(block)
+
+    def _copy_out(self, block: Block) -> None:
+        """Give a block a host slot, filled by the next step, if one can be had."""
+        slot = self.host.take_slot()
+        if slot is None:
+            other = self.host.candidate()
+            if other is None:
+                return
+            if other.slot >= 0:
+                self.host.drop(other)
+            else:
+                self.forget(other)
+            slot = self.host.take_slot()
+            assert slot is not None
+        if not block.indexed:  # it continued the one that was forgotten
+            self.host.return_slot(slot)
+            return
+        block.host_slot = slot
+        self.copies.outs.append((block.slot, slot))
+        self._moved.add(block)
 
     def check_invariants(self, tables: Iterable[list[Block]]) -> None:
         """Assert that counts, slots and index agree with ``tables``, all block tables alive."""
@@ -160,8 +256,12 @@ class BlockPool:
         assert sorted(slots) == list(range(self.num_blocks)), "a slot is lost or held twice"
         assert self.num_used == len(counts)
         assert self.num_shared == sum(count > 1 for count in counts.values())
-        for block in self.index.blocks():
+        indexed = list(self.index.blocks())
+        for block in indexed:
             assert (block.ref_count > 0) == (block in counts)
-            assert (block in self._cached) == (block.ref_count == 0)
+            assert (block in self._cached) == (block.ref_count == 0 and block.slot >= 0)
         assert all(block.indexed for block in self._cached)
+        assert all(block.indexed or block.host_slot < 0 for block in counts)
+        self._cached.check_invariants()
+        self.host.check_invariants(indexed)
         self.index.check_invariants(self._in_flight)

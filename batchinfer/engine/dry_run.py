@@ -23,6 +23,7 @@ from batchinfer.engine.runner import Pending, Ready
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.step import Float32, Int32, Step, StepResult
 from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.victims import Victims
 
 END_TOKEN = 2**31 - 1
 """What samples end with that end before ``max_tokens``; no model has such a token."""
@@ -49,9 +50,16 @@ class DryRunner:
         model: what a token costs.
         device: what it runs on.
         end_after: samples draw ``END_TOKEN`` when they come to so many tokens; None: never.
+        block_copy_s: seconds a block takes to the host or back.
     """
 
-    def __init__(self, model: ModelCost, device: Device, end_after: int | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelCost,
+        device: Device,
+        end_after: int | None = None,
+        block_copy_s: float = 0.0,
+    ) -> None:
         self.seconds = 0.0
         """Time of all steps, on a well-built engine; the engine's clock."""
         self.bound_s = 0.0
@@ -61,11 +69,13 @@ class DryRunner:
         self._model = model
         self._device = device
         self._end_after = end_after
+        self._block_copy_s = block_copy_s
 
     def submit(self, step: Step) -> Pending:
         """Let the step's time pass."""
         work = StepWork.of(step)
         self.seconds += self._step_seconds(work)
+        self.seconds += self._block_copy_s * (len(step.swap_outs) + len(step.swap_ins))
         self.bound_s += step_seconds(self._model, self._device, work, PERFECT)
         self.samples_drawn += step.num_samples
         tokens = self._tokens(step)
@@ -127,15 +137,21 @@ def make_dry_engine(
     *,
     num_blocks: int,
     max_model_len: int,
+    num_host_blocks: int = 0,
     end_after: int | None = None,
 ) -> tuple[Engine, DryRunner]:
     """An engine as a run would have it, over a ``DryRunner`` and on its clock."""
     pool = BlockPool(
-        num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
     )
     table = SequenceTable(config.max_num_seqs, max_model_len, config.block_size)
-    runner = DryRunner(model, device, end_after)
-    scheduler = Scheduler(pool, table, config.max_num_batched_tokens)
+    block_copy_s = model.kv_bytes * config.block_size / device.host_bandwidth
+    runner = DryRunner(model, device, end_after, block_copy_s)
+    victims = Victims(config.preemption, block_copy_s) if num_host_blocks else Victims()
+    scheduler = Scheduler(pool, table, config.max_num_batched_tokens, victims)
     engine = Engine(scheduler, runner, lambda: runner.seconds, runs_ahead=device.is_gpu)
     return engine, runner
 

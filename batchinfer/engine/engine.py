@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from batchinfer.engine.in_flight import InFlight, note_drawn
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.runner import Runner
-from batchinfer.engine.scheduler import Schedule, Scheduler
+from batchinfer.engine.schedule import Schedule
+from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState
 from batchinfer.engine.shared_prefix import PrefixTree
 from batchinfer.engine.stats import StepStats, note_tokens, step_stats
@@ -59,6 +60,7 @@ class Engine:
         self._num_steps = 0
         self._first_step_at: float | None = None
         self._refused: list[Completion] = []
+        self._num_arrived = 0
         self._num_unfinished = 0
 
     @property
@@ -84,7 +86,9 @@ class Engine:
             code, message = refusal
             self._refused.append(Completion(request, [], code, message))
             return
-        self.scheduler.add(RequestState(request, self._clock()).begin())
+        state = RequestState(request, self._clock(), self._num_arrived)
+        self._num_arrived += 1
+        self.scheduler.add(state.begin())
 
     def abort_all(self) -> None:
         """Forget every unfinished request, and whatever steps not read yet were to fill."""
@@ -136,12 +140,10 @@ class Engine:
         self.scheduler.pool.confirm()
         completions.extend(take_back(self.scheduler, step.drawn, result, self._clock()))
         began, self._last_read_at = max(step.began, self._last_read_at), self._clock()
+        seconds, stats = self._last_read_at - began, step.stats
+        self.scheduler.victims.observe(seconds, stats.prefill_tokens, stats.decode_tokens)
         assert self._first_step_at is not None
-        return replace(
-            step.stats,
-            t_s=self._last_read_at - self._first_step_at,
-            step_ms=(self._last_read_at - began) * 1e3,
-        )
+        return replace(stats, t_s=self._last_read_at - self._first_step_at, step_ms=seconds * 1e3)
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
         """Why a request can never run: error code and message."""

@@ -8,15 +8,14 @@ table's order, and as old as their row.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.future_use import FutureUse
+from batchinfer.engine.hit import Hit, take
 from batchinfer.engine.prefix_index import common_tokens
 from batchinfer.engine.request import Request
 from batchinfer.engine.sequence import Sequence
-from batchinfer.engine.table import Rows, SequenceTable
-
-Int = npt.NDArray[np.integer]
+from batchinfer.engine.table import Int, Rows, SequenceTable
 
 
 def share_blocks(
@@ -43,12 +42,20 @@ class Gangs:
     Args:
         pool: the KV pool's blocks.
         table: rows for running sequences.
+        future_use: knows what beams that wait begin with.
         max_num_batched_tokens: most tokens in a step.
     """
 
-    def __init__(self, pool: BlockPool, table: SequenceTable, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        table: SequenceTable,
+        future_use: FutureUse,
+        max_num_batched_tokens: int,
+    ) -> None:
         self._pool = pool
         self._table = table
+        self._future_use = future_use
         self._most = min(len(table.sequences), max_num_batched_tokens)
 
     def refusal(self, request: Request, blocks: int) -> tuple[str, str] | None:
@@ -77,8 +84,8 @@ class Gangs:
     def join(self) -> None:
         """Start the rest of gangs that came back, beside leaders that have computed enough.
 
-        Each shares what it has in common with the leader. It takes no blocks of its own yet, and
-        its row was kept free.
+        Each shares what it has in common with the leader, or takes up the blocks it left if these
+        hold more and there is room. Its row was kept free.
         """
         table = self._table
         for row in np.flatnonzero((table.unborn > 0) & table.is_beam):
@@ -87,8 +94,13 @@ class Gangs:
             if not absent or table.num_computed[row] < leader.goal:
                 continue
             computed = leader.key(0, leader.goal)
+            goal = leader.goal
             for beam in absent:
-                self._fork(leader, beam, common_tokens(computed, beam.key(0, leader.goal)))
+                key = beam.key(0, goal)
+                common = common_tokens(computed, key)
+                if beam.state.computes_alone or not self._take_up(leader, beam, key, common):
+                    self._fork(leader, beam, common)
+                self._future_use.forget(beam)
             table.unborn[row] = leader.request.gang_size - len(leader.gang)
 
     def replace(self, present: list[Sequence], heirs: list[tuple[Sequence, int]]) -> None:
@@ -113,11 +125,37 @@ class Gangs:
         table.unborn[rows] = 0
         table.unborn[rows[0]] = heirs[0][0].request.gang_size - len(heirs)
 
+    def _take_up(self, leader: Sequence, beam: Sequence, key: bytes, common: int) -> bool:
+        """Let a beam go on from blocks it left, if they hold more than ``common`` tokens of it.
+
+        None of them is copied on the device: before the step that would do it is submitted, the
+        beam may be preempted again.
+        """
+        pool, size = self._pool, self._pool.block_size
+        match = pool.match(key)
+        hit = Hit(match.blocks, None, len(match.blocks) * size)
+        if self._future_use.left_behind(beam, match.tail):
+            num_tokens = hit.num_tokens + match.tail_tokens
+            hit = Hit(match.blocks, match.tail, num_tokens, keeps_tail=True)
+        if hit.num_tokens <= common or hit.num_idle > pool.num_available:
+            return False
+        joined = hit.joined
+        taken = take(pool, hit)
+        beam.state.stats.swapped_blocks += taken.num_swapped
+        beam.index_parent, beam.num_indexed = pool.entry_below(hit.blocks), len(hit.blocks)
+        self._table.add(beam, taken.blocks, hit.num_tokens, joined)
+        self._stand_beside(leader, beam)
+        return True
+
+    def _stand_beside(self, beam: Sequence, other: Sequence) -> None:
+        """Count a beam that begins to run as part of the gang."""
+        self._table.admission[other.row] = self._table.admission[beam.row]
+        self._table.unborn[other.row] = 0
+
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Run ``child``, which begins with ``num_tokens`` that ``parent`` has computed."""
         share_blocks(self._pool, self._table, parent, child, num_tokens)
-        self._table.admission[child.row] = self._table.admission[parent.row]
-        self._table.unborn[child.row] = 0
+        self._stand_beside(parent, child)
 
     def keep_together(self, rows: Rows, num_new: Int) -> Int:
         """[S] ``num_new``, such that a gang's beams come to their last tokens in one step.

@@ -39,11 +39,30 @@ class Block:
     indexed by the tokens it held then; what its owner appends later does not disturb them.
     """
 
-    __slots__ = ("children", "key", "parent", "ref_count", "row", "slot")
+    __slots__ = (
+        "children",
+        "host_slot",
+        "key",
+        "last_arrival",
+        "parent",
+        "ref_count",
+        "row",
+        "slot",
+        "used_later",
+        "waiters",
+    )
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
+        """On the device; -1 while it is on the host only."""
+        self.host_slot = -1
         self.ref_count = 0
+        self.waiters = 0
+        """Waiting sequences that begin with it."""
+        self.last_arrival = -1
+        """Of the rows that used it, the one that arrived last; it says ``used_later``."""
+        self.used_later = False
+        """Whether a row that has not arrived is known to begin with it."""
         self.row = -1
         """Table row of the sequence it was allocated for."""
         self.key = b""
@@ -55,8 +74,16 @@ class Block:
         """Whether a prefix lookup can find the block."""
         return self.parent is not None
 
+    @property
+    def wanted(self) -> bool:
+        """Whether it has a known future use."""
+        return self.waiters > 0 or self.used_later
+
     def __repr__(self) -> str:
-        return f"Block(slot={self.slot}, ref_count={self.ref_count}, indexed={self.indexed})"
+        return (
+            f"Block(slot={self.slot}, host_slot={self.host_slot}, ref_count={self.ref_count}, "
+            f"indexed={self.indexed})"
+        )
 
 
 class _Children:

@@ -39,11 +39,23 @@ class PrefixWriter:
             end = int(start[at] + num_new[at])
             self._enter_prompt(self._table.sequence(rows[at]), end, int(prompt[at]))
 
-    def enter_computed(self, sequence: Sequence) -> None:
-        """Enter every full block of a running sequence; its tokens are computed."""
-        computed = int(self._table.num_computed[sequence.row])
-        for entered in self._enter_blocks(sequence, computed // self._pool.block_size):
-            self._pool.settle_block(entered)
+    def enter_computed(self, sequence: Sequence) -> list[Block]:
+        """Enter all that a running sequence computed, the block it ends in as far as it goes.
+
+        Returns:
+            The indexed blocks that hold it.
+        """
+        computed, size = int(self._table.num_computed[sequence.row]), self._pool.block_size
+        parent, entries = self._pool.entry_below([]), list[Block]()
+        for block, start in zip(sequence.blocks, range(0, computed, size), strict=True):
+            if parent is None:
+                break
+            key = sequence.key(start, min(start + size, computed))
+            parent = self._pool.enter(parent, block, key)
+            if parent is not None:
+                self._pool.settle_block(parent)
+                entries.append(parent)
+        return entries
 
     def _enter_prompt(self, sequence: Sequence, end: int, prompt: int) -> None:
         size = self._pool.block_size
@@ -57,15 +69,12 @@ class PrefixWriter:
             key = sequence.key(prompt - prompt % size, prompt)
             self._pool.enter(parent, sequence.blocks[prompt // size], key)
 
-    def _enter_blocks(self, sequence: Sequence, stop: int) -> list[Block]:
-        """Enter a sequence's blocks up to ``stop``; those that are now in flight for it."""
-        size, entered = self._pool.block_size, []
+    def _enter_blocks(self, sequence: Sequence, stop: int) -> None:
+        """Enter a sequence's blocks up to ``stop``."""
+        size = self._pool.block_size
         while sequence.index_parent is not None and sequence.num_indexed < stop:
             at = sequence.num_indexed
             key = sequence.key(at * size, (at + 1) * size)
             block = sequence.blocks[at]
             sequence.index_parent = self._pool.enter(sequence.index_parent, block, key)
             sequence.num_indexed += 1
-            if sequence.index_parent is block:
-                entered.append(block)
-        return entered

@@ -114,12 +114,15 @@ class RequestStats:
     recomputed_tokens: int = 0
     preemptions: int = 0
     swapped_blocks: int = 0
+    """Blocks copied from the host."""
     peak_blocks: int = 0
     """Most distinct blocks held by the row's sequences at one time."""
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     latency_ms: float = 0.0
+    swap_preemptions: int = 0
+    """Preemptions after which what was computed was kept, on the host if need be."""
 
 
 @dataclass(slots=True)

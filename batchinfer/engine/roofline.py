@@ -44,6 +44,8 @@ class Device:
     """Taken before a model is loaded: the driver's context and libraries."""
     kernel_s: float = 0.0
     """Gap, ramp and tail of one kernel."""
+    host_bandwidth: float = 5e9
+    """Bytes per second of copies between it and the host, one way at a time."""
 
     @property
     def is_gpu(self) -> bool:
@@ -51,16 +53,18 @@ class Device:
         return self.memory_bytes is not None
 
 
-def _gpu(name: str, bandwidth: float, half: float, single: float, gib: float) -> Device:
+def _gpu(
+    name: str, bandwidth: float, half: float, single: float, gib: float, host: float
+) -> Device:
     memory, reserved = int(gib * _GIB), int(0.6 * _GIB)
-    return Device(name, bandwidth, {2: half, 4: single}, memory, reserved, 1.5e-6)
+    return Device(name, bandwidth, {2: half, 4: single}, memory, reserved, 1.5e-6, host)
 
 
 DEVICES: Mapping[str, Device] = {
-    "h200": _gpu("NVIDIA H200", 4.3e12, 790e12, 60e12, 139.8),  # bandwidth and half: measured
-    "h100": _gpu("NVIDIA H100 SXM", 3.0e12, 700e12, 60e12, 79.1),
-    "a100-80g": _gpu("NVIDIA A100 80 GB", 1.83e12, 280e12, 17.5e12, 79.1),
-    "l40s": _gpu("NVIDIA L40S", 0.78e12, 290e12, 70e12, 44.4),
+    "h200": _gpu("NVIDIA H200", 4.3e12, 790e12, 60e12, 139.8, 50e9),  # bandwidth and half: measured
+    "h100": _gpu("NVIDIA H100 SXM", 3.0e12, 700e12, 60e12, 79.1, 50e9),
+    "a100-80g": _gpu("NVIDIA A100 80 GB", 1.83e12, 280e12, 17.5e12, 79.1, 25e9),
+    "l40s": _gpu("NVIDIA L40S", 0.78e12, 290e12, 70e12, 44.4, 25e9),
     # Two cores with AVX-512, measured.
     "cpu": Device("cpu", 32e9, {2: 419e9, 4: 198e9}, None, kernel_s=5e-6),
 }

@@ -20,6 +20,7 @@ class RequestState:
 
     __slots__ = (
         "admitted_at",
+        "arrival",
         "arrived_at",
         "computes_alone",
         "finished",
@@ -30,9 +31,11 @@ class RequestState:
         "stats",
     )
 
-    def __init__(self, request: Request, arrived_at: float) -> None:
+    def __init__(self, request: Request, arrived_at: float, arrival: int) -> None:
         self.request = request
         self.arrived_at = arrived_at
+        self.arrival = arrival
+        """How many rows arrived before it."""
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.computes_alone = False

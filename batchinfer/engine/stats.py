@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchinfer.engine.block_pool import BlockPool
-from batchinfer.engine.scheduler import Schedule, Scheduler
+from batchinfer.engine.schedule import Schedule
+from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.table import Rows, SequenceTable
 
 
@@ -24,6 +25,7 @@ class StepStats:
     num_waiting: int
     """Sequences in the queue; the samples of a row that has not begun count as one."""
     num_swapped: int
+    """Sequences in the queue that have blocks on the host only."""
     num_preempted: int
     """Sequences that lost their blocks in this step."""
     prefill_tokens: int
@@ -46,8 +48,10 @@ class StepStats:
     contiguous_blocks: int
     """What reserving prompt + max_tokens for every running sequence would take."""
     cow_copies: int
-    swapped_in_blocks: int = 0
-    swapped_out_blocks: int = 0
+    swapped_in_blocks: int
+    """Blocks copied from the host."""
+    swapped_out_blocks: int
+    """Blocks copied to the host: of sequences that wait, and of prefixes that rows to come need."""
 
 
 def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> tuple[int, int, int]:
@@ -94,7 +98,7 @@ def step_stats(
         step_ms=0.0,
         num_running=len(rows),
         num_waiting=len(scheduler.waiting),
-        num_swapped=0,
+        num_swapped=scheduler.future_use.num_swapped,
         num_preempted=schedule.num_preempted,
         prefill_tokens=prefill,
         decode_tokens=decode,
@@ -109,7 +113,9 @@ def step_stats(
         kv_logical_blocks=int(table.num_blocks[rows].sum()),
         kv_tokens_logical=int(table.num_computed[rows].sum()),
         contiguous_blocks=int((-(-table.max_total[rows] // pool.block_size)).sum()),
-        cow_copies=len(schedule.copies),
+        cow_copies=len(schedule.copies.within),
+        swapped_in_blocks=len(schedule.copies.ins),
+        swapped_out_blocks=len(schedule.copies.outs),
     )
 
 

@@ -7,7 +7,7 @@ K = samples drawn (K >= R: the n samples of a row draw from one row of logits).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -66,9 +66,17 @@ class SharedPrefixes:
     shared_lens: Int32  # [S] leading tokens each in ``order`` shares with the one before it
 
 
+def _no_pairs() -> Int32:
+    return np.empty((0, 2), dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward pass computes, sequence after sequence in one packed row of tokens."""
+    """What one forward pass computes, sequence after sequence in one packed row of tokens.
+
+    Before it blocks are copied: ``swap_outs``, then ``swap_ins``, then ``block_copies``, each from
+    its beginning.
+    """
 
     token_ids: Int32  # [T]
     previous_sample: Int32  # [T] take this sample of the step before; -1 = token_ids has the value
@@ -77,10 +85,12 @@ class Step:
     context_lens: Int32  # [S] tokens of the sequence with KV after this step
     block_tables: Int32  # [S, longest table] device slots; zeros past a sequence's last block
     slot_mapping: Int64  # [T] slot * block_size + offset where each token's KV is written
-    block_copies: Int32  # [C, 2] (source slot, destination slot), done before the forward pass
+    block_copies: Int32  # [C, 2] (source slot, destination slot) on the device
     logits_indices: Int32  # [R] packed tokens whose logits are needed
     sampling: SamplingBatch
     shared_prefixes: SharedPrefixes | None = None  # None: nothing worth reading once for several
+    swap_outs: Int32 = field(default_factory=_no_pairs)  # [O, 2] (device slot, host slot)
+    swap_ins: Int32 = field(default_factory=_no_pairs)  # [I, 2] (host slot, device slot)
 
     @property
     def num_sequences(self) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from batchinfer.engine.block_copies import Pairs
 from batchinfer.engine.sampling_batch import build_sampling_batch
-from batchinfer.engine.scheduler import Schedule
+from batchinfer.engine.schedule import Schedule
 from batchinfer.engine.step import Int32, SharedPrefixes, Step
 from batchinfer.engine.table import Rows, SequenceTable
 
@@ -54,11 +55,17 @@ def build_step(
         context_lens=context_lens,
         block_tables=table.block_table[rows, :longest],
         slot_mapping=slots.astype(np.int64) * size + positions % size,
-        block_copies=np.asarray(schedule.copies, dtype=np.int32).reshape(-1, 2),
+        block_copies=_pairs(schedule.copies.within),
         logits_indices=(starts[1:] - 1)[finishes],
         sampling=build_sampling_batch(table, sampled, copies),
         shared_prefixes=shared_prefixes,
+        swap_outs=_pairs(schedule.copies.outs),
+        swap_ins=_pairs(schedule.copies.ins),
     )
+
+
+def _pairs(pairs: Pairs) -> Int32:
+    return np.asarray(pairs, dtype=np.int32).reshape(-1, 2)
 
 
 def _previous_sample(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:

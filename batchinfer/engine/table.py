@@ -14,6 +14,7 @@ import numpy.typing as npt
 from batchinfer.engine.prefix_index import Block
 from batchinfer.engine.sequence import Sequence
 
+Int = npt.NDArray[np.integer]
 Rows = npt.NDArray[np.intp]
 
 

@@ -68,6 +68,7 @@ def measures(
             **_pool(steps, block_size),
             "prefix_hit_rate": cached / prompt if prompt else 0.0,
             "preemptions": requests["preemptions"],
+            "swap_preemptions": requests["swap_preemptions"],
             "swapped_blocks": requests["swapped_blocks"],
         },
     }

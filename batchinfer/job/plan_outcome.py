@@ -64,6 +64,9 @@ class Outcome:
                 round((prompt - cached) * scale),
             ),
             "preemptions": round(kv["preemptions"] * of_steps),
+            "num_host_blocks": self.built.num_host_blocks,
+            "swap_preemptions": round(kv["swap_preemptions"] * of_steps),
+            "swapped_blocks": round(kv["swapped_blocks"] * of_steps),
             "steps": round(simulation.steps * of_steps),
             "time_s": self.built.runner.seconds * of_steps,
             "bound_s": self.built.runner.bound_s * of_steps,
@@ -102,15 +105,18 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
     ends = plan["expect_output_tokens"]
     answers = "at most" if ends is None else f"if answers end at {ends:,},"
     pool_gib = plan["num_blocks"] * plan["bytes_per_block"] / 2**30
+    swap_gib = plan["num_host_blocks"] * plan["bytes_per_block"] / 2**30
     weights_gib = plan["model"]["weight_bytes"] / 2**30
     lines = [
         f"rows     {rows:,}, of which {sum(errors.values()):,} would fail",
         f"tokens   {plan['prompt_tokens']:,} in prompts, {plan['prompt_computed']:,} of them to "
         f"compute; {answers} {plan['output_tokens']:,} out",
-        f"device   {plan['device']}: weights {weights_gib:,.2f} GiB, pool {pool_gib:,.2f} GiB",
+        f"device   {plan['device']}: weights {weights_gib:,.2f} GiB, pool {pool_gib:,.2f} GiB; "
+        f"on the host, swap space of at most {swap_gib:,.2f} GiB",
         f"pool     {plan['num_blocks']:,} blocks of {plan['block_size']} tokens, "
         f"{plan['peak_used_blocks']:,} used at most; "
-        f"{plan['rows_in_flight']:,} rows in flight, {plan['preemptions']:,} preemptions",
+        f"{plan['rows_in_flight']:,} rows in flight, {plan['preemptions']:,} preemptions, "
+        f"{plan['swapped_blocks']:,} blocks back from the host",
         f"waste    {plan['mean_waste']:.1%} of the used blocks "
         f"(reserving the longest answers would waste {plan['contiguous_waste']:.1%})",
         f"sharing  saves {plan['sharing_saving']:.1%} of the blocks; "

@@ -39,6 +39,7 @@ def forward(
         Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype.
     """
     tensors = to_device(_device_arrays(step), cache.pool.device)
+    cache.host.copy(step.swap_outs, step.swap_ins)
     if len(step.block_copies):
         cache.copy_blocks(tensors["block_copies"])
     token_ids = _input_ids(step, tensors, sampled_before)

@@ -11,6 +11,7 @@ from batchinfer.engine.layout import KVLayout
 from batchinfer.errors import DeviceError
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import native
+from batchinfer.worker.host_blocks import HostBlocks
 from batchinfer.worker.row_ops import HeadNorms, rotary_write
 
 _ALIGNMENT = 64  # bytes of a cache line
@@ -27,12 +28,17 @@ class KVCache:
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: torch.device, dtype: torch.dtype
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_host_blocks: int = 0,
     ) -> None:
         """Make an uninitialised pool; past its first part, memory is touched as it is written.
 
         Raises:
-            DeviceError: when the pool does not fit the device.
+            DeviceError: when the pool does not fit the device, or the blocks on the host that.
         """
         self.layout = layout
         self.num_blocks = num_blocks
@@ -41,6 +47,7 @@ class KVCache:
         """Elements that divide both a key and a value."""
         self.pool = _allocate(num_blocks + 1, layout.elements_per_block, device, dtype)
         self.pool[self.null_slot].zero_()
+        self.host = HostBlocks(self.pool, num_host_blocks)
         per_head = layout.block_size * layout.key_width
         self._value_offset = layout.num_kv_heads * per_head
         self._layer_elements = layout.elements_per_block // layout.num_layers

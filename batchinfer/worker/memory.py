@@ -18,6 +18,7 @@ from batchinfer.worker.graph_memory import graph_bytes
 from batchinfer.worker.sampler import workspace_bytes
 
 _CPU_SHARE_OF_FREE = 0.25
+_DEFAULT_SWAP_SPACE = EngineConfig.swap_space
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -29,6 +30,8 @@ class DeviceMemory:
     """``cpu`` or ``cuda``."""
     free: int
     total: int
+    host_free: int | None
+    """Bytes of the host, which are the device's if that is a CPU; None: nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,9 @@ class MemoryPlan:
     """Estimate for graphs of decode steps; CUDA only."""
     available_bytes: int
     """What the device had for all of these."""
+    num_host_blocks: int
+    host_bytes: int
+    """Of the host, for blocks that were given up; on a CPU touched as it is used."""
 
     def lines(self) -> list[str]:
         """A table for the log."""
@@ -56,6 +62,7 @@ class MemoryPlan:
             ("logits (at most)", self.logits_bytes),
             ("graphs (at most)", self.graph_bytes),
             ("available", self.available_bytes),
+            (f"swap space ({self.num_host_blocks} blocks, at most)", self.host_bytes),
         )
         width = max(len(name) for name, _ in rows)
         return [f"{name:<{width}}  {size / 2**20:>12,.1f} MiB" for name, size in rows]
@@ -72,10 +79,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """``fit_memory`` to a device at hand. Call it when the weights are loaded."""
     if device.type == "cuda":
-        memory = DeviceMemory("cuda", *torch.cuda.mem_get_info(device))
+        memory = DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free_host_bytes())
     else:
         free = free_host_bytes()
-        memory = DeviceMemory("cpu", free, free + weight_bytes)
+        memory = DeviceMemory("cpu", free, free + weight_bytes, free)
     return fit_memory(
         engine, layout, config, memory, weight_bytes=weight_bytes, max_model_len=max_model_len
     )
@@ -130,7 +137,35 @@ def fit_memory(
             f"{weight_bytes / 2**20:,.1f} MiB",
             hint=_hint(engine, key),
         )
-    return MemoryPlan(num_blocks, weight_bytes, pool_bytes, activations, logits, graphs, total)
+    host_blocks = _host_blocks(engine, layout, memory, pool_bytes)
+    return MemoryPlan(
+        num_blocks,
+        weight_bytes,
+        pool_bytes,
+        activations,
+        logits,
+        graphs,
+        total,
+        host_blocks,
+        host_blocks * layout.bytes_per_block,
+    )
+
+
+def _host_blocks(
+    engine: EngineConfig, layout: KVLayout, memory: DeviceMemory, pool_bytes: int
+) -> int:
+    """Blocks that ``swap_space`` holds: the default as far as the host has it."""
+    wanted = engine.swap_bytes
+    if memory.host_free is not None:
+        free = memory.host_free - (pool_bytes if memory.kind == "cpu" else 0)
+        if engine.swap_space == _DEFAULT_SWAP_SPACE:
+            wanted = min(wanted, int(free * _CPU_SHARE_OF_FREE))
+        if wanted > free:
+            raise DeviceError(
+                f"engine.swap_space is {engine.swap_space}; the host has {_size(free)} left",
+                hint="lower engine.swap_space; 0 does without",
+            )
+    return wanted // layout.bytes_per_block
 
 
 def free_host_bytes() -> int:

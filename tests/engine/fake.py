@@ -17,6 +17,7 @@ from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import Step, StepResult
 from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.victims import Preemption, Victims
 
 NextToken = Callable[[bytes, int, int, int], int]
 """(context tokens as bytes, random stream, sample index, position) -> token id"""
@@ -45,8 +46,15 @@ def candidates(context: bytes) -> list[tuple[int, np.float32]]:
 class FakeRunner:
     """Stores each token in its slot; reads whole contexts back through the block tables."""
 
-    def __init__(self, num_blocks: int, block_size: int, next_token: NextToken = hashed) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        next_token: NextToken = hashed,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.block_size = block_size
+        self.host = np.full((num_host_blocks, 2, block_size), EMPTY, dtype=np.int32)
         self.kv = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
         self.kv_positions = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
         self.next_token = next_token
@@ -66,6 +74,12 @@ class FakeRunner:
 
     def run(self, step: Step) -> StepResult:
         self.steps.append(step)
+        for slot, host_slot in step.swap_outs:
+            self.host[host_slot] = self.kv[slot], self.kv_positions[slot]
+        for host_slot, slot in step.swap_ins:
+            self.kv[slot], self.kv_positions[slot] = self.host[host_slot]
+        copied = step.block_copies.ravel().tolist()
+        assert not set(copied[::2]) & set(copied[1::2]), "a block is copied from and to"
         for source, destination in step.block_copies:
             self.kv[destination] = self.kv[source]
             self.kv_positions[destination] = self.kv_positions[source]
@@ -148,12 +162,17 @@ def make_engine(
     caching: bool = True,
     next_token: NextToken = hashed,
     runs_ahead: bool = False,
+    host_blocks: int = 0,
+    preemption: Preemption = "recompute",
 ) -> tuple[Engine, FakeRunner]:
     """An engine over a ``FakeRunner``."""
-    pool = BlockPool(num_blocks, block_size, enable_prefix_caching=caching)
+    pool = BlockPool(
+        num_blocks, block_size, enable_prefix_caching=caching, num_host_blocks=host_blocks
+    )
     table = SequenceTable(max_num_seqs, max_model_len, block_size)
-    runner = FakeRunner(num_blocks, block_size, next_token)
-    return Engine(Scheduler(pool, table, max_tokens), runner, runs_ahead=runs_ahead), runner
+    runner = FakeRunner(num_blocks, block_size, next_token, host_blocks)
+    scheduler = Scheduler(pool, table, max_tokens, Victims(preemption, block_copy_s=1e-6))
+    return Engine(scheduler, runner, runs_ahead=runs_ahead), runner
 
 
 def run_all(

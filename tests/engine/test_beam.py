@@ -126,6 +126,14 @@ def test_a_small_pool_preempts_and_finds_the_same(make_engine: MakeEngine) -> No
         assert_found(completion)
 
 
+def test_beams_that_fill_the_pool_to_the_last_block_run(make_engine: MakeEngine) -> None:
+    """Three beams share the prompt's block; one of them writes to it, the others copy it."""
+    engine, _ = make_engine(num_blocks=3, block_size=16)
+    completions, steps = run_all(engine, [beams(0, [1], 3, max_tokens=9)], most_steps=20)
+    assert_found(completions[0])
+    assert sum(step.num_preempted for step in steps) == 0
+
+
 def test_beams_take_half_the_blocks_of_separate_sequences(make_engine: MakeEngine) -> None:
     request = beams(0, list(range(1, 257)), 4, max_tokens=64, ignore_eos=True)
     engine, _ = make_engine(num_blocks=100, block_size=16, max_tokens=512)

@@ -2,29 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.future_use import FutureUse
+from batchinfer.engine.hit import Hit, take
 from batchinfer.engine.prefix_index import Block, common_tokens, token_key
+from batchinfer.engine.sequence import RequestState, Sequence
+from tests.engine.fake import make_request
 
 SIZE = 4
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Tables grow, share, copy and go at random; every block stays accounted for."""
+    """Tables grow, share, copy, wait, come back and go at random; every block stays accounted for,
+    and what a table's blocks hold is what was put there, on the device or brought back to it."""
 
-    @initialize(num_blocks=st.integers(1, 24), caching=st.booleans())
-    def start(self, num_blocks: int, caching: bool) -> None:
-        self.pool = BlockPool(num_blocks, SIZE, enable_prefix_caching=caching)
+    @initialize(
+        num_blocks=st.integers(1, 16), num_host_blocks=st.integers(0, 12), caching=st.booleans()
+    )
+    def start(self, num_blocks: int, num_host_blocks: int, caching: bool) -> None:
+        self.pool = BlockPool(
+            num_blocks, SIZE, enable_prefix_caching=caching, num_host_blocks=num_host_blocks
+        )
+        self.future_use = FutureUse(self.pool)
         self.tables: list[list[Block]] = []
+        self.waiting: list[Sequence] = []
+        self.arrivals = self.steps = 0
+        self.device: dict[int, object] = {}
+        self.host: dict[int, object] = {}
+        self.holds: dict[Block, object] = {}
 
-    @rule(count=st.integers(0, 24))
+    def allocate(self) -> Block:
+        """A block that the step writes something to which no other holds."""
+        block = self.pool.allocate()
+        self.holds[block] = object()
+        return block
+
+    def step(self, writes: Iterable[Block] = ()) -> None:
+        """Copy and write as a worker does."""
+        copies = self.pool.take_copies()
+        for slot, host_slot in copies.outs:
+            self.host[host_slot] = self.device[slot]
+        for host_slot, slot in copies.ins:
+            self.device[slot] = self.host[host_slot]
+        for block in writes:
+            self.device[block.slot] = self.holds[block]
+        self.pool.settle()
+        self.steps += 1
+        if self.steps > 2:
+            self.pool.confirm()
+
+    def sequence(self, shared_later: int) -> Sequence:
+        request = replace(make_request(0, [1] * 64, max_tokens=1), shared_later=shared_later)
+        self.arrivals += 1
+        return Sequence(RequestState(request, 0.0, self.arrivals), 0)
+
+    @rule(count=st.integers(0, 16))
     def grant(self, count: int) -> None:
         """k blocks are granted whenever k are available, however scattered."""
         if count <= self.pool.num_available:
-            self.tables.append([self.pool.allocate() for _ in range(count)])
+            table = [self.allocate() for _ in range(count)]
+            self.step(table)
+            self.tables.append(table)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -39,34 +84,68 @@ class PoolMachine(RuleBasedStateMachine):
     def write_to_last_block(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from([table for table in self.tables if table]))
         if table[-1].ref_count > 1:
-            shared, table[-1] = table[-1], self.pool.allocate()
+            shared, table[-1] = table[-1], self.allocate()
             self.pool.release([shared])
+            self.step(table[-1:])
         assert table[-1].ref_count == 1
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
     def index(self, data: st.DataObject, tokens: list[int]) -> None:
         """Index a table's blocks as if they held ``tokens``; few distinct tokens, many clashes."""
-        table = data.draw(st.sampled_from(self.tables))
-        parent = self.pool.entry_below([])
+        self.enter(data.draw(st.sampled_from(self.tables)), tokens)
+
+    def enter(self, table: list[Block], tokens: list[int]) -> list[Block]:
+        parent, entries = self.pool.entry_below([]), []
         for at, block in enumerate(table[: -(-len(tokens) // SIZE)]):
             if parent is not None and not block.indexed:
                 key = token_key(tokens[at * SIZE : (at + 1) * SIZE])
                 parent = self.pool.enter(parent, block, key) if len(key) == 4 * SIZE else None
-        self.pool.settle()
+                entries += [] if parent is None else [parent]
+        self.step()
+        return entries
 
-    @rule(tokens=st.lists(st.integers(0, 1), max_size=12))
-    def reuse(self, tokens: list[int]) -> None:
-        match = self.pool.match(token_key(tokens))
-        for block in match.blocks:
-            self.pool.acquire(block)
-        self.tables.append(match.blocks)
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=12), fails=st.booleans())
+    def come_back(self, tokens: list[int], fails: bool) -> None:
+        """Start with what is found, wherever it is."""
+        blocks = self.pool.match(token_key(tokens)).blocks
+        hit = Hit(blocks, None, len(blocks) * SIZE)
+        if hit.num_idle > self.pool.num_available:
+            return
+        absent = sum(block.slot < 0 for block in blocks)
+        taken = take(self.pool, hit)
+        assert taken.num_swapped == absent
+        assert len(self.pool.copies.ins) == absent
+        self.tables.append(taken.blocks)
+        if fails:
+            self.abort_all()
+        else:
+            self.step()
+
+    @precondition(lambda self: any(self.tables))
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=4, max_size=12))
+    def preempt(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Enter a table's blocks and let its sequence wait for them."""
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        entries = self.enter(table, tokens)
+        waiting = self.sequence(0)
+        self.future_use.expect(waiting, entries)
+        self.waiting.append(waiting)
+        self.pool.release(table)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def stop_waiting(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.waiting) - 1))
+        self.future_use.forget(self.waiting.pop(at))
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        at = data.draw(st.integers(0, len(self.tables) - 1))
-        self.pool.release(self.tables.pop(at))
+    @rule(data=st.data(), shared_later=st.integers(0, 12))
+    def finish(self, data: st.DataObject, shared_later: int) -> None:
+        sequence = self.sequence(shared_later)
+        sequence.blocks = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.future_use.note_use(sequence)
+        self.pool.release(sequence.blocks)
 
     @precondition(lambda self: any(self.tables))
     @rule(data=st.data())
@@ -75,15 +154,36 @@ class PoolMachine(RuleBasedStateMachine):
         if block.indexed:
             self.pool.forget(block)
 
+    @rule()
+    def abort_all(self) -> None:
+        self.pool.revoke()
+        self.steps = 0
+        for table in self.tables:
+            self.pool.release(table)
+        self.tables.clear()
+        self.waiting.clear()
+        self.future_use.forget_all()
+
     @invariant()
     def accounted_for(self) -> None:
         if hasattr(self, "pool"):
             self.pool.check_invariants(self.tables)
+            self.future_use.check_invariants()
+
+    @invariant()
+    def nothing_is_mistaken(self) -> None:
+        """A block holds what was written to it, wherever it is."""
+        if hasattr(self, "pool"):
+            for block in {*self.pool.index.blocks(), *(b for t in self.tables for b in t)}:
+                if block.slot >= 0:
+                    assert self.device[block.slot] is self.holds[block]
+                if block.host_slot >= 0:
+                    assert self.host[block.host_slot] is self.holds[block]
 
     def teardown(self) -> None:
-        for table in getattr(self, "tables", ()):
-            self.pool.release(table)
         if hasattr(self, "pool"):
+            self.abort_all()
+            self.pool.check_invariants([])
             assert self.pool.num_used == 0
 
 

@@ -82,8 +82,19 @@ errors: {max_error_rate: 0.5}
 
 
 @pytest.mark.parametrize("size", ["4", "4.0", "'4'", "4GiB", "4096MiB"])
-def test_sizes_are_compared_as_sizes(tmp_path: Path, size: str) -> None:
-    load(tmp_path, MINIMAL + f"engine: {{swap_space: {size}}}")
+def test_a_bare_number_is_gibibytes(tmp_path: Path, size: str) -> None:
+    assert load(tmp_path, MINIMAL + f"engine: {{swap_space: {size}}}").engine.swap_bytes == 2**32
+
+
+@pytest.mark.parametrize(
+    ("engine", "names"),
+    [
+        ("{preemption: swap, enable_prefix_caching: false}", "enable_prefix_caching: true"),
+        ("{preemption: swap, swap_space: 0}", "set swap_space"),
+    ],
+)
+def test_swapping_needs_a_place_and_a_way_back(tmp_path: Path, engine: str, names: str) -> None:
+    assert names in complaint(tmp_path, MINIMAL + f"engine: {engine}")
 
 
 def test_a_job_file_whose_name_is_no_text(tmp_path: Path) -> None:
@@ -240,8 +251,6 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
         (MINIMAL + "accept: {k: 1}", "accept"),
         (MINIMAL + "score: {completions_column: x}", "score"),
         (MINIMAL + "prompt: {adapter_column: a}", "prompt.adapter_column"),
-        (MINIMAL + "engine: {preemption: swap}", "engine.preemption: swap"),
-        (MINIMAL + "engine: {swap_space: 8GiB}", "engine.swap_space"),
         (MINIMAL + "engine: {kv_cache_dtype: fp8}", "engine.kv_cache_dtype: fp8"),
         (MINIMAL + "engine: {deterministic: true}", "engine.deterministic"),
         (MINIMAL.replace("some/model", "{name: m, quantization: fp8}"), "model.quantization"),

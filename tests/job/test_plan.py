@@ -243,7 +243,7 @@ def test_blocks_that_nobody_can_fill_are_not_simulated(tmp_path: Path, model: Pa
         for blocks in (500, 10_000_000)
     )
     assert large["mean_utilization"] == pytest.approx(small["mean_utilization"] / 20_000)
-    pool = {"num_blocks": 0, "mean_utilization": 0}
+    pool = {"num_blocks": 0, "mean_utilization": 0, "num_host_blocks": 0}
     assert large | pool == small | pool
 
 

@@ -35,7 +35,7 @@ STEP_COLUMNS = [
 REQUEST_COLUMNS = [
     *("row_id", "prompt_tokens", "output_tokens", "cached_tokens", "recomputed_tokens"),
     *("preemptions", "swapped_blocks", "peak_blocks", "queue_ms", "prefill_ms", "decode_ms"),
-    *("latency_ms", "distinct_tokens"),
+    *("latency_ms", "distinct_tokens", "swap_preemptions"),
 ]
 SUMMARY_KEYS = {
     "rows": ["total", "ok", "error"],
@@ -46,6 +46,7 @@ SUMMARY_KEYS = {
         *("block_size", "num_blocks", "bytes_per_block", "peak_used_blocks", "mean_utilization"),
         *("peak_utilization", "mean_waste", "contiguous_waste", "sharing_saving"),
         *("prefix_hit_rate", "cow_copies", "preemptions", "swapped_blocks"),
+        "swap_preemptions",
     ],
     "sharing": [
         *("prompt_tokens", "distinct_tokens", "planned_rate", "achieved_rate"),

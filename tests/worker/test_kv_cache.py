@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,9 @@ from batchinfer.worker.kv_cache import KVCache
 CPU = torch.device("cpu")
 
 
-def make(key_width: int = 6, value_width: int = 4, num_blocks: int = 5) -> KVCache:
+def make(
+    key_width: int = 6, value_width: int = 4, num_blocks: int = 5, num_host_blocks: int = 0
+) -> KVCache:
     layout = KVLayout(
         num_layers=3,
         num_kv_heads=2,
@@ -19,7 +22,11 @@ def make(key_width: int = 6, value_width: int = 4, num_blocks: int = 5) -> KVCac
         block_size=4,
         element_bytes=4,
     )
-    return KVCache(layout, num_blocks, CPU, torch.float32)
+    return KVCache(layout, num_blocks, CPU, torch.float32, num_host_blocks)
+
+
+def pairs(*of: tuple[int, int]) -> np.ndarray:
+    return np.array(of, np.int32).reshape(-1, 2)
 
 
 def test_views_tile_the_pool() -> None:
@@ -82,3 +89,36 @@ def test_units_find_each_head(key_width: int, value_width: int) -> None:
 def test_a_pool_that_does_not_fit_names_the_keys() -> None:
     with pytest.raises(DeviceError, match="num_kv_blocks"):
         make(num_blocks=2**52)
+
+
+def test_a_block_returns_from_the_host_as_it_left() -> None:
+    cache = make(num_host_blocks=3)
+    cache.pool.copy_(torch.randn_like(cache.pool))
+    before = cache.pool.clone()
+    cache.host.copy(pairs((0, 2), (3, 0)), pairs())
+    cache.pool[:4].fill_(torch.nan)
+    cache.host.copy(pairs(), pairs((2, 1), (0, 0)))
+    assert torch.equal(cache.pool[[1, 0]], before[[0, 3]])
+    assert cache.pool[2:4].isnan().all()
+
+
+def test_blocks_leave_before_others_come_and_the_last_to_come_stays() -> None:
+    """A slot is taken over in one step; one given away again in it is filled twice."""
+    cache = make(num_host_blocks=3)
+    cache.pool.copy_(torch.randn_like(cache.pool))
+    before = cache.pool.clone()
+    cache.host.copy(pairs((0, 0), (1, 1)), pairs((0, 2), (1, 2), (0, 1)))
+    assert torch.equal(cache.pool[[0, 1, 2]], before[[0, 0, 1]])
+
+
+def test_measuring_a_copy_leaves_the_pool_as_it_was() -> None:
+    cache = make(num_host_blocks=3)
+    cache.pool.copy_(torch.randn_like(cache.pool))
+    before = cache.pool.clone()
+    assert 0 < cache.host.measure() < 1
+    assert torch.equal(cache.pool, before)
+
+
+def test_blocks_that_do_not_fit_the_host_name_the_key() -> None:
+    with pytest.raises(DeviceError, match="swap_space"):
+        make(num_host_blocks=2**52)

@@ -115,3 +115,34 @@ def test_free_host_bytes_respects_the_control_group(
     assert memory.free_host_bytes() == 5000 - 2000 + 700 + 300, "cached files can be dropped"
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_host_bytes() > 5000
+
+
+def test_swap_space_is_at_most_a_quarter_of_what_the_pool_leaves() -> None:
+    found = plan(num_kv_blocks=4 * MIB // LAYOUT.bytes_per_block)
+    assert found.host_bytes == 15 * MIB
+    assert found.num_host_blocks == 15 * MIB // LAYOUT.bytes_per_block
+    assert "swap space (3840 blocks, at most)" in found.lines()[-1]
+
+
+def test_beside_a_gpu_the_pool_takes_nothing_of_the_host() -> None:
+    assert plan("cuda").host_bytes == 16 * MIB
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_swap_space_that_is_given_is_had_or_refused(device: str) -> None:
+    small = {"num_kv_blocks": 4, "max_num_batched_tokens": 1, "max_num_seqs": 1}
+    assert plan(device, swap_space="40MiB", **small).host_bytes == 40 * MIB
+    with pytest.raises(DeviceError, match=r"swap_space is 65MiB; the host has \d+MiB left"):
+        plan(device, swap_space="65MiB", **small)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"swap_space": 0},
+        {"preemption": "recompute"},
+        {"enable_prefix_caching": False},
+    ],
+)
+def test_without_swapping_no_host_memory_is_taken(engine: dict[str, Any]) -> None:
+    assert plan(num_kv_blocks=4, **engine).num_host_blocks == 0
