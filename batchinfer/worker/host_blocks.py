@@ -56,6 +56,8 @@ class HostBlocks:
         """Seconds that a block takes one way: the mean of both, the way out to untouched memory."""
         most = min(len(self._blocks), len(self._pool) - 1)
         count = min(most, max(1, _MEASURED_BYTES // self._pool[0].nbytes))
+        if count == 0:
+            return 0.0
         pairs = np.repeat(np.arange(count, dtype=np.int32)[:, None], 2, axis=1)
         self._timed(pairs[:1], pairs[:1])
         return self._timed(pairs, pairs) / (2 * count)

@@ -165,6 +165,10 @@ def _host_blocks(
                 f"engine.swap_space is {engine.swap_space}; the host has {_size(free)} left",
                 hint="lower engine.swap_space; 0 does without",
             )
+    if engine.preemption == "swap" and wanted < layout.bytes_per_block:
+        raise DeviceError(
+            f"engine.swap_space holds no block; give at least {_size(layout.bytes_per_block)}"
+        )
     return wanted // layout.bytes_per_block
 
 

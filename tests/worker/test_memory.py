@@ -146,3 +146,8 @@ def test_a_swap_space_that_is_given_is_had_or_refused(device: str) -> None:
 )
 def test_without_swapping_no_host_memory_is_taken(engine: dict[str, Any]) -> None:
     assert plan(num_kv_blocks=4, **engine).num_host_blocks == 0
+
+
+def test_a_swap_space_that_holds_no_block_is_refused() -> None:
+    with pytest.raises(DeviceError, match="give at least 4KiB"):
+        plan(preemption="swap", swap_space="1KiB", num_kv_blocks=4)

@@ -1,0 +1,121 @@
+"""In a pool of a fiftieth of the need rows get the same, whatever becomes of blocks given up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.stats import StepStats
+from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.victims import Preemption, Victims
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.loader import LoadedModel, load_model
+from batchinfer.worker.runner import ModelRunner
+from batchinfer.worker.sampler import Sampler
+from tests.models import VOCAB_SIZE, make_checkpoint
+
+CPU = torch.device("cpu")
+WIDE = {"hidden_size": 64, "intermediate_size": 128}
+SMALL_POOL, LARGE_POOL = 15, 4096
+PREFIX, BLOCK_SIZE = 18, 4
+
+
+def requests() -> list[Request]:
+    """Rows with 1 or 3 samples and searches, a third of them under a common prefix.
+
+    A token that no model has could end them, so the engine does not know how long they get.
+    """
+    rng = np.random.default_rng(5)
+    params = [
+        SamplingParams(max_tokens=12, temperature=1.0, stop_token_ids=[VOCAB_SIZE]),
+        SamplingParams(max_tokens=12, temperature=1.0, n=3, stop_token_ids=[VOCAB_SIZE]),
+        SamplingParams(max_tokens=12, beam_width=2, n=2, stop_token_ids=[VOCAB_SIZE]),
+    ]
+    prefix, rows = rng.integers(25, VOCAB_SIZE, PREFIX), []
+    for row in range(108):
+        own = rng.integers(25, VOCAB_SIZE, rng.integers(1, 16))
+        prompt = np.concatenate([prefix, own]) if row % 2 else own
+        request = Request(row, prompt.astype(np.int32), params[row % 3], (1, row))
+        rows.append(replace(request, shared_later=PREFIX if row % 2 and row < 107 else 0))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder: Path = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), **WIDE)
+    return load_model(str(folder), device=CPU)
+
+
+def run(
+    loaded: LoadedModel, num_blocks: int, preemption: Preemption, num_host_blocks: int
+) -> tuple[dict[int, Completion], list[StepStats]]:
+    """Run all rows; the forecast takes them to be short."""
+    cache = KVCache(loaded.layout(BLOCK_SIZE), num_blocks, CPU, torch.float32, num_host_blocks)
+    cache.pool[:-1].fill_(torch.nan)  # whatever was there before must not be seen
+    pool = BlockPool(
+        num_blocks, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=num_host_blocks
+    )
+    table = SequenceTable(256, loaded.max_model_len, BLOCK_SIZE)
+    scheduler = Scheduler(pool, table, 512, Victims(preemption, cache.host.measure()))
+    scheduler.packing.lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
+    engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))
+    for request in requests():
+        engine.add_request(request)
+    completions, steps = {}, []
+    while engine.num_unfinished:
+        outcome = engine.step()
+        scheduler.check_invariants()
+        completions |= {done.request.row_id: done for done in outcome.completions}
+        steps += [outcome.stats] if outcome.stats else []
+    assert pool.num_used == 0
+    return completions, steps
+
+
+def answers(completions: dict[int, Completion]) -> dict[int, list[tuple[list[int], float]]]:
+    assert not any(done.error_code for done in completions.values())
+    return {
+        row: [(output.token_ids.tolist(), output.cumulative_logprob) for output in done.outputs]
+        for row, done in completions.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def in_a_large_pool(llama: LoadedModel) -> dict[int, list[tuple[list[int], float]]]:
+    completions, steps = run(llama, LARGE_POOL, "recompute", 0)
+    assert sum(step.num_preempted for step in steps) == 0
+    assert max(step.kv_blocks_used for step in steps) * 0.02 > SMALL_POOL
+    return answers(completions)
+
+
+@pytest.mark.parametrize(
+    ("preemption", "num_host_blocks"),
+    [("recompute", 0), ("swap", 2000), ("swap", 3), ("auto", 2000), ("auto", 20)],
+)
+def test_rows_get_what_they_get_in_a_large_pool(
+    llama: LoadedModel,
+    in_a_large_pool: dict[int, list[tuple[list[int], float]]],
+    preemption: Preemption,
+    num_host_blocks: int,
+) -> None:
+    completions, steps = run(llama, SMALL_POOL, preemption, num_host_blocks)
+    found = answers(completions)
+    assert {row: [tokens for tokens, _ in outputs] for row, outputs in found.items()} == {
+        row: [tokens for tokens, _ in outputs] for row, outputs in in_a_large_pool.items()
+    }
+    for row, outputs in found.items():
+        for (_, logprob), (_, expected) in zip(outputs, in_a_large_pool[row], strict=True):
+            assert logprob == pytest.approx(expected, abs=1e-4)
+    assert sum(step.num_preempted for step in steps) > 10
+    assert (sum(step.swapped_in_blocks for step in steps) > 0) == (num_host_blocks > 0)
+    if preemption == "swap" and num_host_blocks > 100:
+        beams = sum(done.stats.preemptions for row, done in completions.items() if row % 3 == 2)
+        assert sum(step.recomputed_tokens for step in steps) <= BLOCK_SIZE * beams
