@@ -6,13 +6,13 @@ https://arxiv.org/abs/2309.06180).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 from batchinfer.engine.block_copies import BlockCopies
 from batchinfer.engine.eviction import EvictionOrder
 from batchinfer.engine.host_pool import HostPool
 from batchinfer.engine.prefix_index import Block, PrefixIndex, PrefixMatch
+from batchinfer.engine.unconfirmed import Unconfirmed
 
 
 class BlockPool:
@@ -48,14 +48,7 @@ class BlockPool:
         self.host = HostPool(num_host_blocks)
         self.copies = BlockCopies()
         """What the step being built copies."""
-        self._came_back: list[Block] = []
-        """Blocks that it brings back from the host."""
-        self._moved: set[Block] = set()
-        """Indexed blocks that it moves, either way."""
-        self._in_flight: set[Block] = set()
-        """Indexed blocks that the step being built fills."""
-        self._unconfirmed: deque[set[Block]] = deque()
-        """Indexed blocks that each submitted step fills or moves, oldest step first."""
+        self._unconfirmed = Unconfirmed()
 
     @property
     def num_free(self) -> int:
@@ -102,8 +95,8 @@ class BlockPool:
         assert block.ref_count > 0
         block.slot = self._take_slot()
         self.copies.ins.append((block.host_slot, block.slot))
-        self._came_back.append(block)
-        self._moved.add(block)
+        self.host.read(block)
+        self._unconfirmed.moved.add(block)
 
     def copy(self, source: Block, destination: Block) -> None:
         """Let the next step copy a referenced block, from wherever it is, to one just allocated."""
@@ -156,7 +149,7 @@ class BlockPool:
             return block
         entry = self.index.insert(parent, block, key)
         if entry is block:
-            self._in_flight.add(block)
+            self._unconfirmed.filled.add(block)
         return entry
 
     def entry_below(self, blocks: list[Block]) -> Block | None:
@@ -167,36 +160,28 @@ class BlockPool:
 
     def settle_block(self, block: Block) -> None:
         """What an entered block holds is there already."""
-        if block in self._in_flight:
-            self._in_flight.remove(block)
+        if block in self._unconfirmed.filled:
             self.index.settle(block)
-            if self._unconfirmed:
-                self._unconfirmed[-1].add(block)
+            self._unconfirmed.settle_block(block)
 
     def settle(self) -> None:
         """The step was submitted: what it fills is there for every step after it."""
-        for block in self._in_flight:
+        for block in self._unconfirmed.filled:
             if block.indexed:
                 self.index.settle(block)
-        for block in self._came_back:
-            self.host.keep_copy(block)
-        self._unconfirmed.append(self._in_flight | self._moved)
-        self._in_flight, self._moved, self._came_back = set(), set(), []
+        self._unconfirmed.submit()
+        self.host.settle()
 
     def confirm(self) -> None:
-        """The oldest submitted step ran: what it filled stays."""
-        self._unconfirmed.popleft()
+        """The oldest submitted step ran: what it filled or moved stays."""
+        self._unconfirmed.confirm()
 
     def revoke(self) -> None:
         """A step failed: what it and those after it were to fill or move must not be found."""
-        for blocks in (*self._unconfirmed, self._in_flight, self._moved):
-            for block in blocks:
-                if block.indexed:
-                    self.forget(block)
-        self._unconfirmed.clear()
-        self._in_flight.clear()
-        self._moved.clear()
-        self._came_back.clear()
+        for block in self._unconfirmed.take_all():
+            if block.indexed:
+                self.forget(block)
+        self.host.settle()
         self.copies = BlockCopies()
 
     def forget(self, block: Block) -> None:
@@ -243,7 +228,7 @@ class BlockPool:
             return
         block.host_slot = slot
         self.copies.outs.append((block.slot, slot))
-        self._moved.add(block)
+        self._unconfirmed.moved.add(block)
 
     def check_invariants(self, tables: Iterable[list[Block]]) -> None:
         """Assert that counts, slots and index agree with ``tables``, all block tables alive."""
@@ -264,4 +249,4 @@ class BlockPool:
         assert all(block.indexed or block.host_slot < 0 for block in counts)
         self._cached.check_invariants()
         self.host.check_invariants(indexed)
-        self.index.check_invariants(self._in_flight)
+        self.index.check_invariants(self._unconfirmed.filled)

@@ -27,8 +27,9 @@ class HostPool:
         self._alone = EvictionOrder()
         """Unreferenced blocks without a device slot."""
         self._copies: OrderedDict[Block, None] = OrderedDict()
-        """Blocks with a device slot too, but for those that come back in the step being built:
-        their host slots are still to be read."""
+        """Blocks with a device slot too."""
+        self._read: list[Block] = []
+        """Blocks that come back in the step being built, which reads their host slots."""
 
     @property
     def num_used(self) -> int:
@@ -66,10 +67,17 @@ class HostPool:
         self._alone.discard(block)
         self.changes += 1
 
-    def keep_copy(self, block: Block) -> None:
-        """A block that is on the device has come from its host slot, which it may keep."""
-        if block.slot >= 0 and block.host_slot >= 0:
-            self._copies[block] = None
+    def read(self, block: Block) -> None:
+        """The step being built brings a block back; its slot stays as it is until then."""
+        self._read.append(block)
+        self.changes += 1
+
+    def settle(self) -> None:
+        """The step was submitted; blocks that came back keep their slots while there is room."""
+        for block in self._read:
+            if block.slot >= 0 and block.host_slot >= 0:
+                self._copies[block] = None
+        self._read.clear()
 
     def refile(self, block: Block) -> None:
         """Whether a block is wanted may have changed."""
