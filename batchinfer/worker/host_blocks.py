@@ -10,7 +10,8 @@ import torch
 from batchinfer.engine.step import Int32
 from batchinfer.errors import DeviceError
 
-_MEASURED_BYTES = 16 * 2**20
+_MEASURED_BYTES = 4 * 2**20
+"""Touched of the host's memory before a block is swapped."""
 
 
 class HostBlocks:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -55,6 +57,35 @@ def test_samples_end_where_they_are_told_to() -> None:
     assert sum(step.step_ms for step in steps) == pytest.approx(runner.seconds * 1e3)
     assert 0 < runner.bound_s < runner.seconds
     assert runner.samples_drawn == 19
+
+
+@pytest.mark.parametrize(
+    ("preemption", "host_bandwidth", "swaps"),
+    [("swap", 1e9, True), ("auto", 1e12, True), ("auto", 1e3, False), ("recompute", 1e12, False)],
+)
+def test_copies_take_their_time_and_auto_looks_at_it(
+    preemption: Literal["auto", "recompute", "swap"], host_bandwidth: float, swaps: bool
+) -> None:
+    """Rows that may end early do not, so that a pool for two of them is short."""
+    device = replace(DEVICES["h200"], host_bandwidth=host_bandwidth)
+    engine, runner = make_dry_engine(
+        EngineConfig(max_num_seqs=8, block_size=4, preemption=preemption),
+        qwen3_8b(),
+        device,
+        num_blocks=24,
+        max_model_len=256,
+        num_host_blocks=100,
+        end_after=40,
+    )
+    one = make_request(0, list(range(8)), max_tokens=40)
+    rows = [replace(one, row_id=row, eos_token_ids=frozenset([END_TOKEN])) for row in range(6)]
+    engine.scheduler.packing.lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
+    _, steps = run_all(engine, rows)
+    assert sum(step.num_preempted for step in steps) > 0
+    copies = sum(step.swapped_in_blocks + step.swapped_out_blocks for step in steps)
+    assert (copies > 0) == swaps
+    block_bytes = 4 * qwen3_8b().kv_bytes
+    assert runner.seconds > copies * block_bytes / host_bandwidth
 
 
 def test_a_published_workload_takes_what_it_should() -> None:

@@ -35,7 +35,7 @@ STEP_COLUMNS = [
 REQUEST_COLUMNS = [
     *("row_id", "prompt_tokens", "output_tokens", "cached_tokens", "recomputed_tokens"),
     *("preemptions", "swapped_blocks", "peak_blocks", "queue_ms", "prefill_ms", "decode_ms"),
-    *("latency_ms", "distinct_tokens", "swap_preemptions"),
+    *("latency_ms", "swap_preemptions", "distinct_tokens"),
 ]
 SUMMARY_KEYS = {
     "rows": ["total", "ok", "error"],
