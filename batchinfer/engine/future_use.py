@@ -55,6 +55,7 @@ class FutureUse:
             and self._waiting.get(sequence, [None])[-1] is block
             and block.ref_count == 0
             and block.slot >= 0
+            and block.children is None
             and block.waiters == 1
             and not block.used_later
         )

@@ -31,7 +31,7 @@ class HostBlocks:
     def __init__(self, pool: torch.Tensor, num_blocks: int) -> None:
         self._pool = pool
         self._stream: torch.cuda.Stream | None = None
-        if pool.is_cuda:
+        if pool.is_cuda and num_blocks > 0:
             self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._blocks = _allocate(pool, num_blocks)  # [host slot, elements of a block]
 

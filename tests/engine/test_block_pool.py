@@ -306,3 +306,91 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
 )
 def test_common_tokens(left: list[int], right: list[int], count: int) -> None:
     assert common_tokens(token_key(left), token_key(right)) == count
+
+
+def small_pool(num_blocks: int, num_host_blocks: int) -> tuple[BlockPool, FutureUse]:
+    pool = BlockPool(num_blocks, SIZE, enable_prefix_caching=True, num_host_blocks=num_host_blocks)
+    return pool, FutureUse(pool)
+
+
+def waiting_for(future_use: FutureUse, blocks: list[Block]) -> Sequence:
+    sequence = Sequence(RequestState(make_request(0, [1] * 8, max_tokens=1), 0.0, 0), 0)
+    future_use.expect(sequence, blocks)
+    return sequence
+
+
+def evict_all(pool: BlockPool) -> None:
+    """Take every block for something else."""
+    pool.release([pool.allocate() for _ in range(pool.num_available)])
+
+
+def test_a_host_slot_that_a_step_reads_is_not_filled_by_it() -> None:
+    """Copies to the host come first, so it would be read as something else."""
+    pool, future_use = small_pool(2, 2)
+    first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    waiting_for(future_use, first)
+    evict_all(pool)
+    assert len(pool.take_copies().outs) == 2
+    pool.settle()
+    waiting_for(future_use, indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4]))
+    take(pool, Hit(first, None, 8))
+    copies = pool.take_copies()
+    assert (copies.outs, len(copies.ins)) == ([], 2)
+    pool.check_invariants([first])
+
+
+def test_a_spare_copy_is_given_up_before_anything_is_lost() -> None:
+    pool, future_use = small_pool(4, 2)
+    first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    waiting_for(future_use, first)
+    evict_all(pool)
+    pool.settle()
+    take(pool, Hit(first, None, 8))
+    pool.settle()
+    second = indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4])
+    waiting_for(future_use, second)
+    evict_all(pool)
+    assert [block.host_slot >= 0 for block in first + second] == [False, False, True, True]
+    assert all(block.indexed for block in first + second)
+    pool.check_invariants([first])
+
+
+def test_making_room_on_the_host_may_drop_the_block_that_was_to_go_there() -> None:
+    """The prefix went first, as it was wanted before what continues it."""
+    pool, future_use = small_pool(2, 1)
+    prefix, rest = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    waiting_for(future_use, [prefix])
+    future_use.forget(waiting_for(future_use, [rest]))
+    waiting_for(future_use, [rest])
+    evict_all(pool)
+    assert not prefix.indexed
+    assert not rest.indexed
+    assert pool.host.num_used == 0
+    pool.check_invariants([])
+
+
+def test_a_full_host_drops_what_nobody_wants_then_the_least_recently_used() -> None:
+    pool, future_use = small_pool(1, 2)
+    tables = []
+    for token in range(4):
+        tables += indexed(pool, [token] * SIZE)
+        waiting = waiting_for(future_use, tables[-1:])
+        evict_all(pool)
+        if token == 1:
+            future_use.forget(waiting)
+    assert [block.indexed for block in tables] == [False, False, True, True]
+    assert [block.slot for block in tables[2:]] == [-1, -1]
+
+
+def test_the_row_that_arrived_last_says_whether_a_block_is_used_later() -> None:
+    """Whichever finishes last."""
+    pool, future_use = small_pool(4, 0)
+    table = [pool.allocate(), pool.allocate()]
+    verdicts = []
+    for arrival, shared_later in ((1, 5), (3, 4), (2, 8)):
+        request = replace(make_request(0, [1] * 8, max_tokens=1), shared_later=shared_later)
+        sequence = Sequence(RequestState(request, 0.0, arrival), 0)
+        sequence.blocks = table
+        future_use.note_use(sequence)
+        verdicts.append([block.used_later for block in table])
+    assert verdicts == [[True, True], [True, False], [True, False]]
