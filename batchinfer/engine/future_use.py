@@ -43,7 +43,7 @@ class FutureUse:
         self.forget(sequence)
         self._waiting[sequence] = list(blocks)
         self._counted_at = -1
-        for block in self._waiting[sequence]:
+        for block in reversed(self._waiting[sequence]):  # the last first, as in ``forget``
             block.waiters += 1
             if block.waiters == 1:
                 self._pool.refile(block)
