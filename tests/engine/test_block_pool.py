@@ -394,3 +394,29 @@ def test_the_row_that_arrived_last_says_whether_a_block_is_used_later() -> None:
         future_use.note_use(sequence)
         verdicts.append([block.used_later for block in table])
     assert verdicts == [[True, True], [True, False], [True, False]]
+
+
+@pytest.mark.parametrize("submitted", [False, True])
+def test_blocks_that_a_failed_step_moved_are_not_found(submitted: bool) -> None:
+    """Neither what it took to the host nor what it brought back."""
+    pool, future_use = small_pool(2, 4)
+    there = indexed(pool, [1] * SIZE)
+    waiting_for(future_use, there)
+    evict_all(pool)
+    pool.take_copies()
+    pool.settle()
+    for _ in range(2):
+        pool.confirm()
+    leaves = indexed(pool, [2] * SIZE)
+    waiting_for(future_use, leaves)
+    pool.confirm()
+    taken = take(pool, Hit(there, None, SIZE))
+    taken.blocks.append(pool.allocate())
+    assert leaves[0].slot < 0
+    if submitted:
+        pool.settle()
+    pool.revoke()
+    assert not there[0].indexed
+    assert not leaves[0].indexed
+    pool.check_invariants([taken.blocks])
+    assert pool.host.num_used == 0
