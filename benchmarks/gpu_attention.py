@@ -1,4 +1,4 @@
-"""The attention kernels alone: bandwidth of decodes, FLOP/s of prefills."""
+"""The attention kernels alone: bandwidth of decodes, FLOP/s of prefills, and what sharing saves."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ _BLOCK, _WIDTH, _KV_HEADS = 16, 128, 8
 _ROTATED_BYTES = 2**30  # layers in turn, so that none is found in a cache
 _DECODES = ((64, 256), (64, 1024), (256, 300), (256, 1000), (1024, 1000), (16, 8000))
 _PREFILLS = ((1, 8192), (8, 1024), (2, 4096))
+# Rows, samples of each, tokens that all rows share, tokens of a row's own prompt.
+_TREES = ((128, 8, 2048, 512), (256, 1, 2048, 0), (16, 8, 1024, 0), (1, 64, 32768, 0))
+_OWN = 100  # tokens of a sequence that no other has
 _PIECES = (256, 512)
 
 
@@ -32,6 +35,9 @@ def attention(device: torch.device, ceilings: Ceilings, *, dry_run: bool) -> lis
         for num_sequences, length in ((1, 20),) if dry_run else _PREFILLS:
             results.append(_prefill(device, heads, num_sequences, length))
             print(_prefill_line(results[-1]), flush=True)
+        for tree in ((1, 2, 512, 0),) if dry_run else _TREES:
+            results.append(_shared(device, heads, *tree))
+            print(_shared_line(results[-1]), flush=True)
     return results
 
 
@@ -87,6 +93,7 @@ def _decode(
             starts,
             pool.context_lens,
             num_heads=heads,
+            num_kv_heads=_KV_HEADS,
             value_width=_WIDTH,
             max_context_len=pool.tables.shape[1] * _BLOCK,
             num_launches=pool.layers,
@@ -106,6 +113,50 @@ def _decode(
         "bytes": pool.bytes_per_layer,
         "seconds": taken,
         "bytes_per_s": pool.bytes_per_layer / taken,
+    }
+
+
+def _shared(
+    device: torch.device, heads: int, rows: int, samples: int, prefix: int, prompt: int
+) -> dict[str, Any]:
+    """Samples of rows below one prefix: the same step with the tree told, and without."""
+    count, context = rows * samples, prefix + prompt + _OWN
+    pool = _Pool(device, [context] * count)
+    for row in range(rows):
+        of_row = slice(row * samples, (row + 1) * samples)
+        pool.tables[of_row, : prefix // _BLOCK] = pool.tables[0, : prefix // _BLOCK]
+        of_prompt = slice(prefix // _BLOCK, (prefix + prompt) // _BLOCK)
+        pool.tables[of_row, of_prompt] = pool.tables[row * samples, of_prompt].clone()
+    query = torch.randn(count, heads, _WIDTH, device=device, dtype=pool.pool.dtype)
+    starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+    lens = torch.full((count,), prefix + prompt, dtype=torch.int32, device=device)
+    lens[::samples], lens[0] = prefix, 0
+    tree = {"order": starts[:-1].clone(), "shared_lens": lens}
+
+    def run(**told: torch.Tensor) -> None:
+        work = plan_decode(
+            starts,
+            pool.context_lens,
+            **told,
+            num_heads=heads,
+            num_kv_heads=_KV_HEADS,
+            value_width=_WIDTH,
+            max_context_len=context,
+            num_launches=pool.layers,
+        )
+        pool.attend(query, starts, max_query_len=1, work=work)
+
+    together = seconds(lambda: run(**tree), device) / pool.layers
+    apart = seconds(run, device) / pool.layers
+    return {
+        "kind": "shared",
+        "heads": heads,
+        "rows": rows,
+        "samples": samples,
+        "prefix": prefix,
+        "prompt": prompt,
+        "seconds": together,
+        "seconds_apart": apart,
     }
 
 
@@ -133,6 +184,14 @@ def _decode_line(case: dict[str, Any]) -> str:
         f"decode   {case['heads']} heads  {case['sequences']:>4} x ~{case['context']:<5} "
         f"{case['bytes'] / 1e6:>6.0f} MB  pieces of {case['piece']}  "
         f"{case['bytes_per_s'] / 1e9:>6.0f} GB/s  {case['share_of_copy']:.2f} of copy"
+    )
+
+
+def _shared_line(case: dict[str, Any]) -> str:
+    return (
+        f"shared   {case['heads']} heads  {case['rows']:>4} x {case['samples']} below "
+        f"{case['prefix']} + {case['prompt']}  {case['seconds'] * 1e6:>6.0f} us a layer, apart "
+        f"{case['seconds_apart'] * 1e6:.0f}"
     )
 
 

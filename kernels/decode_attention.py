@@ -7,6 +7,8 @@
 Programs as many as run at a time take (piece, KV head) after (piece, KV head) from the work list,
 each the next one when it is done, and `_merge_kernel` joins the pieces of a context. A context of
 one piece is written at once. What a row gets depends neither on who takes a piece nor on when.
+Pieces that several sequences have in common are computed for all of them together, before
+(`shared_attention.py`).
 """
 
 import functools
@@ -24,8 +26,10 @@ from batchinfer.kernels.attend import (
     padded,
     tile_tokens,
 )
-from batchinfer.kernels.decode_work import DecodeWork, pieces
+from batchinfer.kernels.decode_list import pieces
+from batchinfer.kernels.decode_work import DecodeWork
 from batchinfer.kernels.launch import OPTIONS
+from batchinfer.kernels.shared_attention import attend_shared
 
 _PROGRAMS_EACH = 2  # that the registers of a multiprocessor have room for
 
@@ -54,7 +58,10 @@ def attend_decodes(shared: dict[str, Any], work: DecodeWork, launch: int) -> Non
         "max_pieces": work.max_pieces,
         "PIECE": work.piece,
     }
-    _decode_kernel[(min(most, _resident_programs(query.device)),)](
+    programs = _resident_programs(query.device)
+    if work.order is not None:
+        attend_shared(shared, partials, work, launch, programs)
+    _decode_kernel[(min(most, programs),)](
         **shared,
         **partials,
         items_ptr=work.items,

@@ -19,7 +19,8 @@ cache's dtype for the product with V. float32 products are exact float32 (no TF3
 are base 2, with log2(e) folded into the scale.
 
 Sources: online softmax as in FlashAttention-2 (Dao 2023, arXiv:2307.08691); pieces of the context
-as in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the block table of PagedAttention (Kwon et
+as in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); pieces that sequences share in
+`shared_attention.py`; the block table of PagedAttention (Kwon et
 al. 2023, arXiv:2309.06180); attention sinks as gpt-oss has them (OpenAI 2025, arXiv:2508.10925).
 """
 
@@ -47,6 +48,8 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
+    order: torch.Tensor | None = None,  # [S] int32
+    shared_lens: torch.Tensor | None = None,  # [S] int32
     max_query_len: int,
     max_context_len: int,
     min_query_len: int = 0,
@@ -58,9 +61,9 @@ def paged_attention(
 
     `max_query_len`, `min_query_len` and `max_context_len` are bounds. `work` is what `plan_decode`
     made of the same lengths and window, and `launch` which of its launches this is; without it a
-    list is made here, with `num_splits` as there. Rows of `query` past query_starts[S] are neither
-    read nor written. A sequence may have no query token; one with one query token and a context of
-    0 gets zeros.
+    list is made here, with `num_splits`, `order` and `shared_lens` as there. Rows of `query` past
+    query_starts[S] are neither read nor written. A sequence may have no query token; one with one
+    query token and a context of 0 gets zeros.
     """
     check_launchable(
         "paged_attention", query, key_cache, value_cache, block_tables, query_starts, context_lens,
@@ -79,7 +82,10 @@ def paged_attention(
             work = plan_decode(
                 query_starts,
                 context_lens,
+                order=order,
+                shared_lens=shared_lens,
                 num_heads=query.shape[1],
+                num_kv_heads=key_cache.shape[1],
                 value_width=value_cache.shape[3],
                 max_context_len=max_context_len,
                 sliding_window=sliding_window,

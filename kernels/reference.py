@@ -20,6 +20,8 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
+    order: torch.Tensor | None = None,  # [S] int32
+    shared_lens: torch.Tensor | None = None,  # [S] int32
     max_query_len: int,
     max_context_len: int,
     min_query_len: int = 0,
@@ -29,9 +31,9 @@ def paged_attention(
 ) -> None:
     """Causal attention over a paged KV cache, one sequence after the other.
 
-    The arguments from `max_query_len` on tell the kernel how to launch. They change nothing here.
+    The arguments from `order` on tell the kernel how to launch. They change nothing here.
     """
-    del max_query_len, max_context_len, min_query_len, num_splits, work, launch
+    del order, shared_lens, max_query_len, max_context_len, min_query_len, num_splits, work, launch
     starts = query_starts.tolist()
     for sequence, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])

@@ -25,20 +25,33 @@ class CudaAttention:
         query_lens = np.diff(step.query_starts)
         self._begin(
             tensors,
+            shares=shares_pieces(step),
             min_query_len=int(query_lens.min(initial=2)),
             max_query_len=int(query_lens.max(initial=0)),
             max_context_len=int(step.context_lens.max(initial=0)),
         )
 
-    def begin_decode(self, tensors: Mapping[str, torch.Tensor], max_context_len: int) -> None:
+    def begin_decode(
+        self, tensors: Mapping[str, torch.Tensor], max_context_len: int, *, shares: bool
+    ) -> None:
         """Take a step of one token a sequence at most, as the device's arrays have it.
 
         Nothing is read from them here, so that what follows can be replayed with others.
-        """
-        self._begin(tensors, min_query_len=0, max_query_len=1, max_context_len=max_context_len)
 
-    def _begin(self, tensors: Mapping[str, torch.Tensor], **bounds: int) -> None:
-        self._tensors, self._bounds = tensors, bounds
+        Args:
+            shares: the arrays tell of shared prefixes.
+        """
+        self._begin(
+            tensors,
+            shares=shares,
+            min_query_len=0,
+            max_query_len=1,
+            max_context_len=max_context_len,
+        )
+
+    def _begin(self, tensors: Mapping[str, torch.Tensor], *, shares: bool, **bounds: int) -> None:
+        self._tensors, self._shares = tensors, shares
+        self._bounds: dict[str, Any] = dict(bounds)
         self._work: dict[int, _Work] = {}
 
     def attend(
@@ -80,7 +93,10 @@ class CudaAttention:
             plan = plan_decode(
                 self._tensors["query_starts"],
                 self._tensors["context_lens"],
+                order=self._tensors["order"] if self._shares else None,
+                shared_lens=self._tensors["shared_lens"] if self._shares else None,
                 num_heads=num_heads,
+                num_kv_heads=self._cache.layout.num_kv_heads,
                 value_width=self._cache.layout.value_width,
                 max_context_len=self._bounds["max_context_len"],
                 sliding_window=window,
@@ -89,6 +105,14 @@ class CudaAttention:
             work = self._work[window] = _Work(plan)
         work.layers.add(layer)
         return work.plan
+
+
+def shares_pieces(step: Step) -> bool:
+    """Whether some sequences of a step have so much in common that it is read once for them."""
+    from batchinfer.kernels.decode_work import DECODE_PIECE
+
+    shared = step.shared_prefixes
+    return shared is not None and int(shared.shared_lens.max()) >= DECODE_PIECE
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """Decode steps by CUDA graphs: one launch instead of hundreds.
 
 A step in which every sequence computes one token always runs the same kernels; only what their
-arrays hold changes. So it is captured once for each of a few batch sizes, over arrays that stay
-where they are, and replayed. What Python passes to a kernel by value is frozen with it: it follows
+arrays hold changes. So it is captured once for each of a few batch sizes (and once more for steps
+that share prefixes, which launch one kernel more a layer), over arrays that stay where they are,
+and replayed. What Python passes to a kernel by value is frozen with it: it follows
 from the batch size and the model alone. Lengths, tables and tokens are read on the device.
 """
 
@@ -16,7 +17,7 @@ import torch
 
 from batchinfer.engine.step import Step
 from batchinfer.worker.attention import ForwardContext, forward_context
-from batchinfer.worker.cuda_attention import CudaAttention
+from batchinfer.worker.cuda_attention import CudaAttention, shares_pieces
 from batchinfer.worker.cuda_capture import CudaCapture
 from batchinfer.worker.decode_inputs import DecodeInputs
 from batchinfer.worker.kv_cache import KVCache
@@ -69,12 +70,12 @@ class DecodeGraphs:
         max_blocks = cache.layout.blocks_for(max_model_len)
         self._inputs = DecodeInputs(max_num_seqs, max_blocks, cache.pool.device)
         self._capture = CudaCapture() if capture is None else capture
-        self._replays: dict[int, Run] = {}
+        self._replays: dict[tuple[int, bool], Run] = {}
         self._fits = True
 
     @property
     def num_captured(self) -> int:
-        """Batch sizes that are replayed."""
+        """Graphs that are replayed."""
         return len(self._replays)
 
     def takes(self, step: Step) -> bool:
@@ -101,26 +102,30 @@ class DecodeGraphs:
         """
         count = step.num_sequences
         padded = next(size for size in self._sizes if size >= count)
+        shares = shares_pieces(step)
         self._inputs.load(tensors, padded)
-        replay = self._replays.get(padded)
-        logits = self._first(padded) if replay is None else replay()
+        replay = self._replays.get((padded, shares))
+        logits = self._first(padded, shares) if replay is None else replay()
         if np.array_equal(step.logits_indices, np.arange(count)):
             return logits[:count]
         return logits.index_select(0, tensors["logits_indices"])
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture every batch size now, on sequences that compute nothing; the largest first."""
-        for padded in reversed(self._sizes):
-            if self._fits and padded not in self._replays:
-                self._inputs.load(self._nothing(), padded)
-                self._first(padded)
+        """Capture every batch size now, on sequences that compute nothing; the largest first.
 
-    def _first(self, padded: int) -> torch.Tensor:
+        Those of steps that share prefixes are left to when they are met.
+        """
+        for padded in reversed(self._sizes):
+            if self._fits and (padded, False) not in self._replays:
+                self._inputs.load(self._nothing(), padded)
+                self._first(padded, shares=False)
+
+    def _first(self, padded: int, shares: bool) -> torch.Tensor:
         """Compute a batch size as it is, to see what it does and to compile it; then capture."""
 
         def run() -> torch.Tensor:
-            return self._forward(padded)
+            return self._forward(padded, shares)
 
         syncs = SyncWatch()
         with syncs:
@@ -128,16 +133,16 @@ class DecodeGraphs:
         try:
             if syncs.seen:
                 raise RuntimeError(f"it waits for the device ({', '.join(sorted(syncs.seen))})")
-            self._replays[padded] = self._capture(run)
+            self._replays[padded, shares] = self._capture(run)
         except RuntimeError as error:
             self._fits = False
             _LOG.warning("decode steps run without CUDA graphs: %s", error)
         return logits
 
-    def _forward(self, padded: int) -> torch.Tensor:
+    def _forward(self, padded: int, shares: bool) -> torch.Tensor:
         tensors = self._inputs.of(padded)
         backend = CudaAttention(self._cache)
-        backend.begin_decode(tensors, self._max_model_len)
+        backend.begin_decode(tensors, self._max_model_len, shares=shares)
         with forward_context(ForwardContext(self._cache, backend, tensors["slot_mapping"])):
             output = self._model(
                 input_ids=tensors["token_ids"][None],

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 import torch
 
 _PER_SEQUENCE = ("token_ids", "positions", "slot_mapping", "context_lens")
+_TREE = ("order", "shared_lens")
 
 
 class DecodeInputs:
     """Room for the arrays of up to ``max_num_seqs`` sequences that compute one token each.
 
     A step of fewer is padded with sequences that compute none: no attention is computed for them,
-    and their KV goes nowhere (a slot mapping of -1).
+    and their KV goes nowhere (a slot mapping of -1). They stand last in the order of those that
+    share prefixes, and share none since they do not decode.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
@@ -27,7 +29,10 @@ class DecodeInputs:
             "context_lens": zeros(max_num_seqs, dtype=torch.int32),
             "query_starts": zeros(max_num_seqs + 1, dtype=torch.int32),
             "block_tables": zeros(max_num_seqs, max_blocks, dtype=torch.int32),
+            "order": zeros(max_num_seqs, dtype=torch.int32),
+            "shared_lens": zeros(max_num_seqs, dtype=torch.int32),
         }
+        self._places = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
 
     @property
     def max_blocks(self) -> int:
@@ -43,9 +48,14 @@ class DecodeInputs:
         self._tensors["block_tables"][:count, : tables.shape[1]].copy_(tables, non_blocking=True)
         starts = self._tensors["query_starts"]
         starts[: count + 1].copy_(tensors["query_starts"], non_blocking=True)
+        for name in _TREE:
+            if name in tensors:
+                self._tensors[name][:count].copy_(tensors[name], non_blocking=True)
         if padded > count:
             self._tensors["slot_mapping"][count:padded].fill_(-1)
             starts[count + 1 : padded + 1].fill_(count)
+            if "order" in tensors:
+                self._tensors["order"][count:padded].copy_(self._places[count:padded])
 
     def of(self, padded: int) -> dict[str, torch.Tensor]:
         """The arrays of a step of ``padded`` sequences: views that stay where they are."""

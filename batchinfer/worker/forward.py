@@ -71,7 +71,11 @@ def _input_ids(
 
 def _device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
     """The arrays a forward pass reads, in the integer types torch indexes with."""
-    return {
+    shared = step.shared_prefixes
+    tree: dict[str, npt.NDArray[np.generic]] = {}
+    if shared is not None:
+        tree = {"order": shared.order, "shared_lens": shared.shared_lens}
+    return tree | {
         "token_ids": step.token_ids.astype(np.int64),
         "previous_sample": step.previous_sample.astype(np.int64),
         "positions": step.positions.astype(np.int64),

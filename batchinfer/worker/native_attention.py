@@ -24,9 +24,7 @@ class NativeAttention:
             name: tensors[name].contiguous()
             for name in ("block_tables", "query_starts", "context_lens")
         }
-        shared = step.shared_prefixes
-        self._order = None if shared is None else torch.from_numpy(shared.order)
-        self._shared_lens = None if shared is None else torch.from_numpy(shared.shared_lens)
+        self._order, self._shared_lens = tensors.get("order"), tensors.get("shared_lens")
 
     def attend(
         self,

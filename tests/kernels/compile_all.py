@@ -35,6 +35,7 @@ from batchinfer.kernels.row_cases import (
     build_silu_mul,
 )
 from batchinfer.kernels.row_stats import row_stats
+from batchinfer.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
 from batchinfer.kernels.silu_mul import silu_mul
 
 LENS = ((1, 100), (5, 90))
@@ -44,6 +45,9 @@ CASES = (
         "everything", LENS, 8, 1, 80, 40, sliding_window=50, softcap=3.0, sinks=True, num_splits=4
     ),
     AttentionCase("wide", LENS, 4, 4, 256, num_splits=1),
+)
+SHARED = SharedCase(
+    AttentionCase("shared", ((1, 700), (1, 700)), 16, 8, 128, sinks=True), (0, 1), (0, 512)
 )
 
 
@@ -68,6 +72,8 @@ def compile_all() -> None:
     """Call every wrapper; its launches compile, for the driver that is active."""
     for attention in CASES:
         paged_attention(**build_attention(attention, "cpu", torch.bfloat16).arguments)
+    for shared in (*INTERPRETED_SHARED_CASES[2:6], SHARED):
+        paged_attention(**build_shared(shared, "cpu", torch.bfloat16).arguments)
     kv_write(**build_write(WRITE_CASES[1], "cpu", torch.bfloat16)[1])
     block_copy(**build_copy(COPY_CASES[1], "cpu", torch.bfloat16))
     rms_norm(**build_rms_norm(ROW_CASES[2], "cpu", torch.bfloat16))

@@ -24,8 +24,8 @@ def test_every_kernel_compiles_and_fits(capability: int, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {kernel for _, kernel, _ in lines} == {
-        "_plan_kernel", "_decode_kernel", "_merge_kernel", "_chunk_kernel", "_kv_write_kernel",
-        "_block_copy_kernel",
+        "_plan_kernel", "_decode_kernel", "_shared_kernel", "_merge_kernel", "_chunk_kernel",
+        "_kv_write_kernel", "_block_copy_kernel",
         "_rms_norm_kernel", "_silu_mul_kernel", "_row_stats_kernel", "_rotary_write_kernel",
     }  # fmt: skip
     for target, kernel, shared in lines:

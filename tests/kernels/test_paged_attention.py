@@ -114,13 +114,14 @@ def listed(lens: list[tuple[int, int]], **options: int) -> list[tuple[int, int]]
         starts,
         torch.tensor(context_lens, dtype=torch.int32),
         num_heads=4,
+        num_kv_heads=2,
         value_width=16,
         max_context_len=max(context_lens),
         num_launches=3,
         **options,
     )
-    num_items, *taken = work.counters.tolist()
-    assert taken == [0, 0, 0]
+    num_items, *taken = work.counters.flatten().tolist()
+    assert taken == [0] * 7
     return [(sequence, piece) for sequence, piece in work.items[:num_items].tolist()]
 
 
@@ -164,6 +165,7 @@ def test_layers_share_a_work_list(interpreter: str, monkeypatch: pytest.MonkeyPa
         inputs.arguments["query_starts"],
         inputs.arguments["context_lens"],
         num_heads=4,
+        num_kv_heads=2,
         value_width=16,
         max_context_len=150,
         num_launches=2,
@@ -179,7 +181,8 @@ def test_layers_share_a_work_list(interpreter: str, monkeypatch: pytest.MonkeyPa
 def test_refuses_a_work_list_for_another_window(interpreter: str) -> None:
     inputs = build_attention(AttentionCase("x", ((1, 9),)), interpreter, torch.float32).arguments
     lengths = inputs["query_starts"], inputs["context_lens"]
-    work = plan_decode(*lengths, num_heads=4, value_width=16, max_context_len=9, sliding_window=4)
+    shape = {"num_heads": 4, "num_kv_heads": 2, "value_width": 16}
+    work = plan_decode(*lengths, **shape, max_context_len=9, sliding_window=4)
     with pytest.raises(AssertionError, match="window"):
         paged_attention.paged_attention(**inputs | {"work": work})
 

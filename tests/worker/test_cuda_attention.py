@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.step import SharedPrefixes, Step
+from batchinfer.kernels import decode_work
 from batchinfer.worker.attention import make_backend
 from batchinfer.worker.cuda_attention import CudaAttention
 from batchinfer.worker.forward import _device_arrays
@@ -16,7 +19,7 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.transfer import to_device
 from batchinfer.worker.variant import AttentionVariant
 from tests.worker.on_triton import traced
-from tests.worker.step_maker import StepMaker
+from tests.worker.step_maker import HandSequence, StepMaker
 
 LAYOUT = KVLayout(
     num_layers=3, num_kv_heads=2, key_width=16, value_width=16, block_size=16, element_bytes=4
@@ -30,15 +33,18 @@ def begun(step_parts: list[tuple[int, int]]) -> tuple[CudaAttention, Any, torch.
     Args:
         step_parts: (tokens computed before, tokens of the step) of each sequence.
     """
-    torch.manual_seed(0)
-    cache = KVCache(LAYOUT, 32, torch.device("cpu"), torch.float32)
-    cache.pool[:32] = torch.randn_like(cache.pool[:32])
     maker = StepMaker(32, 16)
     sequences = [(maker.sequence([1] * (before + new)), before, new) for before, new in step_parts]
     earlier = [(sequence, before) for sequence, before, _ in sequences if before]
     if earlier:
         maker.step(earlier)
-    step = maker.step([(sequence, new) for sequence, _, new in sequences])
+    return begin(maker.step([(sequence, new) for sequence, _, new in sequences]))
+
+
+def begin(step: Step) -> tuple[CudaAttention, Any, torch.Tensor]:
+    torch.manual_seed(0)
+    cache = KVCache(LAYOUT, 32, torch.device("cpu"), torch.float32)
+    cache.pool[:32] = torch.randn_like(cache.pool[:32])
     tensors = to_device(_device_arrays(step), torch.device("cpu"))
     backends = CudaAttention(cache), make_backend(cache)
     for backend in backends:
@@ -56,6 +62,27 @@ def test_layers_of_two_windows_equal_the_cpus(parts: list[tuple[int, int]]) -> N
     for layer, variant in ((0, WINDOWED), (1, PLAIN), (2, WINDOWED)):
         got = cuda.attend(layer, query, variant)
         torch.testing.assert_close(got, cpu.attend(layer, query, variant), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("piece", [64, 512])
+def test_shared_pieces_are_read_once_where_no_window_is(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", piece)
+    maker = StepMaker(32, 16)
+    first = maker.sequence([1] * 100)
+    maker.step([(first, 99)])
+    others = [HandSequence([1] * n, first.block_table[:4], 64) for n in (80, 90)]
+    maker.step([(others[0], 15), (others[1], 25)])
+    shared = SharedPrefixes(np.array([2, 0, 1], np.int32), np.array([0, 64, 64], np.int32))
+    step = maker.step([(sequence, 1) for sequence in (first, *others)])
+    cuda, cpu, query = begin(replace(step, shared_prefixes=shared))
+    with traced(monkeypatch) as trace:
+        got = [cuda.attend(layer, query, v) for layer, v in ((0, WINDOWED), (1, PLAIN))]
+    assert trace.names.count("_shared_kernel") == (1 if piece == 64 else 0)
+    for layer, variant in ((0, WINDOWED), (1, PLAIN)):
+        expected = cpu.attend(layer, query, variant)
+        torch.testing.assert_close(got[layer], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_layer_that_attends_again_gets_the_same() -> None:

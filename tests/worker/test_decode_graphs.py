@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.step import SharedPrefixes
+from batchinfer.kernels import decode_work
 from batchinfer.worker.attention import ATTENTION_NAME, register
 from batchinfer.worker.cuda_attention import CudaAttention
 from batchinfer.worker.decode_graphs import DecodeGraphs, Run, batch_sizes
@@ -122,10 +125,35 @@ def test_launches_fix_nothing_that_changes_from_step_to_step(
         tensors = to_device(_device_arrays(step), torch.device("cpu"))
         bench.graphs._inputs.load(tensors, 8)
         with traced(monkeypatch) as trace:
-            bench.graphs._replays[8]()
+            bench.graphs._replays[8, False]()
         traces.append(trace.launches)
     assert traces[0] == traces[1]
     assert [launch.name for launch in traces[0]].count("_plan_kernel") == 1
+
+
+def test_shared_prefixes_are_replayed_by_a_graph_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+    bench = Bench()
+    (leader,) = bench.prefilled([70])
+    followers = [HandSequence([*leader.token_ids[:64], n, 7], leader.block_table[:4], 64)
+                 for n in range(4)]  # fmt: skip
+    bench.plain(bench.maker.step([(follower, 1) for follower in followers]))
+    for count in (4, 2):  # the second is padded, over what the first left behind
+        sequences = [leader, *followers[:count]]
+        step = bench.maker.step([(sequence, 1) for sequence in sequences])
+        expected = bench.plain(step)
+        order = np.arange(count + 1, dtype=np.int32)[::-1].copy()
+        lens = np.where(np.arange(count + 1), 64, 0).astype(np.int32)
+        told = replace(step, shared_prefixes=SharedPrefixes(order, lens))
+        with traced(monkeypatch) as trace:
+            got = bench.replayed(told)
+        assert "_shared_kernel" in trace.names
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        for sequence in sequences:
+            sequence.token_ids.append(3)
+    assert list(bench.graphs._replays) == [(8, True), (4, True)]
 
 
 def test_the_same_size_is_captured_once() -> None:
@@ -214,7 +242,7 @@ def test_all_sizes_are_captured_ahead_without_touching_the_pool() -> None:
     bench = Bench()
     before = bench.cache.pool.clone()
     bench.graphs.capture_all()
-    assert list(bench.graphs._replays) == [9, 8, 4, 2, 1]
+    assert list(bench.graphs._replays) == [(size, False) for size in (9, 8, 4, 2, 1)]
     torch.testing.assert_close(bench.cache.pool, before, atol=0, rtol=0, equal_nan=True)
 
 
@@ -253,9 +281,13 @@ def test_inputs_stay_where_they_are() -> None:
     before = {name: tensor.data_ptr() for name, tensor in inputs.of(4).items()}
     bench = Bench(fused=False)
     step = bench.maker.step([(s, 1) for s in bench.prefilled([5, 40, 3])])
-    inputs.load(to_device(_device_arrays(step), torch.device("cpu")), 4)
+    tree = SharedPrefixes(np.array([2, 0, 1], np.int32), np.array([0, 64, 64], np.int32))
+    arrays = _device_arrays(replace(step, shared_prefixes=tree))
+    inputs.load(to_device(arrays, torch.device("cpu")), 4)
     views = inputs.of(4)
     assert {name: tensor.data_ptr() for name, tensor in views.items()} == before
     assert views["query_starts"].tolist() == [0, 1, 2, 3, 3]
     assert views["slot_mapping"].tolist() == [*step.slot_mapping.tolist(), -1]
     assert views["context_lens"][:3].tolist() == [5, 40, 3]
+    assert views["order"].tolist() == [2, 0, 1, 3]
+    assert views["shared_lens"][:3].tolist() == [0, 64, 64]

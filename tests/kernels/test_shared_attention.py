@@ -1,0 +1,198 @@
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.kernels import decode_work, paged_attention, reference
+from batchinfer.kernels.cases import AttentionCase
+from batchinfer.kernels.decode_attention import decode_config
+from batchinfer.kernels.decode_work import DecodeWork, plan_decode
+from batchinfer.kernels.shared_attention import shared_config
+from batchinfer.kernels.shared_cases import (
+    INTERPRETED_SHARED_CASES,
+    LONG_SHARED_CASES,
+    SharedCase,
+    build_shared,
+)
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+PIECE = 64
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut contexts of a few tiles into pieces, as long ones are."""
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", PIECE)
+
+
+def check(case: SharedCase, device: str, dtype: torch.dtype) -> None:
+    """The output is the twin's, which knows of no sharing, and finite."""
+    inputs = build_shared(case, device, dtype)
+    got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
+    paged_attention.paged_attention(**got)
+    reference.paged_attention(**expected)
+    assert expected["out"].isfinite().all()
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", INTERPRETED_SHARED_CASES, ids=str)
+@pytest.mark.usefixtures("short_pieces")
+def test_equals_its_twin(case: SharedCase, dtype: torch.dtype, interpreter: str) -> None:
+    check(case, interpreter, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", INTERPRETED_SHARED_CASES, ids=str)
+@pytest.mark.usefixtures("short_pieces")
+def test_short_pieces_on_a_gpu(case: SharedCase, gpu: str) -> None:
+    check(case, gpu, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", LONG_SHARED_CASES, ids=str)
+def test_pieces_of_the_usual_length_on_a_gpu(
+    case: SharedCase, dtype: torch.dtype, gpu: str
+) -> None:
+    check(case, gpu, dtype)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> SharedCase:
+    block_size = draw(st.sampled_from([1, 3, 16, 32]))
+    query_lens = draw(st.lists(st.sampled_from([1, 1, 1, 1, 1, 0, 5]), min_size=2, max_size=9))
+    before = [draw(st.integers(min_value=0, max_value=300)) for _ in query_lens]
+    order = draw(st.permutations(range(len(query_lens))))
+    shared = [0]
+    for one, other in pairwise(order):
+        most = min(before[one], before[other]) // block_size
+        blocks = draw(st.one_of(st.just(most), st.integers(min_value=0, max_value=most)))
+        shared.append(blocks * block_size)
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (1, 20)]))
+    attention = AttentionCase(
+        name="random",
+        lens=tuple((query, query + old) for query, old in zip(query_lens, before, strict=True)),
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        key_width=draw(st.integers(min_value=1, max_value=20)),
+        block_size=block_size,
+        softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),
+        sinks=draw(st.booleans()),
+        num_splits=draw(st.sampled_from([None, None, 1, 3])),
+        seed=draw(st.integers(min_value=0, max_value=2**16)),
+    )
+    return SharedCase(attention, tuple(order), tuple(shared))
+
+
+@pytest.mark.usefixtures("short_pieces", "interpreter")
+def test_equals_its_twin_on_random_trees() -> None:
+    @settings(deadline=None, max_examples=25, derandomize=True)
+    @given(trees())
+    def compare(case: SharedCase) -> None:
+        check(case, "cpu", torch.float32)
+
+    compare()
+
+
+def plan(case: SharedCase, **options: Any) -> DecodeWork:
+    query_lens, context_lens = zip(*case.attention.lens, strict=True)
+    return plan_decode(
+        torch.tensor([0, *query_lens]).cumsum(0).int(),
+        torch.tensor(context_lens, dtype=torch.int32),
+        order=torch.tensor(case.order, dtype=torch.int32),
+        shared_lens=torch.tensor(case.shared_lens, dtype=torch.int32),
+        num_heads=case.attention.num_heads,
+        num_kv_heads=case.attention.num_kv_heads,
+        value_width=16,
+        max_context_len=max(context_lens),
+        num_launches=2,
+        **options,
+    )
+
+
+def listed(work: DecodeWork) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Single items, (sequence, piece), and shared ones, (place in the order, piece)."""
+    (num_single, *taken), (num_shared, *taken_shared) = work.counters.tolist()
+    assert taken == taken_shared == [0, 0]
+    items = [(int(one), int(piece)) for one, piece in work.items[: num_single + num_shared]]
+    return items[:num_single], items[num_single:]
+
+
+@pytest.mark.usefixtures("short_pieces", "interpreter")
+def test_a_shared_piece_is_listed_once_a_tile() -> None:
+    # Groups of 20 heads: 3 sequences a tile. Sequences 3, 1, 2, 0 begin with two pieces of their
+    # own tree, 4 is alone.
+    lens = ((1, 150), (1, 200), (1, 150), (1, 129), (1, 70))
+    attention = AttentionCase("x", lens, num_heads=20, num_kv_heads=1)
+    single, shared = listed(plan(SharedCase(attention, (3, 1, 2, 0, 4), (0, 128, 128, 64, 0))))
+    assert shared == [(0, 0), (3, 0), (0, 1)]
+    # Whole pieces, then last ones; what is shared is not among them.
+    assert single == [(1, 2), (0, 1), (4, 0), (3, 2), (1, 3), (2, 2), (0, 2), (4, 1)]
+
+
+@pytest.mark.usefixtures("short_pieces", "interpreter")
+@pytest.mark.parametrize("case", INTERPRETED_SHARED_CASES, ids=str)
+def test_every_piece_is_computed_once(case: SharedCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_work, "_SEQUENCES", 4)  # in several rounds
+    window, splits = case.attention.sliding_window, case.attention.num_splits
+    work = plan(case, sliding_window=window, num_splits=splits)
+    single, shared = listed(work)
+    computed = list(single)
+    for place, piece in shared:
+        assert work.decode_shared is not None
+        tile = case.order[place : place + work.tile_sequences]
+        lens = work.decode_shared[place + 1 : place + len(tile)].tolist()
+        alike = next((i for i, n in enumerate(lens) if n < (piece + 1) * PIECE), len(lens))
+        computed += [(sequence, piece) for sequence in tile[: alike + 1]]
+    alone = plan(replace(case, shared_lens=(0,) * len(case.order)), num_splits=splits,
+                 sliding_window=window)  # fmt: skip
+    assert sorted(computed) == sorted(listed(alone)[0])
+    assert bool(shared) == (case.attention.name not in ("window", "longer_pieces"))
+
+
+@pytest.mark.usefixtures("short_pieces", "interpreter")
+def test_the_list_is_made_from_what_lies_on_the_device() -> None:
+    # As in a captured step: the same tensors, filled anew, and nothing else told.
+    first = INTERPRETED_SHARED_CASES[3]
+    second = replace(first, order=first.order[::-1], shared_lens=(0, 64, 0, 192, 160, 32))
+    held = build_shared(first, "cpu", torch.float32)
+    pools = {"key_cache", "value_cache"}
+    for case in (first, second):
+        fresh = build_shared(case, "cpu", torch.float32)
+        for name, tensor in fresh.arguments.items():
+            if isinstance(tensor, torch.Tensor) and name not in pools:
+                held.arguments[name].copy_(tensor)
+        held.pool.copy_(fresh.pool)
+        got, expected = held.with_fresh_out(), fresh.with_fresh_out()
+        paged_attention.paged_attention(**got)
+        reference.paged_attention(**expected)
+        torch.testing.assert_close(got["out"], expected["out"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of a maximum of NaN
+@pytest.mark.usefixtures("short_pieces")
+def test_a_nan_of_one_sequence_stays_there(interpreter: str) -> None:
+    inputs = build_shared(INTERPRETED_SHARED_CASES[3], interpreter, torch.float32)
+    arguments = inputs.with_fresh_out()
+    slot = int(arguments["block_tables"][4, 6])  # past what it shares
+    arguments["value_cache"][slot] = float("nan")
+    arguments["query"][1] = float("nan")
+    paged_attention.paged_attention(**arguments)
+    assert arguments["out"].isnan().flatten(1).all(1).tolist() == [i in (1, 4) for i in range(6)]
+    assert arguments["out"][[0, 2, 3, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("widths", [32, 256, 512])
+@pytest.mark.parametrize("group", [1, 5, 71, 128])
+def test_tiles_hold_whole_groups(group: int, widths: int, element_size: int) -> None:
+    config = shared_config(group, widths, element_size)
+    assert config.rows >= group
+    assert config.rows & (config.rows - 1) == 0
+    assert config.tile == decode_config(group, widths, element_size).tile
