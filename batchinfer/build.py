@@ -84,7 +84,7 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         device=device,
         max_model_len=model.max_model_len,
     )
-    layout = loaded.layout(engine.block_size)
+    layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
     memory = plan_memory(
         engine,
         layout,

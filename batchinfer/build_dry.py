@@ -53,8 +53,13 @@ def build_dry_engine(
     config = load_config(folder).to_dict()
     longest = choose_max_model_len(config, model.max_model_len)
     dtype = choose_dtype(model.dtype, config, {})
-    layout = KVLayout.from_config(config, block_size=engine.block_size, dtype=dtype)
-    cost = ModelCost.from_config(config, dtype)
+    layout = KVLayout.from_config(
+        config,
+        block_size=engine.block_size,
+        dtype=dtype,
+        kv_cache_dtype=engine.kv_cache_dtype,
+    )
+    cost = ModelCost.from_config(config, dtype, engine.kv_cache_dtype)
     memory = fit_memory(
         engine,
         layout,

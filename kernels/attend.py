@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from batchinfer.kernels.fp8 import widen
+
 LOG2E = math.log2(math.e)
 # Keys and values of one tile take at most this much shared memory, per pipeline stage.
 _TILE_BYTES = 32 * 2**10
@@ -114,6 +116,7 @@ def attend(
             key_ptr, slots, offsets, live, key_slot_stride, key_token_stride, key_width_stride,
             KEY_WIDTH, KEY_BLOCK, MASKED,
         )  # fmt: skip
+        key = widen(key, query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * score_scale
         if CAPPED:
             scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
@@ -135,6 +138,7 @@ def attend(
             value_ptr, slots, offsets, live, value_slot_stride, value_token_stride,
             value_width_stride, VALUE_WIDTH, VALUE_BLOCK, MASKED,
         )  # fmt: skip
+        value = widen(value, query.dtype)
         acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
     return row_max, row_sum, acc
 

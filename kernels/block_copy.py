@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from batchinfer.kernels.fp8 import as_bytes
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 # Elements one program moves. A block of a real model has 10^5 to 10^7 elements, so that even one
@@ -35,6 +36,7 @@ def block_copy(
     check_launchable("block_copy", pool, pairs)
     if not pool.is_contiguous() or not pairs.is_contiguous():
         raise ValueError("block_copy: pool and pairs must be contiguous")
+    pool = as_bytes(pool)
     slot_elems = pool.shape[1]
     if pairs.shape[0] == 0:
         return

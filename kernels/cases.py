@@ -123,7 +123,10 @@ ATTENTION_CASES = (
 
 
 def build_attention(
-    case: AttentionCase, device: torch.device | str, dtype: torch.dtype
+    case: AttentionCase,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
 ) -> AttentionInputs:
     """Make the tensors of a case. The caches are the second layer's part of a two-layer pool."""
     generator = torch.Generator().manual_seed(case.seed)
@@ -157,7 +160,7 @@ def build_attention(
             shape = (len(positions), case.num_kv_heads, cache.shape[3])
             cache[slots, :, offsets] = torch.randn(shape, generator=generator)
 
-    pool = pool.to(device, dtype)
+    pool = pool.to(device, cache_dtype or dtype)
     query = torch.randn(num_tokens, case.num_heads, case.key_width, generator=generator)
     sinks = torch.randn(case.num_heads, generator=generator) if case.sinks else None
     starts = torch.tensor([0, *query_lens]).cumsum(0)
@@ -215,7 +218,10 @@ WRITE_CASES = (
 
 
 def build_write(
-    case: WriteCase, device: torch.device | str, dtype: torch.dtype
+    case: WriteCase,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Make the pool, full of NaN, and the arguments of `kv_write`, by name.
 
@@ -227,7 +233,7 @@ def build_write(
     rows = torch.randn(case.num_tokens, key_elems + value_elems + 8, generator=generator)
     rows = rows.to(device, dtype)
     slot_elems = case.block_size * (key_elems + value_elems)
-    pool = torch.full((num_slots, slot_elems), float("nan"), device=device, dtype=dtype)
+    pool = torch.full((num_slots, slot_elems), float("nan")).to(device, cache_dtype or dtype)
     keys, values = pool[:, : case.block_size * key_elems], pool[:, case.block_size * key_elems :]
     destinations = torch.randperm(num_slots * case.block_size, generator=generator)
     slot_mapping = destinations[: case.num_tokens].clone()

@@ -10,7 +10,8 @@ block_size):
     key_cache[slot, h, offset, :]   = key[t, h, :]
     value_cache[slot, h, offset, :] = value[t, h, :]
 
-Layout: see `README.md`. The values are stored in the cache's dtype; nothing is accumulated.
+Layout: see `README.md`. The values are stored in the cache's dtype (float8: see `fp8.py`); nothing
+is accumulated.
 Source: the block-wise KV cache of PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 """
 
@@ -18,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from batchinfer.kernels.fp8 import as_bytes, narrow
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 # Elements of a key (or value) that one program moves: enough for 16-byte accesses by 128 threads.
@@ -42,8 +44,8 @@ def kv_write(
     _kv_write_kernel[(num_tokens, triton.cdiv(num_heads, head_block))](
         key,
         value,
-        key_cache,
-        value_cache,
+        as_bytes(key_cache),
+        as_bytes(value_cache),
         slot_mapping,
         *key.stride(),
         *value.stride(),
@@ -102,7 +104,7 @@ def _kv_write_kernel(
     key_cache_ptr += slot * key_cache_slot_stride + offset * key_cache_token_stride
     tl.store(
         key_cache_ptr + heads * key_cache_head_stride + columns * key_cache_width_stride,
-        key,
+        narrow(key, key_cache_ptr.dtype.element_ty),
         mask=mask,
     )
 
@@ -112,6 +114,6 @@ def _kv_write_kernel(
     value_cache_ptr += slot * value_cache_slot_stride + offset * value_cache_token_stride
     tl.store(
         value_cache_ptr + heads * value_cache_head_stride + columns * value_cache_width_stride,
-        value,
+        narrow(value, value_cache_ptr.dtype.element_ty),
         mask=mask,
     )

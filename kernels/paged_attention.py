@@ -15,13 +15,13 @@ on the device, so that a launch can be replayed with others as long as the shape
 the work list and "is max_query_len over 1" stay the same.
 
 Accumulation: scores, running maximum, sum and output in float32; the weights are rounded to the
-cache's dtype for the product with V. float32 products are exact float32 (no TF32). Exponentials
-are base 2, with log2(e) folded into the scale.
+query's dtype for the product with V, and a float8 cache is widened to it. float32 products are
+exact float32 (no TF32). Exponentials are base 2, with log2(e) folded into the scale.
 
 Sources: online softmax as in FlashAttention-2 (Dao 2023, arXiv:2307.08691); pieces of the context
-as in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); pieces that sequences share in
-`shared_attention.py`; the block table of PagedAttention (Kwon et
-al. 2023, arXiv:2309.06180); attention sinks as gpt-oss has them (OpenAI 2025, arXiv:2508.10925).
+as in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); those of pieces that sequences share are in
+`shared_attention.py`; the block table of PagedAttention (Kwon et al. 2023, arXiv:2309.06180);
+attention sinks as gpt-oss has them (OpenAI 2025, arXiv:2508.10925).
 """
 
 from typing import Any
@@ -32,12 +32,13 @@ from batchinfer.kernels.attend import LOG2E, padded
 from batchinfer.kernels.chunk_attention import attend_chunks
 from batchinfer.kernels.decode_attention import attend_decodes
 from batchinfer.kernels.decode_work import DecodeWork, plan_decode
+from batchinfer.kernels.fp8 import FP8, as_readable
 from batchinfer.kernels.launch import check_launchable
 
 
 def paged_attention(
     query: torch.Tensor,  # [T, Hq, Dk], packed over sequences
-    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dk], any strides
+    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dk], any strides; or float8
     value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv], any strides
     block_tables: torch.Tensor,  # [S, max_blocks] int32, width contiguous
     query_starts: torch.Tensor,  # [S + 1] int32
@@ -108,7 +109,8 @@ def _check_shapes(
     assert key_cache.shape[:3] == value_cache.shape[:3], "key and value caches differ in shape"
     assert query.shape[1] % key_cache.shape[1] == 0, "query heads do not divide into KV heads"
     assert out.shape == (*query.shape[:2], value_cache.shape[3]), "out has another shape"
-    assert query.dtype == key_cache.dtype == value_cache.dtype, "query and cache differ in dtype"
+    assert key_cache.dtype == value_cache.dtype, "key and value caches differ in dtype"
+    assert key_cache.dtype in (query.dtype, FP8), "query and cache differ in dtype"
     assert block_tables.stride(1) == 1, "a row of the block table must be contiguous"
 
 
@@ -142,8 +144,8 @@ def _shared_arguments(
     score_scale = scale * LOG2E * (2.0 / softcap if softcap else 1.0)
     return strides | {
         "query_ptr": query,
-        "key_ptr": key_cache,
-        "value_ptr": value_cache,
+        "key_ptr": as_readable(key_cache),
+        "value_ptr": as_readable(value_cache),
         "table_ptr": block_tables,
         "query_starts_ptr": query_starts,
         "context_lens_ptr": context_lens,

@@ -115,8 +115,16 @@ def kv_write(
     block_size = key_cache.shape[2]
     kept = slot_mapping >= 0
     slots, offsets = slot_mapping[kept] // block_size, slot_mapping[kept] % block_size
-    key_cache[slots, :, offsets] = key[kept].to(key_cache.dtype)
-    value_cache[slots, :, offsets] = value[kept].to(value_cache.dtype)
+    key_cache[slots, :, offsets] = stored(key[kept], key_cache.dtype)
+    value_cache[slots, :, offsets] = stored(value[kept], value_cache.dtype)
+
+
+def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As the cache holds it: what float8 e4m3fn cannot hold is its largest number, with the sign,
+    where older versions of torch would make it NaN."""
+    if dtype == torch.float8_e4m3fn:
+        x = x.clamp(-448.0, 448.0)
+    return x.to(dtype)
 
 
 def block_copy(

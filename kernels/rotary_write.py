@@ -13,13 +13,14 @@ there is a norm:
     out[i]         = x[i]                                                           i >= R
 
 Queries are replaced in place; keys go to their slots, values are copied to theirs. All in float32,
-rounded once. One program takes all heads of one token.
+rounded once (float8: see `fp8.py`). One program takes all heads of one token.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from batchinfer.kernels.fp8 import as_bytes, narrow
 from batchinfer.kernels.launch import OPTIONS, check_launchable, warps_for
 
 
@@ -48,8 +49,8 @@ def rotary_write(
         qkv,
         cos,
         sin,
-        key_cache,
-        value_cache,
+        as_bytes(key_cache),
+        as_bytes(value_cache),
         slot_mapping,
         q_norm,
         k_norm,
@@ -138,7 +139,7 @@ def _rotary_write_kernel(
     key_cache_ptr += slot * key_cache_slot_stride + position * key_cache_token_stride
     tl.store(
         key_cache_ptr + (heads - NUM_HEADS).to(tl.int64) * key_cache_head_stride + columns,
-        turned,
+        narrow(turned, key_cache_ptr.dtype.element_ty),
         mask=mask & (heads >= NUM_HEADS),
     )
     kv_heads = tl.arange(0, KV_HEADS_BLOCK)[:, None]
@@ -148,6 +149,6 @@ def _rotary_write_kernel(
     value_cache_ptr += slot * value_cache_slot_stride + position * value_cache_token_stride
     tl.store(
         value_cache_ptr + kv_heads.to(tl.int64) * value_cache_head_stride + columns,
-        value,
+        narrow(value, value_cache_ptr.dtype.element_ty),
         mask=mask,
     )

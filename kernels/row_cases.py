@@ -86,7 +86,10 @@ ROTARY_CASES = (
 
 
 def build_rotary_write(
-    case: RotaryCase, device: torch.device | str, dtype: torch.dtype
+    case: RotaryCase,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The pool, full of NaN, and the arguments of `rotary_write`, by name."""
     generator = torch.Generator().manual_seed(0)
@@ -97,9 +100,8 @@ def build_rotary_write(
     width, num_kv_heads, block_size = case.width, case.num_kv_heads, case.block_size
     num_slots = case.num_tokens // block_size + 3
     angles = 6.28 * torch.rand(case.num_tokens, case.rotary_width or width, generator=generator)
-    pool = torch.full(
-        (num_slots, 2, num_kv_heads, block_size, width), torch.nan, device=device, dtype=dtype
-    )
+    pool = torch.full((num_slots, 2, num_kv_heads, block_size, width), torch.nan)
+    pool = pool.to(device, cache_dtype or dtype)
     slot_mapping = torch.randperm(num_slots * block_size, generator=generator)[: case.num_tokens]
     if case.skips:
         slot_mapping[::3] = -1

@@ -67,10 +67,13 @@ LONG_SHARED_CASES = (
 
 
 def build_shared(
-    case: SharedCase, device: torch.device | str, dtype: torch.dtype
+    case: SharedCase,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
 ) -> AttentionInputs:
     """Make the tensors of a case: neighbours of the order have the blocks of what they share."""
-    inputs = build_attention(case.attention, device, dtype)
+    inputs = build_attention(case.attention, device, dtype, cache_dtype)
     tables, block_size = inputs.arguments["block_tables"], case.attention.block_size
     for place in range(1, len(case.order)):
         sequence, before = case.order[place], case.order[place - 1]

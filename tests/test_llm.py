@@ -50,6 +50,17 @@ def test_generate_continues_raw_text_as_transformers_does(llm: LLM, model: Path)
         assert sample.finish_reason == "length"
 
 
+def test_fp8_has_four_times_the_blocks_of_float32_for_the_memory(model: Path) -> None:
+    plain, fp8 = (
+        LLM(str(model), dtype="float32", kv_cache_memory="1MiB", kv_cache_dtype=name)
+        for name in ("auto", "fp8")
+    )
+    blocks = [int(llm.stats()["kv"]["num_blocks"]) for llm in (plain, fp8)]
+    assert blocks[1] // 4 == blocks[0]
+    (output,) = fp8.generate("Hello", GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 8
+
+
 def test_all_forms_of_a_prompt_mean_the_same(llm: LLM) -> None:
     ids = llm.generate("abc", GREEDY, use_tqdm=False)[0].prompt_token_ids
     forms = [["abc"], {"prompt": "abc"}, ids, [ids], {"prompt_token_ids": ids}]

@@ -85,12 +85,22 @@ class KVLayout:
     block_size: int
     """Tokens per block."""
     element_bytes: int
+    """Of the model's dtype, which its KV has too unless it is ``fp8``."""
+    fp8: bool = False
+    """Keys and values are stored as float8 e4m3fn, in one byte each."""
 
     @classmethod
-    def from_config(cls, config: Config, *, block_size: int, dtype: str) -> KVLayout:
+    def from_config(
+        cls, config: Config, *, block_size: int, dtype: str, kv_cache_dtype: str = "auto"
+    ) -> KVLayout:
         """Read the layout from a model's config (``config.to_dict()`` or its config.json).
 
         Latent attention (MLA) is laid out as its expanded keys and values.
+
+        Args:
+            block_size: tokens per block.
+            dtype: the model's, by name.
+            kv_cache_dtype: ``auto`` (the model's), ``fp8`` or ``fp8_e4m3``, which are the same.
 
         Raises:
             ValueError: naming the family and why, when its KV cannot be laid out in blocks.
@@ -113,6 +123,7 @@ class KVLayout:
             value_width=value_width,
             block_size=block_size,
             element_bytes=DTYPE_BYTES[dtype],
+            fp8=kv_cache_dtype != "auto",
         )
 
     @property
@@ -128,12 +139,12 @@ class KVLayout:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all layers."""
-        return self.elements_per_token * self.element_bytes
+        return self.elements_per_token * (1 if self.fp8 else self.element_bytes)
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one pool slot."""
-        return self.elements_per_block * self.element_bytes
+        return self.bytes_per_token * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens of one sequence take."""

@@ -117,16 +117,20 @@ class ModelCost:
     """Bytes of a token's KV, all layers."""
 
     @classmethod
-    def from_config(cls, config: Config, dtype: str) -> ModelCost:
+    def from_config(cls, config: Config, dtype: str, kv_cache_dtype: str = "auto") -> ModelCost:
         """Read the sizes from a model's config (``config.to_dict()`` or its config.json).
 
         Args:
             dtype: of the weights, by name.
+            kv_cache_dtype: as ``KVLayout.from_config``.
 
         Raises:
             ValueError: as ``KVLayout.from_config``.
         """
-        text, layout = text_config(config), KVLayout.from_config(config, block_size=1, dtype=dtype)
+        text = text_config(config)
+        layout = KVLayout.from_config(
+            config, block_size=1, dtype=dtype, kv_cache_dtype=kv_cache_dtype
+        )
         hidden = _first(text, "hidden_size", "n_embd", "d_model")
         heads = _first(text, "num_attention_heads", "n_head", "num_heads", "n_heads")
         experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")

@@ -17,7 +17,8 @@ class CpuAttention:
 
     Gathered keys, values and scores live in buffers that are kept from call to call: fresh ones
     would be paid for in page faults. Scores are masked by selection, and values that no query may
-    see are zeroed, so that stale NaN in the pool reaches no output.
+    see are zeroed, so that stale NaN in the pool reaches no output. What a pool of float8 holds is
+    widened to the queries' dtype when it has been gathered.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -66,7 +67,8 @@ class CpuAttention:
     ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, C]
         layout = self._cache.layout
         num_kv_heads, width = layout.num_kv_heads, layout.key_width
-        gathered = self._gather("keys", keys, bucket.key_rows).view(-1, bucket.context, width)
+        gathered = self._gather("keys", keys, bucket.key_rows).to(queries.dtype)
+        gathered = gathered.view(-1, bucket.context, width)
         tiled = queries.view(bucket.num_tiles, bucket.tile_size, -1, width).transpose(1, 2)
         tiled = tiled.reshape(bucket.num_tiles * num_kv_heads, -1, width)
         scores = self._buffer("scores", queries.dtype, (*tiled.shape[:2], bucket.context))
@@ -78,7 +80,7 @@ class CpuAttention:
         self, bucket: Bucket, scores: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, Dv]
         width = self._cache.layout.value_width
-        gathered = self._gather("values", values, bucket.value_rows)
+        gathered = self._gather("values", values, bucket.value_rows).to(scores.dtype)
         gathered.view(-1, width).index_fill_(0, bucket.stale, 0.0)
         # For 16-bit scores torch computes the softmax in float32 and rounds its result.
         weights = self._buffer("weights", scores.dtype, tuple(scores.shape))

@@ -37,6 +37,12 @@ class KVCache:
     ) -> None:
         """Make an uninitialised pool; past its first part, memory is touched as it is written.
 
+        Args:
+            layout: where what lies.
+            num_blocks: slots beside the null slot.
+            device: where the pool is.
+            dtype: the model's; the pool has it unless the layout says float8.
+
         Raises:
             DeviceError: when the pool does not fit the device, or the blocks on the host that.
         """
@@ -45,7 +51,8 @@ class KVCache:
         self.null_slot = num_blocks
         self.unit = math.gcd(layout.key_width, layout.value_width)
         """Elements that divide both a key and a value."""
-        self.pool = _allocate(num_blocks + 1, layout.elements_per_block, device, dtype)
+        pool_dtype = torch.float8_e4m3fn if layout.fp8 else dtype
+        self.pool = _allocate(num_blocks + 1, layout.elements_per_block, device, pool_dtype)
         self.pool[self.null_slot].zero_()
         self.host = HostBlocks(self.pool, num_host_blocks)
         per_head = layout.block_size * layout.key_width

@@ -37,9 +37,11 @@ class LoadedModel:
     facts: Mapping[str, Any]
     """For the summary: name, revision, family, parameters, bytes."""
 
-    def layout(self, block_size: int) -> KVLayout:
+    def layout(self, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
         """How the model's KV is laid out in blocks of ``block_size`` tokens."""
-        return KVLayout.from_config(self.config, block_size=block_size, dtype=self.dtype)
+        return KVLayout.from_config(
+            self.config, block_size=block_size, dtype=self.dtype, kv_cache_dtype=kv_cache_dtype
+        )
 
 
 def load_model(

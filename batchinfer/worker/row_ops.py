@@ -92,7 +92,7 @@ def rotary_write(
 
         triton_rotary_write(*arguments, **options)
     else:
-        _cpu(qkv.dtype).rotary_write(*arguments, **options)
+        _cpu(key_cache.dtype).rotary_write(*arguments, **options)
 
 
 def _check_rotary_write(
@@ -115,7 +115,8 @@ def _check_rotary_write(
         and rotary_width % 2 == 0
         and rotary_width <= width <= cpu.MAX_HEAD_WIDTH
         and all(weight.shape == (width,) for weight in weights)
-        and len({tensor.dtype for tensor in (qkv, cos, sin, key_cache, *weights)}) == 1
+        and len({tensor.dtype for tensor in (qkv, cos, sin, *weights)}) == 1
+        and key_cache.dtype in (qkv.dtype, torch.float8_e4m3fn)
     )
     if not fits:
         raise ValueError(

@@ -43,6 +43,18 @@ def test_bytes_of_a_llama() -> None:
     assert layout(LLAMA, dtype="bfloat16").bytes_per_token * 2 == found.bytes_per_token
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+@pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2), ("float32", 4)])
+def test_fp8_takes_a_byte_and_leaves_the_models_elements_as_they_are(
+    name: str, dtype: str, times: int
+) -> None:
+    plain = layout(LLAMA, dtype=dtype)
+    found = KVLayout.from_config(LLAMA, block_size=16, dtype=dtype, kv_cache_dtype=name)
+    assert plain.bytes_per_block == times * found.bytes_per_block
+    assert found.bytes_per_token == found.elements_per_token
+    assert found.element_bytes == plain.element_bytes == times
+
+
 def test_blocks_for_rounds_up() -> None:
     assert [layout(LLAMA).blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
 

@@ -251,7 +251,6 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
         (MINIMAL + "accept: {k: 1}", "accept"),
         (MINIMAL + "score: {completions_column: x}", "score"),
         (MINIMAL + "prompt: {adapter_column: a}", "prompt.adapter_column"),
-        (MINIMAL + "engine: {kv_cache_dtype: fp8}", "engine.kv_cache_dtype: fp8"),
         (MINIMAL + "engine: {deterministic: true}", "engine.deterministic"),
         (MINIMAL.replace("some/model", "{name: m, quantization: fp8}"), "model.quantization"),
         (MINIMAL.replace("some/model", "{name: m, adapters: {a: b}}"), "model.adapters"),

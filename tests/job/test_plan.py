@@ -91,8 +91,13 @@ def small_steps_in_input_order() -> tuple[Columns, dict[str, Any]]:
     return {"prompt": texts(5, 120, 4, 160)}, {"engine": engine}
 
 
+def stored_in_fp8() -> tuple[Columns, dict[str, Any]]:
+    engine = {"kv_cache_dtype": "fp8", "num_kv_blocks": 60}
+    return {"prompt": texts(6, 40, 16, 64)}, {"engine": engine}
+
+
 @pytest.mark.parametrize(
-    "workload", [mixed_lengths, shared_prefix, samples, small_steps_in_input_order]
+    "workload", [mixed_lengths, shared_prefix, samples, small_steps_in_input_order, stored_in_fp8]
 )
 def test_a_plan_is_what_the_run_then_does(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, workload: Any

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from batchinfer.kernels import launch
+from batchinfer.kernels import fp8, launch
 from batchinfer.kernels.block_copy import block_copy
 from batchinfer.kernels.cases import (
     COPY_CASES,
@@ -68,6 +68,16 @@ class NoDevice:
         return 0
 
 
+def compile_fp8(dtype: torch.dtype) -> None:
+    """Once more what touches the cache, with one of float8."""
+    for attention in CASES:
+        paged_attention(**build_attention(attention, "cpu", dtype, fp8.FP8).arguments)
+    paged_attention(**build_shared(SHARED, "cpu", dtype, fp8.FP8).arguments)
+    kv_write(**build_write(WRITE_CASES[1], "cpu", dtype, fp8.FP8)[1])
+    rotary_write(**build_rotary_write(ROTARY_CASES[2], "cpu", dtype, fp8.FP8)[1])
+    block_copy(**build_copy(COPY_CASES[1], "cpu", fp8.FP8))
+
+
 def compile_all() -> None:
     """Call every wrapper; its launches compile, for the driver that is active."""
     for attention in CASES:
@@ -94,7 +104,9 @@ def main() -> None:
     launch.INTERPRETED = True  # lets CPU tensors through; their pointers are never followed
     for capability in map(int, sys.argv[1:]):
         driver.set_active(NoDevice(capability))
+        fp8.converts_fp8 = lambda device, found=capability >= 89: found
         compile_all()
+        compile_fp8(torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from batchinfer.engine.layout import KVLayout
+from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.attention import (
     ATTENTION_NAME,
@@ -33,7 +36,14 @@ def cpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 class Parity:
     """One model twice: eager as transformers runs it, and over a pool full of NaN."""
 
-    def __init__(self, family: str, block_size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        family: str,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        fp8: bool = False,
+    ) -> None:
         register()
         num_blocks = 256
         self.model = tiny_model(family).to(dtype)
@@ -41,6 +51,7 @@ class Parity:
             self.model.config.to_dict(),
             block_size=block_size,
             dtype=str(dtype).removeprefix("torch."),
+            kv_cache_dtype="fp8" if fp8 else "auto",
         )
         cache = KVCache(layout, num_blocks, torch.device("cpu"), dtype)
         cache.pool[:num_blocks] = float("nan")
@@ -140,6 +151,31 @@ def test_sixteen_bit_models_stay_near_eager(dtype: torch.dtype) -> None:
     got = parity.step([(first, 1), (second, 1)]).float()
     expected = torch.stack([parity.eager(first)[-1], parity.eager(second)[-1]]).float()
     assert (got - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
+def test_a_pool_of_float8_is_one_of_rounded_keys_and_values(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One way to attend for both: what differs in its last bit rounds to another eighth.
+    monkeypatch.setattr(native, "supports", lambda dtype: False)
+    stored, rounded = (Parity(family, block_size=16, fp8=fp8) for fp8 in (True, False))
+    write = rounded.cache.write
+
+    def write_rounded(layer: int, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:
+        write(
+            layer, *(reference.stored(x, torch.float8_e4m3fn).float() for x in (key, value)), *rest
+        )
+
+    rounded.cache.write = write_rounded  # type: ignore[method-assign]
+    runs = []
+    for parity in (stored, rounded):
+        first, second = parity.sequences(40, 9)
+        parts = [(first, 39), (second, 8)], [(first, 1), (second, 1)]
+        runs.append(torch.cat([parity.step(part) for part in parts]))
+    torch.testing.assert_close(*runs, atol=TOLERANCE, rtol=TOLERANCE)
+    exact = rounded.eager(first)[-1]
+    assert not torch.allclose(runs[0][-2], exact, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_a_call_outside_paged_attention_is_refused() -> None:

@@ -27,24 +27,27 @@ LAYOUT = KVLayout(
 PLAIN, WINDOWED = (AttentionVariant(0.25, window, 0.0, None) for window in (0, 5))
 
 
-def begun(step_parts: list[tuple[int, int]]) -> tuple[CudaAttention, Any, torch.Tensor]:
+def begun(
+    step_parts: list[tuple[int, int]], *, fp8: bool = False
+) -> tuple[CudaAttention, Any, torch.Tensor]:
     """Both backends at the start of a step over a random pool, and its queries.
 
     Args:
         step_parts: (tokens computed before, tokens of the step) of each sequence.
+        fp8: the pool's dtype is float8.
     """
     maker = StepMaker(32, 16)
     sequences = [(maker.sequence([1] * (before + new)), before, new) for before, new in step_parts]
     earlier = [(sequence, before) for sequence, before, _ in sequences if before]
     if earlier:
         maker.step(earlier)
-    return begin(maker.step([(sequence, new) for sequence, _, new in sequences]))
+    return begin(maker.step([(sequence, new) for sequence, _, new in sequences]), fp8=fp8)
 
 
-def begin(step: Step) -> tuple[CudaAttention, Any, torch.Tensor]:
+def begin(step: Step, *, fp8: bool = False) -> tuple[CudaAttention, Any, torch.Tensor]:
     torch.manual_seed(0)
-    cache = KVCache(LAYOUT, 32, torch.device("cpu"), torch.float32)
-    cache.pool[:32] = torch.randn_like(cache.pool[:32])
+    cache = KVCache(replace(LAYOUT, fp8=fp8), 32, torch.device("cpu"), torch.float32)
+    cache.pool[:32].copy_(torch.randn(32, cache.pool.shape[1]))
     tensors = to_device(_device_arrays(step), torch.device("cpu"))
     backends = CudaAttention(cache), make_backend(cache)
     for backend in backends:
@@ -52,13 +55,14 @@ def begin(step: Step) -> tuple[CudaAttention, Any, torch.Tensor]:
     return *backends, torch.randn(step.num_tokens, 4, 16)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     "parts",
     [[(9, 1), (20, 1)], [(0, 7), (9, 1), (30, 4)], [(0, 7), (16, 20)]],
     ids=["decodes", "mixed", "chunks"],
 )
-def test_layers_of_two_windows_equal_the_cpus(parts: list[tuple[int, int]]) -> None:
-    cuda, cpu, query = begun(parts)
+def test_layers_of_two_windows_equal_the_cpus(parts: list[tuple[int, int]], fp8: bool) -> None:
+    cuda, cpu, query = begun(parts, fp8=fp8)
     for layer, variant in ((0, WINDOWED), (1, PLAIN), (2, WINDOWED)):
         got = cuda.attend(layer, query, variant)
         torch.testing.assert_close(got, cpu.attend(layer, query, variant), atol=1e-5, rtol=1e-5)

@@ -12,7 +12,12 @@ CPU = torch.device("cpu")
 
 
 def make(
-    key_width: int = 6, value_width: int = 4, num_blocks: int = 5, num_host_blocks: int = 0
+    key_width: int = 6,
+    value_width: int = 4,
+    num_blocks: int = 5,
+    num_host_blocks: int = 0,
+    *,
+    fp8: bool = False,
 ) -> KVCache:
     layout = KVLayout(
         num_layers=3,
@@ -21,6 +26,7 @@ def make(
         value_width=value_width,
         block_size=4,
         element_bytes=4,
+        fp8=fp8,
     )
     return KVCache(layout, num_blocks, CPU, torch.float32, num_host_blocks)
 
@@ -59,13 +65,26 @@ def test_write_puts_tokens_where_the_mapping_says() -> None:
     assert torch.count_nonzero(cache.pool) == key.numel() + value.numel()
 
 
-def test_copy_blocks_moves_every_layer() -> None:
-    cache = make()
-    cache.pool.copy_(torch.randn_like(cache.pool))
-    before = cache.pool.clone()
+@pytest.mark.parametrize("fp8", [False, True])
+def test_copy_blocks_moves_every_layer(fp8: bool) -> None:
+    cache = make(fp8=fp8)
+    cache.pool.copy_(torch.randn(cache.pool.shape))
+    before = cache.pool.float().clone()
     cache.copy_blocks(torch.tensor([[0, 3], [4, 1]], dtype=torch.int32))
-    assert torch.equal(cache.pool[[3, 1]], before[[0, 4]])
-    assert torch.equal(cache.pool[[0, 2, 4, 5]], before[[0, 2, 4, 5]])
+    after = cache.pool.float()
+    assert torch.equal(after[[3, 1]], before[[0, 4]])
+    assert torch.equal(after[[0, 2, 4, 5]], before[[0, 2, 4, 5]])
+
+
+def test_a_pool_of_float8_has_a_byte_a_number_and_saturates() -> None:
+    cache = make(fp8=True)
+    assert cache.nbytes == 6 * cache.layout.bytes_per_block == 6 * cache.layout.elements_per_block
+    key = torch.tensor([500.0, -1e30, 1.1, torch.nan, 0.0, 2**-9]).expand(1, 2, 6)
+    cache.write(0, key, torch.ones(1, 2, 4), torch.tensor([5]))
+    expected = torch.tensor([448.0, -448.0, 1.125, torch.nan, 0.0, 2**-9]).expand(2, 6)
+    torch.testing.assert_close(cache.key(0)[1, :, 1].float(), expected, equal_nan=True)
+    assert (cache.value(0)[1, :, 1].float() == 1).all()
+    assert torch.count_nonzero(cache.pool[cache.null_slot].float()) == 0
 
 
 def test_the_null_slot_is_one_more_than_asked_for_and_zero() -> None:

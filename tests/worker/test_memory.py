@@ -43,6 +43,27 @@ def test_bytes_win_over_utilization() -> None:
     assert plan("cuda", kv_cache_memory="1MiB", max_num_batched_tokens=1).num_blocks == 256
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fp8_makes_twice_the_blocks_of_a_16_bit_pool(device: str) -> None:
+    engine = EngineConfig(max_num_seqs=10**4, max_num_batched_tokens=16)
+    plain, fp8 = (
+        plan_memory(
+            engine,
+            KVLayout(2, 2, 8, 8, block_size=16, element_bytes=2, fp8=stored),
+            CONFIG,
+            device=torch.device(device),
+            weight_bytes=3 * MIB,
+            max_model_len=1000,
+        )
+        for stored in (False, True)
+    )
+    assert fp8.num_blocks in (2 * plain.num_blocks, 2 * plain.num_blocks + 1)
+    assert fp8.pool_bytes == pytest.approx(plain.pool_bytes, rel=1e-3)
+    # What is computed is as wide as ever.
+    assert fp8.activation_bytes == plain.activation_bytes
+    assert fp8.logits_bytes == plain.logits_bytes
+
+
 def test_a_cpu_pool_is_what_the_job_can_use() -> None:
     assert plan(max_num_seqs=4).num_blocks == 4 * 7
 

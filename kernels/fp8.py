@@ -1,0 +1,77 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
+# the comment behind each. Compile-time constants are written as constants.)
+"""Keys and values of one byte each: float8 e4m3fn, as the cache holds them, and back.
+
+Formula: the nearest of the format's numbers, ties to even, with a scale of 1; what lies past +-448
+becomes +-448, and NaN stays NaN. Writing is arithmetic on bits, the same on every device. Reading
+is the device's own conversion from compute capability 8.9 on, and elsewhere (where the kernels are
+given the cache as bytes) arithmetic again; both are exact.
+
+Format: sign, 4 bits of exponent with a bias of 7, 3 of mantissa; no infinity, and one NaN (OCP
+8-bit floating point; Micikevicius et al. 2022, arXiv:2209.05433).
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+FP8 = torch.float8_e4m3fn
+
+
+def as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """A float8 cache as bytes, for a kernel that writes it; another as it is."""
+    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
+
+
+def as_readable(cache: torch.Tensor) -> torch.Tensor:
+    """A cache for a kernel that reads it: as bytes where the device converts no float8."""
+    return cache if converts_fp8(cache.device) else as_bytes(cache)
+
+
+@functools.cache
+def converts_fp8(device: torch.device) -> bool:
+    """Whether Triton has float8 e4m3fn there; its interpreter rounds it wrongly (3.9.0)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def narrow(
+    x,  # [...] any float
+    DTYPE: tl.constexpr,  # the cache's; uint8 stands for float8 e4m3fn
+):
+    if tl.uint8 == DTYPE:
+        x = x.to(tl.float32)
+        bits = x.to(tl.int32, bitcast=True)
+        size = tl.minimum(tl.abs(x), 448.0)
+        of_size = size.to(tl.int32, bitcast=True)
+        # 20 of the 23 bits of the mantissa go: half of what goes is added, a tie goes to even. The
+        # exponent's bias goes from 127 to 7.
+        normal = ((of_size + 0x7FFFF + ((of_size >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 the numbers lie 2^-9 apart, as those after 2^14 do in float32.
+        small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0.015625, small, normal)
+        code = tl.where(x != x, 0x7F, code)
+        narrowed = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    else:
+        narrowed = x.to(DTYPE)
+    return narrowed
+
+
+@triton.jit
+def widen(
+    stored,  # [...] as the cache holds it; uint8 stands for float8 e4m3fn
+    DTYPE: tl.constexpr,
+):
+    if stored.dtype == tl.uint8:
+        # float16 has the same fields, with one bit more of exponent and a bias of 15.
+        code = stored.to(tl.int16)
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        wide = bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+        wide = tl.where((code & 0x7F) == 0x7F, float("nan"), wide.to(tl.float32)).to(DTYPE)
+    else:
+        wide = stored.to(DTYPE)
+    return wide

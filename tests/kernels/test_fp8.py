@@ -1,0 +1,163 @@
+"""A cache of float8: what is written, and what attention reads of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels import decode_work, reference
+from batchinfer.kernels.block_copy import block_copy
+from batchinfer.kernels.cases import (
+    COPY_CASES,
+    INTERPRETED_ATTENTION_CASES,
+    WRITE_CASES,
+    AttentionCase,
+    WriteCase,
+    build_attention,
+    build_copy,
+    build_write,
+)
+from batchinfer.kernels.fp8 import FP8, narrow, widen
+from batchinfer.kernels.kv_write import kv_write
+from batchinfer.kernels.paged_attention import paged_attention
+from batchinfer.kernels.rotary_write import rotary_write
+from batchinfer.kernels.row_cases import ROTARY_CASES, RotaryCase, build_rotary_write
+from batchinfer.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+ATTENTION_CASES = [
+    case
+    for case in INTERPRETED_ATTENTION_CASES
+    if case.name in ("decodes_split", "mixed", "no_query_and_padding", "everything", "window_of_1")
+]
+SHARED = INTERPRETED_SHARED_CASES[1]
+SIXTEEN_BIT = [torch.float16, torch.bfloat16]
+interpreted = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+compiled = pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut contexts of a few tiles into pieces, as long ones are."""
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+
+
+@triton.jit
+def _there_and_back(x_ptr: Any, code_ptr: Any, back_ptr: Any, SIZE: tl.constexpr) -> None:  # noqa: N803
+    places = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    code = narrow(tl.load(x_ptr + places), tl.uint8)
+    tl.store(code_ptr + places, code)
+    tl.store(back_ptr + places, widen(code, tl.float32))
+
+
+def check_formula(device: str) -> None:
+    """Every float16, and the middles between neighbours of the format, in float32."""
+    halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    codes = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+    middles = torch.stack([(codes[1:] + codes[:-1]) / 2 * (1 + e) for e in (-1e-6, 0.0, 1e-6)])
+    x = torch.cat([halves, middles.flatten(), -middles.flatten()])
+    x = torch.cat([x, torch.zeros(-len(x) % 1024)]).to(device)
+    code, back = torch.empty_like(x, dtype=torch.uint8), torch.empty_like(x)
+    _there_and_back[(len(x) // 1024,)](x, code, back, SIZE=1024)
+    expected = reference.stored(x, FP8)
+    assert torch.equal(code.view(FP8).isnan(), x.isnan())
+    numbers = ~x.isnan()
+    assert torch.equal(code[numbers], expected.view(torch.uint8)[numbers])
+    torch.testing.assert_close(back, expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rounds_as_torch_does_and_saturates(interpreter: str) -> None:
+    check_formula(interpreter)
+
+
+@pytest.mark.gpu
+def test_rounds_as_torch_does_and_saturates_on_a_gpu(gpu: str) -> None:
+    check_formula(gpu)
+
+
+def check_write(case: WriteCase, device: str, dtype: torch.dtype) -> None:
+    pools = []
+    for write in (kv_write, reference.kv_write):
+        pool, arguments = build_write(case, device, dtype, FP8)
+        arguments["key"].mul_(300)
+        arguments["value"].mul_(0.01)
+        write(**arguments)
+        pools.append(pool.float())
+    torch.testing.assert_close(*pools, rtol=0, atol=0, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize("case", WRITE_CASES, ids=str)
+def test_kv_write(case: WriteCase, dtype: torch.dtype, interpreter: str) -> None:
+    check_write(case, interpreter, dtype)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("case", WRITE_CASES, ids=str)
+def test_kv_write_on_a_gpu(case: WriteCase, dtype: torch.dtype, gpu: str) -> None:
+    check_write(case, gpu, dtype)
+
+
+def check_rotary_write(case: RotaryCase, device: str, dtype: torch.dtype) -> None:
+    pool, got = build_rotary_write(case, device, dtype, FP8)
+    rotary_write(**got)
+    expected_pool, expected = build_rotary_write(case, device, dtype, FP8)
+    reference.rotary_write(**expected)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got["qkv"], expected["qkv"], rtol=tolerance, atol=tolerance)
+    # Sums that differ in their last bit may round to neighbours.
+    pool, expected_pool = pool.float(), expected_pool.float()
+    torch.testing.assert_close(pool, expected_pool, rtol=0.126, atol=2**-9, equal_nan=True)
+    assert (pool != expected_pool).sum() - pool.isnan().sum() <= 1e-3 * pool.numel()
+
+
+@interpreted
+@pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
+def test_rotary_write(case: RotaryCase, dtype: torch.dtype, interpreter: str) -> None:
+    check_rotary_write(case, interpreter, dtype)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
+def test_rotary_write_on_a_gpu(case: RotaryCase, dtype: torch.dtype, gpu: str) -> None:
+    check_rotary_write(case, gpu, dtype)
+
+
+def check_attention(case: AttentionCase | SharedCase, device: str, dtype: torch.dtype) -> None:
+    if isinstance(case, AttentionCase):
+        inputs = build_attention(case, device, dtype, FP8)
+    else:
+        inputs = build_shared(case, device, dtype, FP8)
+    got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
+    paged_attention(**got)
+    reference.paged_attention(**expected)
+    assert expected["out"].isfinite().all()
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, SHARED], ids=str)
+def test_attention(case: AttentionCase | SharedCase, dtype: torch.dtype, interpreter: str) -> None:
+    check_attention(case, interpreter, dtype)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("case", [*INTERPRETED_ATTENTION_CASES, *INTERPRETED_SHARED_CASES], ids=str)
+def test_attention_on_a_gpu(case: AttentionCase | SharedCase, dtype: torch.dtype, gpu: str) -> None:
+    check_attention(case, gpu, dtype)
+
+
+def test_blocks_are_copied_bit_by_bit(interpreter: str) -> None:
+    arguments = build_copy(COPY_CASES[1], interpreter, FP8)
+    expected = arguments["pool"].view(torch.uint8).clone()
+    reference.block_copy(expected, arguments["pairs"])
+    block_copy(**arguments)
+    assert torch.equal(arguments["pool"].view(torch.uint8), expected)
