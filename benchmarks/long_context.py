@@ -1,0 +1,180 @@
+"""One long sequence on a CPU: right, and in the memory that was planned?
+
+    python benchmarks/long_context.py [--tokens 131072] [--outputs 16] [--block-size 16]
+
+A random Llama of two small layers, its positions scaled as Llama 3.1's are, prefills one prompt in
+chunks and decodes after it. What it leaves in the KV pool, at every position and layer, and the log
+probability of every output token are compared with transformers' own model over the whole sequence
+at once (by torch's attention, which makes no matrix of scores). Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast as Fast
+
+from batchinfer.build import build_engine
+from batchinfer.config import EngineConfig, SamplingParams
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.step import Step
+from batchinfer.job.spec import ModelSpec
+from batchinfer.worker.kv_cache import KVCache
+
+VOCAB_SIZE = 64
+MAX_LEN = 131072 + 64
+
+
+def make_model(path: Path) -> Path:
+    """Hidden width 64, two query heads for each KV head, float32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_LEN,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=None,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"t{at}": at for at in range(VOCAB_SIZE)}, unk_token="t0"))
+    Fast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+def peak_rss() -> int:
+    """Most bytes of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Watched:
+    """A runner that remembers the last step it was given."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.cache: KVCache = runner._cache
+        self.step: Step | None = None
+
+    def submit(self, step: Step) -> Any:
+        self.step = step
+        return self._runner.submit(step)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came of the prompt, and seconds until its first output token and after it."""
+
+    completion: Completion
+    prefill_s: float
+    decode_s: float
+
+
+def generate(engine: Engine, prompt: Any, num_outputs: int) -> Generated:
+    """Greedy tokens, with their log probabilities."""
+    params = SamplingParams(max_tokens=num_outputs, temperature=0.0, logprobs=0, ignore_eos=True)
+    engine.add_request(Request(0, prompt, params, (1, 0)))
+    began = first = time.perf_counter()
+    completions: list[Completion] = []
+    while engine.num_unfinished:
+        outcome = engine.step()
+        completions += outcome.completions
+        if outcome.stats is not None and outcome.stats.prefill_tokens:
+            first = time.perf_counter()
+    return Generated(completions[0], first - began, time.perf_counter() - first)
+
+
+def largest_errors(folder: Path, runner: Watched, completion: Completion) -> dict[str, float]:
+    """Against transformers over the whole sequence: of keys and values, and of logprobs."""
+    (output,) = completion.outputs
+    count = len(output.token_ids)
+    tokens = torch.tensor([*completion.request.prompt_token_ids, *output.token_ids])
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    with torch.inference_mode():
+        found = model(input_ids=tokens[None, :-1], use_cache=True, logits_to_keep=count)
+    logprobs = found.logits[0].log_softmax(-1).gather(1, tokens[-count:, None])[:, 0]
+    got = torch.tensor([entry.logprob for entry in output.logprobs or ()])
+    assert runner.step is not None
+    table = torch.from_numpy(runner.step.block_tables[0]).long()
+    differences = [
+        stored[table].transpose(1, 2).flatten(0, 1)[: len(tokens) - 1] - expected[0].transpose(0, 1)
+        for layer, entry in enumerate(found.past_key_values.layers)
+        for expected, stored in (
+            (entry.keys, runner.cache.key(layer)),
+            (entry.values, runner.cache.value(layer)),
+        )
+    ]
+    kv = max(float(difference.abs().max()) for difference in differences)
+    return {"kv_error": kv, "logprob_error": float((got - logprobs).abs().max())}
+
+
+def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Generate, then compare."""
+    table: list[str] = []
+    # What is imported and started with the first model is not the engine's memory.
+    torch.nn.Linear(64, 64)(torch.zeros(1024, 64))
+    before = peak_rss()
+    settings = EngineConfig(
+        device="cpu",
+        block_size=args.block_size,
+        max_num_seqs=1,
+        num_kv_blocks=-(-(args.tokens + args.outputs) // args.block_size),
+    )
+    model = ModelSpec(name=str(folder), max_model_len=args.tokens + args.outputs)
+    built = build_engine(model, settings, log=table.append)
+    runner = Watched(built.engine._runner)
+    built.engine._runner = runner
+    prompt = np.random.default_rng(0).integers(2, VOCAB_SIZE, args.tokens).astype(np.int32)
+    generated = generate(built.engine, prompt, args.outputs)
+    peak = peak_rss()
+    planned = sum(float(line.split()[-2].replace(",", "")) for line in table[:-1])
+    return {
+        "tokens": args.tokens,
+        "outputs": args.outputs,
+        "prefill_s": round(generated.prefill_s, 2),
+        "decode_s": round(generated.decode_s, 2),
+        "planned_mib": round(planned, 1),
+        "taken_mib": round((peak - before) / 2**20, 1),
+        "memory": table,
+        **largest_errors(folder, runner, generated.completion),
+    }
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description="One long sequence on a CPU.")
+    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--outputs", type=int, default=16)
+    parser.add_argument("--block-size", type=int, default=16)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(run(make_model(Path(folder)), args)))
+
+
+if __name__ == "__main__":
+    main()
