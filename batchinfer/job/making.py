@@ -12,6 +12,7 @@ from itertools import takewhile
 from threading import Event
 
 from batchinfer.errors import JobError, RowError
+from batchinfer.garbage import long_lived_left_alone
 from batchinfer.job.flight import FlightLog
 from batchinfer.job.loop import EngineLoop, Finished
 from batchinfer.job.order import prompt_rows, without_text
@@ -137,7 +138,8 @@ class _Phase:
             Behind(write, _WRITES_DUE) as writer,
         ):
             try:
-                return loop.run(rows, writer)
+                with long_lived_left_alone():
+                    return loop.run(rows, writer)
             finally:
                 leaving.set()
 

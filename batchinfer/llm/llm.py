@@ -16,6 +16,7 @@ from batchinfer.build import build_engine
 from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.engine.request import Completion, Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
+from batchinfer.garbage import long_lived_left_alone
 from batchinfer.job.measures import Measured
 from batchinfer.job.row_params import RowSampling
 from batchinfer.job.rows import RequestMaker
@@ -225,6 +226,7 @@ class LLM:
         with (
             tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar,
             closing(self._completions(requests)) as completions,
+            long_lived_left_alone(),
         ):
             bar.update(len(outputs))
             for completion in completions:
