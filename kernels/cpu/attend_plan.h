@@ -18,9 +18,43 @@ typedef struct {
     int32_t low, high, piece; /* tiles of a task that still share, and where they are */
 } part;
 
+/* What is read after a piece: of a tile's blocks, from a position on. No tile: nothing. */
+typedef struct {
+    const tile *tile;
+    int32_t piece, kv_head;
+} following;
+
+/* What is asked for while something else is computed, line by line: positions [from, to) of one KV
+   head's keys or values. Blocks lie apart, and no hardware prefetcher looks past a page. Asked for
+   all at once, they hold up the loads of what is computed (measured: 1.5 times the time). */
+typedef struct {
+    const char *base, *at, *end;
+    const int32_t *table;
+    int64_t slot_bytes, token_bytes;
+    int32_t from, to, block_size;
+} stream;
+
+#define LINE 64 /* bytes of a cache line */
+
+INLINE void ask_for(stream *s, int lines) {
+    for (; lines > 0; lines--, s->at += LINE) {
+        if (s->at >= s->end) {
+            if (s->from >= s->to) return;
+            const int32_t offset = s->from % s->block_size, left = s->block_size - offset;
+            const int32_t count = left < s->to - s->from ? left : s->to - s->from;
+            s->at = s->base + s->table[s->from / s->block_size] * s->slot_bytes
+                    + offset * s->token_bytes;
+            s->end = s->at + count * s->token_bytes;
+            s->from += count;
+        }
+        __builtin_prefetch(s->at, 0, 2);
+    }
+}
+
 typedef struct {
     const tile *tiles;
     int32_t num_tiles, num_rows, kv_head;
+    following after; /* what its thread begins with next */
     part *parts; /* [tiles] */
     float *keys, *values;          /* a piece: [width][PIECE], [PIECE][width] */
     float *q, *s, *acc;            /* [rows][...] */

@@ -9,6 +9,7 @@
    Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
    multiply-adds in the order of k, so that a row's bits do not depend on the other rows. */
 
+#include "arguments.h"
 #include "elements.h"
 
 #if defined(__AVX512F__)
@@ -18,22 +19,6 @@
 #define TILE_ROWS 14 /* 28 accumulators, 2 weights, and what is left for x */
 #define CHUNK 8      /* steps of k between prefetches */
 #define LINE 64      /* bytes of a cache line */
-
-typedef struct {
-    const void *x;      /* [rows, in] */
-    const void *packed; /* [panels][in / PER_STEP][PANEL][PER_STEP] */
-    const void *bias;   /* [out] or NULL */
-    void *out;          /* [rows, out], contiguous */
-    int64_t num_rows, row_stride, in_features, out_features;
-    int32_t num_threads;
-} gemm_args;
-
-typedef struct {
-    const void *weight; /* [out, in], contiguous */
-    void *packed;
-    int64_t in_features, out_features;
-    int32_t num_threads;
-} pack_args;
 
 /* What a tile asks for while it computes: a share of the panel that comes next. */
 typedef struct {

@@ -28,11 +28,11 @@ def rows_apart(count: int, width: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(count, width + more)[:, :width]
 
 
-class _GemmArgs(ctypes.Structure):
+class GemmArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("x", "packed", "bias", "out")),
         *((name, INT64) for name in ("num_rows", "row_stride", "in_features", "out_features")),
-        ("num_threads", INT32),
+        *((name, INT32) for name in ("num_threads", "adds")),
     )
 
 
@@ -71,13 +71,30 @@ def gemm(
     bias: torch.Tensor | None,  # [out]
     *,
     out: torch.Tensor,  # [M, out], contiguous
+    adds: bool = False,
 ) -> None:
-    """``out = x @ weight.T + bias``; float32 sums. A row's bits do not depend on the others."""
+    """``out = x @ weight.T + bias``; float32 sums. A row's bits do not depend on the others.
+
+    Args:
+        adds: onto what ``out`` holds, rounded once.
+    """
     if len(x) >= _MANY_ROWS and is_crowded(x.stride(0) * x.element_size()):
         x = rows_apart(len(x), x.shape[1], x).copy_(x)
-    arguments = _GemmArgs(
+    arguments = gemm_args(x, packed, bias, out=out, adds=adds)
+    getattr(load(), f"gemm_{SUFFIX[x.dtype]}")(ctypes.byref(arguments))
+
+
+def gemm_args(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    adds: bool,
+) -> GemmArgs:
+    """What the C function is called with; arguments as for ``gemm``."""
+    return GemmArgs(
         *(x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr()),
         *(out.data_ptr(), len(x), x.stride(0), x.shape[1], out.shape[1]),
-        torch.get_num_threads(),
+        *(torch.get_num_threads(), adds),
     )
-    getattr(load(), f"gemm_{SUFFIX[x.dtype]}")(ctypes.byref(arguments))

@@ -26,8 +26,11 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """What the names of the functions for a dtype end in."""
 
 _FOLDER = Path(__file__).resolve().parent
-_SOURCES = ("paged_attention.c", "row_ops.c", "gemm.c")
-_INCLUDED = ("elements.h", "vectors.h", "attend_plan.h", "attend.inc", "row_ops.inc", "gemm.inc")
+_SOURCES = ("paged_attention.c", "row_ops.c", "gemm.c", "decoder_layer.c", "sampling.c")
+_INCLUDED = (
+    *("arguments.h", "elements.h", "vectors.h", "attend_plan.h"),
+    *("attend.inc", "row_ops.inc", "gemm.inc"),
+)
 # Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
 _FLAGS = (
     *("-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-shared", "-std=gnu11"),

@@ -14,12 +14,13 @@ from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, load
 _ATTEND = {torch.float32: "attend_f32", torch.bfloat16: "attend_bf16"}
 
 
-class _AttentionArgs(ctypes.Structure):
+class AttentionArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("query", "out", "keys", "values")),
         *((name, POINTER) for name in ("block_tables", "query_starts", "context_lens", "sinks")),
         *((name, POINTER) for name in ("order", "shared_lens")),
         *((name, INT64) for name in ("query_token_stride", "query_head_stride")),
+        ("out_token_stride", INT64),
         *((name, INT64) for name in ("key_slot_stride", "key_head_stride")),
         *((name, INT64) for name in ("value_slot_stride", "value_head_stride", "table_width")),
         *((name, INT32) for name in ("num_sequences", "num_heads", "num_kv_heads")),
@@ -55,7 +56,7 @@ def paged_attention(
     context_lens: torch.Tensor,  # [S] int32
     *,
     scale: float,
-    out: torch.Tensor,  # [T, Hq, Dv], contiguous
+    out: torch.Tensor,  # [T, Hq, Dv], last two contiguous
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [Hq]
@@ -76,11 +77,43 @@ def paged_attention(
     assert library is not None
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    arguments = _AttentionArgs(
+    arguments = attention_args(
+        *(query, key_cache, value_cache, block_tables, query_starts, context_lens),
+        scale=scale,
+        out=out,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        order=order,
+        shared_lens=shared_lens,
+    )
+    if getattr(library, _ATTEND[query.dtype])(ctypes.byref(arguments)):
+        raise MemoryError("no memory for the workspace of paged attention")
+
+
+def attention_args(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    out: torch.Tensor,
+    sliding_window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,  # float32, contiguous
+    order: torch.Tensor | None,
+    shared_lens: torch.Tensor | None,
+) -> AttentionArgs:
+    """What the C function is called with; arguments as for ``paged_attention``."""
+    return AttentionArgs(
         *(t.data_ptr() for t in (query, out, key_cache, value_cache)),
         *(t.data_ptr() for t in (block_tables, query_starts, context_lens)),
         *(None if t is None else t.data_ptr() for t in (sinks, order, shared_lens)),
         *query.stride()[:2],
+        out.stride(0),
         *key_cache.stride()[:2],
         *value_cache.stride()[:2],
         block_tables.shape[1],
@@ -95,8 +128,6 @@ def paged_attention(
         scale,
         softcap,
     )
-    if getattr(library, _ATTEND[query.dtype])(ctypes.byref(arguments)):
-        raise MemoryError("no memory for the workspace of paged attention")
 
 
 def kv_write(

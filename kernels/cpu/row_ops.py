@@ -15,16 +15,16 @@ from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, SUFFIX,
 MAX_HEAD_WIDTH = 1024
 
 
-class _RMSNormArgs(ctypes.Structure):
+class RMSNormArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("x", "weight", "out")),
-        *((name, INT64) for name in ("num_rows", "row_stride", "width")),
+        *((name, INT64) for name in ("num_rows", "row_stride", "out_row_stride", "width")),
         ("num_threads", INT32),
         *((name, FLOAT) for name in ("eps", "offset")),
     )
 
 
-class _SiluMulArgs(ctypes.Structure):
+class SiluMulArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("gate_up", "out")),
         *((name, INT64) for name in ("num_rows", "row_stride", "out_row_stride", "width")),
@@ -32,7 +32,15 @@ class _SiluMulArgs(ctypes.Structure):
     )
 
 
-class _RotaryWriteArgs(ctypes.Structure):
+class _RowStatsArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("logits", "maximum", "max_logprob", "argmax")),
+        *((name, INT64) for name in ("num_rows", "row_stride", "width")),
+        ("num_threads", INT32),
+    )
+
+
+class RotaryWriteArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("qkv", "cos", "sin", "q_norm", "k_norm")),
         *((name, POINTER) for name in ("keys", "values", "slot_mapping")),
@@ -51,15 +59,22 @@ def rms_norm(
     *,
     eps: float,
     offset: float = 0.0,
-    out: torch.Tensor,  # [N, W], contiguous
+    out: torch.Tensor,  # [N, W], last dimension contiguous
 ) -> None:
     """``out = x / sqrt(mean(x^2) + eps) * (offset + weight)``, row by row."""
-    arguments = _RMSNormArgs(
+    arguments = rms_norm_args(x, weight, eps=eps, offset=offset, out=out)
+    _function("rms_norm", x.dtype)(ctypes.byref(arguments))
+
+
+def rms_norm_args(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, out: torch.Tensor
+) -> RMSNormArgs:
+    """What the C function is called with; arguments as for ``rms_norm``."""
+    return RMSNormArgs(
         *(x.data_ptr(), weight.data_ptr(), out.data_ptr()),
-        *(len(x), x.stride(0), x.shape[1], torch.get_num_threads()),
+        *(len(x), x.stride(0), out.stride(0), x.shape[1], torch.get_num_threads()),
         *(eps, offset),
     )
-    _function("rms_norm", x.dtype)(ctypes.byref(arguments))
 
 
 def silu_mul(
@@ -68,12 +83,31 @@ def silu_mul(
     out: torch.Tensor,  # [N, W], last dimension contiguous
 ) -> None:
     """``out = silu(gate) * up`` of rows that hold gate and up side by side."""
-    arguments = _SiluMulArgs(
+    _function("silu_mul", gate_up.dtype)(ctypes.byref(silu_mul_args(gate_up, out=out)))
+
+
+def silu_mul_args(gate_up: torch.Tensor, *, out: torch.Tensor) -> SiluMulArgs:
+    """What the C function is called with; arguments as for ``silu_mul``."""
+    return SiluMulArgs(
         *(gate_up.data_ptr(), out.data_ptr()),
         *(len(gate_up), gate_up.stride(0), out.stride(0), out.shape[1]),
         torch.get_num_threads(),
     )
-    _function("silu_mul", gate_up.dtype)(ctypes.byref(arguments))
+
+
+def row_stats(
+    logits: torch.Tensor,  # [R, V], last dimension contiguous
+    *,
+    maximum: torch.Tensor,  # [R] float32
+    max_logprob: torch.Tensor,  # [R] float32
+    argmax: torch.Tensor,  # [R] int64
+) -> None:
+    """What one look at each row gives; NaN where a row holds one."""
+    arguments = _RowStatsArgs(
+        *(tensor.data_ptr() for tensor in (logits, maximum, max_logprob, argmax)),
+        *(len(logits), logits.stride(0), logits.shape[1], torch.get_num_threads()),
+    )
+    _function("row_stats", logits.dtype)(ctypes.byref(arguments))
 
 
 def rotary_write(
@@ -90,9 +124,33 @@ def rotary_write(
     offset: float = 0.0,
 ) -> None:
     """Normalise and rotate queries in place, and keys on their way into the cache."""
+    arguments = rotary_write_args(
+        *(qkv, cos, sin, key_cache, value_cache, slot_mapping),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        offset=offset,
+    )
+    _function("rotary_write", qkv.dtype)(ctypes.byref(arguments))
+
+
+def rotary_write_args(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    offset: float,
+) -> RotaryWriteArgs:
+    """What the C function is called with; arguments as for ``rotary_write``."""
     _, num_kv_heads, block_size, width = key_cache.shape
     assert width <= MAX_HEAD_WIDTH
-    arguments = _RotaryWriteArgs(
+    return RotaryWriteArgs(
         *(tensor.data_ptr() for tensor in (qkv, cos, sin)),
         *(None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm)),
         *(tensor.data_ptr() for tensor in (key_cache, value_cache, slot_mapping)),
@@ -103,7 +161,6 @@ def rotary_write(
         *(cos.shape[1], block_size, torch.get_num_threads()),
         *(eps, offset),
     )
-    _function("rotary_write", qkv.dtype)(ctypes.byref(arguments))
 
 
 def _function(name: str, dtype: torch.dtype) -> Callable[[object], None]:

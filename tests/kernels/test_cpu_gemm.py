@@ -70,3 +70,13 @@ def test_rows_may_lie_apart_and_nan_stays_in_its_own(dtype: torch.dtype) -> None
 def test_16_bit_weights_of_odd_width_are_left_to_others() -> None:
     assert not gemm.supports(torch.empty(4, 3, dtype=torch.bfloat16))
     assert not gemm.supports(torch.empty(4, 4, dtype=torch.float16))
+
+
+@dtypes
+def test_adds_onto_what_is_there(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*s).to(dtype) for s in ((17, 64), (70, 64), (70,)))
+    out = torch.randn(17, 70).to(dtype)
+    expected = out.double() + x.double() @ weight.double().T + bias
+    gemm.gemm(x, gemm.pack(weight), bias, out=out, adds=True)
+    assert (out.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()

@@ -84,3 +84,41 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
     finite = arguments["out"].isfinite()
     assert finite.sum(dim=1).tolist() == [40, 39, 39]
     assert arguments["out"][2, 3].isinf()
+
+
+@dtypes
+@pytest.mark.parametrize("width", [1, 31, 32, 1000])
+def test_row_stats(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(9, 2 * width) * 5).round().to(dtype)[:, :width]  # with ties
+    logits[3, 0] = -torch.inf
+    maximum, max_logprob = torch.full((2, 9), torch.nan)
+    argmax = torch.full((9,), -1)
+    row_ops.row_stats(logits, maximum=maximum, max_logprob=max_logprob, argmax=argmax)
+    values = logits.float()
+    assert torch.equal(maximum, values.amax(1))
+    usable = maximum.isfinite()
+    assert torch.equal(argmax[usable], values.argmax(1)[usable])
+    expected = values.log_softmax(1).amax(1)
+    torch.testing.assert_close(max_logprob[usable], expected[usable], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [0, 40, 99])
+def test_row_stats_tell_rows_that_are_not_usable(value: float, place: int) -> None:
+    logits = torch.zeros(3, 100)
+    logits[1, place] = value
+    maximum, max_logprob = torch.zeros(2, 3)
+    argmax = torch.zeros(3, dtype=torch.int64)
+    row_ops.row_stats(logits, maximum=maximum, max_logprob=max_logprob, argmax=argmax)
+    assert maximum.isfinite().tolist() == [True, False, True]
+
+
+@dtypes
+def test_norms_go_where_rows_lie_apart(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(64).to(dtype)
+    wide, expected = torch.zeros(5, 80, dtype=dtype), torch.empty(5, 64, dtype=dtype)
+    row_ops.rms_norm(x, weight, eps=1e-5, out=wide[:, :64])
+    row_ops.rms_norm(x, weight, eps=1e-5, out=expected)
+    assert torch.equal(wide[:, :64], expected)
+    assert not wide[:, 64:].any()

@@ -1,0 +1,125 @@
+/* What the kernels are called with. `native.py`, `row_ops.py` and `gemm.py` say the same to ctypes. */
+
+#ifndef BATCHINFER_ARGUMENTS_H
+#define BATCHINFER_ARGUMENTS_H
+
+#include <stdint.h>
+
+typedef struct {
+    const void *query; /* [T, Hq, Dk] */
+    void *out;         /* [T, Hq, Dv], the last two contiguous */
+    const void *keys;  /* [slot, Hkv, block_size, Dk] */
+    const void *values;
+    const int32_t *block_tables; /* [S, table_width] */
+    const int32_t *query_starts; /* [S + 1] */
+    const int32_t *context_lens; /* [S] */
+    const float *sinks;          /* [Hq] or NULL */
+    const int32_t *order;        /* [S] sequences, those with a common prefix side by side */
+    const int32_t *shared_lens;  /* [S] tokens each in `order` shares with the one before it */
+    int64_t query_token_stride, query_head_stride; /* in elements, as all strides here */
+    int64_t out_token_stride;
+    int64_t key_slot_stride, key_head_stride, value_slot_stride, value_head_stride;
+    int64_t table_width;
+    int32_t num_sequences, num_heads, num_kv_heads, key_width, value_width, block_size;
+    int32_t sliding_window, num_threads;
+    float scale, softcap;
+} attention_args;
+
+typedef struct {
+    const void *key, *value;                     /* [T, Hkv, Dk], [T, Hkv, Dv] */
+    void *keys, *values;
+    const int64_t *slot_mapping;                 /* [T] slot * block_size + offset */
+    int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+    int64_t keys_slot_stride, keys_head_stride, values_slot_stride, values_head_stride;
+    int32_t num_tokens, num_kv_heads, key_width, value_width, block_size, element_size;
+} write_args;
+
+typedef struct {
+    const void *x;      /* [rows, width] */
+    const void *weight; /* [width] */
+    void *out;          /* [rows, width] */
+    int64_t num_rows, row_stride, out_row_stride, width;
+    int32_t num_threads;
+    float eps, offset;
+} rms_norm_args;
+
+typedef struct {
+    const void *gate_up; /* [rows, 2 * width] */
+    void *out;           /* [rows, width] */
+    int64_t num_rows, row_stride, out_row_stride, width;
+    int32_t num_threads;
+} silu_mul_args;
+
+typedef struct {
+    void *qkv;                   /* [T, (Hq + 2 * Hkv) * width] */
+    const void *cos, *sin;       /* [T, rotary_width], contiguous */
+    const void *q_norm, *k_norm; /* [width] or NULL */
+    void *keys, *values;         /* [slot, Hkv, block_size, width] */
+    const int64_t *slot_mapping; /* [T] slot * block_size + offset; negative: skip the token */
+    int64_t token_stride;        /* in elements, as all strides here */
+    int64_t keys_slot_stride, keys_head_stride, values_slot_stride, values_head_stride;
+    int32_t num_tokens, num_heads, num_kv_heads, width, rotary_width, block_size, num_threads;
+    float eps, offset;
+} rotary_write_args;
+
+typedef struct {
+    const void *x;      /* [rows, in] */
+    const void *packed; /* [panels][in / PER_STEP][PANEL][PER_STEP] */
+    const void *bias;   /* [out] or NULL */
+    void *out;          /* [rows, out], contiguous */
+    int64_t num_rows, row_stride, in_features, out_features;
+    int32_t num_threads, adds; /* adds: onto what out holds */
+} gemm_args;
+
+typedef struct {
+    const void *weight; /* [out, in], contiguous */
+    void *packed;
+    int64_t in_features, out_features;
+    int32_t num_threads;
+} pack_args;
+
+typedef struct {
+    const void *logits;  /* [rows, width] */
+    float *maximum, *max_logprob; /* [rows] */
+    int64_t *argmax;     /* [rows] */
+    int64_t num_rows, row_stride, width;
+    int32_t num_threads;
+} row_stats_args;
+
+typedef struct {
+    const float *logits;   /* [D, vocab] */
+    const float *maximum;  /* [D] of each row; one that is not finite is skipped */
+    const float *temperature, *min_p, *top_p; /* [D] */
+    const int32_t *top_k;  /* [D] 0 = all */
+    const int64_t *starts; /* [D + 1] first sample of each distribution */
+    const int64_t *bits;   /* [samples] uniform in [0, 2^24) */
+    int64_t *token_ids;    /* [samples] */
+    int64_t num_distributions, row_stride, vocab;
+    int32_t num_threads;
+} draw_args;
+
+/* A pre-norm layer: hidden += attention(norm(hidden)), then hidden += mlp(norm(hidden)). */
+typedef struct {
+    rms_norm_args attention_norm;
+    gemm_args qkv;
+    rotary_write_args rotary;
+    attention_args attention;
+    gemm_args o;
+    rms_norm_args mlp_norm;
+    gemm_args gate_up;
+    silu_mul_args silu;
+    gemm_args down;
+} layer_args;
+
+int attend_f32(const attention_args *);
+int attend_bf16(const attention_args *);
+void gemm_f32(const gemm_args *);
+void gemm_bf16(const gemm_args *);
+void rms_norm_f32(const rms_norm_args *);
+void rms_norm_bf16(const rms_norm_args *);
+void rotary_write_f32(const rotary_write_args *);
+void rotary_write_bf16(const rotary_write_args *);
+void silu_mul_f32(const silu_mul_args *);
+void silu_mul_bf16(const silu_mul_args *);
+
+#endif

@@ -1,0 +1,182 @@
+/* Drawing tokens from rows of logits, for CPUs, compiled on first use.
+
+   Probabilities are integers in units of 2^-40 of the most likely token's, as in
+   worker/sampler.py: sums do not depend on their order, and a row's tokens not on other rows. */
+
+#include <stdlib.h>
+
+#include "arguments.h"
+#include "elements.h"
+
+#define GROUP 64 /* neighbours of which the largest is looked at first */
+#define WEIGHT_OF_MAX 1099511627776.0f /* 2^40 */
+#define RANDOM_BITS 24                 /* philox.RANDOM_BITS */
+#define FIRST_CANDIDATES 256
+
+/* In the order of the float, as an unsigned integer; -0 counts as 0. */
+static inline uint32_t ascending(float x) {
+    uint32_t bits;
+    x += 0.0f;
+    memcpy(&bits, &x, 4);
+    if (bits == 0x80000000u) bits = 0;
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/* The most likely token has the smallest key, of equally likely ones the first. */
+static inline uint64_t key_of(float x, uint32_t id) {
+    return (uint64_t)~ascending(x) << 32 | id;
+}
+
+static int by_key(const void *a, const void *b) {
+    const uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* The value at place `k` of `values` if they were sorted, largest first (Hoare 1961, FIND). */
+static float kth_largest(float *values, int64_t count, int64_t k) {
+    int64_t low = 0, high = count - 1;
+    while (low < high) {
+        const float pivot = values[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (values[i] > pivot) i++;
+            while (values[j] < pivot) j--;
+            if (i <= j) {
+                const float value = values[i];
+                values[i++] = values[j];
+                values[j--] = value;
+            }
+        }
+        if (k <= j) high = j;
+        else if (k >= i) low = i;
+        else break;
+    }
+    return values[k];
+}
+
+typedef struct {
+    float *maxima;    /* [vocab / GROUP + 1] */
+    int64_t *weights; /* [vocab] */
+    uint64_t *keys;   /* [vocab + 1] */
+} scratch;
+
+/* Keys of the `size` most likely tokens, in order. At least `size` groups of neighbours have a
+   maximum that is not below the `size`th largest of the maxima, so that only tokens from there on
+   are looked at. */
+static void most_likely(const float *x, int64_t vocab, int64_t size, const scratch *s) {
+    const int64_t groups = (vocab + GROUP - 1) / GROUP;
+    float least = -INFINITY;
+    if (size < groups) {
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t end = (g + 1) * GROUP < vocab ? (g + 1) * GROUP : vocab;
+            float top = x[g * GROUP];
+            for (int64_t i = g * GROUP; i < end; i++) top = x[i] > top ? x[i] : top;
+            s->maxima[g] = top;
+        }
+        least = kth_largest(s->maxima, groups, size - 1);
+    }
+    int64_t count = 0;
+    for (int64_t i = 0; i < vocab; i++) {
+        s->keys[count] = key_of(x[i], (uint32_t)i);
+        count += x[i] >= least;
+    }
+    qsort(s->keys, count, sizeof(uint64_t), by_key);
+}
+
+static inline int64_t weight(float x, float top, float temperature, float min_p) {
+    const float relative = exp_negative((x - top) / temperature);
+    return relative < min_p ? 0 : (int64_t)(relative * WEIGHT_OF_MAX);
+}
+
+/* floor(total * bits / 2^RANDOM_BITS) */
+static inline int64_t target(int64_t total, int64_t bits) {
+    return (int64_t)((unsigned __int128)total * (uint64_t)bits >> RANDOM_BITS);
+}
+
+/* Weights of the whole vocabulary, and their sum. */
+static int64_t weigh_all(
+    const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
+    const float temperature = a->temperature[d], min_p = a->min_p[d];
+    int64_t total = 0;
+    for (int64_t i = 0; i < a->vocab; i++) s->weights[i] = weight(x[i], top, temperature, min_p);
+    for (int64_t i = 0; i < a->vocab; i++) total += s->weights[i];
+    return total;
+}
+
+/* Draw from all tokens. */
+static void draw_from_all(
+    const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
+    const int64_t total = weigh_all(a, d, x, top, s);
+    for (int64_t k = a->starts[d]; k < a->starts[d + 1]; k++) {
+        const int64_t at = target(total, a->bits[k]);
+        int64_t id = 0;
+        for (int64_t sum = s->weights[0]; sum <= at; sum += s->weights[id]) id++;
+        a->token_ids[k] = id;
+    }
+}
+
+/* Find the tokens that top-k and then top-p keep: keys and weights, most likely first. The smallest
+   set whose share of what top-k left reaches top_p (Holtzman et al. 2020,
+   https://arxiv.org/abs/1904.09751). */
+static int64_t keep(const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
+    const int64_t vocab = a->vocab;
+    const int limited = a->top_k[d] > 0 && a->top_k[d] < vocab;
+    int64_t total = limited ? 0 : weigh_all(a, d, x, top, s);
+    int64_t size = limited ? a->top_k[d] : FIRST_CANDIDATES < vocab ? FIRST_CANDIDATES : vocab;
+    for (;; size = 8 * size < vocab ? 8 * size : vocab) {
+        most_likely(x, vocab, size, s);
+        for (int64_t i = 0; i < size; i++)
+            s->weights[i] = weight(x[(uint32_t)s->keys[i]], top, a->temperature[d], a->min_p[d]);
+        for (int64_t i = 0; limited && i < size; i++) total += s->weights[i];
+        const double goal = (double)a->top_p[d] * (double)total;
+        int64_t mass = 0;
+        for (int64_t i = 0; i < size; i++) {
+            mass += s->weights[i];
+            if (!((double)mass < goal)) return i + 1;
+        }
+        if (limited || size == vocab) return size;
+    }
+}
+
+/* Draw from the tokens that are kept, in the order of their ids as from all. */
+static void draw_from_kept(
+    const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
+    const int64_t count = keep(a, d, x, top, s);
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; i++) {
+        total += s->weights[i];
+        s->keys[i] = (uint64_t)(uint32_t)s->keys[i] << 32 | (uint64_t)i;
+    }
+    qsort(s->keys, count, sizeof(uint64_t), by_key);
+    for (int64_t k = a->starts[d]; k < a->starts[d + 1]; k++) {
+        const int64_t at = target(total, a->bits[k]);
+        int64_t i = 0;
+        for (int64_t sum = s->weights[(uint32_t)s->keys[0]]; sum <= at;
+             sum += s->weights[(uint32_t)s->keys[i]])
+            i++;
+        a->token_ids[k] = (int64_t)(s->keys[i] >> 32);
+    }
+}
+
+/* 0, or 1 where there is no memory. */
+int draw(const draw_args *a) {
+    const int64_t vocab = a->vocab, groups = (vocab + GROUP - 1) / GROUP;
+    int failed = 0;
+#pragma omp parallel num_threads(a->num_threads)
+    {
+        scratch s = {malloc((groups + 1) * sizeof(float)), malloc(vocab * sizeof(int64_t)),
+                     malloc((vocab + 1) * sizeof(uint64_t))};
+        if (!s.maxima || !s.weights || !s.keys) failed = 1;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t d = 0; d < a->num_distributions; d++) {
+            const float *x = a->logits + d * a->row_stride, top = a->maximum[d];
+            const int filtered = (a->top_k[d] > 0 && a->top_k[d] < vocab) || a->top_p[d] < 1.0f;
+            if (!s.maxima || !s.weights || !s.keys || !isfinite(top)) continue;
+            (filtered ? draw_from_kept : draw_from_all)(a, d, x, top, &s);
+        }
+        free(s.maxima);
+        free(s.weights);
+        free(s.keys);
+    }
+    return failed;
+}
