@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import Bool, Int32, Int64, SamplingBatch
+from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import sampling as native_sampling
 from batchinfer.worker.philox import RANDOM_BITS, random_bits
 from batchinfer.worker.sampled import Sampled
 from batchinfer.worker.sampling_edits import edit_logits
@@ -25,6 +27,8 @@ from batchinfer.worker.transfer import to_device
 
 _WEIGHT_OF_MAX = 2.0**40
 """Weights of 2**22 tokens add up to less than 2**62."""
+
+_DISTRIBUTION = ("temperature", "min_p", "top_p", "top_k")
 
 _WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
 """Most logits worked on at a time, or one row; the CPU's is about what a cache holds."""
@@ -101,6 +105,8 @@ def _choose_all(
         maximum = own.amax(1, keepdim=True)
         if part.greedy:
             chosen = own.argmax(1)[on["distributions"]]
+        elif _draws_natively(own):
+            chosen = _draw_natively(own, maximum, batch, part, bits[part.samples])
         else:
             weights = _weights(own, maximum, batch, part)
             chosen = _draw(weights, part, bits[part.samples])
@@ -115,6 +121,23 @@ def _rows_of(logits: Tensor, rows: Int32) -> Tensor:
         return logits[int(rows[0]) : int(rows[-1]) + 1].float()
     on = to_device({"rows": rows}, logits.device)
     return logits.index_select(0, on["rows"]).float()
+
+
+def _draws_natively(logits: Tensor) -> bool:
+    return not logits.is_cuda and native.supports(logits.dtype)
+
+
+def _draw_natively(
+    logits: Tensor, maximum: Tensor, batch: SamplingBatch, part: Part, bits: Int64
+) -> Tensor:
+    """Token ids [k], one row at a time in C: what ``_weights`` and ``_draw`` give, at a tenth of
+    the time. ``exp`` differs in its last bit, which moves one token in some millions."""
+    chosen = torch.zeros(len(part.samples), dtype=torch.int64)
+    arrays = {name: getattr(batch, name)[part.heads] for name in _DISTRIBUTION}
+    starts = np.searchsorted(part.distributions, np.arange(len(part.heads) + 1))
+    on = to_device({**arrays, "starts": starts.astype(np.int64), "bits": bits}, logits.device)
+    native_sampling.draw(logits, maximum[:, 0], **on, out=chosen)
+    return chosen
 
 
 def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, part: Part) -> Tensor:

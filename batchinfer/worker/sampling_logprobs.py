@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import Int32
+from batchinfer.kernels.cpu import native
 from batchinfer.worker.sampling_filters import most_likely
 from batchinfer.worker.transfer import to_device
 
@@ -33,28 +34,38 @@ class RowStats:
 
 def row_stats(logits: Tensor, chunk: int, *, want_argmax: bool) -> RowStats:
     """Statistics of the rows of ``logits`` [R, V]; on a CPU ``chunk`` rows at a time."""
-    if logits.is_cuda:
-        return _cuda_row_stats(logits)
-    maxima, max_logprobs, argmaxes = [], [], []
-    for low in range(0, len(logits), chunk):
-        values = logits[low : low + chunk].float()
-        maxima.append(values.amax(1))
-        max_logprobs.append(values.log_softmax(1).amax(1))
-        if want_argmax:
-            argmaxes.append(values.argmax(1))
+    if logits.is_cuda or native.supports(logits.dtype):
+        return _row_stats_by_kernel(logits)
+    starts = range(0, len(logits), chunk)
+    parts = [_of_rows(logits[low : low + chunk].float(), want_argmax) for low in starts]
     return RowStats(
-        maximum=torch.cat(maxima),
-        max_logprob=torch.cat(max_logprobs),
-        argmax=torch.cat(argmaxes) if want_argmax else None,
+        maximum=torch.cat([part.maximum for part in parts]),
+        max_logprob=torch.cat([part.max_logprob for part in parts]),
+        argmax=torch.cat([part.argmax for part in parts if part.argmax is not None])
+        if want_argmax
+        else None,
     )
 
 
-def _cuda_row_stats(logits: Tensor) -> RowStats:
-    from batchinfer.kernels.row_stats import row_stats as triton_row_stats
+def _of_rows(logits: Tensor, want_argmax: bool) -> RowStats:
+    if native.supports(logits.dtype):
+        return _row_stats_by_kernel(logits)
+    return RowStats(
+        maximum=logits.amax(1),
+        max_logprob=logits.log_softmax(1).amax(1),
+        argmax=logits.argmax(1) if want_argmax else None,
+    )
+
+
+def _row_stats_by_kernel(logits: Tensor) -> RowStats:
+    if logits.is_cuda:
+        from batchinfer.kernels.row_stats import row_stats as kernel
+    else:
+        from batchinfer.kernels.cpu.row_ops import row_stats as kernel
 
     maximum, max_logprob = logits.new_empty(2, len(logits), dtype=torch.float32).unbind()
     argmax = logits.new_empty(len(logits), dtype=torch.int64)
-    triton_row_stats(logits, maximum=maximum, max_logprob=max_logprob, argmax=argmax)
+    kernel(logits, maximum=maximum, max_logprob=max_logprob, argmax=argmax)
     return RowStats(maximum, max_logprob, argmax)
 
 
