@@ -7,6 +7,8 @@ state that reads two and writes one: two launches less a layer. Norms then read 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +50,9 @@ class FusedDecoderLayer(nn.Module):
         keep_plain_attributes(self, layer)
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
-        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        attention, mlp = layer.self_attn, layer.mlp
+        self.self_attn = _with_part(attention, "o_proj", AddLinear(attention.o_proj))
+        self.mlp = _with_part(mlp, "down_proj", AddLinear(mlp.down_proj))
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """[1, T, hidden], which is changed, and returned."""
@@ -70,6 +74,18 @@ def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
     Returns:
         The number of layers swapped.
     """
+    return swap_layers(model, layout, _with_sums_in_place)
+
+
+def swap_layers(model: nn.Module, layout: KVLayout, make: Callable[[Any], nn.Module | None]) -> int:
+    """Swap pre-norm layers for what ``make`` makes of them, where that gives the same.
+
+    Args:
+        make: what may take a layer's place, and leaves the layer as it is; None where nothing may.
+
+    Returns:
+        The number of layers swapped.
+    """
     weight = next(model.parameters())
     step = probe_step(_TOKENS, 1, layout, range(len(_TOKENS)))
     cache = KVCache(layout, step.block_tables.size, weight.device, weight.dtype)
@@ -86,7 +102,9 @@ def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
         calls = _calls(model, token_ids)
         for parent in list(model.modules()):
             for name, layer in list(parent.named_children()):
-                if layer in calls and _swap(parent, name, layer, *calls[layer]):
+                swapped = make(layer) if layer in calls else None
+                if swapped is not None and _does_the_same(swapped, *calls[layer]):
+                    setattr(parent, name, swapped)
                     count += 1
     return count
 
@@ -111,25 +129,28 @@ def _calls(model: nn.Module, token_ids: torch.Tensor) -> dict[nn.Module, tuple[A
 
 
 def _has_the_shape(module: Any) -> bool:
-    if {name for name, _ in module.named_children()} != _PARTS:
-        return False
-    products = (getattr(module.self_attn, "o_proj", None), getattr(module.mlp, "down_proj", None))
-    return all(type(product) is nn.Linear and product.bias is None for product in products)
+    return {name for name, _ in module.named_children()} == _PARTS
 
 
-def _swap(
-    parent: nn.Module, name: str, layer: Any, hidden: torch.Tensor, options: Any, output: Any
+def _does_the_same(
+    swapped: nn.Module, hidden: torch.Tensor, options: Any, output: torch.Tensor
 ) -> bool:
-    o_proj, down_proj = layer.self_attn.o_proj, layer.mlp.down_proj
-    fused = FusedDecoderLayer(layer)
-    layer.self_attn.o_proj, layer.mlp.down_proj = AddLinear(o_proj), AddLinear(down_proj)
     try:
-        difference = (fused(hidden, **options) - output).float().abs().max()
-        same = bool(difference <= _TOLERANCE[output.dtype] * output.float().abs().max())
+        difference = (swapped(hidden, **options) - output).float().abs().max()
     except (AssertionError, RuntimeError, TypeError):
-        same = False  # its parts are called in another way
-    if same:
-        setattr(parent, name, fused)
-    else:
-        layer.self_attn.o_proj, layer.mlp.down_proj = o_proj, down_proj
-    return same
+        return False  # the layer's parts are called in another way
+    return bool(difference <= _TOLERANCE[output.dtype] * output.float().abs().max())
+
+
+def _with_sums_in_place(layer: Any) -> nn.Module | None:
+    products = (getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None))
+    if not all(type(product) is nn.Linear and product.bias is None for product in products):
+        return None
+    return FusedDecoderLayer(layer)
+
+
+def _with_part(module: nn.Module, name: str, part: nn.Module) -> Any:
+    """A module like ``module``, of the same parts but one."""
+    other = copy.copy(module)
+    other._modules = {**module._modules, name: part}
+    return other

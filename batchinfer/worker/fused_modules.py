@@ -50,14 +50,15 @@ class FusedAttention(nn.Module):
         cos, sin = position_embeddings
         qkv = self.qkv_proj(hidden_states[0])
         context.cache.rotary_write(
-            self.layer, qkv, cos[0], sin[0], context.slot_mapping, self._norms()
+            self.layer, qkv, cos[0], sin[0], context.slot_mapping, self.head_norms()
         )
         query = qkv[:, : qkv.shape[1] - 2 * layout.num_kv_heads * layout.key_width]
         query = query.unflatten(1, (-1, layout.key_width))
         out = context.backend.attend(self.layer, query, self.variant)
         return self.o_proj(out.flatten(1))[None], None
 
-    def _norms(self) -> HeadNorms | None:
+    def head_norms(self) -> HeadNorms | None:
+        """The norms of query and key heads, where the layer has them."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(

@@ -38,6 +38,11 @@ class PackedLinear(nn.Module):
         self.nbytes = weight.nbytes
         self._packed = _pack(weight)
 
+    @property
+    def own(self) -> torch.Tensor | None:
+        """The packed weight, where the project's own kernel multiplies by it."""
+        return self._packed.weight if isinstance(self._packed, _OwnPacked) else None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self.in_features)
@@ -56,11 +61,11 @@ class _OwnPacked:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._out_features = len(weight)
-        self._packed = gemm.pack(weight)
+        self.weight = gemm.pack(weight)
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = rows.new_empty(len(rows), self._out_features)
-        gemm.gemm(rows, self._packed, bias, out=out)
+        gemm.gemm(rows, self.weight, bias, out=out)
         return out
 
 

@@ -16,6 +16,7 @@ from batchinfer.worker.fusion import fuse
 from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.model_config import load_config
 from batchinfer.worker.model_files import check_weights, resolve_folder
+from batchinfer.worker.native_layer import fuse_native_layers
 from batchinfer.worker.rope import fix_longrope
 from batchinfer.worker.runner import model_bytes
 from batchinfer.worker.self_check import check_model
@@ -79,6 +80,7 @@ def load_model(
         fix_longrope(model, longest)
     if device.type == "cpu":
         pack_linears(model, getattr(torch, dtype))
+        fuse_native_layers(model, layout)
     else:
         torch.cuda.empty_cache()  # merged weights left holes of the size of their parts
     return LoadedModel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -20,10 +21,8 @@ class NativeAttention:
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the step that the following calls belong to, and its arrays as tensors."""
-        self._tensors = {
-            name: tensors[name].contiguous()
-            for name in ("block_tables", "query_starts", "context_lens")
-        }
+        names = "block_tables", "query_starts", "context_lens"
+        self._tensors = [tensors[name].contiguous() for name in names]
         self._order, self._shared_lens = tensors.get("order"), tensors.get("shared_lens")
 
     def attend(
@@ -33,22 +32,43 @@ class NativeAttention:
         variant: AttentionVariant,
     ) -> torch.Tensor:
         """Attend over what is in the cache; returns [T, Hq, Dv]."""
-        key_cache, value_cache = self._cache.key(layer), self._cache.value(layer)
         query = query if query.stride(-1) == 1 else query.contiguous()
-        out = query.new_empty(*query.shape[:2], value_cache.shape[3])
-        native.paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            self._tensors["block_tables"],
-            self._tensors["query_starts"],
-            self._tensors["context_lens"],
-            out=out,
-            scale=variant.scale,
-            sliding_window=variant.sliding_window,
-            softcap=variant.softcap,
-            sinks=variant.sinks,
-            order=self._order,
-            shared_lens=self._shared_lens,
-        )
+        out = query.new_empty(*query.shape[:2], self._cache.layout.value_width)
+        native.paged_attention(query, *self._context(layer), out=out, **self._options(variant))
         return out
+
+    def arguments(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, Dk], last dimension contiguous
+        variant: AttentionVariant,
+        *,
+        out: torch.Tensor,  # [T, Hq, Dv], last two contiguous
+    ) -> native.AttentionArgs:
+        """What the C function is called with. It holds the address of ``out`` and ``query``."""
+        options = self._options(variant)
+        return native.attention_args(query, *self._context(layer), out=out, **options)
+
+    def point_to_step(self, arguments: native.AttentionArgs) -> None:
+        """Change what differs between two steps of as many tokens."""
+        tables, starts, lens = self._tensors
+        arguments.block_tables, arguments.query_starts = tables.data_ptr(), starts.data_ptr()
+        arguments.context_lens = lens.data_ptr()
+        arguments.table_width, arguments.num_sequences = tables.shape[1], len(lens)
+        arguments.order = None if self._order is None else self._order.data_ptr()
+        shared_lens = self._shared_lens
+        arguments.shared_lens = None if shared_lens is None else shared_lens.data_ptr()
+
+    def _context(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Keys, values, and where each sequence's are."""
+        return self._cache.key(layer), self._cache.value(layer), *self._tensors
+
+    def _options(self, variant: AttentionVariant) -> dict[str, Any]:
+        return {
+            "scale": variant.scale,
+            "sliding_window": variant.sliding_window,
+            "softcap": variant.softcap,
+            "sinks": variant.sinks,
+            "order": self._order,
+            "shared_lens": self._shared_lens,
+        }

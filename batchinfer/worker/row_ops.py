@@ -79,20 +79,25 @@ def rotary_write(
     """
     _check_rotary_write(qkv, cos, sin, key_cache, value_cache, norms)
     arguments = (qkv, cos.contiguous(), sin.contiguous(), key_cache, value_cache, slot_mapping)
-    options: dict[str, Any] = {}
-    if norms is not None:
-        options = {
-            "q_norm": norms.query,
-            "k_norm": norms.key,
-            "eps": norms.eps,
-            "offset": norms.offset,
-        }
+    options = head_norm_options(norms)
     if qkv.is_cuda:
         from batchinfer.kernels.rotary_write import rotary_write as triton_rotary_write
 
         triton_rotary_write(*arguments, **options)
     else:
         _cpu(key_cache.dtype).rotary_write(*arguments, **options)
+
+
+def head_norm_options(norms: HeadNorms | None) -> dict[str, Any]:
+    """The norms as the kernels' ``rotary_write`` takes them."""
+    if norms is None:
+        return {"q_norm": None, "k_norm": None, "eps": 0.0, "offset": 0.0}
+    return {
+        "q_norm": norms.query,
+        "k_norm": norms.key,
+        "eps": norms.eps,
+        "offset": norms.offset,
+    }
 
 
 def _check_rotary_write(

@@ -1,0 +1,185 @@
+"""Decoder layers that run as one call of a C function, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchinfer.engine.layout import KVLayout
+from batchinfer.kernels.cpu import gemm, row_ops
+from batchinfer.kernels.cpu.decoder_layer import LayerArgs, decoder_layer, supports
+from batchinfer.worker.attention import ForwardContext, current_context
+from batchinfer.worker.fused_layers import swap_layers
+from batchinfer.worker.fused_modules import (
+    FusedAttention,
+    FusedGatedMLP,
+    FusedRMSNorm,
+    keep_plain_attributes,
+)
+from batchinfer.worker.linear import PackedLinear
+from batchinfer.worker.native_attention import NativeAttention
+from batchinfer.worker.row_ops import head_norm_options
+
+
+class NativeDecoderLayer(nn.Module):
+    """A pre-norm layer, one call: without it, Python takes a tenth of a decode step.
+
+    Every number is computed as in the layer it was made of, but that the two products are added
+    to the hidden state before they are rounded. Over a pool that the C kernels do not read (of
+    float8) that layer runs itself.
+
+    Args:
+        layer: made of fused modules, its products with packed weights.
+        workspace: shared by the layers of a model.
+    """
+
+    def __init__(self, layer: Any, workspace: Workspace) -> None:
+        super().__init__()
+        keep_plain_attributes(self, layer)
+        self.layer = layer
+        self._workspace = workspace
+        self._arguments = LayerArgs()
+        self._made_for: tuple[object, ...] = ()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, T, hidden], contiguous
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin [1, T, rotary width]
+        **options: Any,
+    ) -> torch.Tensor:
+        """[1, T, hidden], in the memory of ``hidden_states``."""
+        context = current_context()
+        if not isinstance(context.backend, NativeAttention):
+            options["position_embeddings"] = position_embeddings
+            out: torch.Tensor = self.layer(hidden_states, **options)
+            return out
+        hidden = hidden_states[0]
+        cos, sin = (x[0].contiguous() for x in position_embeddings)
+        self._workspace.reserve(len(hidden))
+        shape = len(hidden), context.cache, self._workspace.num_rows, torch.get_num_threads()
+        if shape != self._made_for:
+            self._arguments = self._make_arguments(hidden, cos, sin, context)
+            self._made_for = shape
+        else:
+            self._point_to(hidden, cos, sin, context)
+        decoder_layer(self._arguments, hidden.dtype)
+        return hidden_states
+
+    def _make_arguments(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext
+    ) -> LayerArgs:
+        layer, cache = self.layer, context.cache
+        attention, mlp = layer.self_attn, layer.mlp
+        count, width, workspace = len(hidden), cache.layout.key_width, self._workspace
+        normed = workspace.take_factor("normed", hidden.shape[1])[:count]
+        qkv = workspace.take("qkv", attention.qkv_proj.out_features)[:count]
+        attended = workspace.take_factor("attended", attention.o_proj.in_features)[:count]
+        gate_up = workspace.take("gate_up", mlp.gate_up_proj.out_features)[:count]
+        gated = workspace.take_factor("gated", mlp.down_proj.in_features)[:count]
+        query = qkv[:, : attended.shape[1]].view(count, -1, width)
+        return LayerArgs(
+            _norm(layer.input_layernorm, hidden, normed),
+            _product(attention.qkv_proj, normed, qkv),
+            row_ops.rotary_write_args(
+                *(qkv, cos, sin, cache.key(attention.layer), cache.value(attention.layer)),
+                context.slot_mapping,
+                **head_norm_options(attention.head_norms()),
+            ),
+            _backend(context).arguments(
+                attention.layer, query, attention.variant, out=attended.view(count, -1, width)
+            ),
+            _product(attention.o_proj, attended, hidden, adds=True),
+            _norm(layer.post_attention_layernorm, hidden, normed),
+            _product(mlp.gate_up_proj, normed, gate_up),
+            row_ops.silu_mul_args(gate_up, out=gated),
+            _product(mlp.down_proj, gated, hidden, adds=True),
+        )
+
+    def _point_to(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext
+    ) -> None:
+        """Change what differs between two steps of as many tokens."""
+        arguments, at = self._arguments, hidden.data_ptr()
+        arguments.attention_norm.x = arguments.mlp_norm.x = at
+        arguments.o.out = arguments.down.out = at
+        rotary = arguments.rotary
+        rotary.cos, rotary.sin = cos.data_ptr(), sin.data_ptr()
+        rotary.slot_mapping = context.slot_mapping.data_ptr()
+        _backend(context).point_to_step(arguments.attention)
+
+
+class Workspace:
+    """What layers compute on the way, in memory that the next layer and step use again.
+
+    Args:
+        dtype: of all of it.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.num_rows = 0
+        """Tokens there is room for. Where it stays the same, so does the memory."""
+        self._empty = torch.empty(0, dtype=dtype)
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for ``num_rows`` tokens; what was taken before may go."""
+        if num_rows > self.num_rows:
+            self.num_rows = num_rows
+            self._buffers.clear()
+
+    def take(self, name: str, width: int) -> torch.Tensor:
+        """Uninitialised, contiguous [num_rows, width]; the same to everyone who asks for it."""
+        if (name, width) not in self._buffers:
+            self._buffers[name, width] = self._empty.new_empty(self.num_rows, width)
+        return self._buffers[name, width]
+
+    def take_factor(self, name: str, width: int) -> torch.Tensor:
+        """The same, but laid out to be multiplied by a weight (see ``rows_apart``)."""
+        if (name, width) not in self._buffers:
+            self._buffers[name, width] = gemm.rows_apart(self.num_rows, width, self._empty)
+        return self._buffers[name, width]
+
+
+def fuse_native_layers(model: nn.Module, layout: KVLayout) -> int:
+    """Swap the layers that give the same as one call.
+
+    Call it after ``fuse`` and ``pack_linears``.
+
+    Returns:
+        The number of layers swapped.
+    """
+    dtype = next(model.parameters()).dtype
+    workspace = Workspace(dtype)
+
+    def make(layer: Any) -> nn.Module | None:
+        return NativeDecoderLayer(layer, workspace) if _fits(layer, dtype) else None
+
+    return swap_layers(model, layout, make)
+
+
+def _fits(layer: Any, dtype: torch.dtype) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    if not (supports(dtype) and type(attention) is FusedAttention and type(mlp) is FusedGatedMLP):
+        return False
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    products = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+    return all(type(norm) is FusedRMSNorm and norm.weight.dtype == dtype for norm in norms) and all(
+        type(product) is PackedLinear and product.own is not None for product in products
+    )
+
+
+def _backend(context: ForwardContext) -> NativeAttention:
+    assert isinstance(context.backend, NativeAttention)
+    return context.backend
+
+
+def _norm(norm: FusedRMSNorm, x: torch.Tensor, out: torch.Tensor) -> row_ops.RMSNormArgs:
+    return row_ops.rms_norm_args(x, norm.weight, eps=norm.eps, offset=norm.offset, out=out)
+
+
+def _product(
+    linear: Any, x: torch.Tensor, out: torch.Tensor, *, adds: bool = False
+) -> gemm.GemmArgs:
+    return gemm.gemm_args(x, linear.own, linear.bias, out=out, adds=adds)
