@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -24,7 +25,7 @@ from batchinfer.job.prompt_columns import check_prompt_columns
 from batchinfer.job.recovery import from_scratch, recover
 from batchinfer.job.retry import has_errors, reopen
 from batchinfer.job.signals import stop_signals
-from batchinfer.job.source import open_source
+from batchinfer.job.source import Source, open_source
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.stored_manifest import is_stored_whole
 from batchinfer.job.summary import write_summary
@@ -116,9 +117,7 @@ def _default_builder() -> BuildEngine:
 def _look(spec: JobSpec) -> Job:
     """Check data, columns and model files against the job, without changing anything."""
     source, out = open_source(spec.input.paths, spec.input.limit), OutputDir(Path(spec.output.path))
-    for file in source.files:
-        if out.data in Path(file.path).parents:
-            raise UsageError(f"output.path: {file.path} is both input and output of this job")
+    _refuse_own_output(source, out)
     check_prompt_columns(spec.prompt, source)
     table = output_table(source, spec)
     facts = model_facts(spec.model)
@@ -132,6 +131,18 @@ def _look(spec: JobSpec) -> Job:
         datetime.now().isoformat(timespec="seconds"),
     )
     return Job(spec, source, table, manifest, out)
+
+
+def _refuse_own_output(source: Source, out: OutputDir) -> None:
+    """Wherever links lead: starting over must not delete what is read."""
+    places = [os.path.realpath(path) for path in (out.root, out.data)]
+    for file in source.files:
+        real = Path(os.path.realpath(file.path))
+        if any(real.is_relative_to(place) for place in places):
+            raise UsageError(
+                f"output.path: {printable(file.path)} is both input and output of this job",
+                hint="give the output a folder of its own",
+            )
 
 
 def _is_finished(job: Job, if_exists: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -534,6 +535,27 @@ def test_the_input_may_not_be_the_output(tmp_path: Path, build: FakeBuild) -> No
     with pytest.raises(UsageError, match="both input and output"):
         run_job(spec, build=build, overwrite=True)
     assert output(tmp_path).num_rows == 25
+
+
+@pytest.mark.parametrize("linked", ["input file", "output data"])
+def test_the_input_may_not_be_the_output_by_a_link(
+    tmp_path: Path, build: FakeBuild, linked: str
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    source = tmp_path / "linked" / "part-00000.parquet"
+    source.parent.mkdir()
+    if linked == "input file":
+        source.symlink_to(tmp_path / "out" / "data" / source.name)
+    else:
+        shutil.rmtree(tmp_path / "out")
+        write_parquet(source, {"prompt": ["a"]})
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "data").symlink_to(source.parent)
+    spec = job(tmp_path, input={"path": str(source.parent)})
+    with pytest.raises(UsageError, match="both input and output"):
+        run_job(spec, build=build, overwrite=True)
+    assert source.exists()
 
 
 def test_a_row_group_that_turns_out_corrupt_keeps_the_parts_before_it(
