@@ -54,7 +54,7 @@ def parse_size(value: str | int | float, key: str) -> int:
     """
     match = _SIZE.fullmatch(str(value))
     if isinstance(value, bool) or match is None:
-        raise ValueError(f"{key}: {value!r} is not a size; write it like 40GiB or 512MiB")
+        raise ValueError(f"{key}: {json.dumps(value)} is not a size; write it like 40GiB or 512MiB")
     number, unit = match.groups()
     return int(float(number) * _UNITS[(unit or "GiB").lower()])
 

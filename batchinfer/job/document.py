@@ -30,7 +30,9 @@ class JobDocument:
 
     def __init__(self, text: YamlText, source: str) -> None:
         if not isinstance(text.data, dict):
-            raise UsageError(f"{source}: a job file is keys and values; see `batchinfer schema`")
+            raise UsageError(
+                f"{source}: a job file is keys and values; `batchinfer schema` lists them"
+            )
         self.source = source
         self.data: dict[str, Any] = text.data
         self._origins: dict[KeyPath, str] = {
@@ -83,8 +85,10 @@ class JobDocument:
         origin = printable(f"--set {assignment}", 80)
         keys, equals, value = assignment.partition("=")
         path: KeyPath = tuple(part.strip() for part in keys.split("."))
-        if not equals or not all(path):
-            raise UsageError(f"{origin}: write --set section.key=value")
+        if not equals:
+            raise UsageError(f"{origin}: has no =; write --set {printable(keys, 60)}=VALUE")
+        if not all(path):
+            raise UsageError(f"{origin}: has no key before the =; write --set section.key=VALUE")
         if len(path) == 2 and path[0] == "sampling":
             path = ("sampling", SAMPLING_ALIASES.get(str(path[1]), path[1]))
         self.set(path, _set_value(value.strip(), origin), origin)

@@ -64,7 +64,10 @@ def look(
     """
     begun = is_begun(out)
     if begun and if_exists == "error":
-        raise LockedError(f"{out.root} holds output already, and output.if_exists is error")
+        raise LockedError(
+            f"{printable(str(out.root))} holds output already, and output.if_exists is error",
+            hint="use --output for another directory, or set if_exists to resume or overwrite",
+        )
     overwrites = if_exists == "overwrite"
     if not begun or overwrites:
         _refuse_foreign(out, begun)

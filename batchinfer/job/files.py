@@ -24,6 +24,7 @@ _HASH_CHUNK = 1 << 20
 
 
 _ADVICE = {
+    errno.EIO: "check the disk",
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there: your quota is used up",
     errno.EFBIG: "allow larger files there (ulimit -f)",
@@ -145,7 +146,7 @@ def storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         number = error.errno or 0
         reason = os.strerror(number) if number else str(error)  # pyarrow words errors its own way
-        advice = _ADVICE.get(number, "see to it")
+        advice = _ADVICE.get(number, "mend that")
         raise StorageError(
             f"cannot write {printable(str(path))}: {reason}",
             hint=f"{advice}, then run again: finished rows are kept",

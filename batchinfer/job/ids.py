@@ -10,9 +10,10 @@ import pyarrow as pa
 
 from batchinfer.errors import DataError
 from batchinfer.job.columns import python_values
-from batchinfer.job.messages import printable
+from batchinfer.job.messages import printable, shown
 from batchinfer.job.source import Source
 
+_REMEDY = "; give every row a text or a number, or name another column"
 HASHES_AT_ONCE = 1 << 24
 """Hashes held at a time (8 bytes each); a longer dataset is read once for each so many rows."""
 
@@ -40,9 +41,10 @@ def _values(source: Source, column: str) -> Iterator[tuple[int, Hashable]]:
     for first_row, batch in source.scan([column], [range(source.num_rows)]):
         for row, value in enumerate(python_values(batch.column(0)), first_row):
             if value is None or value != value:  # NaN is the one value that is not itself
-                raise DataError(f"input.id_column: row {row} has no {column!r}")
+                raise DataError(f"input.id_column: row {row} has no {shown(column)}{_REMEDY}")
             if not isinstance(value, Hashable):
-                raise DataError(f"input.id_column: {column!r} is a {batch.schema.types[0]} column")
+                kind = batch.schema.types[0]
+                raise DataError(f"input.id_column: {shown(column)} is a {kind} column{_REMEDY}")
             yield row, value
 
 
@@ -60,7 +62,8 @@ def _refuse_equal_values(source: Source, column: str, hashes: set[int]) -> None:
         if len(rows) > 1:
             text = printable(_shown(value, source.schema.field(column).type), 60)
             raise DataError(
-                f"input.id_column: {column!r} holds {text} twice, in rows {rows[0]} and {rows[1]}",
+                f"input.id_column: {shown(column)} holds {text} twice, in rows "
+                f"{rows[0]} and {rows[1]}",
                 hint="ids must be unique; drop the duplicates or name another column",
             )
 

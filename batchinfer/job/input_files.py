@@ -28,7 +28,7 @@ def find_files(path: str | Sequence[str]) -> list[Path]:
     found = [file for entry in entries for file in _find(entry)]
     for file, times in Counter(found).items():
         if times > 1:
-            raise UsageError(f"input.path names {file} {times} times")
+            raise UsageError(f"input.path names {file} {times} times; keep one")
     return found
 
 
@@ -52,11 +52,16 @@ def _expand(entry: str) -> list[Path]:
         visible = [match for match in matches if not _is_hidden(match, path)]
         found = [f for m in visible for f in (_below(m) if m.is_dir() else [m])]
     elif path.exists():
-        raise DataError(f"input.path: {entry} is neither a file nor a folder")
+        raise DataError(f"input.path: {entry} is neither a file nor a folder; give one of them")
     else:
-        raise DataError(f"input.path: {entry} does not exist")
+        raise DataError(
+            f"input.path: {entry} does not exist",
+            hint="check the path; in a job file it is relative to the file's folder",
+        )
     if not found:
-        raise DataError(f"input.path: no Parquet file in {entry}")
+        raise DataError(
+            f"input.path: no Parquet file in {entry}; in a folder, names must end in .parquet"
+        )
     return sorted(set(found))
 
 

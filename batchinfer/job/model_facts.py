@@ -33,7 +33,7 @@ def _facts_of(name: str, revision: str | None, key: str) -> dict[str, Any]:
     folder = Path(name)
     if not os.path.isdir(folder):  # unlike Path.is_dir, false for names no folder can have
         if folder.is_absolute():  # found before --overwrite deletes anything
-            raise ModelError(f"{key}: there is no folder {name}")
+            raise ModelError(f"{key}: there is no folder {name}; check the path")
         return {"name": name, "revision": revision}
     try:
         weights = {path.name: _weight_facts(path) for path in sorted(folder.glob("*.safetensors"))}

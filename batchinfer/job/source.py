@@ -15,10 +15,11 @@ import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
 from batchinfer.job.input_files import find_files
-from batchinfer.job.messages import listed, printable
+from batchinfer.job.messages import listed, printable, shown
 
 BATCH_ROWS = 1024
 """Most rows read at a time."""
+_MEND = "write it again, or leave it out of input.path"
 _READ_BUFFER = 1 << 20
 _MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PAR1"
 _READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)  # the last: column names
@@ -53,7 +54,7 @@ class Source:
         for name in columns:
             if name not in self.schema.names:
                 raise DataError(
-                    f"{key}: {self.files[0].path} has no column {name!r}",
+                    f"{key}: {self.files[0].path} has no column {shown(name)}",
                     hint=printable(f"its columns are: {listed(self.schema.names)}"),
                 )
 
@@ -128,12 +129,14 @@ def _read_footer(path: Path) -> tuple[InputFile, pa.Schema]:
         if not S_ISREG(stat.st_mode):  # opening a pipe would wait for a writer
             raise DataError(f"{path} is not a file that can be read as Parquet")
         if stat.st_size == 0:
-            raise DataError(f"{path} is empty (0 bytes), not a Parquet file")
+            raise DataError(f"{path} is empty (0 bytes), not a Parquet file; {_MEND}")
         with _open(str(path)) as reader:
             num_rows, schema = reader.metadata.num_rows, reader.schema_arrow
         digest = hashlib.sha256(_footer(path, stat.st_size)).hexdigest()
     except _READ_ERRORS as error:
-        raise DataError(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
+        raise DataError(
+            f"{path} cannot be read as Parquet: {_first_line(error)}", hint=_MEND
+        ) from error
     return InputFile(str(path), stat.st_size, stat.st_mtime_ns, num_rows, digest), schema
 
 
@@ -172,7 +175,7 @@ def _scan_file(
     except _READ_ERRORS as error:
         raise DataError(
             f"{file.path}: row group {group} cannot be read: {_first_line(error)}",
-            hint="the file is damaged or has changed; write it again, or leave it out",
+            hint=f"the file is damaged or has changed; {_MEND}",
         ) from error
 
 
@@ -207,7 +210,7 @@ def _cut(
 def _check_names(path: str, schema: pa.Schema) -> None:
     for name in schema.names:
         if schema.names.count(name) > 1:
-            raise DataError(f"{path} has more than one column named {name!r}")
+            raise DataError(f"{path} has more than one column named {shown(name)}; rename one")
 
 
 def _check_same_schema(
@@ -217,9 +220,10 @@ def _check_same_schema(
         here, there = (_type_of(s, name) for s in (first_schema, schema))
         if here != there:
             raise DataError(
-                f"input files differ in column {name!r}:\n"
+                f"input files differ in column {shown(name)}:\n"
                 f"  {first.path}: {here or 'no such column'}\n"
-                f"  {file.path}: {there or 'no such column'}"
+                f"  {file.path}: {there or 'no such column'}",
+                hint="write them again with the same columns, or run them as jobs of their own",
             )
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from batchinfer.errors import UsageError
 from batchinfer.job.columns import with_valid_text
-from batchinfer.job.messages import listed
+from batchinfer.job.messages import listed, shown
 from batchinfer.job.source import Source
 from batchinfer.job.spec import JobSpec
 
@@ -95,7 +95,8 @@ def _kept_names(source: Source, spec: JobSpec) -> dict[str, str]:
     unknown = [name for name in rename if name not in names]
     if unknown:
         raise UsageError(
-            f"output.rename: no column {unknown[0]!r} is kept", hint=f"kept: {listed(names)}"
+            f"output.rename: no column {shown(unknown[0])} is kept",
+            hint=f"leave it out; kept are: {listed(names)}",
         )
     return {name: rename.get(name, name) for name in dict.fromkeys(names)}
 
@@ -105,9 +106,9 @@ def _check_collisions(kept: Mapping[str, str], generated: set[str]) -> None:
     for name, new_name in kept.items():
         if new_name in taken:
             raise UsageError(
-                f"input column {name!r} would be {new_name!r} in the output, which is the name of "
-                f"{taken[new_name]}",
+                f"input column {shown(name)} would be {shown(new_name)} in the output, which "
+                f"is the name of {taken[new_name]}",
                 hint=f"rename it with output.rename: {{{name}: input_{name}}}, or leave it out of "
                 "input.keep_columns",
             )
-        taken[new_name] = f"input column {name!r} there"
+        taken[new_name] = f"input column {shown(name)} there"

@@ -62,7 +62,7 @@ def read_yaml(path: Path, source: str) -> YamlText:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
             what = "a folder" if path.is_dir() else "a pipe, a socket or a device"
-            raise UsageError(f"{source}: cannot be read: it is {what}, not a file")
+            raise UsageError(f"{source}: cannot be read: it is {what}; give a file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
@@ -74,7 +74,7 @@ def read_yaml(path: Path, source: str) -> YamlText:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"{source}, line {line}: not UTF-8 text") from None
+        raise UsageError(f"{source}, line {line}: not UTF-8 text; save it as UTF-8") from None
     return parse_yaml(text, source)
 
 
@@ -138,7 +138,9 @@ class _Builder:
             return self._alias(event, path)
         tag = getattr(event, "tag", None)
         if tag is not None:
-            raise self._error(event, f"tags such as {printable(str(tag), 40)} are not read")
+            raise self._error(
+                event, f"tags such as {printable(str(tag), 40)} are not read; leave it out"
+            )
         if isinstance(event, ScalarEvent):
             node = self._scalar(event)
         elif len(path) >= MAX_DEPTH:
@@ -178,7 +180,9 @@ class _Builder:
             place = (*path, key)
             if key in entries:
                 first = self._lines[place]
-                raise self._error(event, f"{printable(key, 60)} is already given on line {first}")
+                raise self._error(
+                    event, f"{printable(key, 60)} is already given on line {first}; keep one"
+                )
             self._lines[place] = event.start_mark.line + 1
             entries[key] = self._node(next(self._events), place)
         return self._collection({k: node.value for k, node in entries.items()}, entries.values())

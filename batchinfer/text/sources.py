@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -119,7 +120,8 @@ def require_column(name: str, key: str, columns: Sequence[str]) -> None:
         DataError: it does not.
     """
     if name not in columns:
-        raise DataError(f"{key}: the data has no column {name!r}; {_found(columns)}")
+        quoted = json.dumps(name, ensure_ascii=False)
+        raise DataError(f"{key}: the data has no column {quoted}; {_found(columns)}")
 
 
 def checked_template(source: str, key: str, available: frozenset[str]) -> RowTemplate:

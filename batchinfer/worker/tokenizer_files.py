@@ -59,8 +59,11 @@ def load_tokenizer(
                 folder, trust_remote_code=False, local_files_only=True
             )
     except Exception as error:  # damaged files raise errors of several libraries
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {reason}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{folder}: the tokenizer cannot be loaded: {reason}",
+            hint="fetch tokenizer.json again, or give model.tokenizer",
+        ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ModelError(

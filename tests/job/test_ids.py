@@ -43,12 +43,12 @@ def test_only_the_selected_rows_count(tmp_path: Path) -> None:
 
 
 def test_a_missing_id_names_its_row(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="row 1 has no 'id'"):
+    with pytest.raises(DataError, match='row 1 has no "id"'):
         check(tmp_path, ["a", None])
 
 
 def test_nan_is_no_id(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="row 1 has no 'id'"):
+    with pytest.raises(DataError, match='row 1 has no "id"'):
         check(tmp_path, [0.5, float("nan"), float("nan")])
 
 

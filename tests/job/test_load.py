@@ -132,7 +132,7 @@ def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
         ("engine: {order: up}", "engine.order is \"up\"; it must be 'prefix' or 'input'"),
         ("engine: {device: no}", 'engine.device is "no"; it must be'),
         ("engine: {kv_cache_memory: true}", "engine.kv_cache_memory is true; it must be a text or"),
-        ("engine: {kv_cache_memory: much}", "engine.kv_cache_memory: 'much' is not a size"),
+        ("engine: {kv_cache_memory: much}", 'engine.kv_cache_memory: "much" is not a size'),
         ("engine: {preset: h300}", "shipped: a100-80g, cpu"),
         ("engine: {preset: 3}", "engine.preset must be a shipped name or a file"),
         ("prompt: {column: a, template: b}", "prompt: give one source of the prompt"),
@@ -237,7 +237,7 @@ def test_hostile_keys_and_values_are_shown_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "just text", "- a\n- b", "3"])
 def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
     assert complaint(tmp_path, text) == (
-        "job.yaml: a job file is keys and values; see `batchinfer schema`"
+        "job.yaml: a job file is keys and values; `batchinfer schema` lists them"
     )
 
 
@@ -340,9 +340,9 @@ def test_the_last_set_wins(tmp_path: Path) -> None:
         ("sampling.top_p=2.0", "--set sampling.top_p=2.0: sampling.top_p is 2.0; it must be"),
         ("sampling.n='2'", "--set sampling.n='2': sampling.n is \"2\"; it must be a whole number"),
         ("sampling.tpo_p=1", "--set sampling.tpo_p=1: unknown key sampling.tpo_p; did you mean"),
-        ("sampling", "write --set section.key=value"),
-        ("=3", "write --set section.key=value"),
-        ("a..b=3", "write --set section.key=value"),
+        ("sampling", "has no =; write --set sampling=VALUE"),
+        ("=3", "has no key before the =; write --set section.key=VALUE"),
+        ("a..b=3", "has no key before the =; write --set section.key=VALUE"),
         ("sampling.stop=[", "--set sampling.stop=[, line 1: not valid YAML"),
         ("prompt.template=[INST] {{ x }}", "needs quotes of its own"),
         ("sampling.stop=", "--set sampling.stop=: the value is empty; write '', [] or null"),

@@ -106,7 +106,7 @@ def test_answers_come_in_input_order_with_the_kept_columns(
 def test_an_end_token_ends_the_text_and_is_not_in_it(tmp_path: Path, build: FakeBuild) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["short"]})
     spec = job(tmp_path, output={"path": str(tmp_path / "out"), "include": ["token_ids", "prompt"]})
-    with pytest.raises(UsageError, match="'prompt'"):
+    with pytest.raises(UsageError, match='"prompt"'):
         run_job(spec, build=build)
     spec = job(
         tmp_path,

@@ -117,7 +117,7 @@ def test_columns_come_in_the_order_asked_for(tmp_path: Path) -> None:
 def test_schemas_that_differ_name_both_files_and_the_column(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", {"x": [1], "y": ["t"]})
     write_parquet(tmp_path / "b.parquet", {"x": [1.5], "y": ["t"]})
-    with pytest.raises(DataError, match=r"'x':\n.*a\.parquet: int64\n.*b\.parquet: double"):
+    with pytest.raises(DataError, match=r'"x":\n.*a\.parquet: int64\n.*b\.parquet: double'):
         open_source(str(tmp_path))
 
 
@@ -128,14 +128,14 @@ def test_columns_in_another_order_are_the_same_schema(tmp_path: Path) -> None:
 
 
 def test_a_missing_column_lists_those_there_are(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"no column 'promt'\nits columns are: x"):
+    with pytest.raises(DataError, match='no column "promt"\nits columns are: x'):
         open_source(str(folder)).require(["promt"], "prompt.column")
 
 
 def test_a_column_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     table = pa.table([pa.array([1]), pa.array([2])], names=["x", "x"])
     pq.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(DataError, match="more than one column named 'x'"):
+    with pytest.raises(DataError, match='more than one column named "x"'):
         open_source(str(tmp_path))
 
 

@@ -87,8 +87,8 @@ def test_only_the_columns_asked_for_are_kept_and_the_id(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"input": {"keep_columns": ["nope"]}}, "input.keep_columns: .*'nope'"),
-        ({"input": {"id_column": "nope"}}, "input.id_column: .*'nope'"),
+        ({"input": {"keep_columns": ["nope"]}}, 'input.keep_columns: .*"nope"'),
+        ({"input": {"id_column": "nope"}}, 'input.id_column: .*"nope"'),
     ],
 )
 def test_a_column_that_is_not_there(tmp_path: Path, sections: Any, message: str) -> None:
@@ -116,7 +116,7 @@ def test_rename_mends_a_collision(tmp_path: Path) -> None:
 
 
 def test_rename_of_a_column_that_is_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no column 'x' is kept\nkept: a"):
+    with pytest.raises(UsageError, match='no column "x" is kept\nleave it out; kept are: a'):
         table_of(tmp_path, {"a": [1]}, output={"rename": {"x": "y"}})
 
 

@@ -1,0 +1,40 @@
+"""Every failure says where it is and what to do, in words that change only on purpose.
+
+After a change on purpose, ``python -m tests.faults.messages`` writes the new words down.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchinfer.cli import MAX_MESSAGE_LINES
+from tests.faults.failures import failed
+from tests.faults.messages import all_failures, as_text, golden
+from tests.models import make_text_model
+
+MAX_LINE = 400
+FAILURES = all_failures()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("title", FAILURES)
+def test_a_failure_says_what_is_kept(title: str, model: Path) -> None:
+    code, printed = failed(FAILURES[title], model)
+    assert as_text(title, code, printed) == golden()[title]
+    assert code == int(title[0])
+    lines = printed.splitlines()
+    assert 1 <= len(lines) <= MAX_MESSAGE_LINES
+    assert max(map(len, lines)) <= MAX_LINE
+    assert "Traceback" not in printed
+
+
+def test_there_are_enough_of_each_kind() -> None:
+    assert golden().keys() == FAILURES.keys()
+    assert len(FAILURES) >= 40
+    assert {title[0] for title in FAILURES} == set("2345678")
