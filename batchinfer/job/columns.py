@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchinfer.errors import RowError
 
@@ -48,6 +49,20 @@ def is_conversation(kind: pa.DataType) -> bool:
         return False
     message = kind.value_type
     return pa.types.is_struct(message) and {"role", "content"} <= {field.name for field in message}
+
+
+def check_indices(column: pa.Array) -> None:
+    """Check that a dictionary column points into its dictionary: of a damaged file it may not.
+
+    Raises:
+        OSError: it does not.
+    """
+    if pa.types.is_dictionary(column.type):
+        first, last = pc.min_max(column.indices).as_py().values()
+        if first is not None and not 0 <= first <= last < len(column.dictionary):
+            raise OSError("a value is not in the column's dictionary")
+    elif pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        check_indices(column.values)
 
 
 def with_valid_text(column: pa.Array) -> pa.Array:

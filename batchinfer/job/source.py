@@ -14,8 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
+from batchinfer.job.columns import check_indices
 from batchinfer.job.input_files import find_files
 from batchinfer.job.messages import listed, printable, shown
+from batchinfer.job.parquet_footer import check_footer
 
 BATCH_ROWS = 1024
 """Most rows read at a time."""
@@ -131,13 +133,22 @@ def _read_footer(path: Path) -> tuple[InputFile, pa.Schema]:
         if stat.st_size == 0:
             raise DataError(f"{path} is empty (0 bytes), not a Parquet file; {_MEND}")
         with _open(str(path)) as reader:
-            num_rows, schema = reader.metadata.num_rows, reader.schema_arrow
-        digest = hashlib.sha256(_footer(path, stat.st_size)).hexdigest()
-    except _READ_ERRORS as error:
+            num_rows, schema = _num_rows(reader.metadata), reader.schema_arrow
+        footer = _footer(path, stat.st_size)
+        check_footer(footer)
+    except (*_READ_ERRORS, ValueError) as error:
         raise DataError(
             f"{path} cannot be read as Parquet: {_first_line(error)}", hint=_MEND
         ) from error
+    digest = hashlib.sha256(footer).hexdigest()
     return InputFile(str(path), stat.st_size, stat.st_mtime_ns, num_rows, digest), schema
+
+
+def _num_rows(metadata: pq.FileMetaData) -> int:
+    rows: int = sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    if rows != metadata.num_rows:
+        raise ValueError(f"its row groups have {rows} rows, its footer says {metadata.num_rows}")
+    return rows
 
 
 def _footer(path: Path, size: int) -> bytes:
@@ -165,6 +176,8 @@ def _scan_file(
                     for batch in reader.iter_batches(
                         BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
                     ):
+                        for column in batch.columns:
+                            check_indices(column)
                         yield from _cut(batch.select(columns), row, wanted)
                         row += len(batch)
                         if not wanted or wanted[0].start >= stop:

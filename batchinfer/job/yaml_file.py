@@ -35,7 +35,7 @@ from batchinfer.job.scalars import plain_scalar, valid_text
 
 MAX_BYTES = 256 * 1024
 """Largest file read."""
-MAX_CHARACTERS = 4 * MAX_BYTES
+MAX_CHARACTERS = 2 * MAX_BYTES
 """Most characters (and nodes) after aliases are written out."""
 MAX_DEPTH = 32
 """Deepest nesting of lists and mappings."""

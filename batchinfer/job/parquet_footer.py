@@ -1,0 +1,145 @@
+"""A Parquet file's footer has no checksum: what it says twice must agree.
+
+pyarrow does not compare, and asking it for what a row group says of a column ends the process where
+that is damaged. So the few bytes that matter are decoded here. Sources: apache/parquet-format,
+``parquet.thrift``; apache/thrift, ``doc/specs/thrift-compact-protocol.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_STRUCT, _LIST, _SET, _MAP = 12, 9, 10, 11
+_MOST_NESTED = 64
+
+# Fields of the structures FileMetaData, SchemaElement, RowGroup, ColumnChunk and ColumnMetaData.
+_FILE_SCHEMA, _FILE_GROUPS = 2, 4
+_ELEMENT_TYPE, _ELEMENT_NAME, _ELEMENT_CHILDREN = 1, 4, 5
+_GROUP_COLUMNS = 1
+_CHUNK_COLUMN = 3
+_COLUMN_TYPE, _COLUMN_PATH = 1, 3
+
+Column = tuple[int, tuple[bytes, ...]]
+"""Physical type, and names from the top."""
+
+
+def check_footer(footer: bytes) -> None:
+    """Check that the first row group has the columns that the file is said to have.
+
+    Args:
+        footer: the file's metadata, without length and magic bytes.
+
+    Raises:
+        ValueError: it has not, or the footer is damaged.
+    """
+    try:
+        schema, columns = _schema_and_columns(_Compact(footer))
+    except (IndexError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError("its footer is damaged") from error
+    if columns is not None and list(_leaves(schema)) != columns:
+        raise ValueError("its footer is damaged: columns have other names in it than in its data")
+
+
+def _schema_and_columns(reader: _Compact) -> tuple[list[Any], list[Column] | None]:
+    schema: list[Any] = []
+    for number, kind in reader.fields():
+        if number == _FILE_GROUPS:
+            size, item = reader.list_header()
+            return schema, _columns(reader.value(item)) if size else None
+        value = reader.value(kind)
+        if number == _FILE_SCHEMA:
+            schema = value
+    return schema, None
+
+
+def _columns(group: dict[int, Any]) -> list[Column]:
+    columns = [chunk[_CHUNK_COLUMN] for chunk in group[_GROUP_COLUMNS]]
+    return [(column[_COLUMN_TYPE], tuple(column[_COLUMN_PATH])) for column in columns]
+
+
+def _leaves(schema: list[dict[int, Any]]) -> Iterator[Column]:
+    """Columns of a schema: its elements depth first, the root before all."""
+    elements = iter(schema)
+    for _ in range(next(elements, {}).get(_ELEMENT_CHILDREN, 0)):
+        yield from _leaves_below(elements, ())
+
+
+def _leaves_below(elements: Iterator[dict[int, Any]], above: tuple[bytes, ...]) -> Iterator[Column]:
+    element = next(elements, {})
+    path = (*above, element.get(_ELEMENT_NAME, b""))
+    children = element.get(_ELEMENT_CHILDREN, 0)
+    if not children:
+        yield element.get(_ELEMENT_TYPE, -1), path
+    for _ in range(children if len(path) < _MOST_NESTED else 0):
+        yield from _leaves_below(elements, path)
+
+
+class _Compact:
+    """Reads Thrift's compact protocol."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+        self._depth = 0
+
+    def fields(self) -> Iterator[tuple[int, int]]:
+        """Number and type of each field of a structure; its value is read in between."""
+        number = 0
+        while header := self._byte():
+            number = number + (header >> 4) if header >> 4 else self._integer()
+            yield number, header & 15
+
+    def value(self, kind: int) -> Any:
+        """A value: structures as dicts by field number, lists as lists, texts as bytes."""
+        if kind in (1, 2):  # of a field; in a list, a bool is a byte
+            return kind == 1
+        if kind in (4, 5, 6):
+            return self._integer()
+        if kind == 8:
+            return self._take(self._varint())
+        if kind in (_LIST, _SET, _MAP, _STRUCT):
+            return self._nested(kind)
+        return self._take({3: 1, 7: 8}[kind])
+
+    def list_header(self) -> tuple[int, int]:
+        """Length of a list, and type of its items."""
+        header = self._byte()
+        size = header >> 4
+        return (self._varint() if size == 15 else size), header & 15
+
+    def _nested(self, kind: int) -> Any:
+        self._depth += 1
+        if self._depth > _MOST_NESTED:
+            raise IndexError
+        if kind == _STRUCT:
+            value: Any = {number: self.value(item) for number, item in self.fields()}
+        else:
+            if kind == _MAP:
+                raise IndexError  # Parquet has none
+            size, item = self.list_header()
+            value = [self._byte() if item in (1, 2) else self.value(item) for _ in range(size)]
+        self._depth -= 1
+        return value
+
+    def _integer(self) -> int:
+        """Zigzag."""
+        number = self._varint()
+        return number >> 1 ^ -(number & 1)
+
+    def _varint(self) -> int:
+        number = shift = 0
+        while (byte := self._byte()) & 128:
+            number |= (byte & 127) << shift
+            shift += 7
+        return number | byte << shift
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _take(self, length: int) -> bytes:
+        self._at += length
+        if self._at > len(self._data):
+            raise IndexError
+        return self._data[self._at - length : self._at]
