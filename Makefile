@@ -17,7 +17,7 @@ test: setup
 gpu: $(if $(PYTHON),,setup)
 	PYTHONPATH=. $(or $(PYTHON),.venv/bin/python) benchmarks/gpu.py $(if $(STAGES),--stages $(STAGES)) $(GPU_FLAGS)
 
-# Half an hour: jobs killed again and again, and crash states. OPTIONS="--kills 20 --named 0"
+# Half an hour: jobs killed and stopped, files fuzzed, crash states. OPTIONS="--kills 20 --named 0"
 .PHONY: faults
 faults: setup
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 .venv/bin/python -m tests.faults $(OPTIONS)

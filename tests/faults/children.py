@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchinfer.errors import JobError
 from batchinfer.job import sink
 from batchinfer.job.failpoints import VARIABLE
 from batchinfer.job.rows import FinishedRow
@@ -43,14 +44,23 @@ class Child:
 
     def kill_after(self, seconds: float) -> int:
         """Kill it unless it ends by itself before that; its exit status."""
+        return self.signal_after(seconds, signal.SIGKILL)[0]
+
+    def signal_after(self, seconds: float, number: signal.Signals) -> tuple[int, float]:
+        """Send a signal unless it ends by itself before that.
+
+        Returns:
+            Its exit status, and the seconds from the signal to its end.
+        """
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             done, status = os.waitpid(self.pid, os.WNOHANG)
             if done:
-                return os.waitstatus_to_exitcode(status)
+                return os.waitstatus_to_exitcode(status), 0.0
             time.sleep(0.002)
-        os.kill(self.pid, signal.SIGKILL)
-        return self.wait()
+        os.kill(self.pid, number)
+        sent = time.monotonic()
+        return self.wait(), time.monotonic() - sent
 
     def wait(self) -> int:
         """Its exit status."""
@@ -64,6 +74,8 @@ def start(
     folder: Path,
     failpoint: str = "",
     around: Callable[[], None] = lambda: None,
+    *,
+    retry_errors: bool = False,
 ) -> Child:
     """Run a job in a process of its own.
 
@@ -75,6 +87,7 @@ def start(
             with the time.
         failpoint: where it kills itself.
         around: called in the process first.
+        retry_errors: run the rows again that ended in an error.
     """
     log = folder / "log"
     pid = os.fork()
@@ -89,7 +102,10 @@ def start(
         sink.FLUSH_EVERY_S, sink.FLUSH_ROWS = pace.every_s, pace.rows
         _tell_finished(folder / "finished")
         around()
-        code = int(run_job(spec, build=build, quiet=True))  # type: ignore[arg-type]
+        code = int(run_job(spec, build=build, quiet=True, retry_errors=retry_errors))  # type: ignore[arg-type]
+    except JobError as error:
+        print(error)
+        code = int(error.exit_code)
     except BaseException:
         traceback.print_exc()
     finally:

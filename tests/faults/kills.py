@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from batchinfer.errors import ExitCode
 from batchinfer.job import files
 from batchinfer.job.manifest import read_manifest
 from batchinfer.job.output import OutputDir
+from batchinfer.job.signals import leave_on_signals
 from batchinfer.job.spec import JobSpec
 from tests.faults.children import KILLED, BuildEngine, Child, Pace, start
 from tests.faults.violation import ViolationError
@@ -96,6 +98,36 @@ class Killer:
         self._expect(self._run(600.0, failpoint), KILLED)
         self._run(random.uniform(0.02, 0.6) * self.seconds)
         self._check(self._run(600.0))
+
+    def stop_at_random(self, stops: int, random: Random) -> list[float]:
+        """Stop jobs by SIGTERM at random times, and finish each.
+
+        Returns:
+            Seconds from each signal to the end of the process.
+        """
+        waited: list[float] = []
+        while len(waited) < stops:
+            self._begin()
+            at = random.uniform(0.0, 0.95) * self.seconds
+            child = start(self._job(), self.build, self.pace, self._place, around=leave_on_signals)
+            code, seconds = child.signal_after(at, signal.SIGTERM)
+            if code == ExitCode.INTERRUPTED:
+                waited.append(seconds)
+            elif code != ExitCode.OK:
+                raise ViolationError(f"SIGTERM ended in {code}:\n{child.log.read_text()}")
+            self._check(self._run(600.0))
+        return waited
+
+    def race(self) -> list[int]:
+        """Start two runs of one job at once; their exit statuses, sorted."""
+        self._begin()
+        places = [self._place / name for name in ("one", "other")]
+        for place in places:
+            place.mkdir()
+        runs = [start(self._job(), self.build, self.pace, place) for place in places]
+        codes = sorted(run.wait() for run in runs)
+        self._check(self._run(600.0))
+        return codes
 
     def run_until_done(self, failpoint: str, most: int) -> int:
         """Run a job again and again that kills itself at ``failpoint``; its last exit status."""

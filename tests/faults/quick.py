@@ -45,8 +45,18 @@ def kill_by_a_row(folder: Path) -> dict[str, object]:
     return {"code": code, "errors": errors, "kills": killer.outcome.kills}
 
 
+def stop_and_race(folder: Path) -> dict[str, object]:
+    """SIGTERMs at random times; two runs at once for one output."""
+    killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), Pace(1e9, 4))
+    killer.run_unbroken()
+    waited = killer.stop_at_random(3, Random(1))
+    return {"stops": len(waited), "races": [killer.race() for _ in range(2)]}
+
+
 if __name__ == "__main__":
-    by_point, by_row = (Path(sys.argv[1]) / name for name in ("points", "row"))
-    for place in (by_point, by_row):
+    found = []
+    for scenario in (kill_at_named_points, kill_by_a_row, stop_and_race):
+        place = Path(sys.argv[1]) / scenario.__name__
         place.mkdir()
-    print(json.dumps([kill_at_named_points(by_point), kill_by_a_row(by_row)]))
+        found.append(scenario(place))
+    print(json.dumps(found))

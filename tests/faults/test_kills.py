@@ -40,6 +40,10 @@ def test_a_row_that_kills_the_process_is_given_up_and_no_other(
     assert 4 <= by_row["kills"] <= 2 + 6 + 2
 
 
+def test_a_stop_is_exit_75_and_of_two_runs_one_wins(found: list[dict[str, Any]]) -> None:
+    assert found[2] == {"stops": 3, "races": [[0, 7], [0, 7]]}
+
+
 def test_a_failpoint_does_nothing_unless_it_is_asked_for() -> None:
     code = "from batchinfer.job.failpoints import failpoint\nfailpoint('x')\nfailpoint('x')"
     for value, expected in ((None, 0), ("x:3", 0), ("y:1", 0), ("x:2", -9)):

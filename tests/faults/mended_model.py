@@ -1,0 +1,69 @@
+"""A model that fails on some rows until it is mended, and ``--retry-errors`` is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from tokenizers.pre_tokenizers import ByteLevel
+
+from batchinfer.job.spec import JobSpec
+from tests.faults.children import Pace, start
+from tests.faults.jobs import tiny_job
+from tests.faults.violation import ViolationError
+
+BAD_DIGIT = "7"
+"""Rows whose prompts hold it end in an error."""
+
+
+def retry_on_a_mended_model(folder: Path, times: int) -> list[int]:
+    """Run a job on a model that breaks on a token, so many times; then mend the model.
+
+    Returns:
+        The exit status of each run: plain ones, one that retries in vain, one on the mended model,
+        and one that retries on it.
+    """
+    spec = tiny_job(folder, num_rows=100, rows_per_part=20)
+    weights = Path(spec.model.name) / "model.safetensors"
+    good = weights.read_bytes()
+    answers = _run(spec, folder, "unbroken")
+    weights.write_bytes(_without_embedding(good, BAD_DIGIT))
+    codes = [_code(spec, folder, "broken") for _ in range(times)]
+    codes.append(_code(spec, folder, "broken", retry_errors=True))
+    weights.write_bytes(good)
+    codes.append(_code(spec, folder, "broken"))
+    codes.append(_code(spec, folder, "broken", retry_errors=True))
+    if _answers(folder / "broken") != answers:
+        raise ViolationError("the output on the mended model is not that of an unbroken run")
+    return codes
+
+
+def _without_embedding(weights: bytes, letter: str) -> bytes:
+    """A safetensors file with NaN for what the tiny model knows of a letter."""
+    length = int.from_bytes(weights[:8], "little")
+    entry = json.loads(weights[8 : 8 + length])["model.embed_tokens.weight"]
+    row_bytes = 4 * entry["shape"][1]
+    token_id = 3 + sorted(ByteLevel.alphabet()).index(letter)  # after the special tokens
+    start = 8 + length + entry["data_offsets"][0] + token_id * row_bytes
+    nan = np.full(entry["shape"][1], np.nan, np.float32).tobytes()
+    return weights[:start] + nan + weights[start + row_bytes :]
+
+
+def _run(spec: JobSpec, folder: Path, name: str) -> list[str]:
+    code = _code(spec, folder, name)
+    if code:
+        raise ViolationError(f"exit {code}")
+    return _answers(folder / name)
+
+
+def _code(spec: JobSpec, folder: Path, name: str, *, retry_errors: bool = False) -> int:
+    output = spec.output.model_copy(update={"path": str(folder / name)})
+    job = spec.model_copy(update={"output": output})
+    return start(job, None, Pace(1.0, 4096), folder, retry_errors=retry_errors).wait()
+
+
+def _answers(out: Path) -> list[str]:
+    files = sorted((out / "data").iterdir())
+    return [text for file in files for text in pq.read_table(file)["generated_text"].to_pylist()]

@@ -1,0 +1,138 @@
+"""What ``make faults`` runs, stage by stage: each a row of its table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+from batchinfer.errors import ExitCode
+from tests.faults import fuzz_jobs, fuzz_parquet
+from tests.faults.children import Pace
+from tests.faults.fuzz import Case, run_cases
+from tests.faults.jobs import tiny_job
+from tests.faults.kills import Killer
+from tests.faults.lossy_files import LossyFiles, NeverSynced
+from tests.faults.mended_model import retry_on_a_mended_model
+from tests.faults.states import count_violations
+
+Row = tuple[str, str, str]
+"""What was done, what was found, and ``ok`` or a word in capitals."""
+STATES_AT_ONCE = 1000
+MOST_AGAIN_S = 10.0
+MOST_TO_STOP_S = 5.0
+_MOST_SHOWN = 5
+
+
+def random_kills(folder: Path, kills: int, seed: int) -> Row:
+    killer = Killer(
+        folder, tiny_job(folder, num_rows=2000, rows_per_part=100), None, Pace(1.0, 4096)
+    )
+    killer.run_unbroken()
+    killer.kill_at_random(kills, Random(seed))
+    found = killer.outcome
+    worst = max(found.again)
+    return (
+        f"{found.kills} kills at random times, {found.jobs} jobs of 2,000 rows",
+        "0 lost, 0 duplicated, 0 out of order, text as unbroken; of finished rows at most "
+        f"{worst:.1f} s again, {found.rows_again / found.kills:.0f} rows a kill",
+        "ok" if worst <= MOST_AGAIN_S else "TOO MUCH AGAIN",
+    )
+
+
+def named_kills(folder: Path, most: int, seed: int) -> Row:
+    killer = _small_job(folder)
+    random = Random(seed)
+    points = list(killer.named_points())[:most]
+    for point in points:
+        killer.kill_at(point, random)
+    return (
+        f"{len(points)} kills at named points, each with one more while going on",
+        f"{killer.outcome.jobs} jobs as unbroken, {killer.outcome.kills} kills in all",
+        "ok",
+    )
+
+
+def stops(folder: Path, times: int, seed: int) -> Row:
+    killer = _small_job(folder)
+    waited = killer.stop_at_random(times, Random(seed))
+    return (
+        f"{times} SIGTERMs at random times",
+        f"exit 75 each, at most {max(waited):.2f} s later; each went on to the unbroken output",
+        "ok" if max(waited) <= MOST_TO_STOP_S else "TOO SLOW",
+    )
+
+
+def races(folder: Path, times: int) -> Row:
+    killer = _small_job(folder)
+    found = Counter(tuple(killer.race()) for _ in range(times))
+    one_wins = (int(ExitCode.OK), int(ExitCode.LOCKED))
+    return (
+        f"{times} races of two runs for one output",
+        ", ".join(f"exits {codes}: {count}" for codes, count in found.items()),
+        _word(found == {one_wins: times}),
+    )
+
+
+def retries(folder: Path, times: int) -> Row:
+    codes = retry_on_a_mended_model(folder, times)
+    return (
+        f"a broken model run {times} times and retried; then mended, run, and retried",
+        f"exits {', '.join(map(str, codes))}; the output in the end as unbroken",
+        _word(codes == [int(ExitCode.TOO_MANY_ROW_ERRORS)] * (times + 2) + [0]),
+    )
+
+
+def fuzzed_job_files(folder: Path, count: int, seed: int, jobs: int) -> Row:
+    return _fuzzed(f"{count:,} fuzzed job files", fuzz_jobs.case, folder, count, seed, jobs)
+
+
+def fuzzed_parquet_files(folder: Path, count: int, seed: int, jobs: int) -> Row:
+    return _fuzzed(f"{count:,} fuzzed Parquet files", fuzz_parquet.case, folder, count, seed, jobs)
+
+
+def crash_states(states: int, seed: int, jobs: int) -> Row:
+    counts = _count(LossyFiles, states, seed, jobs)
+    right = counts["wrong"] == 0 and counts["states"] == states
+    return f"{counts['states']:,} crash states", f"{counts['wrong']} violations", _word(right)
+
+
+def crash_states_without_sync(states: int, seed: int, jobs: int) -> Row:
+    counts = _count(NeverSynced, states, seed, jobs)
+    what = f"{counts['states']:,} crash states without fsync"
+    return what, f"{counts['wrong']:,} violations seen", _word(counts["wrong"] > 0)
+
+
+def _small_job(folder: Path) -> Killer:
+    """A job of 300 rows that writes little and often, run once."""
+    killer = Killer(folder, tiny_job(folder, num_rows=300, rows_per_part=50), None, Pace(1e9, 20))
+    killer.run_unbroken()
+    return killer
+
+
+def _fuzzed(what: str, case: Case, folder: Path, count: int, seed: int, jobs: int) -> Row:
+    found = run_cases(case, count, seed, folder, jobs)
+    for violation in found.violations[:_MOST_SHOWN]:
+        print(violation)
+    words: Counter[str] = Counter()
+    for word, times in found.words.items():
+        words[word.rpartition(": ")[2]] += times
+    tally = ", ".join(f"{times:,} {word}" for word, times in words.most_common())
+    wrong = len(found.violations)
+    found_all = f"{tally}; {wrong} tracebacks, hangs, crashes, poor messages or wrong rows"
+    return what, found_all, _word(not wrong)
+
+
+def _count(files: type[LossyFiles], states: int, seed: int, jobs: int) -> Counter[str]:
+    sizes = [STATES_AT_ONCE] * (states // STATES_AT_ONCE) + [states % STATES_AT_ONCE]
+    seeds = range(seed, seed + len(sizes))
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        found = pool.map(partial(count_violations, files), sizes, seeds)
+        return sum(found, Counter())
+
+
+def _word(right: bool) -> str:
+    return "ok" if right else "WRONG"
