@@ -1,18 +1,21 @@
-"""Which rows the engine has been given, on disk, for the run after one that dies.
+"""Which rows are being made into prompts or are in the engine, for the run after one that dies.
 
-``_batchinfer/in_flight/<run id>`` holds row ids, 8 bytes each, as they were handed to the engine;
-a run that ends in order deletes it. It is not synced: what matters is that the process dies, and
-what it has written outlives that.
+``_batchinfer/in_flight/<run id>`` holds row ids, 8 bytes each: a row's when its prompt is about to
+be made, its complement (``~id``) when that is made, its id again when it is handed to the engine.
+A run that ends in order deletes the file. It is not synced: what matters is that the process dies,
+and what it has written outlives that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from batchinfer.errors import JobError
 from batchinfer.job.files import read_file, storage_errors
@@ -24,21 +27,36 @@ _ROW = np.dtype("<i8")
 
 
 class FlightLog:
-    """Keeps the rows of a run that are given to its engine."""
+    """Keeps the rows of a run that may be what it dies of."""
 
     def __init__(self, out: OutputDir, run_id: str) -> None:
         self._path = out.in_flight / run_id
         with storage_errors(self._path):
             self._file = self._path.open("ab", buffering=0)
 
-    def note(self, row_ids: Iterable[int]) -> None:
+    def note(self, row_ids: Sequence[int]) -> None:
         """Say that these rows are about to be given to the engine.
 
         Raises:
             StorageError: it cannot be written.
         """
+        self._write(np.array(row_ids, dtype=_ROW))
+
+    @contextmanager
+    def making(self, row_ids: Sequence[int]) -> Iterator[None]:
+        """Within, these rows are made into prompts.
+
+        Raises:
+            StorageError: that cannot be written.
+        """
+        rows = np.array(row_ids, dtype=_ROW)
+        self._write(rows)
+        yield
+        self._write(~rows)
+
+    def _write(self, entries: npt.NDArray[np.int64]) -> None:
         with storage_errors(self._path):
-            self._file.write(np.fromiter(row_ids, dtype=_ROW).tobytes())
+            self._file.write(entries.tobytes())  # one write: two threads may note rows
 
     def __enter__(self) -> Self:
         return self
@@ -104,4 +122,12 @@ def _given(out: OutputDir, log: Path) -> RowIds:
     except OSError:
         return sorted_row_ids(())
     whole = len(data) - len(data) % _ROW.itemsize  # the last write may have been cut short
-    return sorted_row_ids(np.frombuffer(data[:whole], dtype=_ROW))
+    return _open_rows(np.frombuffer(data[:whole], dtype=_ROW))
+
+
+def _open_rows(entries: npt.NDArray[np.int64]) -> RowIds:
+    """Rows whose last entry is their id."""
+    latest = entries[::-1]
+    rows, last = np.unique(np.where(latest < 0, ~latest, latest), return_index=True)
+    open_rows: RowIds = rows[latest[last] >= 0].astype(np.int64)
+    return open_rows

@@ -52,8 +52,33 @@ def locked(state: Path) -> Iterator[None]:
         lock.release()
 
 
-def _this_process() -> dict[str, int | str]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": _boot_id()}
+def holder_is_dead(state: Path) -> bool:
+    """Whether the last to hold the lock was a process of this machine's, and is no more.
+
+    False also where that cannot be told: it was on another machine, or let go in order. The lock
+    itself is not tried: a run that begins just then would find it held.
+    """
+    try:
+        found = json.loads((state / HOLDER).read_bytes())
+        machine = (found["host"], found["boot_id"])
+        is_here = machine == (socket.gethostname(), _boot_id())
+        return is_here and _started(found["pid"]) != found["started"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _this_process() -> dict[str, int | float | str | None]:
+    pid = os.getpid()
+    machine = {"host": socket.gethostname(), "boot_id": _boot_id()}
+    return {"pid": pid, **machine, "started": _started(pid)}
+
+
+def _started(pid: int) -> float | None:
+    """When a process began, which tells it from an earlier one of the same id; None if it ended."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _boot_id() -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -12,6 +13,7 @@ from pyarrow import RecordBatch
 
 from batchinfer.errors import RowError
 from batchinfer.job.columns import python_rows
+from batchinfer.job.failpoints import failpoint
 from batchinfer.job.manifest import Part
 from batchinfer.job.row_params import COLUMN, RowParams, RowSampling
 from batchinfer.job.source import BATCH_ROWS, Source
@@ -38,6 +40,7 @@ def prompt_rows(
     builder: PromptBuilder,
     params: RowParams,
     ranges: Iterable[range] | None = None,
+    making: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda row_ids: nullcontext(),
 ) -> Iterator[list[PromptRow]]:
     """Prompts of the rows of ``parts``, in input order, a batch of one part's rows at a time.
 
@@ -47,6 +50,7 @@ def prompt_rows(
         builder: makes the prompts.
         params: makes the rows' sampling parameters.
         ranges: only these rows, in order, each range in one part; None: all.
+        making: entered with the rows of each batch while their prompts are made.
     """
     columns = [*builder.columns]
     if COLUMN in source.schema.names and COLUMN not in columns:
@@ -59,7 +63,10 @@ def prompt_rows(
         while missing:
             row_ids, rows = _batch(pieces, min(missing, BATCH_ROWS))
             missing -= len(rows)
-            prompts = builder.build(rows)
+            with making(row_ids):
+                for row_id in row_ids:
+                    failpoint(f"prompt-{row_id}")
+                prompts = builder.build(rows)
             yield [
                 _prompt_row(row_id, prompt, params.of(row.get(COLUMN)))
                 for row_id, row, prompt in zip(row_ids, rows, prompts, strict=True)

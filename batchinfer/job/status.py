@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
 from batchinfer.job.existing import plan_of
+from batchinfer.job.lock import holder_is_dead
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.progress import duration
@@ -20,7 +21,7 @@ from batchinfer.job.recorder import Run, read_run
 from batchinfer.job.row_ids import NO_ROWS, of_part
 
 SILENT_S = 60.0
-"""A run that has written nothing for so long is taken for dead."""
+"""A run on another machine that has written nothing for so long is taken for dead."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def read_status(out: OutputDir, now: float) -> Status:
 def _state(out: OutputDir, run: Run, all_done: bool, now: float) -> str:
     if out.files.stat(out.success) is not None:
         return "finished"
-    if run.run_id and not run.ended and now - run.saved_at < SILENT_S:
+    silent = now - run.saved_at >= SILENT_S
+    if run.run_id and not run.ended and not silent and not holder_is_dead(out.state):
         return "running"
     return "finished_with_errors" if all_done else "stopped"
 

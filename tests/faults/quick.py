@@ -40,7 +40,17 @@ def kill_at_named_points(folder: Path) -> dict[str, object]:
 def kill_by_a_row(folder: Path) -> dict[str, object]:
     """A row that kills the process whenever it comes to the engine."""
     killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), Pace(1e9, 4))
-    code = killer.run_until_done(f"row-{POISON}:1", most=20)
+    return _given_up(killer, f"row-{POISON}:1")
+
+
+def kill_by_a_prompt(folder: Path) -> dict[str, object]:
+    """A row that kills the process whenever it is made into a prompt."""
+    killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), Pace(1e9, 4))
+    return _given_up(killer, f"prompt-{POISON}:1")
+
+
+def _given_up(killer: Killer, failpoint: str) -> dict[str, object]:
+    code = killer.run_until_done(failpoint, most=20)
     errors = {row["row_id"]: row["error"]["code"] for row in killer.rows() if row["error"]}
     return {"code": code, "errors": errors, "kills": killer.outcome.kills}
 
@@ -55,7 +65,7 @@ def stop_and_race(folder: Path) -> dict[str, object]:
 
 if __name__ == "__main__":
     found = []
-    for scenario in (kill_at_named_points, kill_by_a_row, stop_and_race):
+    for scenario in (kill_at_named_points, kill_by_a_row, kill_by_a_prompt, stop_and_race):
         place = Path(sys.argv[1]) / scenario.__name__
         place.mkdir()
         found.append(scenario(place))

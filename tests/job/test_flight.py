@@ -40,6 +40,16 @@ def test_rows_in_flight_at_two_deaths_are_suspects(out: OutputDir) -> None:
     assert assess(out, ALL).groups == ((5,), (6,)), "which is remembered"
 
 
+def test_rows_that_were_being_made_into_prompts_are_suspects_too(out: OutputDir) -> None:
+    with suppress(KeyboardInterrupt), FlightLog(out, "run-00001") as log:
+        with log.making([0, 1, 2]):
+            pass
+        log.note([1])
+        with log.making([4, 5]):
+            raise KeyboardInterrupt
+    assert assess(out, ALL).in_flight == (1, 4, 5)
+
+
 @pytest.mark.parametrize("end", [None, DataError("the input is gone")])
 def test_a_run_that_ends_in_order_leaves_nothing(out: OutputDir, end: DataError | None) -> None:
     def leave() -> None:

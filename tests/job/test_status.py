@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 
 from batchinfer.errors import DataError, ExitCode
 from batchinfer.job import making, sink
+from batchinfer.job.lock import HOLDER
 from batchinfer.job.output import OutputDir
 from batchinfer.job.run import run_job
 from batchinfer.job.status import SILENT_S, Status, read_status
@@ -71,6 +75,28 @@ def test_a_job_that_was_killed_stops_running_after_a_while(tmp_path: Path) -> No
 
     run_job(job(tmp_path, **ONE_PART), build=Build(look), quiet=True)
     assert [found.state for found in seen] == ["running", "stopped"]
+
+
+def test_a_job_that_was_killed_on_this_machine_has_stopped_at_once(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    holder = tmp_path / "out" / "_batchinfer" / HOLDER
+    seen: list[str] = []
+
+    def look(step: int) -> None:
+        if step == 0:
+            facts = json.loads(holder.read_text())
+            for change in ({}, {"pid": ended_process()}, {"started": 1.0}, {"host": "another"}):
+                holder.write_text(json.dumps({**facts, **change}))
+                seen.append(status(tmp_path).state)
+
+    run_job(job(tmp_path, **ONE_PART), build=Build(look), quiet=True)
+    assert seen == ["running", "stopped", "stopped", "running"]
+
+
+def ended_process() -> int:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
 
 
 @pytest.mark.parametrize(("limit", "state"), [(1, "finished"), (0.01, "finished_with_errors")])

@@ -1,0 +1,28 @@
+"""The benchmark of a million rows, on a few thousand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_small_one_is_killed_goes_on_and_is_held_to_its_bounds(tmp_path: Path) -> None:
+    script = str(ROOT / "benchmarks" / "million_rows.py")
+    command = [sys.executable, script, "--rows", "12000", "--folder", str(tmp_path / "here")]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == ["rows", "memory", "resume", "commits"]
+    assert "12,000, 12,000 ok" in done.stdout
+    runs = tmp_path / "here" / "out" / "_batchinfer" / "runs"
+    assert len(list(runs.glob("*.json"))) == 2
