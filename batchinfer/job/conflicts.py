@@ -17,6 +17,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import UsageError
 from batchinfer.job.document import JobDocument, dotted
 from batchinfer.job.messages import listed, printable, shown
+from batchinfer.job.place import is_url
 from batchinfer.job.spec import JobSpec, output_columns
 from batchinfer.job.yaml_file import KeyPath
 from batchinfer.text.chat import compile_chat_template
@@ -33,7 +34,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
     Raises:
         UsageError: naming the place and the key.
     """
-    for place in spec.input.paths:
+    for place in (path for path in spec.input.paths if not is_url(path)):
         _check_output_place(spec.output.path, place, document)
     if spec.model.revision is not None and os.path.isabs(spec.model.name):
         problem = ": model.name is a local folder, which has no revisions; leave the key out"

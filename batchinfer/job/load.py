@@ -15,6 +15,7 @@ from batchinfer.errors import UsageError
 from batchinfer.job.conflicts import check_conflicts
 from batchinfer.job.document import JobDocument
 from batchinfer.job.messages import listed, printable
+from batchinfer.job.place import is_url
 from batchinfer.job.presets import read_preset
 from batchinfer.job.problems import usage_error
 from batchinfer.job.scalars import valid_text
@@ -139,8 +140,8 @@ def _set_output(document: JobDocument, output: str) -> None:
         raise UsageError(f"--output: {error}") from None
     if not output:
         raise UsageError("--output is empty; name a folder")
-    is_url = "://" in output  # refused with the file's own
-    document.set(("output", "path"), output if is_url else os.path.abspath(output), "--output")
+    place = output if is_url(output) else os.path.abspath(output)
+    document.set(("output", "path"), place, "--output")
 
 
 def _apply_preset(document: JobDocument, base_dir: Path) -> None:
@@ -191,6 +192,8 @@ def _with_absolute_paths(spec: JobSpec, base_dir: Path) -> JobSpec:
 
 def _absolute(path: str, base_dir: Path) -> str:
     """``path`` under ``base_dir``; where it is a glob, what comes from ``base_dir`` is literal."""
+    if is_url(path):
+        return path
     path = os.path.expanduser(path)
     base = str(base_dir)
     if os.path.isabs(path):

@@ -20,6 +20,7 @@ from batchinfer.job.model_facts import model_facts
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.pipeline import BuildEngine, Job, load
+from batchinfer.job.place import is_url
 from batchinfer.job.progress import make_progress, say, summary_lines, too_many_errors
 from batchinfer.job.prompt_columns import check_prompt_columns
 from batchinfer.job.recovery import from_scratch, recover
@@ -136,7 +137,7 @@ def _look(spec: JobSpec) -> Job:
 def _refuse_own_output(source: Source, out: OutputDir) -> None:
     """Wherever links lead: starting over must not delete what is read."""
     places = [os.path.realpath(path) for path in (out.root, out.data)]
-    for file in source.files:
+    for file in (file for file in source.files if not is_url(file.path)):
         real = Path(os.path.realpath(file.path))
         if any(real.is_relative_to(place) for place in places):
             raise UsageError(

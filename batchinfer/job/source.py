@@ -1,4 +1,4 @@
-"""The prompt dataset: local Parquet files read in order as one table, in bounded memory."""
+"""The prompt dataset: Parquet files read in order as one table, in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from stat import S_ISREG
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +16,7 @@ from batchinfer.job.columns import check_indices
 from batchinfer.job.input_files import find_files
 from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.parquet_footer import check_footer
+from batchinfer.job.store import store_of
 
 BATCH_ROWS = 1024
 """Most rows read at a time."""
@@ -36,6 +35,8 @@ class InputFile:
     mtime_ns: int
     num_rows: int
     footer_sha256: str
+    etag: str | None = None
+    """An object store's mark of the content."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Source:
                 _check_unchanged(file)
             except OSError as error:
                 raise DataError(
-                    f"{file.path} cannot be read any more: {error.strerror}",
+                    f"{file.path} cannot be read any more: {error.strerror or error}",
                     hint="put it back, then run again: finished rows are kept",
                 ) from None
 
@@ -104,12 +105,13 @@ def open_source(path: str | Sequence[str], limit: int | None = None) -> Source:
     """Find the files behind ``path`` and check that they can be read together.
 
     Args:
-        path: a file, a glob, a directory (searched for ``*.parquet``), or a list of these.
+        path: a file, a glob, a directory (searched for ``*.parquet``), or a list of these, local
+            or in an object store.
         limit: use only this many rows.
 
     Raises:
         DataError: no file, a file that is not readable Parquet, or files of different schemas.
-        NotYetError: a remote path, or a column of sampling parameters.
+        StorageError: an object store does not answer.
     """
     files: list[InputFile] = []
     schema: pa.Schema | None = None
@@ -125,23 +127,23 @@ def open_source(path: str | Sequence[str], limit: int | None = None) -> Source:
     return Source(tuple(files), schema, total if limit is None else min(total, limit))
 
 
-def _read_footer(path: Path) -> tuple[InputFile, pa.Schema]:
+def _read_footer(path: str) -> tuple[InputFile, pa.Schema]:
+    store = store_of(path)
     try:
-        stat = path.stat()
-        if not S_ISREG(stat.st_mode):  # opening a pipe would wait for a writer
-            raise DataError(f"{path} is not a file that can be read as Parquet")
-        if stat.st_size == 0:
+        stat = store.stat(path)
+        if stat.size == 0:
             raise DataError(f"{path} is empty (0 bytes), not a Parquet file; {_MEND}")
-        with _open(str(path)) as reader:
-            num_rows, schema = _num_rows(reader.metadata), reader.schema_arrow
-        footer = _footer(path, stat.st_size)
+        with store.open(path) as file:
+            with _reader(file) as reader:
+                num_rows, schema = _num_rows(reader.metadata), reader.schema_arrow
+            footer = _footer(file, stat.size)
         check_footer(footer)
     except (*_READ_ERRORS, ValueError) as error:
         raise DataError(
             f"{path} cannot be read as Parquet: {_first_line(error)}", hint=_MEND
         ) from error
     digest = hashlib.sha256(footer).hexdigest()
-    return InputFile(str(path), stat.st_size, stat.st_mtime_ns, num_rows, digest), schema
+    return InputFile(path, stat.size, stat.mtime_ns, num_rows, digest, stat.etag), schema
 
 
 def _num_rows(metadata: pq.FileMetaData) -> int:
@@ -151,16 +153,15 @@ def _num_rows(metadata: pq.FileMetaData) -> int:
     return rows
 
 
-def _footer(path: Path, size: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(size - _MAGIC_BYTES)
-        length = int.from_bytes(file.read(4), "little")
-        file.seek(max(0, size - _MAGIC_BYTES - length))
-        return file.read(length)
+def _footer(file: pa.NativeFile, size: int) -> bytes:
+    file.seek(size - _MAGIC_BYTES)
+    length = int.from_bytes(file.read(4), "little")
+    file.seek(max(0, size - _MAGIC_BYTES - length))
+    return bytes(file.read(length))
 
 
-def _open(path: str) -> pq.ParquetFile:
-    return pq.ParquetFile(path, buffer_size=_READ_BUFFER, page_checksum_verification=True)
+def _reader(file: pa.NativeFile) -> pq.ParquetFile:
+    return pq.ParquetFile(file, buffer_size=_READ_BUFFER, page_checksum_verification=True)
 
 
 def _scan_file(
@@ -169,7 +170,7 @@ def _scan_file(
     group, row = 0, first_row
     try:
         _check_unchanged(file)
-        with _open(file.path) as reader:
+        with store_of(file.path).open(file.path) as opened, _reader(opened) as reader:
             for group in range(reader.num_row_groups):
                 stop = row + reader.metadata.row_group(group).num_rows
                 if wanted and wanted[0].start < stop:
@@ -193,8 +194,8 @@ def _scan_file(
 
 
 def _check_unchanged(file: InputFile) -> None:
-    stat = Path(file.path).stat()
-    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+    stat = store_of(file.path).stat(file.path)
+    if (stat.size, stat.mtime_ns, stat.etag) != (file.size, file.mtime_ns, file.etag):
         raise DataError(
             f"{file.path} was changed while the job ran",
             hint="put it back and run again, or start over with --overwrite",

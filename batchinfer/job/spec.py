@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_READ_FROM = ("s3", "gs")
 _PLANNED_STORES = ("s3", "gs", "hf")
 
 Text = Annotated[str, Field(min_length=1)]
@@ -29,12 +30,16 @@ def _refuse_not_yet(asked: Mapping[str, bool]) -> None:
             raise ValueError(f"not yet: {key} is not supported by this version")
 
 
-def _check_local(key: str, path: str) -> None:
-    """Raise where ``path`` is empty, a URL, or holds what no file system takes."""
+def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
+    """Raise where ``path`` is empty, a URL of no known store, or what no file system takes."""
     if not path or "\0" in path:
         raise ValueError(f"{key} must be a path, not {json.dumps(path)}")
     match = _URL.match(path)
     if match is None:
+        return
+    if "@" in path[match.end() :].partition("/")[0]:
+        raise ValueError(f"{key} holds credentials; give them in the environment instead")
+    if match.group(1) in stores:
         return
     if match.group(1) in _PLANNED_STORES:
         _refuse_not_yet({f"{key}: {match.group()}": True})
@@ -76,9 +81,9 @@ class ModelSpec(_Section):
                 "model.trust_remote_code": self.trust_remote_code,
             }
         )
-        _check_local("model.name", self.name)
+        _check_place("model.name", self.name)
         if self.tokenizer is not None:
-            _check_local("model.tokenizer", self.tokenizer)
+            _check_place("model.tokenizer", self.tokenizer)
         return self
 
 
@@ -86,7 +91,8 @@ class InputSpec(_Section):
     """The rows to run."""
 
     path: str | tuple[str, ...]
-    """File, list of files, glob or directory; globs and directories in path order. As loaded:
+    """File, list of files, glob or directory, local, s3:// or gs://; globs and directories in path
+    order. As loaded:
     absolute; a path that exists is itself, otherwise it is a glob."""
     format: Literal["auto", "parquet", "jsonl", "openai-batch"] = "auto"
     """auto: by the files' names. jsonl and openai-batch: not yet."""
@@ -110,7 +116,7 @@ class InputSpec(_Section):
         if not self.paths:
             raise ValueError("path is an empty list; name at least one file")
         for path in self.paths:
-            _check_local("input.path", path)
+            _check_place("input.path", path, _READ_FROM)
         return self
 
     @property
@@ -146,7 +152,7 @@ class OutputSpec(_Section):
                 "output.include: prompt_logprobs": "prompt_logprobs" in self.include,
             }
         )
-        _check_local("output.path", self.path)
+        _check_place("output.path", self.path)
         if len(set(self.include)) < len(self.include):
             raise ValueError("include names something twice")
         if len(set(self.rename.values())) < len(self.rename):

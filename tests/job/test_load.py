@@ -255,8 +255,6 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
         (MINIMAL.replace("some/model", "{name: m, quantization: fp8}"), "model.quantization"),
         (MINIMAL.replace("some/model", "{name: m, adapters: {a: b}}"), "model.adapters"),
         (MINIMAL.replace("some/model", "{name: m, trust_remote_code: true}"), "trust_remote_code"),
-        (MINIMAL.replace("prompts.parquet", "s3://b/x"), "input.path: s3://"),
-        (MINIMAL.replace("prompts.parquet", "[a, gs://b/x]"), "input.path: gs://"),
         (MINIMAL.replace("prompts.parquet", "hf://datasets/x"), "input.path: hf://"),
         (MINIMAL.replace("prompts.parquet", "x, filter: a > 1"), "input.filter"),
         (MINIMAL.replace("prompts.parquet", "x, format: jsonl"), "input.format: jsonl"),
@@ -275,6 +273,18 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path, text: str, names: 
     assert str(caught.value).startswith("not yet: ")
     assert names in str(caught.value)
     assert "job.yaml, line" in str(caught.value)
+
+
+def test_input_in_a_store_is_kept_as_written(tmp_path: Path) -> None:
+    text = MINIMAL.replace("prompts.parquet", "[s3://lake/a//b/*.parquet, gs://b/, x]")
+    spec = load(tmp_path, text)
+    assert spec.input.paths == ("s3://lake/a//b/*.parquet", "gs://b/", str(tmp_path / "x"))
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"input\.path holds credentials") as caught:
+        load(tmp_path, MINIMAL.replace("prompts.parquet", "s3://key:secret@lake/x"))
+    assert "secret" not in str(caught.value)
 
 
 def test_output_to_a_store_is_not_built_either(tmp_path: Path) -> None:
