@@ -27,7 +27,7 @@ def test_nothing_is_wrong_slow_or_fatal(case: Case, tmp_path: Path) -> None:
 
 
 def unchecked(number: int, seed: int, folder: Path) -> str:
-    source._open = partial(pq.ParquetFile, page_checksum_verification=False)  # type: ignore[assignment]
+    source._reader = partial(pq.ParquetFile, page_checksum_verification=False)  # type: ignore[assignment]
     return fuzz_parquet.case(number, seed, folder)
 
 

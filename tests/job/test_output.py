@@ -344,7 +344,7 @@ def test_a_second_run_is_locked_out(out: OutputDir) -> None:
 def test_who_holds_the_lock_is_told(out: OutputDir) -> None:
     with out.locked():
         holder = json.loads((out.state / "lock.json").read_bytes())
-        assert holder.keys() == {"pid", "host", "boot_id"}
+        assert holder.keys() == {"pid", "host", "boot_id", "started"}
         says = f"process {os.getpid()} on {holder['host']} \\(boot {holder['boot_id']}\\)"
         with pytest.raises(LockedError, match=says), OutputDir(out.root).locked():
             pass
