@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
+from batchinfer.job.arrow_schema import check_arrow_schema
 from batchinfer.job.columns import check_indices
 from batchinfer.job.input_files import find_files
 from batchinfer.job.messages import listed, printable, shown
@@ -136,6 +137,7 @@ def _read_footer(path: str) -> tuple[InputFile, pa.Schema]:
         with store.open(path) as file:
             with _reader(file) as reader:
                 num_rows, schema = _num_rows(reader.metadata), reader.schema_arrow
+                check_arrow_schema(reader.metadata, schema)
             footer = _footer(file, stat.size)
         check_footer(footer)
     except (*_READ_ERRORS, ValueError) as error:
