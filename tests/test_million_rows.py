@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 
 def test_a_small_one_is_killed_goes_on_and_is_held_to_its_bounds(tmp_path: Path) -> None:
     script = str(ROOT / "benchmarks" / "million_rows.py")
-    command = [sys.executable, script, "--rows", "12000", "--folder", str(tmp_path / "here")]
+    size = ["--rows", "12000", "--kill-at", "0.5"]
+    command = [sys.executable, script, *size, "--folder", str(tmp_path / "here")]
     done = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": str(ROOT)},

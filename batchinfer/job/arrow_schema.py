@@ -24,7 +24,7 @@ def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
         schema: as pyarrow makes it of both.
 
     Raises:
-        ValueError: they are nested in another way.
+        ValueError: they are nested in another way, or something in it is no text.
     """
     kept = (metadata.metadata or {}).get(_KEY)
     if kept is None:
@@ -37,6 +37,8 @@ def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
 def _shape_of(kind: pa.DataType) -> Shape:
     if isinstance(kind, pa.BaseExtensionType):
         return _shape_of(kind.storage_type)
+    if pa.types.is_timestamp(kind):
+        return ("time", kind.tz or "")  # UnicodeDecodeError, where the zone is no text
     if pa.types.is_struct(kind):
         fields = ((field.name, _shape_of(field.type)) for field in kind)
         return ("struct", *(part for field in fields for part in field))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 from io import BytesIO
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.errors import DataError
 from batchinfer.job.arrow_schema import check_arrow_schema
+from batchinfer.job.source import open_source
+from tests.job.datasets import write_parquet
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 KINDS = (
@@ -58,6 +63,15 @@ def test_every_type_goes_with_itself(kind: pa.DataType) -> None:
 def test_another_nesting_is_refused(other: pa.Schema) -> None:
     with pytest.raises(ValueError, match="nested otherwise"):
         check_arrow_schema(written(pa.schema([("x", MESSAGES)])).metadata, other)
+
+
+def test_a_time_zone_that_is_no_text_is_found_when_the_file_is_opened(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", {"x": pa.array([1], pa.timestamp("us", "UTC"))})
+    kept = pq.read_metadata(path).metadata[b"ARROW:schema"]
+    damaged = base64.b64encode(base64.b64decode(kept).replace(b"UTC", b"UT\xe3"))
+    path.write_bytes(path.read_bytes().replace(kept, damaged))
+    with pytest.raises(DataError, match=r"x\.parquet cannot be read as Parquet: 'utf-8' codec"):
+        open_source(str(path))
 
 
 def test_a_file_of_another_writer_has_nothing_to_check() -> None:
