@@ -103,8 +103,11 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         engine.block_size,
         enable_prefix_caching=engine.enable_prefix_caching,
         num_host_blocks=host_blocks,
+        windows=layout.windows,
     )
-    table = SequenceTable(engine.max_num_seqs, loaded.max_model_len, engine.block_size)
+    table = SequenceTable(
+        engine.max_num_seqs, loaded.max_model_len, engine.block_size, layout.windows
+    )
     victims = Victims(engine.preemption, cache.host.measure()) if host_blocks else Victims()
     return Built(
         engine=Engine(

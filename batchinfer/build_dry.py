@@ -58,6 +58,7 @@ def build_dry_engine(
         block_size=engine.block_size,
         dtype=dtype,
         kv_cache_dtype=engine.kv_cache_dtype,
+        max_model_len=longest,
     )
     cost = ModelCost.from_config(config, dtype, engine.kv_cache_dtype)
     memory = fit_memory(
@@ -76,6 +77,7 @@ def build_dry_engine(
         num_host_blocks=memory.num_host_blocks,
         max_model_len=longest,
         end_after=end_after,
+        windows=layout.windows,
     )
     vocab_size = int(text_config(config)["vocab_size"])
     return DryBuilt(
@@ -101,7 +103,8 @@ def _most_blocks(engine: EngineConfig, layout: KVLayout, max_model_len: int) -> 
     More would change nothing but the time a step takes to count them: a small model has millions
     of blocks on a large device.
     """
-    return 2 * engine.max_num_seqs * layout.blocks_for(max_model_len)
+    num_new = min(engine.max_num_batched_tokens, max_model_len)
+    return 2 * engine.max_num_seqs * layout.slots_for(max_model_len, num_new)
 
 
 def device_of(engine: EngineConfig) -> Device:

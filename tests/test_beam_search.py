@@ -73,8 +73,9 @@ def run(
     """Run the prompts, each with its parameters, through an engine over the loaded model."""
     cache = KVCache(loaded.layout(setup.block_size), setup.num_blocks, CPU, torch.float32)
     cache.pool[:-1].fill_(torch.nan)  # whatever was there before must not be seen
-    pool = BlockPool(setup.num_blocks, setup.block_size, enable_prefix_caching=True)
-    table = SequenceTable(64, loaded.max_model_len, setup.block_size)
+    size, windows = setup.block_size, cache.layout.windows
+    pool = BlockPool(setup.num_blocks, size, enable_prefix_caching=True, windows=windows)
+    table = SequenceTable(64, loaded.max_model_len, size, windows)
     scheduler = Scheduler(pool, table, setup.max_tokens)
     if setup.misleading:
         scheduler.packing.lengths.observe(np.full(2000, 2), np.ones(2000, dtype=np.bool_))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,9 +11,9 @@ from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.forecast import Forecast
 from batchinfer.engine.future_use import FutureUse
 from batchinfer.engine.growth import Growth
-from batchinfer.engine.hit import Hit, take
+from batchinfer.engine.hit import Hit, find_hit, take
 from batchinfer.engine.packing import Packing
-from batchinfer.engine.prefix_index import Block, common_tokens
+from batchinfer.engine.prefix_index import Block, PrefixMatch, common_tokens
 from batchinfer.engine.prefix_writer import PrefixWriter
 from batchinfer.engine.schedule import Schedule
 from batchinfer.engine.sequence import Sequence
@@ -76,7 +77,7 @@ class Admission:
                 break
             del waiting[at]
             self._packing.expect_samples(forecast, sequence)
-            chunk = min(budget, sequence.goal - found.num_tokens)
+            chunk = min(budget, sequence.goal - hit.num_tokens)
             rows.append(self._start(sequence, hit, chunk, schedule, sources))
             chunks.append(chunk)
             budget -= chunk
@@ -92,15 +93,17 @@ class Admission:
         prefix is worth waiting for; both are seen from the step itself, nothing is stored.
         """
         if sequence.state.computes_alone:
-            return Hit([], None, 0), False
+            return Hit([], None, 0, left=self._pool.left(0)), False
         size, pool = self._table.block_size, self._pool
         key = sequence.key(0, sequence.goal - 1)
         match = pool.match(key)
-        start = len(match.blocks) * size
-        own = self._future_use.left_behind(sequence, match.tail)
-        hit = Hit(match.blocks, match.tail, start + match.tail_tokens, keeps_tail=own)
-        within_reach = start + match.tokens_in_flight
-        node = match.blocks[-1] if match.blocks else pool.index.root
+        hit = find_hit(pool, match, least=self._parting(sequence))
+        if self._future_use.left_behind(sequence, hit.tail):
+            hit = replace(hit, keeps_tail=True)
+        start = len(hit.blocks) * size
+        whole = len(hit.blocks) == len(match.blocks)
+        within_reach = start + (match.tokens_in_flight if whole else 0)
+        node = hit.blocks[-1] if hit.blocks else pool.index.root
         for leader in self._prefixes.prefilling.get(node, ()):
             ahead = leader.key(start, leader.request.num_prompt_tokens)
             within_reach = max(within_reach, start + common_tokens(ahead, key[4 * start :]))
@@ -114,26 +117,34 @@ class Admission:
         sequence.held_back |= holds_back
         return hit, holds_back
 
+    def _parting(self, sequence: Sequence) -> int | None:
+        """Tokens after which the rest of its gang goes other ways; None: there is none to join."""
+        if not self._pool.part_windows or len(sequence.gang) == 1:
+            return None
+        key = sequence.key(0, sequence.goal)
+        return min(common_tokens(key, other.key(0, sequence.goal)) for other in sequence.gang)
+
     def _fitting(self, sequence: Sequence, hit: Hit, budget: int, forecast: Forecast) -> Hit | None:
         """The hit, or less of it, if the sequence can start with it; a lone one always can."""
         alone = self._table.num_running == 0
-        fitting = self._fit(hit, min(budget, sequence.goal - hit.num_tokens), required=alone)
+        fitting = self._fit(sequence, hit, budget, required=alone)
         if fitting is None:
             return None
         fits = self._packing.admit(forecast, sequence, fitting.joined)
         return fitting if fits or alone else None
 
-    def _fit(self, hit: Hit, chunk: int, *, required: bool) -> Hit | None:
+    def _fit(self, sequence: Sequence, hit: Hit, budget: int, *, required: bool) -> Hit | None:
         """The hit, or less of it, such that its blocks and the chunk's are there; else None."""
         while True:
-            end = hit.num_tokens + chunk
+            end = min(hit.num_tokens + budget, sequence.goal)
             fresh = -(-end // self._table.block_size) - len(hit.blocks)
-            if fresh + hit.num_idle <= self._pool.num_available:
+            if fresh * self._pool.slots_per_block + hit.num_idle <= self._pool.num_available:
                 return hit
             if not required or hit.tail is None:
                 return None
             # Alone in a pool that just holds it, a sequence cannot spare the copy's source.
-            hit = hit.without_tail(self._table.block_size)
+            match = PrefixMatch(hit.blocks, None, 0, 0)
+            hit = find_hit(self._pool, match, least=self._parting(sequence))
 
     def _start(
         self,
@@ -157,6 +168,7 @@ class Admission:
         schedule.num_cached += first_seen
         sequence.index_parent = self._pool.entry_below(hit.blocks)
         sequence.num_indexed = len(hit.blocks)
+        sequence.left = hit.left
         row = self._table.add(sequence, taken.blocks, hit.num_tokens, joined)
         self._growth.extend(row, chunk)
         new = np.asarray([row], dtype=np.intp), np.asarray([chunk], dtype=np.int32)

@@ -139,6 +139,7 @@ def make_dry_engine(
     max_model_len: int,
     num_host_blocks: int = 0,
     end_after: int | None = None,
+    windows: tuple[int, ...] = (0,),
 ) -> tuple[Engine, DryRunner]:
     """An engine as a run would have it, over a ``DryRunner`` and on its clock."""
     pool = BlockPool(
@@ -146,8 +147,9 @@ def make_dry_engine(
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=num_host_blocks,
+        windows=windows,
     )
-    table = SequenceTable(config.max_num_seqs, max_model_len, config.block_size)
+    table = SequenceTable(config.max_num_seqs, max_model_len, config.block_size, windows)
     block_copy_s = model.kv_bytes * config.block_size / device.host_bandwidth
     runner = DryRunner(model, device, end_after, block_copy_s)
     victims = Victims(config.preemption, block_copy_s) if num_host_blocks else Victims()

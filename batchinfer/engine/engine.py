@@ -158,9 +158,9 @@ class Engine:
             )
         # The last token is never fed back, so it needs no KV.
         kv_tokens = min(prompt + request.params.max_tokens, room) - 1
-        blocks = -(-kv_tokens // pool.block_size)
         if request.params.beam_width:
-            return self.scheduler.gangs.refusal(request, blocks)
+            return self.scheduler.gangs.refusal(request, -(-kv_tokens // pool.block_size))
+        blocks = pool.most_slots(kv_tokens, min(kv_tokens, self.scheduler.max_tokens))
         if blocks > pool.num_blocks:
             return (
                 "does_not_fit",

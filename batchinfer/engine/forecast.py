@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.engine.layer_groups import most_in_window
+
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.integer]
 
@@ -87,6 +89,8 @@ class Forecast:
         shared_blocks: blocks in use beyond those the sequences hold alone.
         capacity: blocks that may be used.
         block_size: tokens per block.
+        windows: of each layer group; blocks are counted in slots, one in each group. What a
+            sequence holds behind a window that it outgrows is taken to be the most all the time.
     """
 
     def __init__(
@@ -98,9 +102,12 @@ class Forecast:
         shared_blocks: float,
         capacity: float,
         block_size: int,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
         order = np.argsort(remaining)
         self._block_size = block_size
+        self._full = sum(window == 0 for window in windows)
+        self._most_in_windows = [most_in_window(w, block_size) for w in windows if w]
         self._capacity = capacity
         self._shared = shared_blocks
         self._ends = np.asarray(remaining, dtype=np.float64)[order]
@@ -130,8 +137,22 @@ class Forecast:
         """Most blocks that the sequences, sorted by their ends, hold alone at any time."""
         size = self._block_size
         half = (tokens + (size - 1) / 2) / size - joined
-        still_running = np.arange(len(ends), 0, -1)
-        held = np.cumsum(half[::-1])[::-1] + still_running * ends / size
+        growth: Float = np.arange(len(ends), 0, -1, dtype=np.float64)
+        if self._most_in_windows:
+            growing, constant = self._growing(ends, tokens, joined)
+            half, growth = half * growing + constant, np.cumsum(growing[::-1])[::-1]
+        held = np.cumsum(half[::-1])[::-1] + growth * ends / size
         top = int(held.argmax())
         exact = np.ceil((tokens[top:] + ends[top] - 1) / size) - joined[top:]
+        if self._most_in_windows:
+            exact = exact * growing[top:] + constant[top:]
         return float(exact.sum())
+
+    def _growing(self, ends: Float, tokens: Float, joined: Float) -> tuple[Float, Float]:
+        """In how many groups each sequence grows to its end, and what it holds in the others."""
+        growing, constant = np.full(len(ends), float(self._full)), np.zeros(len(ends))
+        final = np.ceil((tokens + ends - 1) / self._block_size) - joined
+        for most in self._most_in_windows:
+            growing += final <= most
+            constant += np.where(final <= most, 0, most)
+        return growing, constant

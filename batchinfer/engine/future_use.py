@@ -85,14 +85,20 @@ class FutureUse:
         shared = -(-state.request.shared_later // size)
         prompt_blocks = -(-state.request.num_prompt_tokens // size)
         for at, block in enumerate(sequence.blocks[:prompt_blocks]):
-            _note(block, state.arrival, used_later=at < shared)
+            self._note(block, state.arrival, used_later=at < shared)
 
     def note_copied(self, source: Block, sequence: Sequence) -> None:
         """A sequence took its own copy of an unreferenced block's first tokens.
 
         Rows after it that need these find them there.
         """
-        _note(source, sequence.state.arrival, used_later=False)
+        self._note(source, sequence.state.arrival, used_later=False)
+
+    def _note(self, block: Block, arrival: int, *, used_later: bool) -> None:
+        if arrival >= block.last_arrival:
+            block.last_arrival, block.used_later = arrival, used_later
+            if block.parts:  # some may have been given up before
+                self._pool.refile(block)
 
     def check_invariants(self) -> None:
         """Assert that blocks in the index know who waits for them."""
@@ -103,8 +109,3 @@ class FutureUse:
         for block in (*waiters, *self._pool.index.blocks()):
             assert block.waiters == waiters.get(block, 0)
         assert all(sequence.row < 0 for sequence in self._waiting)
-
-
-def _note(block: Block, arrival: int, *, used_later: bool) -> None:
-    if arrival >= block.last_arrival:
-        block.last_arrival, block.used_later = arrival, used_later

@@ -7,11 +7,13 @@ table's order, and as old as their row.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.future_use import FutureUse
-from batchinfer.engine.hit import Hit, take
+from batchinfer.engine.hit import find_hit, take
 from batchinfer.engine.prefix_index import common_tokens
 from batchinfer.engine.request import Request
 from batchinfer.engine.sequence import Sequence
@@ -26,8 +28,9 @@ def share_blocks(
     A block that they end in is copied by whoever first writes to it.
     """
     blocks = parent.blocks[: -(-num_tokens // table.block_size)]
-    for block in blocks:
-        pool.acquire(block)
+    child.left = pool.left(num_tokens)
+    for at, block in enumerate(blocks):
+        pool.acquire(block, at, child.left)
     full = num_tokens // table.block_size
     child.index_parent, child.num_indexed = None, 0
     if full >= parent.num_indexed:
@@ -72,7 +75,7 @@ class Gangs:
                 "engine.max_num_seqs and max_num_batched_tokens or lower sampling.beam_width",
             )
         shared = min(request.num_prompt_tokens // pool.block_size, blocks)
-        blocks = shared + width * (blocks - shared)
+        blocks = (shared + width * (blocks - shared)) * pool.slots_per_block
         if blocks > pool.num_blocks:
             return (
                 "does_not_fit",
@@ -115,7 +118,7 @@ class Gangs:
         going_on = {beam for beam, _ in heirs}
         for beam in present:
             if beam not in going_on:
-                self._pool.release(table.remove(beam))
+                self._pool.release(table.remove(beam), beam.left)
         for beam, parent in heirs:
             if beam.row < 0:
                 self._fork(present[parent], beam, beam.num_tokens - 1)
@@ -131,17 +134,19 @@ class Gangs:
         None of them is copied on the device: before the step that would do it is submitted, the
         beam may be preempted again.
         """
-        pool, size = self._pool, self._pool.block_size
+        pool = self._pool
         match = pool.match(key)
-        hit = Hit(match.blocks, None, len(match.blocks) * size)
-        if self._future_use.left_behind(beam, match.tail):
-            num_tokens = hit.num_tokens + match.tail_tokens
-            hit = Hit(match.blocks, match.tail, num_tokens, keeps_tail=True)
+        hit = find_hit(pool, match)
+        if self._future_use.left_behind(beam, hit.tail):
+            hit = replace(hit, keeps_tail=True)
+        else:
+            hit = find_hit(pool, match, with_tail=False)
         if hit.num_tokens <= common or hit.num_idle > pool.num_available:
             return False
         joined = hit.joined
         taken = take(pool, hit)
         beam.state.stats.swapped_blocks += taken.num_swapped
+        beam.left = hit.left
         beam.index_parent, beam.num_indexed = pool.entry_below(hit.blocks), len(hit.blocks)
         self._table.add(beam, taken.blocks, hit.num_tokens, joined)
         self._stand_beside(leader, beam)

@@ -24,7 +24,7 @@ class HostPool:
         """Counts whatever changes what is on the host alone."""
         self._next = 0
         self._returned: list[int] = []
-        self._alone = EvictionOrder()
+        self._alone: EvictionOrder[Block] = EvictionOrder()
         """Unreferenced blocks without a device slot."""
         self._copies: OrderedDict[Block, None] = OrderedDict()
         """Blocks with a device slot too."""

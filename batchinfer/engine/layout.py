@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchinfer.engine.layer_groups import LayerGroup, layer_groups, most_in_window
+
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by the name of the dtype."""
 
@@ -70,10 +72,12 @@ _SPARSE_KEYS = ("index_topk", "sparse_attention_config", "attention_chunk_size")
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Shape and size of a model's KV, every layer alike (one layer group).
+    """Shape and size of a model's KV.
 
-    A pool slot holds one block of every layer, laid out as
-    ``[layer, key or value, kv_head, token, width]``; keys and values may differ in width.
+    A pool slot holds one block of every layer of a layer group, laid out as
+    ``[layer, key or value, kv_head, token, width]``; keys and values may differ in width. Groups
+    may differ in their windows alone; where they differ in size, the smaller leave some of a slot
+    unused.
     """
 
     num_layers: int
@@ -88,19 +92,29 @@ class KVLayout:
     """Of the model's dtype, which its KV has too unless it is ``fp8``."""
     fp8: bool = False
     """Keys and values are stored as float8 e4m3fn, in one byte each."""
+    groups: tuple[LayerGroup, ...] = ()
+    """None given: all layers are one group of full attention."""
 
     @classmethod
     def from_config(
-        cls, config: Config, *, block_size: int, dtype: str, kv_cache_dtype: str = "auto"
+        cls,
+        config: Config,
+        *,
+        block_size: int,
+        dtype: str,
+        kv_cache_dtype: str = "auto",
+        max_model_len: int | None = None,
     ) -> KVLayout:
         """Read the layout from a model's config (``config.to_dict()`` or its config.json).
 
         Latent attention (MLA) is laid out as its expanded keys and values.
 
         Args:
+            config: with its family's defaults, where layers are to be grouped by window.
             block_size: tokens per block.
             dtype: the model's, by name.
             kv_cache_dtype: ``auto`` (the model's), ``fp8`` or ``fp8_e4m3``, which are the same.
+            max_model_len: most tokens of a sequence; None leaves windows out of account.
 
         Raises:
             ValueError: naming the family and why, when its KV cannot be laid out in blocks.
@@ -116,15 +130,35 @@ class KVLayout:
             num_kv_heads = _num_kv_heads(text, num_heads)
             key_width = text.get("head_dim") or _number(text, _HIDDEN_SIZE) // num_heads
             value_width = text.get("v_head_dim") or key_width
+        num_layers = _number(text, _NUM_LAYERS)
+        grouped = max_model_len is not None
         return cls(
-            num_layers=_number(text, _NUM_LAYERS),
+            num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             key_width=key_width,
             value_width=value_width,
             block_size=block_size,
             element_bytes=DTYPE_BYTES[dtype],
             fp8=kv_cache_dtype != "auto",
+            groups=layer_groups(text, num_layers, max_model_len or 0) if grouped else (),
         )
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of each layer group; 0 is full attention, which comes first."""
+        return tuple(group.window for group in self.groups) or (0,)
+
+    @property
+    def layers_per_slot(self) -> int:
+        """Layers of the largest group."""
+        return max((len(group.layers) for group in self.groups), default=self.num_layers)
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """A layer's group, and where in its slots it is."""
+        for at, group in enumerate(self.groups):
+            if layer in group.layers:
+                return at, group.layers.index(layer)
+        return 0, layer
 
     @property
     def elements_per_token(self) -> int:
@@ -134,7 +168,12 @@ class KVLayout:
     @property
     def elements_per_block(self) -> int:
         """Elements of one pool slot."""
-        return self.elements_per_token * self.block_size
+        return self.elements_per_layer * self.layers_per_slot
+
+    @property
+    def elements_per_layer(self) -> int:
+        """Elements of one layer of a pool slot."""
+        return self.elements_per_token // self.num_layers * self.block_size
 
     @property
     def bytes_per_token(self) -> int:
@@ -144,11 +183,24 @@ class KVLayout:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one pool slot."""
-        return self.bytes_per_token * self.block_size
+        return self.elements_per_block * (1 if self.fp8 else self.element_bytes)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens of one sequence take."""
+        """Blocks that ``num_tokens`` tokens of one sequence take: the length of a block table."""
         return -(-num_tokens // self.block_size)
+
+    def slots_for(self, num_tokens: int, num_new: int = 1) -> int:
+        """Most pool slots that one sequence holds on its way to ``num_tokens`` tokens.
+
+        Args:
+            num_tokens: computed in the end.
+            num_new: most of them computed in one step.
+        """
+        blocks, size = self.blocks_for(num_tokens), self.block_size
+        return sum(
+            min(blocks, most_in_window(window, size, num_new)) if window else blocks
+            for window in self.windows
+        )
 
 
 def text_config(config: Config) -> Config:

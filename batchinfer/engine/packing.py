@@ -33,7 +33,8 @@ class Packing:
         table = self._table
         rows = table.rows()
         joined = table.num_joined[rows]
-        owned = int((table.num_blocks[rows] - joined - table.tail_shared[rows]).sum())
+        elsewhere = np.maximum(joined, table.num_left(table.num_computed[rows]))
+        owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
         remaining = self._remaining_of_rows(rows)
         unborn = table.unborn[rows]
@@ -45,6 +46,7 @@ class Packing:
             shared_blocks=max(self._pool.num_used - owned, 0),
             capacity=self._pool.num_blocks * (1.0 - _WATERMARK * unsure),
             block_size=table.block_size,
+            windows=table.windows,
         )
 
     def admit(self, forecast: Forecast, sequence: Sequence, joined: int) -> bool:

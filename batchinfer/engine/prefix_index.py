@@ -45,8 +45,10 @@ class Block:
         "key",
         "last_arrival",
         "parent",
+        "parts",
         "ref_count",
         "row",
+        "serial",
         "slot",
         "used_later",
         "waiters",
@@ -54,7 +56,12 @@ class Block:
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        """On the device; -1 while it is on the host only."""
+        """On the device, in the first layer group; -1 while it is on the host only, and where that
+        group has a window."""
+        self.parts: tuple[GroupSlot, ...] = ()
+        """Its slots in layer groups that have a window, or come after the first."""
+        self.serial: int
+        """Of a block with parts: tells it from others, also where it has no slot of its own."""
         self.host_slot = -1
         self.ref_count = 0
         self.waiters = 0
@@ -84,6 +91,28 @@ class Block:
             f"Block(slot={self.slot}, host_slot={self.host_slot}, ref_count={self.ref_count}, "
             f"indexed={self.indexed})"
         )
+
+
+class GroupSlot:
+    """A block's device slot in one layer group, given up when no sequence's window is on it.
+
+    Of a block in the index it is kept as long as nobody needs the room: a prefix that ends behind
+    it needs it again.
+    """
+
+    __slots__ = ("block", "readers", "slot")
+
+    def __init__(self, block: Block, slot: int) -> None:
+        self.block = block
+        self.slot = slot
+        """-1 when it was given up."""
+        self.readers = 1
+        """Sequences whose windows are on it, or that will write to it."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether its block has a known future use."""
+        return self.block.wanted
 
 
 class _Children:
@@ -178,6 +207,20 @@ class PrefixIndex:
         block.parent, block.key = parent, key
         parent.children.add(block)
         return block
+
+    def replace(self, old: Block, block: Block) -> None:
+        """Let ``block``, in flight, answer for what ``old`` holds, and for what continues it."""
+        parent, key, children = old.parent, old.key, old.children
+        assert parent is not None
+        assert parent.children is not None
+        if block.parent is not None:
+            self._unlink(block)
+        parent.children.discard(old)
+        old.parent, old.key, old.children = None, b"", None
+        block.parent, block.key, block.children = parent, key, children
+        for child in () if children is None else children.blocks.values():
+            child.parent = block
+        parent.children.add(block)
 
     def settle(self, block: Block) -> None:
         """The tokens of a block that was in flight are computed."""

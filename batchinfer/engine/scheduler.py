@@ -24,6 +24,7 @@ from batchinfer.engine.schedule import Schedule
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.table import Int, Rows, SequenceTable
 from batchinfer.engine.victims import Victims
+from batchinfer.engine.windows import Windows
 
 _MOST_SITTING_OUT = 0.25
 """Share of the running sequences that may miss a step for their last token's value. Half as much is
@@ -47,14 +48,16 @@ class Scheduler:
         max_num_batched_tokens: int,
         victims: Victims | None = None,
     ) -> None:
+        assert pool.windows == table.windows
         self.pool = pool
         self.table = table
+        self._windows = Windows(pool, table)
         self.waiting: deque[Sequence] = deque()
         self.packing = Packing(pool, table)
         self.future_use = FutureUse(pool)
         self.gangs = Gangs(pool, table, self.future_use, max_num_batched_tokens)
         self.victims = victims or Victims()
-        self._max_tokens = max_num_batched_tokens
+        self.max_tokens = max_num_batched_tokens
         self._growth = Growth(pool, table)
         self._prefixes = PrefixWriter(pool, table)
         self._admission = Admission(
@@ -82,7 +85,7 @@ class Scheduler:
         self._prefixes.begin_step()
         self._prefixes.enter_prompts(schedule.rows, schedule.num_new)
         if schedule.num_preempted == 0 and self.waiting:
-            budget = self._max_tokens - int(schedule.num_new.sum())
+            budget = self.max_tokens - int(schedule.num_new.sum())
             self._admission.admit(self.waiting, schedule, budget)
         if len(schedule.rows) == 0:
             assert not self.waiting, "nothing runs, yet nothing was admitted"
@@ -104,6 +107,7 @@ class Scheduler:
         table, rows = self.table, schedule.rows
         self.pool.settle()
         table.num_computed[rows] += schedule.num_new.astype(np.int32)
+        self._windows.leave(rows, schedule.num_new)
         table.computed_once[rows] = np.maximum(table.computed_once[rows], table.num_computed[rows])
         table.num_tokens[sampled] += 1
         table.sample_at[sampled] = np.cumsum(copies) - copies
@@ -143,7 +147,7 @@ class Scheduler:
         """Give up a running sequence's row and blocks."""
         sequence.state.note_peak_blocks()
         self.future_use.note_use(sequence)
-        self.pool.release(self.table.remove(sequence))
+        self.pool.release(self.table.remove(sequence), sequence.left)
 
     def drop(self, sequence: Sequence) -> None:
         """Give up an unfinished sequence; none of its blocks must be found again."""
@@ -152,7 +156,7 @@ class Scheduler:
             if block.indexed:
                 self.pool.forget(block)
         if sequence.row >= 0:
-            self.pool.release(self.table.remove(sequence))
+            self.pool.release(self.table.remove(sequence), sequence.left)
         elif sequence in self.waiting:  # not there if it was drawn in this very step
             self.waiting.remove(sequence)
 
@@ -160,7 +164,7 @@ class Scheduler:
         """Drop every sequence, and take what no step is known to have filled out of the index."""
         self.pool.revoke()
         for sequence in list(self.table.running()):
-            self.pool.release(self.table.remove(sequence))
+            self.pool.release(self.table.remove(sequence), sequence.left)
         self.waiting.clear()
         self.future_use.forget_all()
 
@@ -185,7 +189,7 @@ class Scheduler:
             if swaps:
                 self.future_use.expect(member, entries)
         for member in reversed(running):
-            self.pool.release(self.table.remove(member))
+            self.pool.release(self.table.remove(member), member.left)
         self.requeue(sequence.gang[0])
         return len(running)
 
@@ -204,7 +208,7 @@ class Scheduler:
                 return None
             rows, num_new = self._share_budget(running[ready])
             wanted = self._growth.blocks_wanted(rows, num_new)
-            if int(wanted.sum()) <= self.pool.num_available:
+            if int(wanted.sum()) * self.pool.slots_per_block <= self.pool.num_available:
                 break
             if in_flight.any():
                 return None
@@ -225,7 +229,7 @@ class Scheduler:
         pending = self.table.num_tokens[rows] - self.table.num_computed[rows]
         order = np.argsort(pending > 1, kind="stable")
         rows, pending = rows[order], pending[order]
-        left = self._max_tokens - (np.cumsum(pending) - pending)
+        left = self.max_tokens - (np.cumsum(pending) - pending)
         num_new = self.gangs.keep_together(rows, np.clip(left, 0, pending))
         some = num_new > 0
         return rows[some], num_new[some]
@@ -234,6 +238,9 @@ class Scheduler:
         """Assert that queue, table and pool agree."""
         self.table.check_invariants()
         self.gangs.check_invariants()
-        self.pool.check_invariants(sequence.blocks for sequence in self.table.running())
+        running = list(self.table.running())
+        self.pool.check_invariants(
+            (sequence.blocks for sequence in running), (sequence.left for sequence in running)
+        )
         self.future_use.check_invariants()
         assert all(waiting.row < 0 and not waiting.blocks for waiting in self.waiting)

@@ -59,8 +59,22 @@ class RequestState:
 
     def note_peak_blocks(self) -> None:
         """Call before the row gives up blocks: between two such moments it only gains."""
-        distinct = {block for sequence in self.live for block in sequence.blocks}
-        self.stats.peak_blocks = max(self.stats.peak_blocks, len(distinct))
+        self.stats.peak_blocks = max(self.stats.peak_blocks, self._num_slots())
+
+    def _num_slots(self) -> int:
+        """Distinct slots that its sequences need."""
+        first = self.live[0] if self.live else None
+        if first is None or not first.blocks or not first.blocks[0].parts:
+            return len({block for sequence in self.live for block in sequence.blocks})
+        own = first.blocks[0].slot >= 0
+        if len(self.live) == 1:
+            count = len(first.blocks)
+            return own * count + sum(count - gone for gone in first.left)
+        slots = {block.slot for one in self.live for block in one.blocks if own}
+        for sequence in self.live:
+            for part, gone in enumerate(sequence.left):
+                slots |= {block.parts[part].slot for block in sequence.blocks[gone:]}
+        return len(slots)
 
 
 class Sequence:
@@ -78,6 +92,7 @@ class Sequence:
         "held_back",
         "index",
         "index_parent",
+        "left",
         "logprobs",
         "num_indexed",
         "output_ids",
@@ -94,6 +109,8 @@ class Sequence:
         self.blocks: list[Block] = []
         self.given_back: list[Block] = []
         """Blocks it held until its last token, whose value is not known yet, was drawn."""
+        self.left: tuple[int, ...] = ()
+        """Leading blocks that left its window, in each layer group that blocks have parts in."""
         self.row = -1
         self.held_back = False
         """Whether it has let others go first for the sake of part of a block."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from batchinfer.engine.step import Int32, SharedPrefixes
-from batchinfer.engine.table import Rows, SequenceTable
+from batchinfer.engine.table import Int, Rows, SequenceTable
 
 MIN_SHARED_TOKENS = 64
 """Less is not told. It is what the CPU's kernel takes at a time, and about where sharing begins to
@@ -42,7 +42,7 @@ class PrefixTree:
         if self._version != table.version or not np.array_equal(rows, self._rows):
             self._version, self._rows = table.version, rows
             self._order, self._shared_blocks = order_by_blocks(
-                table.block_table[rows], table.num_blocks[rows]
+                table.block_ids[rows], table.num_blocks[rows]
             )
         if not self._shared_blocks.any():
             return None
@@ -53,11 +53,11 @@ class PrefixTree:
         return SharedPrefixes(self._order, shared) if shared.any() else None
 
 
-def order_by_blocks(tables: Int32, num_blocks: Int32) -> tuple[Int32, Int32]:
+def order_by_blocks(tables: Int, num_blocks: Int32) -> tuple[Int32, Int32]:
     """Order sequences such that those with a common prefix stand side by side.
 
     Args:
-        tables: [S, longest table] slots; anything past a sequence's last block.
+        tables: [S, longest table] numbers that tell blocks apart; anything past a sequence's last.
         num_blocks: [S] blocks of each.
 
     Returns:
@@ -73,7 +73,7 @@ def order_by_blocks(tables: Int32, num_blocks: Int32) -> tuple[Int32, Int32]:
     if len(chosen):
         width = int(num_blocks[chosen].max())
         past_end = np.arange(width) >= num_blocks[chosen, None]
-        keys = np.where(past_end, np.int32(-1), tables[chosen, :width])  # 0 is a slot too
+        keys = np.where(past_end, tables.dtype.type(-1), tables[chosen, :width])  # 0 is a slot too
         by_key = np.argsort(keys.view(np.dtype((np.void, keys.itemsize * width)))[:, 0])
         chosen, keys = chosen[by_key], keys[by_key]
         differ = keys[1:] != keys[:-1]

@@ -43,7 +43,7 @@ class StepStats:
     kv_waste: float
     """1 - kv_tokens_live / (kv_blocks_used * block_size)."""
     kv_logical_blocks: int
-    """Lengths of all block tables, sharing not deducted."""
+    """Lengths of all block tables but for what left a window, sharing not deducted."""
     kv_tokens_logical: int
     contiguous_blocks: int
     """What reserving prompt + max_tokens for every running sequence would take."""
@@ -90,6 +90,7 @@ def step_stats(
     table, pool = scheduler.table, scheduler.pool
     rows = table.rows()
     live = _live_tokens(table, pool, rows)
+    left = table.num_left(table.num_computed[rows])
     used_tokens = pool.num_used * pool.block_size
     prefill, decode, recomputed = tokens
     return StepStats(
@@ -110,9 +111,10 @@ def step_stats(
         kv_blocks_cached=pool.num_cached,
         kv_tokens_live=live,
         kv_waste=1 - live / used_tokens if used_tokens else 0.0,
-        kv_logical_blocks=int(table.num_blocks[rows].sum()),
-        kv_tokens_logical=int(table.num_computed[rows].sum()),
-        contiguous_blocks=int((-(-table.max_total[rows] // pool.block_size)).sum()),
+        kv_logical_blocks=int((table.num_blocks[rows] - left).sum()),
+        kv_tokens_logical=int((table.num_computed[rows] - left * pool.block_size).sum()),
+        contiguous_blocks=int((-(-table.max_total[rows] // pool.block_size)).sum())
+        * pool.slots_per_block,
         cow_copies=len(schedule.copies.within),
         swapped_in_blocks=len(schedule.copies.ins),
         swapped_out_blocks=len(schedule.copies.outs),
@@ -120,13 +122,14 @@ def step_stats(
 
 
 def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
-    """Tokens in used blocks: all are full but the last ones, which sharers fill alike."""
+    """Tokens in used slots: all are full but those of last blocks, which sharers fill alike."""
     last = table.num_blocks[rows] - 1
-    slots = table.block_table[rows, last]
+    slots = table.block_tables[0, rows, last]
     filled = table.num_computed[rows] - last * pool.block_size
     # One number per row, so that one sort puts sharers of a last block side by side.
     width = pool.block_size + 1
     by_slot = np.sort(slots.astype(np.int64) * width + filled)
     distinct = by_slot[np.diff(by_slot // width, append=-1) != 0]
-    num_full = pool.num_used - len(distinct)
-    return num_full * pool.block_size + int((distinct % width).sum())
+    groups = pool.slots_per_block
+    num_full = pool.num_used - groups * len(distinct)
+    return num_full * pool.block_size + groups * int((distinct % width).sum())

@@ -70,12 +70,21 @@ def _no_pairs() -> Int32:
     return np.empty((0, 2), dtype=np.int32)
 
 
+def _no_tables() -> Int32:
+    return np.empty((0, 0, 0), dtype=np.int32)
+
+
+def _no_slots() -> Int64:
+    return np.empty((0, 0), dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one forward pass computes, sequence after sequence in one packed row of tokens.
 
     Before it blocks are copied: ``swap_outs``, then ``swap_ins``, then ``block_copies``, each from
-    its beginning.
+    its beginning. ``block_tables`` and ``slot_mapping`` are those of the model's first layer group,
+    of which most models have no more (G = 1).
     """
 
     token_ids: Int32  # [T]
@@ -83,7 +92,7 @@ class Step:
     positions: Int32  # [T] position of each token in its own sequence
     query_starts: Int32  # [S + 1] where each sequence's tokens begin in the packed row
     context_lens: Int32  # [S] tokens of the sequence with KV after this step
-    block_tables: Int32  # [S, longest table] device slots; zeros past a sequence's last block
+    block_tables: Int32  # [S, longest table] device slots; anything outside a sequence's window
     slot_mapping: Int64  # [T] slot * block_size + offset where each token's KV is written
     block_copies: Int32  # [C, 2] (source slot, destination slot) on the device
     logits_indices: Int32  # [R] packed tokens whose logits are needed
@@ -91,6 +100,8 @@ class Step:
     shared_prefixes: SharedPrefixes | None = None  # None: nothing worth reading once for several
     swap_outs: Int32 = field(default_factory=_no_pairs)  # [O, 2] (device slot, host slot)
     swap_ins: Int32 = field(default_factory=_no_pairs)  # [I, 2] (host slot, device slot)
+    other_tables: Int32 = field(default_factory=_no_tables)  # [G - 1, S, longest table]
+    other_slots: Int64 = field(default_factory=_no_slots)  # [G - 1, T] as slot_mapping
 
     @property
     def num_sequences(self) -> int:
@@ -106,6 +117,10 @@ class Step:
     def num_samples(self) -> int:
         """K."""
         return len(self.sampling.logits_rows)
+
+    def tables_of(self, group: int) -> Int32:
+        """[S, longest table] block tables of a layer group."""
+        return self.block_tables if group == 0 else self.other_tables[group - 1]
 
 
 @dataclass(frozen=True, slots=True)

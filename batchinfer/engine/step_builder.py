@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from batchinfer.engine.block_copies import Pairs
 from batchinfer.engine.sampling_batch import build_sampling_batch
 from batchinfer.engine.schedule import Schedule
-from batchinfer.engine.step import Int32, SharedPrefixes, Step
+from batchinfer.engine.step import Int32, Int64, SharedPrefixes, Step
 from batchinfer.engine.table import Rows, SequenceTable
 
 
@@ -43,9 +45,14 @@ def build_step(
     within = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], num_new)
     positions = (np.repeat(computed, num_new) + within).astype(np.int32)
     size = table.block_size
-    slots = table.block_table[np.repeat(rows, num_new), positions // size]
+    at_row, at_block = np.repeat(rows, num_new), positions // size
     context_lens = (computed + num_new).astype(np.int32)
     longest = -(-int(context_lens.max()) // size)
+    others: dict[str, Any] = {}
+    if len(table.windows) > 1:
+        others["other_tables"] = table.block_tables[1:, rows, :longest]
+        slots = table.block_tables[1:, at_row, at_block]
+        others["other_slots"] = _places(slots, positions, size)
     finishes = computed + num_new == table.num_tokens[rows]
     return Step(
         token_ids=_token_ids(table, schedule, starts),
@@ -53,15 +60,21 @@ def build_step(
         positions=positions,
         query_starts=starts,
         context_lens=context_lens,
-        block_tables=table.block_table[rows, :longest],
-        slot_mapping=slots.astype(np.int64) * size + positions % size,
+        block_tables=table.block_tables[0][rows, :longest],
+        slot_mapping=_places(table.block_tables[0][at_row, at_block], positions, size),
         block_copies=_pairs(schedule.copies.within),
         logits_indices=(starts[1:] - 1)[finishes],
         sampling=build_sampling_batch(table, sampled, copies),
         shared_prefixes=shared_prefixes,
         swap_outs=_pairs(schedule.copies.outs),
         swap_ins=_pairs(schedule.copies.ins),
+        **others,
     )
+
+
+def _places(slots: Int32, positions: Int32, block_size: int) -> Int64:
+    """Where in the pool the tokens at ``positions`` go, whose blocks have these slots."""
+    return slots.astype(np.int64) * block_size + positions % block_size
 
 
 def _pairs(pairs: Pairs) -> Int32:

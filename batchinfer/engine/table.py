@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.engine.layer_groups import left_windows
 from batchinfer.engine.prefix_index import Block
 from batchinfer.engine.sequence import Sequence
 
@@ -25,12 +26,22 @@ class SequenceTable:
         max_num_seqs: rows.
         max_model_len: most tokens of a sequence; prompt + ``max_tokens`` is cut to it.
         block_size: tokens per block.
+        windows: of each layer group; 0 is full attention and comes first.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        windows: tuple[int, ...] = (0,),
+    ) -> None:
         rows = max_num_seqs
         self.max_model_len = max_model_len
         self.block_size = block_size
+        self.windows = windows
+        self._has_windows = any(windows)
+        self._none_left = np.zeros((1, 1), dtype=np.int32)
         self.sequences: npt.NDArray[np.object_] = np.full(rows, None, dtype=object)
         """The ``Sequence`` in each row, or None."""
         self.active = np.zeros(rows, dtype=np.bool_)
@@ -56,7 +67,10 @@ class SequenceTable:
         """Further samples, or beams, that will fork from the row when it has caught up."""
         self.tail_shared = np.zeros(rows, dtype=np.bool_)
         """Whether the last block may be shared, so that writing to it must look."""
-        self.block_table = np.zeros((rows, 16), dtype=np.int32)
+        self.block_tables = np.zeros((len(windows), rows, 16), dtype=np.int32)
+        """[G, rows, longest] slots; where a block left a window, whatever is there."""
+        self._serials = np.zeros((rows, 16), dtype=np.int64)
+        """[rows, longest] of blocks, where these have no slot of their own; else not kept."""
         self.version = 0
         """Changes with every change of a block table but growth at its end."""
         self.temperature = np.zeros(rows, dtype=np.float32)
@@ -81,6 +95,11 @@ class SequenceTable:
         self._admissions = 0
 
     @property
+    def block_ids(self) -> npt.NDArray[np.integer]:
+        """[rows, longest] numbers that tell blocks apart."""
+        return self._serials if self.windows[0] else self.block_tables[0]
+
+    @property
     def num_running(self) -> int:
         """Sequences with a row."""
         return len(self.sequences) - len(self._free_rows)
@@ -103,6 +122,19 @@ class SequenceTable:
         sequence = self.sequences[row]
         assert isinstance(sequence, Sequence)
         return sequence
+
+    def num_left(self, num_tokens: Int) -> npt.NDArray[np.integer]:
+        """[G, S] leading blocks that left each group's window.
+
+        Args:
+            num_tokens: [S] computed of each sequence.
+
+        Returns:
+            What broadcasts to that.
+        """
+        if not self._has_windows:
+            return self._none_left
+        return np.stack([left_windows(num_tokens, w, self.block_size) for w in self.windows])
 
     def total_limit(self, sequence: Sequence) -> int:
         """Tokens at which the sequence ends by length."""
@@ -141,7 +173,7 @@ class SequenceTable:
         """Take a sequence's row back; returns its blocks, which the caller releases."""
         row, blocks = sequence.row, sequence.blocks
         sequence.computed_once = int(self.computed_once[row])
-        self.block_table[row, : len(blocks)] = 0
+        self.block_tables[:, row, : len(blocks)] = 0
         self.version += 1
         self.active[row] = False
         self.unborn[row] = 0
@@ -153,11 +185,14 @@ class SequenceTable:
     def append_block(self, row: int, block: Block) -> None:
         """Add a block at the end of a row's table."""
         blocks = self.sequence(row).blocks
-        if len(blocks) == self.block_table.shape[1]:
-            wider = np.zeros((len(self.sequences), 2 * len(blocks)), dtype=np.int32)
-            wider[:, : len(blocks)] = self.block_table
-            self.block_table = wider
-        self.block_table[row, len(blocks)] = block.slot
+        if len(blocks) == self.block_tables.shape[2]:
+            more = ((0, 0), (0, len(blocks)))
+            self.block_tables = np.pad(self.block_tables, ((0, 0), *more))
+            self._serials = np.pad(self._serials, more)
+        if block.parts:
+            self._set_slots(row, len(blocks), block)
+        else:
+            self.block_tables[0, row, len(blocks)] = block.slot
         if block.row < 0:
             block.row = row
         blocks.append(block)
@@ -174,8 +209,15 @@ class SequenceTable:
         blocks = self.sequence(row).blocks
         replaced, blocks[-1] = blocks[-1], block
         self.version += 1
-        self.block_table[row, len(blocks) - 1] = block.slot
+        if block.parts:
+            self._set_slots(row, len(blocks) - 1, block)
+        else:
+            self.block_tables[0, row, len(blocks) - 1] = block.slot
         return replaced
+
+    def _set_slots(self, row: int, at: int, block: Block) -> None:
+        self.block_tables[:, row, at] = _slots(block, self.windows)
+        self._serials[row, at] = block.serial
 
     def _set_sampling(self, row: int, sequence: Sequence) -> None:
         request, params = sequence.request, sequence.request.params
@@ -223,8 +265,23 @@ class SequenceTable:
             assert self.num_tokens[row] == sequence.num_tokens + in_flight
             assert not in_flight or self.num_computed[row] == sequence.num_tokens
             assert self.num_blocks[row] == len(sequence.blocks)
-            slots = [block.slot for block in sequence.blocks]
-            assert self.block_table[row, : len(slots)].tolist() == slots
-            assert not self.block_table[row, len(slots) :].any()
+            slots = self._check_slots(row, sequence)
             assert 0 <= self.num_computed[row] < self.num_tokens[row] <= self.max_total[row]
             assert len(slots) == -(-int(self.num_computed[row]) // self.block_size)
+
+    def _check_slots(self, row: int, sequence: Sequence) -> list[Block]:
+        blocks, parts = sequence.blocks, len(self.windows) - (self.windows[0] == 0)
+        left = (*(0 for _ in range(len(self.windows) - parts)), *sequence.left)
+        assert len(left) == len(self.windows)
+        for group, gone in enumerate(left):
+            slots = [_slots(block, self.windows)[group] for block in blocks]
+            assert all(slot >= 0 for slot in slots[gone:])
+            assert self.block_tables[group, row, gone : len(slots)].tolist() == slots[gone:]
+            assert not self.block_tables[group, row, len(slots) :].any()
+        return blocks
+
+
+def _slots(block: Block, windows: tuple[int, ...]) -> list[int]:
+    """A block's slot in each layer group; 0 where it has none."""
+    own = [] if windows[0] else [block.slot]
+    return own + [max(part.slot, 0) for part in block.parts]

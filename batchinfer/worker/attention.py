@@ -64,7 +64,15 @@ class ForwardContext:
 
     cache: KVCache
     backend: AttentionBackend
-    slot_mapping: torch.Tensor  # [T] int64: where each token's keys and values go
+    tensors: Mapping[str, torch.Tensor]
+    """The step's ``slot_mapping`` and ``other_slots`` on the device."""
+
+    def slot_mapping(self, layer: int) -> torch.Tensor:
+        """[T] int64: where a layer's keys and values of each token go."""
+        group = self.cache.group(layer)
+        if group == 0:
+            return self.tensors["slot_mapping"]
+        return self.tensors["other_slots"][group - 1]
 
 
 _context: ContextVar[ForwardContext] = ContextVar("forward_context")
@@ -99,7 +107,7 @@ def paged_attention_forward(
     _check_call(module, query, attention_mask, kwargs)
     context, layer = current_context(), int(module.layer_idx)  # type: ignore[arg-type]
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    context.cache.write(layer, key, value, context.slot_mapping)
+    context.cache.write(layer, key, value, context.slot_mapping(layer))
     out = context.backend.attend(
         layer,
         query[0].transpose(0, 1),

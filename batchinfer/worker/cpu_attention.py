@@ -24,7 +24,8 @@ class CpuAttention:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._buffers: dict[str, torch.Tensor] = {}
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[tuple[int, int], Plan] = {}
+        """By layer group and window."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the step that the following calls belong to, and its arrays as tensors."""
@@ -40,9 +41,10 @@ class CpuAttention:
         """Attend over what is in the cache; returns [T, Hq, Dv]."""
         window, softcap = variant.sliding_window, variant.softcap
         layout = self._cache.layout
-        if window not in self._plans:
-            self._plans[window] = make_plan(self._step, self._cache, window)
-        plan = self._plans[window]
+        group = self._cache.group(layer)
+        if (group, window) not in self._plans:
+            self._plans[group, window] = make_plan(self._step, self._cache, window, group)
+        plan = self._plans[group, window]
         keys = self._cache.units(layer, values=False)
         values = self._cache.units(layer, values=True)
         queries = query.index_select(0, plan.tokens)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchinfer.engine.step import Step
+from batchinfer.engine.step import Int32, Step
 from batchinfer.worker.kv_cache import KVCache
 
 _TILE_SIZES = (1, 16, 64)
@@ -72,10 +72,13 @@ class _Tiles:
         return np.where(queries < self.length[:, None], queries, 0)
 
 
-def make_plan(step: Step, cache: KVCache, sliding_window: int) -> Plan:
-    """Cut the step's queries into buckets. A window of 0 means the whole context is seen."""
-    tiles = _tiles(step, cache.layout.block_size, sliding_window)
-    block_bytes = cache.layout.bytes_per_block // cache.layout.num_layers
+def make_plan(step: Step, cache: KVCache, sliding_window: int, group: int = 0) -> Plan:
+    """Cut the step's queries into buckets, over the block tables of a layer group.
+
+    A window of 0 means the whole context is seen.
+    """
+    tiles, tables = _tiles(step, cache.layout.block_size, sliding_window), step.tables_of(group)
+    block_bytes = cache.layout.elements_per_layer * cache.layout.element_bytes
     buckets: list[Bucket] = []
     tokens, real = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
     num_queries = 0
@@ -87,7 +90,7 @@ def make_plan(step: Step, cache: KVCache, sliding_window: int) -> Plan:
         for rows in _rectangles(ordered.num_blocks, block_bytes):
             part = ordered.take(rows)
             queries = slice(num_queries, num_queries + len(rows) * size)
-            buckets.append(_bucket(part, queries, step, cache, sliding_window))
+            buckets.append(_bucket(part, queries, tables, cache, sliding_window))
             tokens.append((part.token[:, None] + part.offsets()).reshape(-1))
             real.append((np.arange(size) < part.length[:, None]).reshape(-1))
             num_queries = queries.stop
@@ -138,12 +141,12 @@ def _rectangles(num_blocks: Ints, block_bytes: int) -> Iterator[Ints]:
 
 
 def _bucket(
-    tiles: _Tiles, queries: slice, step: Step, cache: KVCache, sliding_window: int
+    tiles: _Tiles, queries: slice, tables: Int32, cache: KVCache, sliding_window: int
 ) -> Bucket:
     layout = cache.layout
     num_blocks = int(tiles.num_blocks.max())
     context = num_blocks * layout.block_size
-    key_rows, value_rows = _gather_rows(tiles, num_blocks, step, cache)
+    key_rows, value_rows = _gather_rows(tiles, num_blocks, tables, cache)
     position = tiles.position[:, None] + tiles.offsets()  # [R, Q]
     columns = (tiles.first_block * layout.block_size)[:, None] + np.arange(context)  # [R, C]
     all_visible = 0 if sliding_window else int((position[:, 0] - columns[:, 0]).min())
@@ -163,13 +166,12 @@ def _bucket(
 
 
 def _gather_rows(
-    tiles: _Tiles, num_blocks: int, step: Step, cache: KVCache
+    tiles: _Tiles, num_blocks: int, tables: Int32, cache: KVCache
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of ``cache.units`` to gather for keys and values; past a tile's blocks the null slot."""
-    table = step.block_tables
     block = np.arange(num_blocks)
-    columns = np.minimum(tiles.first_block[:, None] + block, table.shape[1] - 1)
-    slots = table[tiles.sequence[:, None], columns].astype(np.int64)
+    columns = np.minimum(tiles.first_block[:, None] + block, tables.shape[1] - 1)
+    slots = tables[tiles.sequence[:, None], columns].astype(np.int64)
     slots = np.where(block < tiles.num_blocks[:, None], slots, cache.null_slot)  # [R, block]
 
     def rows(width: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ class CudaAttention:
             query,
             self._cache.key(layer),
             self._cache.value(layer),
-            self._tensors["block_tables"],
+            self._block_tables(layer),
             self._tensors["query_starts"],
             self._tensors["context_lens"],
             out=out,
@@ -81,6 +81,10 @@ class CudaAttention:
             **self._bounds,
         )
         return out
+
+    def _block_tables(self, layer: int) -> torch.Tensor:
+        group = self._cache.group(layer)
+        return self._tensors["other_tables"][group - 1] if group else self._tensors["block_tables"]
 
     def _decode_work(self, layer: int, num_heads: int, window: int) -> Any:
         """The list of the step's decodes, made once for the layers of a window."""

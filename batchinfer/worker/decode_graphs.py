@@ -68,7 +68,8 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._sizes = batch_sizes(max_num_seqs)
         max_blocks = cache.layout.blocks_for(max_model_len)
-        self._inputs = DecodeInputs(max_num_seqs, max_blocks, cache.pool.device)
+        num_groups = len(cache.layout.windows)
+        self._inputs = DecodeInputs(max_num_seqs, max_blocks, cache.pool.device, num_groups)
         self._capture = CudaCapture() if capture is None else capture
         self._replays: dict[tuple[int, bool], Run] = {}
         self._fits = True
@@ -143,7 +144,7 @@ class DecodeGraphs:
         tensors = self._inputs.of(padded)
         backend = CudaAttention(self._cache)
         backend.begin_decode(tensors, self._max_model_len, shares=shares)
-        with forward_context(ForwardContext(self._cache, backend, tensors["slot_mapping"])):
+        with forward_context(ForwardContext(self._cache, backend, tensors)):
             output = self._model(
                 input_ids=tensors["token_ids"][None],
                 position_ids=tensors["positions"][None],
@@ -154,5 +155,5 @@ class DecodeGraphs:
 
     def _nothing(self) -> dict[str, torch.Tensor]:
         """The arrays of a step without sequences."""
-        tensors = {name: tensor[:0] for name, tensor in self._inputs.of(0).items()}
+        tensors = self._inputs.of(0)
         return tensors | {"query_starts": torch.zeros_like(self._inputs.of(0)["query_starts"])}

@@ -18,7 +18,9 @@ class DecodeInputs:
     share prefixes, and share none since they do not decode.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
@@ -33,6 +35,10 @@ class DecodeInputs:
             "shared_lens": zeros(max_num_seqs, dtype=torch.int32),
         }
         self._places = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
+        self._others = {
+            "other_slots": zeros(num_groups - 1, max_num_seqs),
+            "other_tables": zeros(num_groups - 1, max_num_seqs, max_blocks, dtype=torch.int32),
+        }
 
     @property
     def max_blocks(self) -> int:
@@ -51,13 +57,24 @@ class DecodeInputs:
         for name in _TREE:
             if name in tensors:
                 self._tensors[name][:count].copy_(tensors[name], non_blocking=True)
+        if len(self._others["other_slots"]):
+            self._load_others(tensors, count, padded)
         if padded > count:
             self._tensors["slot_mapping"][count:padded].fill_(-1)
             starts[count + 1 : padded + 1].fill_(count)
             if "order" in tensors:
                 self._tensors["order"][count:padded].copy_(self._places[count:padded])
 
+    def _load_others(self, tensors: Mapping[str, torch.Tensor], count: int, padded: int) -> None:
+        """Slots and tables of the layer groups after the first."""
+        slots, tables = tensors["other_slots"], tensors["other_tables"]
+        self._others["other_slots"][:, :count].copy_(slots, non_blocking=True)
+        self._others["other_slots"][:, count:padded].fill_(-1)
+        into = self._others["other_tables"][:, :count, : tables.shape[2]]
+        into.copy_(tables, non_blocking=True)
+
     def of(self, padded: int) -> dict[str, torch.Tensor]:
         """The arrays of a step of ``padded`` sequences: views that stay where they are."""
         views = {name: tensor[:padded] for name, tensor in self._tensors.items()}
+        views |= {name: tensor[:, :padded] for name, tensor in self._others.items()}
         return views | {"query_starts": self._tensors["query_starts"][: padded + 1]}

@@ -46,7 +46,7 @@ def forward(
     if graphs is not None and graphs.takes(step):
         return graphs.logits(step, tensors | {"token_ids": token_ids})
     backend.begin_step(step, tensors)
-    with forward_context(ForwardContext(cache, backend, tensors["slot_mapping"])):
+    with forward_context(ForwardContext(cache, backend, tensors)):
         output = model(
             input_ids=token_ids[None],
             position_ids=tensors["positions"][None],
@@ -85,4 +85,6 @@ def _device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
         "context_lens": step.context_lens,
         "block_tables": step.block_tables,
         "block_copies": step.block_copies,
+        "other_slots": step.other_slots,
+        "other_tables": step.other_tables,
     }

@@ -97,7 +97,7 @@ def swap_layers(model: nn.Module, layout: KVLayout, make: Callable[[Any], nn.Mod
     count = 0
     with (
         torch.inference_mode(),
-        forward_context(ForwardContext(cache, backend, tensors["slot_mapping"])),
+        forward_context(ForwardContext(cache, backend, tensors)),
     ):
         calls = _calls(model, token_ids)
         for parent in list(model.modules()):

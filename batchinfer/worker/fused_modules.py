@@ -50,7 +50,7 @@ class FusedAttention(nn.Module):
         cos, sin = position_embeddings
         qkv = self.qkv_proj(hidden_states[0])
         context.cache.rotary_write(
-            self.layer, qkv, cos[0], sin[0], context.slot_mapping, self.head_norms()
+            self.layer, qkv, cos[0], sin[0], context.slot_mapping(self.layer), self.head_norms()
         )
         query = qkv[:, : qkv.shape[1] - 2 * layout.num_kv_heads * layout.key_width]
         query = query.unflatten(1, (-1, layout.key_width))

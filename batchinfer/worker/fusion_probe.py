@@ -127,7 +127,7 @@ class _Watcher:
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         self._begun = step, tensors
         self._backend.begin_step(step, tensors)
-        self.context = ForwardContext(self.cache, self, tensors["slot_mapping"])
+        self.context = ForwardContext(self.cache, self, tensors)
 
     def begin_again(self, other: _Watcher) -> None:
         """Take the step that another was given."""

@@ -21,7 +21,7 @@ def graph_bytes(
     """An upper estimate. All graphs share one pool of memory, as large as the largest needs."""
     logits = LOGITS_COPIES * int(text_config(config)["vocab_size"])
     elements = activation_elements(config) + logits
-    tables = 4 * max_num_seqs * layout.blocks_for(max_model_len)
+    tables = 4 * len(layout.windows) * max_num_seqs * layout.blocks_for(max_model_len)
     # Each batch size once with shared prefixes and once without.
     graphs = 2 * _BYTES_PER_GRAPH * len(batch_sizes(max_num_seqs))
     return max_num_seqs * elements * layout.element_bytes + tables + graphs + _WORKSPACE_BYTES

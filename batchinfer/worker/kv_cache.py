@@ -1,4 +1,4 @@
-"""The KV pool: one tensor, block-major, so that a block of all layers is one contiguous run."""
+"""The KV pool: one tensor, block-major, so that a layer group's block is one contiguous run."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ first steps would pay for it in page faults (on a virtual machine 7 % of a short
 
 class KVCache:
     """Keys and values of every block, ``[slot, layer, key or value, kv_head, token, width]``.
+
+    A slot holds the layers of one layer group; a layer's place is among those of its group.
 
     Slots are flat rows of elements because keys and values may differ in width. One slot more
     than asked for, ``null_slot``, holds zeros and is never written: padding reads from it.
@@ -57,20 +59,24 @@ class KVCache:
         self.host = HostBlocks(self.pool, num_host_blocks)
         per_head = layout.block_size * layout.key_width
         self._value_offset = layout.num_kv_heads * per_head
-        self._layer_elements = layout.elements_per_block // layout.num_layers
+        self._places = [layout.place(layer) for layer in range(layout.num_layers)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pool."""
         return self.pool.nbytes
 
+    def group(self, layer: int) -> int:
+        """The layer group whose block tables and slots are a layer's."""
+        return self._places[layer][0]
+
     def key(self, layer: int) -> torch.Tensor:
         """Keys of a layer: [slot, kv_head, block_size, key_width], strided."""
-        return self._view(layer * self._layer_elements, self.layout.key_width)
+        return self._view(self._offset(layer), self.layout.key_width)
 
     def value(self, layer: int) -> torch.Tensor:
         """Values of a layer: [slot, kv_head, block_size, value_width], strided."""
-        offset = layer * self._layer_elements + self._value_offset
+        offset = self._offset(layer) + self._value_offset
         return self._view(offset, self.layout.value_width)
 
     def write(
@@ -134,7 +140,7 @@ class KVCache:
         Head h of slot s begins at row ``s * rows_per_slot + h * (width / unit)``.
         """
         row = self.layout.block_size * self.unit
-        offset = layer * self._layer_elements + (self._value_offset if values else 0)
+        offset = self._offset(layer) + (self._value_offset if values else 0)
         flat = self.pool.view(-1)[offset:]
         return flat[: len(flat) // row * row].view(-1, row)
 
@@ -142,6 +148,10 @@ class KVCache:
     def rows_per_slot(self) -> int:
         """Rows of ``units`` from one slot to the next."""
         return self.layout.elements_per_block // (self.layout.block_size * self.unit)
+
+    def _offset(self, layer: int) -> int:
+        """Elements of a slot before a layer's."""
+        return self._places[layer][1] * self.layout.elements_per_layer
 
     def _view(self, offset: int, width: int) -> torch.Tensor:
         block_size = self.layout.block_size

@@ -41,7 +41,11 @@ class LoadedModel:
     def layout(self, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
         """How the model's KV is laid out in blocks of ``block_size`` tokens."""
         return KVLayout.from_config(
-            self.config, block_size=block_size, dtype=self.dtype, kv_cache_dtype=kv_cache_dtype
+            self.config,
+            block_size=block_size,
+            dtype=self.dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=self.max_model_len,
         )
 
 

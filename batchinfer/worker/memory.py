@@ -121,7 +121,7 @@ def fit_memory(
         num_blocks = _blocks(engine, layout, default=room // layout.bytes_per_block)
     else:
         room, key = free, "engine.kv_cache_memory"
-        usable = engine.max_num_seqs * layout.blocks_for(max_model_len)
+        usable = engine.max_num_seqs * _slots_each(engine, layout, max_model_len)
         quarter = int(free * _CPU_SHARE_OF_FREE) // layout.bytes_per_block
         num_blocks = _blocks(engine, layout, default=min(usable, quarter))
     pool_bytes = num_blocks * layout.bytes_per_block
@@ -151,10 +151,20 @@ def fit_memory(
     )
 
 
+def _slots_each(engine: EngineConfig, layout: KVLayout, max_model_len: int) -> int:
+    """Slots that one sequence can use."""
+    return layout.slots_for(max_model_len, min(engine.max_num_batched_tokens, max_model_len))
+
+
 def _host_blocks(
     engine: EngineConfig, layout: KVLayout, memory: DeviceMemory, pool_bytes: int
 ) -> int:
-    """Blocks that ``swap_space`` holds: the default as far as the host has it."""
+    """Blocks that ``swap_space`` holds: the default as far as the host has it.
+
+    None for a model with windows, whose blocks are not swapped yet.
+    """
+    if any(layout.windows):
+        return 0
     wanted = engine.swap_bytes
     if memory.host_free is not None:
         free = memory.host_free - (pool_bytes if memory.kind == "cpu" else 0)

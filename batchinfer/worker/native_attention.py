@@ -21,8 +21,8 @@ class NativeAttention:
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the step that the following calls belong to, and its arrays as tensors."""
-        names = "block_tables", "query_starts", "context_lens"
-        self._tensors = [tensors[name].contiguous() for name in names]
+        self._lens = [tensors[name].contiguous() for name in ("query_starts", "context_lens")]
+        self._tables = [tensors["block_tables"].contiguous(), *tensors.get("other_tables", ())]
         self._order, self._shared_lens = tensors.get("order"), tensors.get("shared_lens")
 
     def attend(
@@ -49,9 +49,9 @@ class NativeAttention:
         options = self._options(variant)
         return native.attention_args(query, *self._context(layer), out=out, **options)
 
-    def point_to_step(self, arguments: native.AttentionArgs) -> None:
+    def point_to_step(self, layer: int, arguments: native.AttentionArgs) -> None:
         """Change what differs between two steps of as many tokens."""
-        tables, starts, lens = self._tensors
+        tables, (starts, lens) = self._tables[self._cache.group(layer)], self._lens
         arguments.block_tables, arguments.query_starts = tables.data_ptr(), starts.data_ptr()
         arguments.context_lens = lens.data_ptr()
         arguments.table_width, arguments.num_sequences = tables.shape[1], len(lens)
@@ -61,7 +61,8 @@ class NativeAttention:
 
     def _context(self, layer: int) -> tuple[torch.Tensor, ...]:
         """Keys, values, and where each sequence's are."""
-        return self._cache.key(layer), self._cache.value(layer), *self._tensors
+        tables = self._tables[self._cache.group(layer)]
+        return self._cache.key(layer), self._cache.value(layer), tables, *self._lens
 
     def _options(self, variant: AttentionVariant) -> dict[str, Any]:
         return {

@@ -84,7 +84,7 @@ class NativeDecoderLayer(nn.Module):
             _product(attention.qkv_proj, normed, qkv),
             row_ops.rotary_write_args(
                 *(qkv, cos, sin, cache.key(attention.layer), cache.value(attention.layer)),
-                context.slot_mapping,
+                context.slot_mapping(attention.layer),
                 **head_norm_options(attention.head_norms()),
             ),
             _backend(context).arguments(
@@ -106,8 +106,9 @@ class NativeDecoderLayer(nn.Module):
         arguments.o.out = arguments.down.out = at
         rotary = arguments.rotary
         rotary.cos, rotary.sin = cos.data_ptr(), sin.data_ptr()
-        rotary.slot_mapping = context.slot_mapping.data_ptr()
-        _backend(context).point_to_step(arguments.attention)
+        layer = self.layer.self_attn.layer
+        rotary.slot_mapping = context.slot_mapping(layer).data_ptr()
+        _backend(context).point_to_step(layer, arguments.attention)
 
 
 class Workspace:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.layer_groups import layer_windows
+from batchinfer.engine.layout import KVLayout, text_config
 from batchinfer.engine.step import Step
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention import AttentionBackend, UnsupportedAttentionError, make_backend
@@ -37,6 +38,7 @@ def check_model(model: torch.nn.Module, layout: KVLayout) -> None:
     try:
         logits, windows = _probe(model, layout)
         _check_windows(windows, config.get_text_config())
+        _check_grouping(windows, config.to_dict())
         _check_logits(logits)
     except torch.OutOfMemoryError:
         raise
@@ -66,6 +68,15 @@ def _check_windows(windows: list[int], config: Any) -> None:
         if (kind == "sliding_attention") != (windows[layer] > 0):
             raise UnsupportedAttentionError(
                 f"layer {layer} is of the type {kind} and asks for a window of {windows[layer]}"
+            )
+
+
+def _check_grouping(windows: list[int], config: Mapping[str, Any]) -> None:
+    """No layer may see further back than the blocks it is kept."""
+    for layer, kept in enumerate(layer_windows(text_config(config), len(windows))):
+        if kept and windows[layer] != kept:
+            raise UnsupportedAttentionError(
+                f"layer {layer} asks for a window of {windows[layer]}, its config says {kept}"
             )
 
 

@@ -52,7 +52,9 @@ class FakeRunner:
         block_size: int,
         next_token: NextToken = hashed,
         num_host_blocks: int = 0,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
+        self.windows = windows
         self.block_size = block_size
         self.host = np.full((num_host_blocks, 2, block_size), EMPTY, dtype=np.int32)
         self.kv = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
@@ -83,9 +85,11 @@ class FakeRunner:
         for source, destination in step.block_copies:
             self.kv[destination] = self.kv[source]
             self.kv_positions[destination] = self.kv_positions[source]
-        assert len(set(step.slot_mapping.tolist())) == step.num_tokens, "two tokens, one slot"
-        self.kv.ravel()[step.slot_mapping] = step.token_ids
-        self.kv_positions.ravel()[step.slot_mapping] = step.positions
+        places = np.concatenate([step.slot_mapping, step.other_slots.ravel()])
+        assert len(set(places.tolist())) == len(places), "two tokens, one slot"
+        for slots in (step.slot_mapping, *step.other_slots):
+            self.kv.ravel()[slots] = step.token_ids
+            self.kv_positions.ravel()[slots] = step.positions
         contexts = [self._context(step, at) for at in range(step.num_sequences)]
         ends = {int(end) - 1: at for at, end in enumerate(step.query_starts[1:])}
         of_logits = [contexts[ends[int(index)]] for index in step.logits_indices]
@@ -123,18 +127,31 @@ class FakeRunner:
 
     def _context(self, step: Step, at: int) -> bytes:
         length = int(step.context_lens[at])
-        slots = step.block_tables[at, : -(-length // self.block_size)]
-        positions = self.kv_positions[slots].ravel()[:length]
-        assert positions.tolist() == list(range(length)), "the block table tells another story"
-        return self.kv[slots].ravel()[:length].tobytes()
+        tokens = np.full(length, EMPTY, dtype=np.int32)
+        computed = length - int(np.diff(step.query_starts)[at])
+        for group, window in enumerate(self.windows):
+            slots = step.tables_of(group)[at, : -(-length // self.block_size)]
+            seen = slice(max(computed - window + 1, 0) if window else 0, length)
+            positions = self.kv_positions[slots].ravel()[seen]
+            assert positions.tolist() == list(range(length))[seen], "a table tells another story"
+            read = self.kv[slots].ravel()[seen]
+            known = tokens[seen] != EMPTY
+            assert (tokens[seen] == read)[known].all(), "groups hold different tokens"
+            tokens[seen] = read
+        return tokens[0 if 0 in self.windows else -max(self.windows) :].tobytes()
 
 
-def expected(request: Request, sample: int, next_token: NextToken = hashed) -> list[int]:
-    """What a sample must come to, whatever ran beside it."""
+def expected(
+    request: Request, sample: int, next_token: NextToken = hashed, window: int = 0
+) -> list[int]:
+    """What a sample must come to, whatever ran beside it.
+
+    A model all of whose layers have a window draws from so many tokens.
+    """
     tokens = request.prompt_token_ids.tolist()
     output: list[int] = []
     while len(output) < request.params.max_tokens:
-        context = np.asarray(tokens + output, dtype=np.int32).tobytes()
+        context = np.asarray((tokens + output)[-window:], dtype=np.int32).tobytes()
         output.append(next_token(context, request.rng_key[1], sample, len(output)))
         if output[-1] in request.stop_token_ids:
             break
@@ -163,14 +180,19 @@ def make_engine(
     next_token: NextToken = hashed,
     runs_ahead: bool = False,
     host_blocks: int = 0,
+    windows: tuple[int, ...] = (0,),
     preemption: Preemption = "recompute",
 ) -> tuple[Engine, FakeRunner]:
     """An engine over a ``FakeRunner``."""
     pool = BlockPool(
-        num_blocks, block_size, enable_prefix_caching=caching, num_host_blocks=host_blocks
+        num_blocks,
+        block_size,
+        enable_prefix_caching=caching,
+        num_host_blocks=host_blocks,
+        windows=windows,
     )
-    table = SequenceTable(max_num_seqs, max_model_len, block_size)
-    runner = FakeRunner(num_blocks, block_size, next_token, host_blocks)
+    table = SequenceTable(max_num_seqs, max_model_len, block_size, windows)
+    runner = FakeRunner(num_blocks, block_size, next_token, host_blocks, windows)
     scheduler = Scheduler(pool, table, max_tokens, Victims(preemption, block_copy_s=1e-6))
     return Engine(scheduler, runner, runs_ahead=runs_ahead), runner
 

@@ -11,7 +11,7 @@ from tests.engine.fake import candidates, make_request
 Found = list[tuple[list[int], float]]
 
 
-def expected_beams(request: Request, max_model_len: int = 4096) -> Found:
+def expected_beams(request: Request, max_model_len: int = 4096, window: int = 0) -> Found:
     """The search as it is written down: every token of every beam is looked at."""
     params, prompt = request.params, request.prompt_token_ids.tolist()
     width = params.beam_width
@@ -22,7 +22,9 @@ def expected_beams(request: Request, max_model_len: int = 4096) -> Found:
         longer = [
             ([*tokens, token], total + float(logprob))
             for tokens, total in beams
-            for token, logprob in candidates(np.asarray(prompt + tokens, np.int32).tobytes())
+            for token, logprob in candidates(
+                np.asarray((prompt + tokens)[-window:], np.int32).tobytes()
+            )
         ]
         longer.sort(key=lambda beam: -beam[1])
         ends = [length == limit or tokens[-1] in request.stop_token_ids for tokens, _ in longer]
@@ -38,10 +40,10 @@ def expected_beams(request: Request, max_model_len: int = 4096) -> Found:
     return finished[: params.n]
 
 
-def assert_found(completion: Completion, max_model_len: int = 4096) -> None:
+def assert_found(completion: Completion, max_model_len: int = 4096, window: int = 0) -> None:
     """The completion is the whole answer of its request."""
     assert completion.error_code is None
-    best = expected_beams(completion.request, max_model_len)
+    best = expected_beams(completion.request, max_model_len, window)
     stops = completion.request.stop_token_ids
     assert [output.token_ids.tolist() for output in completion.outputs] == [ids for ids, _ in best]
     for output, (token_ids, score) in zip(completion.outputs, best, strict=True):

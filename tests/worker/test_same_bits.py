@@ -82,8 +82,9 @@ def prompt(row: int, prefix: int) -> np.ndarray:
 def logits_of(loaded: LoadedModel, setup: Setup) -> dict[tuple[int, int, int], bytes]:
     """The logits of every row, sample and output position."""
     cache = KVCache(loaded.layout(8), setup.num_blocks, CPU, getattr(torch, loaded.dtype))
-    pool = BlockPool(setup.num_blocks, 8, enable_prefix_caching=setup.caching)
-    scheduler = Scheduler(pool, SequenceTable(96, 512, 8), setup.max_tokens)
+    windows = cache.layout.windows
+    pool = BlockPool(setup.num_blocks, 8, enable_prefix_caching=setup.caching, windows=windows)
+    scheduler = Scheduler(pool, SequenceTable(96, 512, 8, windows), setup.max_tokens)
     sampler = RecordingSampler()
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, sampler))
     params = SamplingParams(max_tokens=8, temperature=0.7, n=setup.n)

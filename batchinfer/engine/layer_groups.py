@@ -1,0 +1,100 @@
+"""Layer groups: layers of one window, whose KV is given up together once it left that window.
+
+A pool slot holds a block of one group's layers. All slots have equal bytes, so that one free list
+serves every group; kinds of layers of different counts are cut into groups of the size that leaves
+the least of a slot unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_MOST_GROUPS = 8
+"""More would be as many block tables a step."""
+_MOST_UNUSED = 0.15
+"""Share of the pool that may be padding; beyond it all layers are one group of full attention."""
+_ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+"""Families without kinds of layers, all of whose layers have the window that the config names."""
+
+Int = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose blocks share a slot."""
+
+    window: int
+    """A token sees so many, itself among them; 0: all before it."""
+    layers: tuple[int, ...]
+
+
+def left_window(num_tokens: int, window: int, block_size: int) -> int:
+    """Leading blocks that no token from position ``num_tokens`` on sees."""
+    return max(num_tokens - window + 1, 0) // block_size if window else 0
+
+
+def left_windows(num_tokens: Int, window: int, block_size: int) -> Int:
+    """The same of many sequences."""
+    if not window:
+        return np.zeros_like(num_tokens)
+    left: Int = np.maximum(num_tokens - window + 1, 0) // block_size
+    return left
+
+
+def most_in_window(window: int, block_size: int, num_new: int = 1) -> int:
+    """Most blocks that ``num_new`` tokens in a row see and fill."""
+    return -(-(window - 1 + num_new + block_size - 1) // block_size)
+
+
+def layer_groups(
+    config: Mapping[str, Any], num_layers: int, max_model_len: int
+) -> tuple[LayerGroup, ...]:
+    """A model's layer groups, those of full attention first.
+
+    A window that a sequence of ``max_model_len`` tokens never leaves is no window.
+
+    Args:
+        config: the language model's config, with its family's defaults.
+        num_layers: its layers.
+        max_model_len: most tokens of a sequence.
+    """
+    windows = layer_windows(config, num_layers)
+    windows = [window if window < max_model_len else 0 for window in windows]
+    kinds = {
+        window: [layer for layer, own in enumerate(windows) if own == window]
+        for window in sorted(set(windows))
+    }
+    size = _group_size([len(layers) for layers in kinds.values()])
+    if size is None:
+        return (LayerGroup(0, tuple(range(num_layers))),)
+    return tuple(
+        LayerGroup(window, tuple(layers[at : at + size]))
+        for window, layers in kinds.items()
+        for at in range(0, len(layers), size)
+    )
+
+
+def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
+    """The window of each layer, where the config says it for certain; else 0, which is safe."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not isinstance(window, int) or window < 2:
+        return [0] * num_layers
+    if kinds and len(kinds) == num_layers:
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    return [window if config.get("model_type") in _ALL_SLIDE else 0] * num_layers
+
+
+def _group_size(counts: list[int]) -> int | None:
+    """Layers of a group; None where the kinds' counts go too ill together."""
+    best, least = None, _MOST_UNUSED
+    for size in range(max(counts), 0, -1):
+        groups = sum(-(-count // size) for count in counts)
+        unused = 1 - sum(counts) / (groups * size)
+        if groups <= _MOST_GROUPS and unused < least:
+            best, least = size, unused
+    return best
