@@ -93,7 +93,7 @@ class Admission:
         prefix is worth waiting for; both are seen from the step itself, nothing is stored.
         """
         if sequence.state.computes_alone:
-            return Hit([], None, 0, left=self._pool.left(0)), False
+            return Hit([], None, 0, left=self._pool.parts.left(0)), False
         size, pool = self._table.block_size, self._pool
         key = sequence.key(0, sequence.goal - 1)
         match = pool.match(key)
@@ -119,7 +119,7 @@ class Admission:
 
     def _parting(self, sequence: Sequence) -> int | None:
         """Tokens after which the rest of its gang goes other ways; None: there is none to join."""
-        if not self._pool.part_windows or len(sequence.gang) == 1:
+        if not self._pool.parts.windows or len(sequence.gang) == 1:
             return None
         key = sequence.key(0, sequence.goal)
         return min(common_tokens(key, other.key(0, sequence.goal)) for other in sequence.gang)

@@ -160,7 +160,7 @@ class Engine:
         kv_tokens = min(prompt + request.params.max_tokens, room) - 1
         if request.params.beam_width:
             return self.scheduler.gangs.refusal(request, -(-kv_tokens // pool.block_size))
-        blocks = pool.most_slots(kv_tokens, min(kv_tokens, self.scheduler.max_tokens))
+        blocks = pool.parts.most_slots(kv_tokens, min(kv_tokens, self.scheduler.max_tokens))
         if blocks > pool.num_blocks:
             return (
                 "does_not_fit",

@@ -28,7 +28,7 @@ def share_blocks(
     A block that they end in is copied by whoever first writes to it.
     """
     blocks = parent.blocks[: -(-num_tokens // table.block_size)]
-    child.left = pool.left(num_tokens)
+    child.left = pool.parts.left(num_tokens)
     for at, block in enumerate(blocks):
         pool.acquire(block, at, child.left)
     full = num_tokens // table.block_size

@@ -58,13 +58,13 @@ def find_hit(
     blocks, size = match.blocks, pool.block_size
     tail = match.tail if with_tail and match.tail_tokens else None
     end = len(blocks) * size
-    if not pool.part_windows:
+    if not pool.parts.windows:
         return Hit(blocks, tail, end + (match.tail_tokens if tail else 0))
 
     def left(num_tokens: int) -> tuple[int, ...]:
-        return pool.left(num_tokens if least is None else min(num_tokens, least))
+        return pool.parts.left(num_tokens if least is None else min(num_tokens, least))
 
-    runs = [_runs(blocks, part) for part in range(len(pool.part_windows))]
+    runs = [_runs(blocks, part) for part in range(len(pool.parts.windows))]
     if tail is not None and all(part.slot >= 0 for part in tail.parts):
         gone = left(end + match.tail_tokens)
         if all(len(blocks) - first <= run[-1] for first, run in zip(gone, runs, strict=True)):

@@ -124,7 +124,7 @@ def step_stats(
 def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
     """Tokens in used slots: all are full but those of last blocks, which sharers fill alike."""
     last = table.num_blocks[rows] - 1
-    slots = table.block_tables[0, rows, last]
+    slots = table.block_table[rows, last]
     filled = table.num_computed[rows] - last * pool.block_size
     # One number per row, so that one sort puts sharers of a last block side by side.
     width = pool.block_size + 1

@@ -50,8 +50,8 @@ def build_step(
     longest = -(-int(context_lens.max()) // size)
     others: dict[str, Any] = {}
     if len(table.windows) > 1:
-        others["other_tables"] = table.block_tables[1:, rows, :longest]
-        slots = table.block_tables[1:, at_row, at_block]
+        others["other_tables"] = table.other_tables[:, rows, :longest]
+        slots = table.other_tables[:, at_row, at_block]
         others["other_slots"] = _places(slots, positions, size)
     finishes = computed + num_new == table.num_tokens[rows]
     return Step(
@@ -60,8 +60,8 @@ def build_step(
         positions=positions,
         query_starts=starts,
         context_lens=context_lens,
-        block_tables=table.block_tables[0][rows, :longest],
-        slot_mapping=_places(table.block_tables[0][at_row, at_block], positions, size),
+        block_tables=table.block_table[rows, :longest],
+        slot_mapping=_places(table.block_table[at_row, at_block], positions, size),
         block_copies=_pairs(schedule.copies.within),
         logits_indices=(starts[1:] - 1)[finishes],
         sampling=build_sampling_batch(table, sampled, copies),

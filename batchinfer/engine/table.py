@@ -67,10 +67,12 @@ class SequenceTable:
         """Further samples, or beams, that will fork from the row when it has caught up."""
         self.tail_shared = np.zeros(rows, dtype=np.bool_)
         """Whether the last block may be shared, so that writing to it must look."""
-        self.block_tables = np.zeros((len(windows), rows, 16), dtype=np.int32)
-        """[G, rows, longest] slots; where a block left a window, whatever is there."""
-        self._serials = np.zeros((rows, 16), dtype=np.int64)
-        """[rows, longest] of blocks, where these have no slot of their own; else not kept."""
+        self.block_table = np.zeros((rows, 16), dtype=np.int32)
+        """[rows, longest] slots in the first layer group; anything where a block left a window."""
+        self.other_tables = np.zeros((len(windows) - 1, rows, 16), dtype=np.int32)
+        """[G - 1, rows, longest] slots in the others."""
+        self._serials = np.zeros((rows if windows[0] else 0, 16), dtype=np.int64)
+        """[rows, longest] of blocks, where these have no slot of their own."""
         self.version = 0
         """Changes with every change of a block table but growth at its end."""
         self.temperature = np.zeros(rows, dtype=np.float32)
@@ -97,7 +99,7 @@ class SequenceTable:
     @property
     def block_ids(self) -> npt.NDArray[np.integer]:
         """[rows, longest] numbers that tell blocks apart."""
-        return self._serials if self.windows[0] else self.block_tables[0]
+        return self._serials if self.windows[0] else self.block_table
 
     @property
     def num_running(self) -> int:
@@ -173,7 +175,9 @@ class SequenceTable:
         """Take a sequence's row back; returns its blocks, which the caller releases."""
         row, blocks = sequence.row, sequence.blocks
         sequence.computed_once = int(self.computed_once[row])
-        self.block_tables[:, row, : len(blocks)] = 0
+        self.block_table[row, : len(blocks)] = 0
+        if self._has_windows:
+            self.other_tables[:, row, : len(blocks)] = 0
         self.version += 1
         self.active[row] = False
         self.unborn[row] = 0
@@ -185,14 +189,15 @@ class SequenceTable:
     def append_block(self, row: int, block: Block) -> None:
         """Add a block at the end of a row's table."""
         blocks = self.sequence(row).blocks
-        if len(blocks) == self.block_tables.shape[2]:
+        if len(blocks) == self.block_table.shape[1]:
             more = ((0, 0), (0, len(blocks)))
-            self.block_tables = np.pad(self.block_tables, ((0, 0), *more))
+            self.block_table = np.pad(self.block_table, more)
+            self.other_tables = np.pad(self.other_tables, ((0, 0), *more))
             self._serials = np.pad(self._serials, more)
         if block.parts:
             self._set_slots(row, len(blocks), block)
         else:
-            self.block_tables[0, row, len(blocks)] = block.slot
+            self.block_table[row, len(blocks)] = block.slot
         if block.row < 0:
             block.row = row
         blocks.append(block)
@@ -212,12 +217,14 @@ class SequenceTable:
         if block.parts:
             self._set_slots(row, len(blocks) - 1, block)
         else:
-            self.block_tables[0, row, len(blocks) - 1] = block.slot
+            self.block_table[row, len(blocks) - 1] = block.slot
         return replaced
 
     def _set_slots(self, row: int, at: int, block: Block) -> None:
-        self.block_tables[:, row, at] = _slots(block, self.windows)
-        self._serials[row, at] = block.serial
+        self.block_table[row, at], *others = _slots(block, self.windows)
+        self.other_tables[:, row, at] = others
+        if len(self._serials):
+            self._serials[row, at] = block.serial
 
     def _set_sampling(self, row: int, sequence: Sequence) -> None:
         request, params = sequence.request, sequence.request.params
@@ -276,8 +283,9 @@ class SequenceTable:
         for group, gone in enumerate(left):
             slots = [_slots(block, self.windows)[group] for block in blocks]
             assert all(slot >= 0 for slot in slots[gone:])
-            assert self.block_tables[group, row, gone : len(slots)].tolist() == slots[gone:]
-            assert not self.block_tables[group, row, len(slots) :].any()
+            table = self.other_tables[group - 1, row] if group else self.block_table[row]
+            assert table[gone : len(slots)].tolist() == slots[gone:]
+            assert not table[len(slots) :].any()
         return blocks
 
 

@@ -30,20 +30,20 @@ class Windows:
             num_new: [S] tokens of each in the step; they count as computed.
         """
         table = self._table
-        if not self._pool.part_windows:
+        if not self._pool.parts.windows:
             return
         after = table.num_computed[rows]
         moved = (table.num_left(after) > table.num_left(after - num_new)).any(axis=0)
         for row in rows[moved]:
             sequence = table.sequence(row)
             if not self._is_waited_for(sequence):
-                self._leave(sequence, self._pool.left(int(table.num_computed[row])))
+                self._leave(sequence, self._pool.parts.left(int(table.num_computed[row])))
 
     def _leave(self, sequence: Sequence, left: tuple[int, ...]) -> None:
         sequence.state.note_peak_blocks()
         for part, (gone, now) in enumerate(zip(sequence.left, left, strict=True)):
             for block in sequence.blocks[gone:now]:
-                self._pool.leave(block.parts[part])
+                self._pool.parts.leave(block.parts[part])
         sequence.left = left
 
     @staticmethod
