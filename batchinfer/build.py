@@ -95,6 +95,8 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
     )
     for line in memory.lines():
         log(line)
+    if any(layout.windows) and engine.preemption != "recompute":
+        log("blocks of a model with sliding windows are not swapped yet: rows are recomputed")
     dtype, host_blocks = getattr(torch, loaded.dtype), memory.num_host_blocks
     cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
     runner = ModelRunner(loaded.model, cache, Sampler(), _graphs(loaded, cache, engine))

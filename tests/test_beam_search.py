@@ -173,7 +173,7 @@ def test_some_beams_end_early_and_some_do_not() -> None:
         assert lengths.count(OUTPUT_TOKENS) > len(lengths) // 10
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "mistral"])
 def test_families_with_windows_and_sinks(family: str, checkpoint) -> None:
     completions, _ = run(checkpoint(family), Setup(block_size=4), searches(4, 1.0, 6))
     for completion in completions.values():

@@ -31,6 +31,7 @@ FAMILIES = (
     "qwen3",
     "mistral",  # sliding window of 9, shorter than the prompts
     "gemma2",  # softcap
+    "gemma3_text",
     "gpt_oss",  # sinks
     "qwen3_moe",
     "phi3",

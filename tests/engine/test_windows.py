@@ -165,14 +165,15 @@ def test_nothing_in_the_index_leads_to_nothing() -> None:
     pool.check_invariants([taken])
 
 
-@pytest.mark.parametrize("windows", [(9,), (0, 9)])
-def test_beams_that_parted_long_ago_come_back(windows: tuple[int, ...]) -> None:
-    """They fork where they parted, further back than a window."""
-    engine, _ = make_engine(200, windows=windows, max_tokens=16)
-    request = beams(0, [3, 4, 5, 6, 7], 4, max_tokens=40, ignore_eos=True)
-    completions, _ = run_preempting(engine, [request], every=9)
+@pytest.mark.parametrize("windows", [(2,), (0, 2)])
+@pytest.mark.parametrize("caching", [False, True])
+def test_beams_that_parted_long_ago_come_back(windows: tuple[int, ...], caching: bool) -> None:
+    """They fork where they parted, further back than a window, or take up what they left."""
+    engine, _ = make_engine(600, 1, windows=windows, max_tokens=16, caching=caching)
+    request = beams(0, [3, 4, 5, 6, 7], 6, max_tokens=40, ignore_eos=True)
+    completions, _ = run_preempting(engine, [request], every=7)
     assert completions[0].stats.preemptions >= 12
-    assert_found(completions[0], window=0 if 0 in windows else 9)
+    assert_found(completions[0], window=0 if 0 in windows else 2)
 
 
 @pytest.mark.parametrize(

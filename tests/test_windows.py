@@ -1,0 +1,76 @@
+"""Models with windows hold what their windows see, and say what transformers' own say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.block_pool import BlockPool
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.request import Request
+from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.table import SequenceTable
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.loader import load_model
+from batchinfer.worker.runner import ModelRunner
+from batchinfer.worker.sampler import Sampler
+from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
+
+CPU = torch.device("cpu")
+SIZE, WINDOW, PROMPT, OUTPUT, CHUNK = 4, 9, 300, 40, 32
+BLOCKS = -(-(PROMPT + OUTPUT - 1) // SIZE)  # 85
+IN_WINDOW = 3  # 9 tokens lie in at most 3 blocks of 4
+FAMILIES = {  # groups of full attention, groups with windows
+    "mistral": (0, 1),
+    "gemma2": (1, 1),
+    "gemma3_text": (1, 2),
+    "gpt_oss": (1, 1),
+    "cohere2": (1, 2),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_row_holds_what_its_windows_see(family: str, tmp_path: Path) -> None:
+    """85 blocks of full attention, 3 of each window (10 to 11 while the prompt is computed)."""
+    full, windowed = FAMILIES[family]
+    changes = {} if full != windowed else {"num_hidden_layers": 4}
+    folder = make_checkpoint(family, tmp_path, **changes)
+    loaded = load_model(str(folder), device=CPU)
+    layout = loaded.layout(SIZE)
+    assert layout.windows == (0,) * full + (WINDOW,) * windowed
+    num_blocks = layout.slots_for(PROMPT + OUTPUT - 1, CHUNK)
+    assert num_blocks == full * BLOCKS + windowed * 11
+    cache = KVCache(layout, num_blocks, CPU, torch.float32)
+    cache.pool[:-1].fill_(torch.nan)  # whatever was there before must not be seen
+    pool = BlockPool(num_blocks, SIZE, enable_prefix_caching=True, windows=layout.windows)
+    scheduler = Scheduler(pool, SequenceTable(4, 512, SIZE, layout.windows), CHUNK)
+    engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))
+    prompt = np.random.default_rng(0).integers(2, VOCAB_SIZE, PROMPT).astype(np.int32)
+    params = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
+    engine.add_request(Request(0, prompt, params, (0, 0)))
+    completions, used = [], []
+    while engine.num_unfinished:
+        outcome = engine.step()
+        scheduler.check_invariants()
+        completions += outcome.completions
+        used += [outcome.stats.kv_blocks_used] if outcome.stats else []
+    late = [BLOCKS * full + IN_WINDOW * windowed - blocks for blocks in used[-4:]]
+    assert min(late) >= 0
+    assert max(late) <= full + windowed
+    assert completions[0].stats.peak_blocks <= num_blocks
+    _assert_greedy(family, changes, prompt, completions[0].outputs[0].token_ids)
+
+
+@torch.inference_mode()
+def _assert_greedy(
+    family: str, changes: dict[str, int], prompt: np.ndarray, output: np.ndarray
+) -> None:
+    """Every token is the one transformers would take after those before it, but for ties."""
+    ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))[None]
+    logits = tiny_model(family, **changes)(ids).logits[0, -OUTPUT - 1 : -1]
+    taken = logits[torch.arange(OUTPUT), ids[0, -OUTPUT:]]
+    assert (logits.max(dim=1).values - taken).max() < 1e-4
