@@ -78,7 +78,7 @@ def make_plan(step: Step, cache: KVCache, sliding_window: int, group: int = 0) -
     A window of 0 means the whole context is seen.
     """
     tiles, tables = _tiles(step, cache.layout.block_size, sliding_window), step.tables_of(group)
-    block_bytes = cache.layout.elements_per_layer * cache.layout.element_bytes
+    block_bytes = cache.layout.bytes_per_block // cache.layout.layers_per_slot
     buckets: list[Bucket] = []
     tokens, real = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
     num_queries = 0
