@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from batchinfer.engine.in_flight import InFlight, note_drawn
+from batchinfer.engine.recovery import Recovered, recover
 from batchinfer.engine.request import Completion, Request
-from batchinfer.engine.runner import Runner
+from batchinfer.engine.runner import OutOfMemory, Runner
 from batchinfer.engine.schedule import Schedule
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState
@@ -20,12 +21,14 @@ from batchinfer.engine.step_builder import build_step, sampled_rows
 from batchinfer.engine.take_back import take_back
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutcome:
-    """What a step finished, and what it took; no stats when there was nothing to run."""
+    """What a step finished, and what it took; no stats when none was read."""
 
     completions: list[Completion]
-    stats: StepStats | None
+    stats: StepStats | None = None
+    recovered: Recovered | None = None
+    """What became of a step that the device had no memory for."""
 
 
 class Engine:
@@ -51,6 +54,8 @@ class Engine:
         runs_ahead: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self._max_tokens = scheduler.max_num_batched_tokens
+        """As it begins: what is refused must not depend on memory that lacked."""
         self._prefixes = PrefixTree(scheduler.table)
         self._runner = runner
         self._clock = clock
@@ -98,34 +103,53 @@ class Engine:
         self._num_unfinished = 0
 
     def step(self) -> StepOutcome:
-        """Submit a step and read one: the same, or the one submitted before it."""
+        """Submit a step and read one: the same, or the one submitted before it.
+
+        Where the device has no memory for one, what it was to compute is computed again.
+
+        Raises:
+            DeviceError: there is none for the smallest step.
+        """
         began = self._clock()
         if self._first_step_at is None:
             self._first_step_at = began
-        completions, self._refused = self._refused, []
-        stats = None
+        outcome = StepOutcome(self._refused)
+        self._refused = []
+        try:
+            self._submit_and_read(outcome, began)
+        except OutOfMemory as error:
+            outcome.recovered = recover(self.scheduler, self._in_flight, error)
+            self._in_flight.clear()
+        self._num_unfinished -= len(outcome.completions)
+        return outcome
+
+    def _submit_and_read(self, outcome: StepOutcome, began: float) -> None:
+        completions = outcome.completions
         schedule = self.scheduler.schedule()
         if schedule is None and self._in_flight:
-            stats = self._read(completions)
+            outcome.stats = self._read(completions)
             schedule = self.scheduler.schedule()
         if schedule is not None:
-            self._in_flight.append(self._submit(schedule, began))
+            try:
+                self._in_flight.append(self._submit(schedule, began))
+            except OutOfMemory:
+                if self._in_flight:  # it ran before
+                    outcome.stats = self._read(completions)
+                raise
         if len(self._in_flight) > self._steps_ahead:
-            stats = self._read(completions)
-        self._num_unfinished -= len(completions)
-        if self._num_unfinished == 0 and self._in_flight:
+            outcome.stats = self._read(completions)
+        if self._num_unfinished == len(completions) and self._in_flight:
             # Nothing but the next tokens of sequences that ended: nobody waits for its figures.
             self._read(completions)
-        return StepOutcome(completions, stats)
 
     def _submit(self, schedule: Schedule, began: float) -> InFlight:
         """Start a step; from here on it counts as computed."""
         scheduler = self.scheduler
         table = scheduler.table
-        tokens = note_tokens(table, schedule, began)
         rows, copies = sampled_rows(table, schedule)
         shared = self._prefixes.of_step(schedule.rows)
         pending = self._runner.submit(build_step(table, schedule, rows, copies, shared))
+        tokens = note_tokens(table, schedule, began)
         drawn = note_drawn(table, rows, copies)
         scheduler.advance(schedule, rows, copies)
         stats = step_stats(scheduler, schedule, tokens, self._num_steps)
@@ -134,9 +158,13 @@ class Engine:
         return InFlight(pending, drawn, stats, began)
 
     def _read(self, completions: list[Completion]) -> StepStats:
-        """Wait for the oldest step in flight and take its samples back."""
-        step = self._in_flight.popleft()
+        """Wait for the oldest step in flight and take its samples back.
+
+        A step that failed stays in flight.
+        """
+        step = self._in_flight[0]
         result = step.pending.result()
+        self._in_flight.popleft()
         self.scheduler.pool.confirm()
         completions.extend(take_back(self.scheduler, step.drawn, result, self._clock()))
         began, self._last_read_at = max(step.began, self._last_read_at), self._clock()
@@ -160,7 +188,7 @@ class Engine:
         kv_tokens = min(prompt + request.params.max_tokens, room) - 1
         if request.params.beam_width:
             return self.scheduler.gangs.refusal(request, -(-kv_tokens // pool.block_size))
-        blocks = pool.parts.most_slots(kv_tokens, min(kv_tokens, self.scheduler.max_tokens))
+        blocks = pool.parts.most_slots(kv_tokens, min(kv_tokens, self._max_tokens))
         if blocks > pool.num_blocks:
             return (
                 "does_not_fit",

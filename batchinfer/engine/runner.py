@@ -8,6 +8,10 @@ from typing import Protocol
 from batchinfer.engine.step import Step, StepResult
 
 
+class OutOfMemory(Exception):  # noqa: N818
+    """The device, or the host for it, has no memory for a step. Told by a runner."""
+
+
 class Pending(Protocol):
     """A step that was submitted."""
 
@@ -15,7 +19,8 @@ class Pending(Protocol):
         """What its samples came to; waits until it is known.
 
         Raises:
-            Exception: whatever made the step fail after it was submitted.
+            OutOfMemory: the step failed for want of memory, and with it those submitted after it.
+            Exception: whatever else made the step fail after it was submitted.
         """
         ...
 
@@ -40,5 +45,9 @@ class Runner(Protocol):
     """
 
     def submit(self, step: Step) -> Pending:
-        """Start a step. ``step.previous_sample`` refers to the step submitted before."""
+        """Start a step. ``step.previous_sample`` refers to the step submitted before.
+
+        Raises:
+            OutOfMemory: there is none for this step; those submitted before it are not affected.
+        """
         ...

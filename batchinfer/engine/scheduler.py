@@ -57,7 +57,8 @@ class Scheduler:
         self.future_use = FutureUse(pool)
         self.gangs = Gangs(pool, table, self.future_use, max_num_batched_tokens)
         self.victims = victims or Victims()
-        self.max_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
+        """Most tokens in a step from now on."""
         self._growth = Growth(pool, table)
         self._prefixes = PrefixWriter(pool, table)
         self._admission = Admission(
@@ -66,6 +67,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those that wait."""
+        # Lowered meanwhile, it may be too little for beams that run together.
+        gang_size = sequence.request.gang_size
+        self.max_num_batched_tokens = max(self.max_num_batched_tokens, gang_size)
         self.waiting.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
@@ -85,7 +89,7 @@ class Scheduler:
         self._prefixes.begin_step()
         self._prefixes.enter_prompts(schedule.rows, schedule.num_new)
         if schedule.num_preempted == 0 and self.waiting:
-            budget = self.max_tokens - int(schedule.num_new.sum())
+            budget = self.max_num_batched_tokens - int(schedule.num_new.sum())
             self._admission.admit(self.waiting, schedule, budget)
         if len(schedule.rows) == 0:
             assert not self.waiting, "nothing runs, yet nothing was admitted"
@@ -162,11 +166,21 @@ class Scheduler:
 
     def abort_all(self) -> None:
         """Drop every sequence, and take what no step is known to have filled out of the index."""
-        self.pool.revoke()
-        for sequence in list(self.table.running()):
-            self.pool.release(self.table.remove(sequence), sequence.left)
+        self.withdraw()
         self.waiting.clear()
         self.future_use.forget_all()
+
+    def withdraw(self) -> list[Sequence]:
+        """Take all rows and blocks back, trusting nothing that a step not read was to fill.
+
+        Returns:
+            The sequences that ran.
+        """
+        self.pool.revoke()
+        running = list(self.table.running())
+        for sequence in running:
+            self.pool.release(self.table.remove(sequence), sequence.left)
+        return running
 
     def preempt(self, sequence: Sequence) -> int:
         """Take a running sequence's blocks, with those of its gang.
@@ -229,7 +243,7 @@ class Scheduler:
         pending = self.table.num_tokens[rows] - self.table.num_computed[rows]
         order = np.argsort(pending > 1, kind="stable")
         rows, pending = rows[order], pending[order]
-        left = self.max_tokens - (np.cumsum(pending) - pending)
+        left = self.max_num_batched_tokens - (np.cumsum(pending) - pending)
         num_new = self.gangs.keep_together(rows, np.clip(left, 0, pending))
         some = num_new > 0
         return rows[some], num_new[some]

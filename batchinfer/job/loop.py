@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from threading import Event
 
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.recovery import Recovered
 from batchinfer.engine.request import Completion
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError
@@ -26,6 +27,7 @@ class Finished:
 
     rows: list[tuple[PromptRow, Completion | None]]
     step: StepStats | None
+    recovered: Recovered | None = None
 
 
 @dataclass
@@ -91,4 +93,4 @@ class EngineLoop:
         done += [(self._in_flight.pop(c.request.row_id), c) for c in outcome.completions]
         tokens = sum(completion.stats.output_tokens for completion in outcome.completions)
         self.progress.update(len(done), tokens, outcome.stats)
-        return Finished(done, outcome.stats)
+        return Finished(done, outcome.stats, outcome.recovered)

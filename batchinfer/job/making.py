@@ -127,6 +127,8 @@ class _Phase:
 
         def write(finished: Finished) -> None:
             self.recorder.add(finished.step, len(finished.rows))
+            if finished.recovered is not None:
+                self.recorder.note_recovery(finished.recovered)
             for row, completion in finished.rows:
                 self.sink.add(finisher.finish(row, completion))
             self.sink.flush_if_due()

@@ -148,6 +148,12 @@ def summary_lines(summary: dict[str, Any], output: Path) -> list[str]:
         lines.append(f"errors   {_counts(rows['error_codes'])}")
     if rows["control_text"]:
         lines.append(f"note     control tokens as plain text, in {_rows(rows['control_text'])}")
+    memory = summary["out_of_memory"]
+    if memory["count"]:
+        lines.append(
+            f"note     out of memory in {memory['count']:,} steps; max_num_batched_tokens came "
+            f"down to {memory['max_num_batched_tokens']:,}"
+        )
     lines.append(
         f"tokens   {tokens['output']:,} out, {rates['output_tokens_per_s']:,.0f} per second"
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from batchinfer.engine.recovery import Recovered
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.files import storage_errors
 from batchinfer.job.output import OutputDir
@@ -48,6 +49,10 @@ class Run:
     """When this was written, in seconds since 1970."""
     ended: bool = False
     """Whether it has ended, and not by dying."""
+    out_of_memory: int = 0
+    """Steps that the device had no memory for."""
+    max_num_batched_tokens: int | None = None
+    """What it came down to by that."""
     unsampled: StepRow | None = None
     """The steps since the last row of ``steps``, as one row."""
 
@@ -68,6 +73,7 @@ def read_run(path: Path) -> Run:
         run = Run(**json.loads(path.read_bytes()))
         seconds = [run.load_s + 0.0, run.total_s + 0.0, run.peak_used_blocks + 0.0]
         sizes = [run.kv[name] + 0 for name in KV_FACTS] if run.kv else []
+        sizes += [run.out_of_memory + 0, (run.max_num_batched_tokens or 0) + 0]
         if run.unsampled is not None:
             sizes.append(run.unsampled["step"] + 0)
     except (TypeError, KeyError) as error:
@@ -114,6 +120,12 @@ class Recorder:
         self._steps += self._sampler.take(step, self._device_bytes())
         if len(self._steps) >= STEPS_PER_FILE:
             self._flush()
+
+    def note_recovery(self, recovered: Recovered) -> None:
+        """Take what became of a step that the device had no memory for."""
+        self.run.out_of_memory += 1
+        self.run.max_num_batched_tokens = recovered.max_num_batched_tokens
+        self.log(str(recovered))
 
     def checkpoint(self) -> None:
         """Put on disk what has been taken so far; finished rows must not go there before."""

@@ -85,6 +85,7 @@ def write_summary(
         "throughput": measured["throughput"],
         "kv": {**_NO_POOL, **latest.kv, **measured["kv"], **_peaks(runs)},
         "sharing": sharing(tokens["prompt"], sums[DISTINCT_TOKENS], tokens["prompt_computed"]),
+        "out_of_memory": _out_of_memory(runs),
         "model": latest.model,
         "device": latest.device,
         "versions": package_versions(),
@@ -104,6 +105,15 @@ def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> 
         except (OSError, ValueError):
             warn(f"{path} is damaged or missing: summary.json leaves out that run's time and pool")
     return runs
+
+
+def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
+    """Steps that the device had no memory for, and the least tokens steps were cut to for it."""
+    sizes = [run.max_num_batched_tokens for run in runs if run.max_num_batched_tokens is not None]
+    return {
+        "count": sum(run.out_of_memory for run in runs),
+        "max_num_batched_tokens": min(sizes, default=None),
+    }
 
 
 def _peaks(runs: Iterable[Run]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import PackedLinear
+from batchinfer.worker.out_of_memory import telling
 from batchinfer.worker.sampled import Sampled
 
 Sample = Callable[[torch.Tensor, SamplingBatch], Sampled]
@@ -41,16 +42,22 @@ class ModelRunner:
         self._graphs = graphs
 
     def submit(self, step: Step) -> Sampled:
-        """Start one step. A step that samples nothing gives an empty result."""
+        """Start one step. A step that samples nothing gives an empty result.
+
+        Raises:
+            OutOfMemory: there is none for it.
+        """
+        self._previous = telling(lambda: self._start(step))
+        return self._previous
+
+    def _start(self, step: Step) -> Sampled:
         sampled_before = self._previous.token_ids
         logits = forward(
             self._model, self._cache, self._backend, step, sampled_before, self._graphs
         )
         if step.num_samples == 0:
-            self._previous = Sampled.nothing(logits.device)
-        else:
-            self._previous = self._sample(logits, step.sampling)
-        return self._previous
+            return Sampled.nothing(logits.device)
+        return self._sample(logits, step.sampling)
 
     def device_bytes(self) -> int:
         """Bytes in use: of a CUDA device as torch counts them, of a CPU weights and pool."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import StepResult
+from batchinfer.worker.out_of_memory import telling
 from batchinfer.worker.transfer import HostCopy
 
 
@@ -41,8 +42,12 @@ class Sampled:
         return cls(none.long(), none, none)
 
     def result(self) -> StepResult:
-        """The samples as arrays on the host."""
-        packed = self._packed.wait().view(np.int32)
+        """The samples as arrays on the host.
+
+        Raises:
+            OutOfMemory: the device says only now that it had none for the step.
+        """
+        packed = telling(self._packed.wait).view(np.int32)
         floats = packed.view(np.float32)
         ranks = top_token_ids = top_logprobs = None
         if self._has_alternatives:
