@@ -58,9 +58,14 @@ class NativeDecoderLayer(nn.Module):
         hidden = hidden_states[0]
         cos, sin = (x[0].contiguous() for x in position_embeddings)
         self._workspace.reserve(len(hidden))
-        shape = len(hidden), context.cache, self._workspace.num_rows, torch.get_num_threads()
+        generation = self._workspace.generation
+        shape = len(hidden), context.cache, generation, torch.get_num_threads()
         if shape != self._made_for:
-            self._arguments = self._make_arguments(hidden, cos, sin, context)
+            try:
+                self._arguments = self._make_arguments(hidden, cos, sin, context)
+            except (MemoryError, RuntimeError):
+                self._workspace.release()  # a smaller step must not ask for as much again
+                raise
             self._made_for = shape
         else:
             self._point_to(hidden, cos, sin, context)
@@ -119,27 +124,34 @@ class Workspace:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.num_rows = 0
-        """Tokens there is room for. Where it stays the same, so does the memory."""
+        self.generation = 0
+        """Where it stays the same, so does the memory."""
+        self._num_rows = 0  # tokens there is room for
         self._empty = torch.empty(0, dtype=dtype)
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
 
     def reserve(self, num_rows: int) -> None:
         """Make room for ``num_rows`` tokens; what was taken before may go."""
-        if num_rows > self.num_rows:
-            self.num_rows = num_rows
-            self._buffers.clear()
+        if num_rows > self._num_rows:
+            self.release()
+            self._num_rows = num_rows
+
+    def release(self) -> None:
+        """Give the memory back; what was taken before goes."""
+        self.generation += 1
+        self._num_rows = 0
+        self._buffers.clear()
 
     def take(self, name: str, width: int) -> torch.Tensor:
-        """Uninitialised, contiguous [num_rows, width]; the same to everyone who asks for it."""
+        """Uninitialised, contiguous [rows, width]; the same to everyone who asks for it."""
         if (name, width) not in self._buffers:
-            self._buffers[name, width] = self._empty.new_empty(self.num_rows, width)
+            self._buffers[name, width] = self._empty.new_empty(self._num_rows, width)
         return self._buffers[name, width]
 
     def take_factor(self, name: str, width: int) -> torch.Tensor:
         """The same, but laid out to be multiplied by a weight (see ``rows_apart``)."""
         if (name, width) not in self._buffers:
-            self._buffers[name, width] = gemm.rows_apart(self.num_rows, width, self._empty)
+            self._buffers[name, width] = gemm.rows_apart(self._num_rows, width, self._empty)
         return self._buffers[name, width]
 
 
