@@ -60,8 +60,8 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
     least = max((sequence.request.gang_size for sequence in scheduler.waiting), default=0)
     if most <= least:
         raise DeviceError(
-            f"the device has no memory for a step of {most} tokens, and none can be smaller: "
-            f"{error}",
+            "the device has no memory for the smallest step "
+            f"(engine.max_num_batched_tokens {most}): {error}",
             hint="free memory that other processes use, or leave more beside the KV pool: lower "
             "engine.kv_cache_memory or engine.gpu_memory_utilization; then run again",
         )

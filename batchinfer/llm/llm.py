@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -34,6 +35,8 @@ from batchinfer.text.prompts import Prompt, PromptBuilder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_LOG = logging.getLogger(__name__)
 
 
 class LLM:
@@ -251,6 +254,8 @@ class LLM:
                 self._measured.seconds += now - began
                 began = now
                 self._measured.add(outcome.stats, [c.stats for c in outcome.completions])
+                if outcome.recovered is not None:
+                    _LOG.warning("%s", outcome.recovered)
                 yield from outcome.completions
         finally:
             engine.abort_all()

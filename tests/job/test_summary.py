@@ -48,6 +48,7 @@ SUMMARY_KEYS = {
         *("prefix_hit_rate", "cow_copies", "preemptions", "swapped_blocks"),
         "swap_preemptions",
     ],
+    "out_of_memory": ["count", "max_num_batched_tokens"],
     "sharing": [
         *("prompt_tokens", "distinct_tokens", "planned_rate", "achieved_rate"),
         "achieved_of_planned",
