@@ -84,6 +84,7 @@ def load_model(
         fix_longrope(model, longest)
     if device.type == "cpu":
         pack_linears(model, getattr(torch, dtype))
+        _let_go_of_file(model)
         fuse_native_layers(model, layout)
     else:
         torch.cuda.empty_cache()  # merged weights left holes of the size of their parts
@@ -103,6 +104,13 @@ def load_model(
             "max_model_len": longest,
         },
     )
+
+
+def _let_go_of_file(model: torch.nn.Module) -> None:
+    """Copy what was not packed out of the mapped weight files: one tensor keeps all of a file."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.clone()
 
 
 def choose_max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:

@@ -47,6 +47,13 @@ def test_loads_as_saved(llama: Path) -> None:
     assert loaded.layout(16).num_kv_heads == 2
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says what is mapped")
+def test_the_weights_file_does_not_stay_in_memory(llama: Path) -> None:
+    loaded = load(llama)
+    assert str(llama / "model.safetensors") not in Path("/proc/self/maps").read_text()
+    assert len(list(loaded.model.parameters())) > 0
+
+
 def test_casts_when_asked(llama: Path) -> None:
     loaded = load(llama, dtype="bfloat16")
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
