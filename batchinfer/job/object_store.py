@@ -44,7 +44,9 @@ class ObjectStore:
         with _errors(entry):
             if key and not key.endswith("/") and _is_object(bucket, key):
                 return [entry]
-            keys = list(_matching(bucket, key)) if glob.has_magic(key) else list(_data(bucket, key))
+            found = _matching(bucket, key) if glob.has_magic(key) else _data(bucket, key)
+            # Consoles put empty objects for folders, named with a slash that is not listed.
+            keys = [name for name, size in found if size or _is_object(bucket, name)]
             if not keys and not any(_keys(bucket, _fixed_part(key))):
                 raise not_there(entry)
         if not keys:
@@ -155,24 +157,25 @@ def _is_object(bucket: str, key: str) -> bool:
     return True
 
 
-def _keys(bucket: str, folder: str) -> Iterator[str]:
-    """Keys below a folder, which ends in a slash or is empty."""
+def _keys(bucket: str, folder: str) -> Iterator[tuple[str, int]]:
+    """Keys below a folder, and bytes of each; the folder's own, where an object stands for it."""
     import obstore
 
     for batch in obstore.list(_connect(bucket), folder or None):
-        yield from (entry["path"] for entry in batch)
+        yield from ((entry["path"], entry["size"]) for entry in batch)
 
 
-def _data(bucket: str, key: str) -> Iterator[str]:
+def _data(bucket: str, key: str) -> Iterator[tuple[str, int]]:
     folder = PurePosixPath(key)
-    for found in _keys(bucket, key):
-        if is_data(PurePosixPath(found).relative_to(folder).parts):
-            yield found
+    for found, size in _keys(bucket, key):
+        below = PurePosixPath(found).relative_to(folder).parts
+        if below and is_data(below):
+            yield found, size
 
 
-def _matching(bucket: str, pattern: str) -> Iterator[str]:
+def _matching(bucket: str, pattern: str) -> Iterator[tuple[str, int]]:
     wanted = PurePosixPath(pattern)
-    for key in _keys(bucket, _fixed_part(pattern)):
+    for key, size in _keys(bucket, _fixed_part(pattern)):
         found = PurePosixPath(key)
         if is_hidden(found, wanted):
             continue
@@ -180,7 +183,7 @@ def _matching(bucket: str, pattern: str) -> Iterator[str]:
             key.endswith(".parquet")
             and any(_matches(folder.parts, wanted.parts) for folder in found.parents)
         ):
-            yield key
+            yield key, size
 
 
 def _fixed_part(pattern: str) -> str:

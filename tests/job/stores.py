@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -56,6 +57,12 @@ def upload(folder: Path, key: str) -> None:
     for file in folder.rglob("*"):
         if file.is_file():
             put(store, f"{key}{file.relative_to(folder)}", file.read_bytes())
+
+
+def mark_folder(address: str, key: str) -> None:
+    """Put an empty object whose key ends in a slash, as consoles do where a folder is made."""
+    url = f"{address}/{BUCKET}/{key.rstrip('/')}/"
+    urllib.request.urlopen(urllib.request.Request(url, data=b"", method="PUT")).close()
 
 
 @contextmanager

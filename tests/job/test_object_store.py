@@ -17,7 +17,15 @@ from batchinfer.job.run import run_job
 from batchinfer.job.source import open_source
 from tests.job.datasets import flip_bit, write_parquet
 from tests.job.fakes import FakeBuild, job
-from tests.job.stores import BUCKET, SECRET, complaining_server, environment, s3_server, upload
+from tests.job.stores import (
+    BUCKET,
+    SECRET,
+    complaining_server,
+    environment,
+    mark_folder,
+    s3_server,
+    upload,
+)
 
 LAKE = f"s3://{BUCKET}"
 
@@ -145,6 +153,24 @@ def test_what_is_not_there_is_a_data_error(entry: str, message: str) -> None:
 def test_a_folder_without_data(prompts: str) -> None:
     with pytest.raises(DataError, match="no Parquet file in"):
         find_files(f"{prompts}_tmp/*.txt")
+
+
+def test_an_object_that_stands_for_a_folder_is_no_data(prompts: str, address: str) -> None:
+    key = prompts.removeprefix(f"{LAKE}/")
+    for folder in (key, f"{key}sub/", f"{key}empty/"):
+        mark_folder(address, folder)
+    assert values(prompts) == values(prompts.rstrip("/")) == list(range(10))
+    assert values(f"{prompts}[se]*") == [7, 8, 9]
+    with pytest.raises(DataError, match="no Parquet file in"):
+        find_files(f"{prompts}empty/")
+
+
+def test_a_folder_may_be_named_like_a_file(prompts: str, address: str, tmp_path: Path) -> None:
+    key = prompts.removeprefix(f"{LAKE}/")
+    write_parquet(tmp_path / "more" / "d.parquet" / "0.parquet", {"x": [10], "prompt": ["10"]})
+    upload(tmp_path / "more", key)
+    mark_folder(address, f"{key}d.parquet/")
+    assert values(f"{prompts}d.parquet/") == values(f"{prompts}d.*") == [10]
 
 
 @pytest.mark.parametrize(
