@@ -51,6 +51,15 @@ def test_every_type_goes_with_itself(kind: pa.DataType) -> None:
     check_arrow_schema(file.metadata, file.schema_arrow)
 
 
+@pytest.mark.parametrize("zone", [None, "UTC", "Europe/Berlin"])
+def test_times_of_96_bits_go_with_a_schema_that_names_a_zone(zone: str | None) -> None:
+    file = BytesIO()
+    times = pa.array([1], pa.timestamp("us", zone))
+    pq.write_table(pa.table({"x": times}), file, use_deprecated_int96_timestamps=True)
+    reader = pq.ParquetFile(file)
+    check_arrow_schema(reader.metadata, reader.schema_arrow)
+
+
 @pytest.mark.parametrize(
     "other",
     [
