@@ -30,6 +30,8 @@ class HostPool:
         """Blocks with a device slot too."""
         self._read: list[Block] = []
         """Blocks that come back in the step being built, which reads their host slots."""
+        self._read_last: list[int] = []
+        """Slots of such blocks that were dropped since: they hold nothing after that step."""
 
     @property
     def num_used(self) -> int:
@@ -78,6 +80,8 @@ class HostPool:
             if block.slot >= 0 and block.host_slot >= 0:
                 self._copies[block] = None
         self._read.clear()
+        self._returned += self._read_last
+        self._read_last.clear()
 
     def refile(self, block: Block) -> None:
         """Whether a block is wanted may have changed."""
@@ -87,14 +91,18 @@ class HostPool:
         """Take a block's host slot."""
         self._copies.pop(block, None)
         self._alone.discard(block)
-        self.return_slot(block.host_slot)
+        if block.ref_count > 0 and block in self._read:
+            self._read_last.append(block.host_slot)
+        else:
+            self.return_slot(block.host_slot)
         block.host_slot = -1
         self.changes += 1
 
     def check_invariants(self, indexed: list[Block]) -> None:
         """Assert that slots and orders agree with ``indexed``, all blocks in the index."""
         held = [block for block in indexed if block.host_slot >= 0]
-        slots = sorted([*self._returned, *(block.host_slot for block in held)])
+        of_blocks = (block.host_slot for block in held)
+        slots = sorted([*self._returned, *self._read_last, *of_blocks])
         assert slots == list(range(self._next)), "a host slot is lost or held twice"
         assert self._next <= self.num_slots
         assert set(self._alone) == {block for block in held if block.slot < 0}

@@ -339,6 +339,26 @@ def test_a_host_slot_that_a_step_reads_is_not_filled_by_it() -> None:
     pool.check_invariants([first])
 
 
+def test_a_host_slot_that_a_step_reads_is_not_filled_by_it_when_its_block_is_forgotten() -> None:
+    """A row beside it failed: who refers to the block goes on with what comes back."""
+    pool, future_use = small_pool(4, 2)
+    first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    waiting_for(future_use, first)
+    evict_all(pool)
+    pool.take_copies()
+    pool.settle()
+    waiting_for(future_use, indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4]))
+    take(pool, Hit(first, None, 8))
+    pool.forget(first[0])
+    evict_all(pool)
+    copies = pool.take_copies()
+    assert {slot for slot, _ in copies.ins}.isdisjoint(slot for _, slot in copies.outs)
+    pool.check_invariants([first])
+    pool.settle()
+    assert pool.host.num_used == 0
+    pool.check_invariants([first])
+
+
 def test_a_spare_copy_is_given_up_before_anything_is_lost() -> None:
     pool, future_use = small_pool(4, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
