@@ -52,7 +52,7 @@ def is_conversation(kind: pa.DataType) -> bool:
 
 
 def check_indices(column: pa.Array) -> None:
-    """Check that a dictionary column points into its dictionary: of a damaged file it may not.
+    """Check that dictionaries in a column are pointed into: of a damaged file they may not be.
 
     Raises:
         OSError: it does not.
@@ -61,7 +61,10 @@ def check_indices(column: pa.Array) -> None:
         first, last = pc.min_max(column.indices).as_py().values()
         if first is not None and not 0 <= first <= last < len(column.dictionary):
             raise OSError("a value is not in the column's dictionary")
-    elif pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+    elif pa.types.is_struct(column.type):
+        for at in range(column.type.num_fields):
+            check_indices(column.field(at))
+    elif pa.types.is_map(column.type) or hasattr(column.type, "value_field"):  # lists of all kinds
         check_indices(column.values)
 
 

@@ -96,7 +96,19 @@ def test_a_value_outside_its_dictionary_is_found() -> None:
     words = pa.array(["a", "b"])
     for indices in ([0, 2], [-1, 0]):
         column = pa.DictionaryArray.from_arrays(pa.array(indices, pa.int32()), words, safe=False)
-        for array in (column, pa.ListArray.from_arrays(pa.array([0, 2]), column)):
+        structs = pa.StructArray.from_arrays([column], ["role"])
+        ends = pa.array([0, 2], pa.int32())
+        for array in (
+            column,
+            structs,
+            pa.ListArray.from_arrays(ends, column),
+            pa.ListArray.from_arrays(ends, structs),
+            pa.FixedSizeListArray.from_arrays(column, 2),
+            pa.ListViewArray.from_arrays(
+                pa.array([0], pa.int32()), pa.array([2], pa.int32()), column
+            ),
+            pa.MapArray.from_arrays(ends, words, column),
+        ):
             with pytest.raises(OSError, match="not in the column's dictionary"):
                 check_indices(array)
     check_indices(pa.DictionaryArray.from_arrays(pa.array([None, 1, 0]), words))
