@@ -74,9 +74,14 @@ def _this_process() -> dict[str, int | float | str | None]:
 
 
 def _started(pid: int) -> float | None:
-    """When a process began, which tells it from an earlier one of the same id; None if it ended."""
+    """When a process began, which tells it from an earlier one of the same id; None if it ended.
+
+    Seconds since the machine did: the time of day is that plus what the clock says of the
+    machine's own beginning, which changes whenever the clock is set.
+    """
+    booted = psutil.boot_time()
     try:
-        return float(psutil.Process(pid).create_time())
+        return round(float(psutil.Process(pid).create_time() - booted), 2)
     except psutil.NoSuchProcess:
         return None
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from batchinfer.errors import DataError, ExitCode
@@ -91,6 +92,24 @@ def test_a_job_that_was_killed_on_this_machine_has_stopped_at_once(tmp_path: Pat
 
     run_job(job(tmp_path, **ONE_PART), build=Build(look), quiet=True)
     assert seen == ["running", "stopped", "stopped", "running"]
+
+
+def test_a_clock_that_is_set_does_not_stop_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset(tmp_path)
+    seen: list[str] = []
+
+    def look(step: int) -> None:
+        if step == 0:
+            boot_time = psutil._pslinux.boot_time
+            later = boot_time() + 3600.5
+            with monkeypatch.context() as patch:
+                patch.setattr(psutil._pslinux, "boot_time", lambda: later)
+                seen.append(status(tmp_path).state)
+
+    run_job(job(tmp_path, **ONE_PART), build=Build(look), quiet=True)
+    assert seen == ["running"]
 
 
 def ended_process() -> int:
