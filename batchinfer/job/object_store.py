@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 RETRY: Mapping[str, Any] = {"max_retries": 8, "retry_timeout": timedelta(minutes=2)}
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
-_NOT_GIVEN = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError")
+_NOT_GIVEN = (
+    *("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError"),
+    "PreconditionError",  # it was written again
+)
 _REFUSED = re.compile(r"status code: 4\d\d")
 """What obstore raises, and says, of a store that answers and does not give the object."""
 
@@ -65,16 +68,17 @@ class ObjectStore:
 
     def open(self, path: str) -> pa.NativeFile:
         """See ``Store``."""
-        return pa.PythonFile(_RemoteFile(path, self.stat(path).size), mode="r")
+        return pa.PythonFile(_RemoteFile(path, self.stat(path)), mode="r")
 
 
 class _RemoteFile(io.RawIOBase):
-    """An object as a file, each read a request."""
+    """An object as a file, each read a request for the content that it had when it was opened."""
 
-    def __init__(self, path: str, size: int) -> None:
+    def __init__(self, path: str, found: StoredFile) -> None:
         self._path = path
         self._bucket, self._key = _split(path)
-        self._size = size
+        self._size = found.size
+        self._etag = found.etag
         self._at = 0
 
     def readable(self) -> bool:
@@ -98,7 +102,8 @@ class _RemoteFile(io.RawIOBase):
         if end <= self._at:
             return 0
         with _errors(self._path):
-            data = obstore.get_range(_connect(self._bucket), self._key, start=self._at, end=end)
+            options: Any = {"range": (self._at, end), "if_match": self._etag}
+            data = obstore.get(_connect(self._bucket), self._key, options=options).bytes()
         count = len(data)
         buffer[:count] = memoryview(data)
         self._at += count

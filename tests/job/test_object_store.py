@@ -198,5 +198,15 @@ def test_a_store_that_stops_answering_while_it_is_read(
             list(batches)
 
 
+def test_an_object_that_is_written_again_while_it_is_read(prompts: str, tmp_path: Path) -> None:
+    batches = open_source(prompts).scan(["x"], [range(10)])
+    next(batches)
+    columns = {"x": [90, 91, 92, 93], "prompt": ["row 90", "row 91", "row 92", "row 93"]}
+    write_parquet(tmp_path / "again" / "a.parquet", columns, rows_per_group=2)
+    upload(tmp_path / "again", prompts.removeprefix(f"{LAKE}/"))
+    with pytest.raises(DataError, match=r"a\.parquet: row group 1 .*412"):
+        list(batches)
+
+
 def test_google_cloud_storage_is_behind_the_same_door() -> None:
     assert isinstance(object_store._connect("gs://lake"), GCSStore)
