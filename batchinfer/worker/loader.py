@@ -106,6 +106,7 @@ def load_model(
     )
 
 
+@torch.inference_mode()
 def _let_go_of_file(model: torch.nn.Module) -> None:
     """Copy what was not packed out of the mapped weight files: one tensor keeps all of a file."""
     for tensor in (*model.parameters(), *model.buffers()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,7 @@ def test_without_memory_for_the_smallest_step_it_is_exit_6_and_can_go_on(
 def test_the_api_goes_on_and_says_so(
     model: Path, allocator: Allocator, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "batchinfer")  # `run --quiet` in this process may have cut it
     llm = LLM(str(model), device="cpu", num_kv_blocks=60)
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=1)
     before = [done.outputs[0].token_ids for done in llm.generate(["one", "two"], params)]
