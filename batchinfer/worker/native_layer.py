@@ -176,6 +176,8 @@ def _fits(layer: Any, dtype: torch.dtype) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if not (supports(dtype) and type(attention) is FusedAttention and type(mlp) is FusedGatedMLP):
         return False
+    if attention.variant.sinks is not None:
+        return False  # the C function takes them as float32, which they may not be
     norms = layer.input_layernorm, layer.post_attention_layernorm
     products = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
     return all(type(norm) is FusedRMSNorm and norm.weight.dtype == dtype for norm in norms) and all(
