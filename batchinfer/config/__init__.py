@@ -1,0 +1,38 @@
+"""What is asked of sampler, prompt and engine: frozen records, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from batchinfer.config.engine import EngineConfig, sized_for
+from batchinfer.config.prompt import PromptConfig
+from batchinfer.config.sampling import (
+    HUGE,
+    MAX_BEAMS,
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    SAMPLING_ALIASES,
+    SamplingParams,
+)
+from batchinfer.config.values import parse_size
+
+__all__ = [
+    "HUGE",
+    "MAX_BEAMS",
+    "MAX_LOGPROBS",
+    "MAX_SAMPLES",
+    "SAMPLING_ALIASES",
+    "EngineConfig",
+    "PromptConfig",
+    "SamplingParams",
+    "field_names",
+    "parse_size",
+    "sized_for",
+]
+
+
+def field_names(
+    record: type[SamplingParams] | type[PromptConfig] | type[EngineConfig],
+) -> tuple[str, ...]:
+    """Names a user may write for ``record``, in order."""
+    return tuple(entry.name for entry in fields(record))
