@@ -51,6 +51,22 @@ def most_in_window(window: int, block_size: int, num_new: int = 1) -> int:
     return -(-(window - 1 + num_new + block_size - 1) // block_size)
 
 
+def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_new: int = 1) -> int:
+    """Most pool slots that one sequence holds on its way to ``num_tokens`` tokens.
+
+    Args:
+        windows: of each layer group; 0 is full attention.
+        block_size: tokens per block.
+        num_tokens: computed in the end.
+        num_new: most of them computed in one step.
+    """
+    blocks = -(-num_tokens // block_size)
+    return sum(
+        min(blocks, most_in_window(window, block_size, num_new)) if window else blocks
+        for window in windows
+    )
+
+
 def layer_groups(
     config: Mapping[str, Any], num_layers: int, max_model_len: int
 ) -> tuple[LayerGroup, ...]:

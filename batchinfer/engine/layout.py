@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.engine.layer_groups import LayerGroup, layer_groups, most_in_window
+from batchinfer.engine.layer_groups import LayerGroup, layer_groups, most_slots
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by the name of the dtype."""
@@ -196,11 +196,7 @@ class KVLayout:
             num_tokens: computed in the end.
             num_new: most of them computed in one step.
         """
-        blocks, size = self.blocks_for(num_tokens), self.block_size
-        return sum(
-            min(blocks, most_in_window(window, size, num_new)) if window else blocks
-            for window in self.windows
-        )
+        return most_slots(self.windows, self.block_size, num_tokens, num_new)
 
 
 def text_config(config: Config) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from batchinfer.engine.eviction import EvictionOrder
-from batchinfer.engine.layer_groups import left_window, most_in_window
+from batchinfer.engine.layer_groups import left_window, most_slots
 from batchinfer.engine.prefix_index import Block, GroupSlot
 
 
@@ -47,10 +47,7 @@ class Parts:
 
     def most_slots(self, num_tokens: int, num_new: int) -> int:
         """Most slots of one sequence on its way to ``num_tokens``, ``num_new`` of them a step."""
-        size = self._block_size
-        blocks = -(-num_tokens // size)
-        most = [most_in_window(w, size, num_new) if w else blocks for w in self._all_windows]
-        return sum(min(blocks, some) for some in most)
+        return most_slots(self._all_windows, self._block_size, num_tokens, num_new)
 
     def make(self, block: Block) -> None:
         """Give a new block its parts."""

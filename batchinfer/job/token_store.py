@@ -92,9 +92,8 @@ class TokenStore:
         """Move all that is in memory to one file."""
         folder = Path(tempfile.gettempdir()) if self._folder is None else self._folder
         with storage_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
-            for (
-                chunk
-            ) in self._held:  # by writing, not through the map: a full disk is then an error
+            for chunk in self._held:
+                # By writing, not through the map: a full disk is then an error.
                 file.write(chunk.ids.data)
             file.flush()
             ids: Key = np.memmap(file, dtype=_KEY, mode="r").view(np.ndarray)  # slices sooner
