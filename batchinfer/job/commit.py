@@ -50,8 +50,9 @@ def commit(
             hint="check the disk, then run again: finished rows are kept",
         ) from None
     publish(out.files, staged, final)
-    stat = out.files.stat(final)
+    stat, requests_stat = out.files.stat(final), out.files.stat(out.request_stats(part))
     assert stat is not None
+    assert requests_stat is not None
     record = PartRecord(
         table.num_rows,
         _error_codes(table),
@@ -60,6 +61,8 @@ def commit(
         stat.mtime_ns,
         hashlib.sha256(data).hexdigest(),
         hashlib.sha256(statistics).hexdigest(),
+        stat.etag,
+        requests_stat.etag,
     )
     out.write(out.record(part), record.to_json())
 

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import PurePath
 
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.files import storage_errors
@@ -123,7 +123,7 @@ def plan_of(out: OutputDir) -> Manifest:
     return stored_manifest(out)
 
 
-def strays(out: OutputDir, manifest: Manifest) -> list[Path]:
+def strays(out: OutputDir, manifest: Manifest) -> list[PurePath]:
     """What is among the parts and is none of ``manifest``'s."""
     planned = {out.part_file(part) for part in manifest.parts()}
     return [path for path in out.files.entries(out.data) if path not in planned]
@@ -196,7 +196,7 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
         )
 
 
-def _is_there(out: OutputDir, path: Path) -> bool:
+def _is_there(out: OutputDir, path: PurePath) -> bool:
     return out.files.stat(path) is not None
 
 

@@ -10,15 +10,16 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO, Protocol
+from pathlib import Path, PurePath
+from typing import BinaryIO, Protocol, cast
 
 from batchinfer.errors import StorageError
 from batchinfer.job.failpoints import failpoint
 from batchinfer.job.messages import printable
+from batchinfer.job.place import is_url
 
 _HASH_CHUNK = 1 << 20
 
@@ -42,60 +43,89 @@ class FileStat:
 
     size: int
     mtime_ns: int
+    etag: str | None = None
+    """An object store's mark of the content; None in a file system."""
 
 
 class Files(Protocol):
-    """A file system; all methods raise OSError where it refuses."""
+    """Where an output directory is; all methods raise OSError where a file system refuses."""
 
-    def write(self, path: Path, data: bytes) -> None:
+    @property
+    def flush_every_s(self) -> float:
+        """How often finished rows are worth a file."""
+        ...
+
+    def write(self, path: PurePath, data: bytes) -> None:
         """Make a file, or replace its content; on disk only after ``sync``."""
         ...
 
-    def open(self, path: Path) -> BinaryIO:
+    def create(self, path: PurePath) -> BinaryIO:
+        """Make a file, or empty it, and open it to write it."""
+        ...
+
+    def append_to(self, path: PurePath) -> BinaryIO:
+        """Open a file, new or not, to add to its end: each write outlives this process."""
+        ...
+
+    def open(self, path: PurePath) -> BinaryIO:
         """Open a file to read it."""
         ...
 
-    def sync(self, path: Path) -> None:
+    def sync(self, path: PurePath) -> None:
         """Put a file's content, or a directory's entries, on disk."""
         ...
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: PurePath, target: PurePath) -> None:
         """Give a file another name, whatever had that name; on disk after the folders' sync."""
         ...
 
-    def delete(self, path: Path) -> None:
+    def delete(self, path: PurePath) -> None:
         """Delete a file or a folder with all in it; one that is missing is no error."""
         ...
 
-    def make_directory(self, path: Path) -> None:
+    def make_directory(self, path: PurePath) -> None:
         """Make a folder, and the folders it is in, where they are missing; on disk at once."""
         ...
 
-    def can_write(self, directory: Path) -> bool:
+    def can_write(self, directory: PurePath) -> bool:
         """Whether files may be made in a folder."""
         ...
 
-    def entries(self, directory: Path) -> list[Path]:
+    def entries(self, directory: PurePath) -> Sequence[PurePath]:
         """What is in a folder, in the order of names; nothing where it is missing."""
         ...
 
-    def stat(self, path: Path) -> FileStat | None:
+    def stat(self, path: PurePath) -> FileStat | None:
         """Size and time of a file or folder; None where it is missing."""
+        ...
+
+    def holds(self, directory: PurePath, path: str) -> bool:
+        """Whether a file that a job names is in a folder, wherever links lead."""
         ...
 
 
 class LocalFiles:
     """The operating system's files; see ``Files``."""
 
-    def write(self, path: Path, data: bytes) -> None:
-        """See ``Files``."""
-        path.write_bytes(data)
+    flush_every_s = 5.0
 
-    def open(self, path: Path) -> BinaryIO:
+    def write(self, path: PurePath, data: bytes) -> None:
         """See ``Files``."""
-        return path.open("rb")
+        Path(path).write_bytes(data)
 
-    def sync(self, path: Path) -> None:
+    def create(self, path: PurePath) -> BinaryIO:
+        """See ``Files``."""
+        return Path(path).open("wb")
+
+    def append_to(self, path: PurePath) -> BinaryIO:
+        """See ``Files``."""
+        return cast(BinaryIO, Path(path).open("ab", buffering=0))
+
+    def open(self, path: PurePath) -> BinaryIO:
+        """See ``Files``."""
+        return Path(path).open("rb")
+
+    def sync(self, path: PurePath) -> None:
         """See ``Files``."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -103,43 +133,53 @@ class LocalFiles:
         finally:
             os.close(descriptor)
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: PurePath, target: PurePath) -> None:
         """See ``Files``."""
         os.replace(source, target)
 
-    def delete(self, path: Path) -> None:
+    def delete(self, path: PurePath) -> None:
         """See ``Files``."""
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+        found = Path(path)
+        if found.is_dir() and not found.is_symlink():
+            shutil.rmtree(found)
         else:
-            path.unlink(missing_ok=True)
+            found.unlink(missing_ok=True)
 
-    def make_directory(self, path: Path) -> None:
+    def make_directory(self, path: PurePath) -> None:
         """See ``Files``."""
-        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
+        wanted = Path(path)
+        missing = [folder for folder in (wanted, *wanted.parents) if not folder.exists()]
+        wanted.mkdir(parents=True, exist_ok=True)
         for folder in missing:
             self.sync(folder.parent)
 
-    def can_write(self, directory: Path) -> bool:
+    def can_write(self, directory: PurePath) -> bool:
         """See ``Files``."""
         return os.access(directory, os.W_OK | os.X_OK)
 
-    def entries(self, directory: Path) -> list[Path]:
+    def entries(self, directory: PurePath) -> list[Path]:
         """See ``Files``."""
-        return sorted(directory.iterdir()) if directory.is_dir() else []
+        folder = Path(directory)
+        return sorted(folder.iterdir()) if folder.is_dir() else []
 
-    def stat(self, path: Path) -> FileStat | None:
+    def stat(self, path: PurePath) -> FileStat | None:
         """See ``Files``."""
         try:
-            found = path.stat()
-        except FileNotFoundError:
+            found = Path(path).stat()
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return FileStat(found.st_size, found.st_mtime_ns)
 
+    def holds(self, directory: PurePath, path: str) -> bool:
+        """See ``Files``."""
+        if is_url(path):
+            return False
+        real = Path(os.path.realpath(path))
+        return real.is_relative_to(os.path.realpath(directory))
+
 
 @contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
+def storage_errors(path: PurePath) -> Iterator[None]:
     """Turn the operating system's errors into StorageError, naming ``path``."""
     try:
         yield
@@ -153,7 +193,7 @@ def storage_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def publish(files: Files, staged: Path, final: Path) -> None:
+def publish(files: Files, staged: PurePath, final: PurePath) -> None:
     """Make the finished file ``staged`` appear as ``final``, on disk when this returns.
 
     Failpoints: ``<folder of final>-`` and ``staged``, ``synced``, ``renamed`` or ``durable``.
@@ -172,7 +212,7 @@ def publish(files: Files, staged: Path, final: Path) -> None:
         failpoint(f"{kind}-durable")
 
 
-def write_file(files: Files, final: Path, data: bytes, staging: Path) -> None:
+def write_file(files: Files, final: PurePath, data: bytes, staging: PurePath) -> None:
     """Write ``data`` to ``final`` by way of the directory ``staging``.
 
     Raises:
@@ -184,7 +224,7 @@ def write_file(files: Files, final: Path, data: bytes, staging: Path) -> None:
     publish(files, staged, final)
 
 
-def read_file(files: Files, path: Path) -> bytes:
+def read_file(files: Files, path: PurePath) -> bytes:
     """All bytes of a file.
 
     Raises:
@@ -194,7 +234,7 @@ def read_file(files: Files, path: Path) -> bytes:
         return file.read()
 
 
-def sha256_of(files: Files, path: Path) -> str:
+def sha256_of(files: Files, path: PurePath) -> str:
     """Hex digest of a file's bytes.
 
     Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
 from typing import Self
 
 import numpy as np
@@ -30,9 +30,10 @@ class FlightLog:
     """Keeps the rows of a run that may be what it dies of."""
 
     def __init__(self, out: OutputDir, run_id: str) -> None:
+        self._files = out.files
         self._path = out.in_flight / run_id
         with storage_errors(self._path):
-            self._file = self._path.open("ab", buffering=0)
+            self._file = out.files.append_to(self._path)
 
     def note(self, row_ids: Sequence[int]) -> None:
         """Say that these rows are about to be given to the engine.
@@ -65,7 +66,7 @@ class FlightLog:
         """End the log; a run that ended in order, or for a reason it could name, leaves none."""
         self._file.close()
         if kind is None or issubclass(kind, JobError):
-            self._path.unlink(missing_ok=True)
+            self._files.delete(self._path)
 
 
 def assess(out: OutputDir, missing: Sequence[range]) -> Suspicion:
@@ -116,7 +117,7 @@ def _remembered(out: OutputDir) -> Suspicion:
         return Suspicion()
 
 
-def _given(out: OutputDir, log: Path) -> RowIds:
+def _given(out: OutputDir, log: PurePath) -> RowIds:
     try:
         data = read_file(out.files, log)
     except OSError:

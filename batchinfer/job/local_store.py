@@ -9,7 +9,8 @@ from stat import S_ISREG
 import pyarrow as pa
 
 from batchinfer.errors import DataError
-from batchinfer.job.store import StoredFile, is_data, is_hidden, no_parquet, not_there
+from batchinfer.job.files import FileStat
+from batchinfer.job.store import is_data, is_hidden, no_parquet, not_there
 
 
 class LocalStore:
@@ -34,12 +35,12 @@ class LocalStore:
             raise no_parquet(entry)
         return [str(file) for file in sorted(set(found))]
 
-    def stat(self, path: str) -> StoredFile:
+    def stat(self, path: str) -> FileStat:
         """See ``Store``."""
         found = Path(path).stat()
         if not S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
             raise OSError("it is not a file")
-        return StoredFile(found.st_size, found.st_mtime_ns)
+        return FileStat(found.st_size, found.st_mtime_ns)
 
     def open(self, path: str) -> pa.NativeFile:
         """See ``Store``."""

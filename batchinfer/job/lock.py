@@ -10,8 +10,9 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 from filelock import FileLock, Timeout
@@ -24,50 +25,78 @@ LOCK, HOLDER = "lock", "lock.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@contextmanager
-def locked(state: Path) -> Iterator[None]:
-    """Hold the lock in the folder ``state``, which is there.
+class Lock(Protocol):
+    """Keeps an output directory for one run."""
 
-    Raises:
-        LockedError: another run holds it; names its process.
-        StorageError: it cannot be written to.
-    """
-    holder = state / HOLDER
-    with storage_errors(state):
-        lock = FileLock(state / LOCK, timeout=0)
+    def held(self) -> AbstractContextManager[None]:
+        """Hold it; the folder it is in is there.
+
+        Raises:
+            LockedError: another run holds it; names its process.
+            StorageError: it cannot be written to.
+        """
+        ...
+
+    def holder_is_dead(self) -> bool:
+        """Whether the last to hold it is known to be no more.
+
+        The lock itself is not tried: a run that begins just then would find it held.
+        """
+        ...
+
+
+class LocalLock:
+    """See ``Lock``; in the folder ``state`` of a file system."""
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+        self._holder = state / HOLDER
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """See ``Lock``."""
+        with storage_errors(self._state):
+            lock = FileLock(self._state / LOCK, timeout=0)
+            try:
+                lock.acquire()
+            except Timeout:
+                place, by = printable(str(self._state.parent)), _held_by(self._holder)
+                raise LockedError(
+                    f"another run is writing to {place}{by}",
+                    hint="wait for it, or use --output for another directory",
+                ) from None
         try:
-            lock.acquire()
-        except Timeout:
-            raise LockedError(
-                f"another run is writing to {printable(str(state.parent))}{_held_by(holder)}",
-                hint="wait for it, or use --output for another directory",
-            ) from None
-    try:
-        with storage_errors(holder):
-            holder.write_text(json.dumps(_this_process()))
-        yield
-    finally:
-        with suppress(OSError):  # the next holder writes its own
-            holder.unlink(missing_ok=True)
-        lock.release()
+            with storage_errors(self._holder):
+                self._holder.write_text(json.dumps(this_process()))
+            yield
+        finally:
+            with suppress(OSError):  # the next holder writes its own
+                self._holder.unlink(missing_ok=True)
+            lock.release()
+
+    def holder_is_dead(self) -> bool:
+        """See ``Lock``; False where it was on another machine, or let go in order."""
+        try:
+            return process_is_dead(json.loads(self._holder.read_bytes()))
+        except (OSError, ValueError):
+            return False
 
 
-def holder_is_dead(state: Path) -> bool:
-    """Whether the last to hold the lock was a process of this machine's, and is no more.
+def process_is_dead(found: object) -> bool:
+    """Whether what ``this_process`` once said was of a process of this machine's that is no more.
 
-    False also where that cannot be told: it was on another machine, or let go in order. The lock
-    itself is not tried: a run that begins just then would find it held.
+    False also where that cannot be told.
     """
     try:
-        found = json.loads((state / HOLDER).read_bytes())
-        machine = (found["host"], found["boot_id"])
+        machine = (found["host"], found["boot_id"])  # type: ignore[index]
         is_here = machine == (socket.gethostname(), _boot_id())
-        return is_here and _started(found["pid"]) != found["started"]
-    except (OSError, ValueError, TypeError, KeyError):
+        return is_here and _started(found["pid"]) != found["started"]  # type: ignore[index]
+    except (TypeError, KeyError):
         return False
 
 
-def _this_process() -> dict[str, int | float | str | None]:
+def this_process() -> dict[str, int | float | str | None]:
+    """Who holds a lock, for others to read."""
     pid = os.getpid()
     machine = {"host": socket.gethostname(), "boot_id": _boot_id()}
     return {"pid": pid, **machine, "started": _started(pid)}
@@ -96,8 +125,18 @@ def _boot_id() -> str:
 
 def _held_by(holder: Path) -> str:
     try:
-        found = json.loads(holder.read_bytes())
-        pid, host, boot = (printable(str(found[key]), 80) for key in ("pid", "host", "boot_id"))
-    except (OSError, ValueError, TypeError, KeyError):
+        return named(json.loads(holder.read_bytes()))
+    except (OSError, ValueError):
         return ""  # it has the lock, and has not written this yet
+
+
+def named(found: object) -> str:
+    """The process that ``this_process`` was said of, for the end of a message; "" if damaged."""
+    try:
+        pid, host, boot = (
+            printable(str(found[key]), 80)  # type: ignore[index]
+            for key in ("pid", "host", "boot_id")
+        )
+    except (TypeError, KeyError):
+        return ""
     return f": process {pid} on {host} (boot {boot})"

@@ -161,7 +161,7 @@ class _Phase:
             parts,
             spec.engine.order_window,
             by_prefix=spec.engine.order == "prefix",
-            make_store=partial(TokenStore, self.job.out.staging),
+            make_store=partial(TokenStore, self.job.out.scratch),
             is_hungry=is_hungry,
         )
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from batchinfer.errors import DataError, LockedError
@@ -80,7 +80,7 @@ class Manifest:
             )
 
 
-def read_manifest(path: Path, files: Files | None = None) -> Manifest:
+def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
     """The manifest stored at ``path``.
 
     Raises:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchinfer.errors import StorageError, UsageError
+from batchinfer.job.files import FileStat
 from batchinfer.job.messages import printable
-from batchinfer.job.store import StoredFile, is_data, is_hidden, no_parquet, not_there
+from batchinfer.job.store import is_data, is_hidden, no_parquet, not_there
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Connection
@@ -56,7 +57,7 @@ class ObjectStore:
             raise no_parquet(entry)
         return [f"{bucket}/{key}" for key in sorted(keys)]
 
-    def stat(self, path: str) -> StoredFile:
+    def stat(self, path: str) -> FileStat:
         """See ``Store``."""
         import obstore
 
@@ -64,7 +65,7 @@ class ObjectStore:
         with _errors(path):
             found = obstore.head(_connect(bucket), key)
         mtime_ns = round(found["last_modified"].timestamp() * 1e9)
-        return StoredFile(found["size"], mtime_ns, found["e_tag"])
+        return FileStat(found["size"], mtime_ns, found["e_tag"])
 
     def open(self, path: str) -> pa.NativeFile:
         """See ``Store``."""
@@ -74,7 +75,7 @@ class ObjectStore:
 class _RemoteFile(io.RawIOBase):
     """An object as a file, each read a request for the content that it had when it was opened."""
 
-    def __init__(self, path: str, found: StoredFile) -> None:
+    def __init__(self, path: str, found: FileStat) -> None:
         self._path = path
         self._bucket, self._key = _split(path)
         self._size = found.size

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pyarrow as pa
@@ -28,21 +28,32 @@ from batchinfer.job.files import (
     storage_errors,
     write_file,
 )
-from batchinfer.job.lock import locked
+from batchinfer.job.lock import LocalLock, Lock
 from batchinfer.job.manifest import Part
 from batchinfer.job.part_record import PartRecord, parse_record
 
 
 class OutputDir:
-    """Paths of an output directory, and reading and writing them."""
+    """Paths of an output directory, and reading and writing them.
 
-    def __init__(self, root: Path, files: Files | None = None) -> None:
+    Args:
+        root: the directory.
+        files: the place it is in; None: this machine's file system.
+        lock: keeps it for one run; None: that of this machine's file system.
+    """
+
+    def __init__(
+        self, root: PurePath, files: Files | None = None, lock: Lock | None = None
+    ) -> None:
         self.root = root
         self.files = files or LocalFiles()
         self.data = root / "data"
         self.stats = root / "stats"
         self.state = root / "_batchinfer"
+        self.lock = lock or LocalLock(Path(self.state))
         self.staging = self.state / "staging"
+        self.scratch = self.staging if isinstance(self.staging, Path) else None
+        """A folder for what memory has no room for; None: the system's own place."""
         self.steps = self.state / "steps"
         self.requests = self.state / "requests"
         self.runs = self.state / "runs"
@@ -66,21 +77,35 @@ class OutputDir:
         """
         with storage_errors(self.state):
             self.files.make_directory(self.state)
-        with locked(self.state):
+        with self.lock.held():
             yield
 
     def finished(self, part: Part) -> PartRecord | None:
         """The record of ``part``, all of whose bytes are as it says; None if it has none.
+
+        A store's mark of the content stands for the bytes, which are then not fetched.
 
         Raises:
             DataError: the record is damaged, or the part is no longer as it says.
         """
         record = self.read_record(part)
         if record is not None:
-            self._check_size(part, record)
-            self._check_hash(self.part_file(part), record.sha256)
-            self._check_hash(self.request_stats(part), record.requests_sha256)
+            stat, requests = self._check_size(part, record)
+            if stat.etag is None or stat.etag != record.etag:
+                self._check_hash(self.part_file(part), record.sha256)
+            if requests.etag is None or requests.etag != record.requests_etag:
+                self._check_hash(self.request_stats(part), record.requests_sha256)
         return record
+
+    def check(self, part: Part, record: PartRecord) -> None:
+        """Read every byte of ``part`` and compare it with its record.
+
+        Raises:
+            DataError: it is no longer as the record says.
+        """
+        self._check_size(part, record)
+        self._check_hash(self.part_file(part), record.sha256)
+        self._check_hash(self.request_stats(part), record.requests_sha256)
 
     def seems_finished(self, part: Part) -> PartRecord | None:
         """The same, but a part of the right size and time is taken for whole, unread.
@@ -90,8 +115,8 @@ class OutputDir:
         """
         record = self.read_record(part)
         if record is not None:
-            stat = self._check_size(part, record)
-            if stat.mtime_ns != record.mtime_ns:
+            stat, _ = self._check_size(part, record)
+            if (stat.mtime_ns, stat.etag) != (record.mtime_ns, record.etag):
                 self._check_hash(self.part_file(part), record.sha256)
         return record
 
@@ -103,20 +128,21 @@ class OutputDir:
         """
         path = self.record(part)
         try:
-            if self.files.stat(path) is None:
-                return None
             return parse_record(read_file(self.files, path), part.rows)
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError):
             raise DataError(f"{path} is damaged") from None
 
-    def _check_size(self, part: Part, record: PartRecord) -> FileStat:
+    def _check_size(self, part: Part, record: PartRecord) -> tuple[FileStat, FileStat]:
+        """What is known of the part's file, and of that of its rows' statistics."""
         file = self.part_file(part)
-        stat, _ = (self._existing(path) for path in (file, self.request_stats(part)))
+        stat, requests = (self._existing(path) for path in (file, self.request_stats(part)))
         if stat.size != record.size:
             raise DataError(f"{file} has {stat.size} bytes; {record.size} were written")
-        return stat
+        return stat, requests
 
-    def _existing(self, path: Path) -> FileStat:
+    def _existing(self, path: PurePath) -> FileStat:
         try:
             stat = self.files.stat(path)
         except OSError as error:
@@ -125,7 +151,7 @@ class OutputDir:
             raise DataError(f"{path} is missing")
         return stat
 
-    def _check_hash(self, path: Path, sha256: str) -> None:
+    def _check_hash(self, path: PurePath, sha256: str) -> None:
         try:
             found = sha256_of(self.files, path)
         except OSError as error:
@@ -133,37 +159,37 @@ class OutputDir:
         if found != sha256:
             raise DataError(f"{path} holds other bytes than were written (its hash differs)")
 
-    def write_table(self, final: Path, table: pa.Table) -> None:
+    def write_table(self, final: PurePath, table: pa.Table) -> None:
         """Write ``table`` as a Parquet file, all of it or nothing."""
         self.write(final, parquet_bytes([table]))
 
-    def read_table(self, path: Path) -> pa.Table:
-        """Read a Parquet file, its page checksums verified.
+    def read_table(self, path: PurePath, columns: Sequence[str] | None = None) -> pa.Table:
+        """Read a Parquet file, or columns of it, its page checksums verified.
 
         Raises:
             OSError, pyarrow.ArrowException: it cannot be read.
         """
         with self.files.open(path) as file:
             reader = pq.ParquetFile(file, page_checksum_verification=True)
-            return reader.read(use_threads=False)
+            return reader.read(columns, use_threads=False)
 
-    def write(self, final: Path, data: bytes) -> None:
+    def write(self, final: PurePath, data: bytes) -> None:
         """Write ``data`` to ``final``, all of it or nothing."""
         write_file(self.files, final, data, self.staging)
 
-    def write_json(self, final: Path, value: Any) -> None:
+    def write_json(self, final: PurePath, value: Any) -> None:
         """Write ``value`` to ``final`` as JSON, all of it or nothing."""
         self.write(final, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
 
-    def request_stats(self, part: Part) -> Path:
+    def request_stats(self, part: Part) -> PurePath:
         """File of the statistics of a finished part's rows."""
         return self.requests / f"{part.name}.parquet"
 
-    def part_file(self, part: Part) -> Path:
+    def part_file(self, part: Part) -> PurePath:
         """Where a part goes."""
         return self.data / f"{part.name}.parquet"
 
-    def record(self, part: Part) -> Path:
+    def record(self, part: Part) -> PurePath:
         """File of a finished part's record."""
         return self.parts / f"{part.name}.json"
 

@@ -21,6 +21,10 @@ class PartRecord:
     sha256: str
     requests_sha256: str
     """Of the file of the rows' statistics."""
+    etag: str | None = None
+    """An object store's mark of the content; None in a file system."""
+    requests_etag: str | None = None
+    """Of the file of the rows' statistics."""
 
     def to_json(self) -> bytes:
         """The record as it is stored."""
@@ -38,6 +42,7 @@ def parse_record(data: bytes, rows: range) -> PartRecord:
         failed, marked = record.error_codes.values(), record.control_text_row_ids
         whole = (
             _are_counts([record.rows, record.size, record.mtime_ns, *failed, *marked])
+            and all(isinstance(etag, str | None) for etag in (record.etag, record.requests_etag))
             and record.rows == len(rows) >= sum(failed)
             and len(set(marked)) == len(marked)
             and all(row_id in rows for row_id in marked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -136,7 +136,7 @@ class Lines:
         """See ``Progress``."""
 
 
-def summary_lines(summary: dict[str, Any], output: Path) -> list[str]:
+def summary_lines(summary: dict[str, Any], output: PurePath) -> list[str]:
     """The end of a job in a few lines, from its ``summary.json``."""
     rows, tokens, kv = (summary[key] for key in ("rows", "tokens", "kv"))
     time_s, rates = summary["time_s"], summary["throughput"]
@@ -175,7 +175,7 @@ def _counts(codes: dict[str, int]) -> str:
     return ", ".join(f"{code} {count:,}" for code, count in codes.items())
 
 
-def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: Path) -> str:
+def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePath) -> str:
     """Why the job did not succeed, and what to do."""
     return (
         f"{rows['error']:,} of {_rows(rows['total'])} failed, more than errors.max_error_rate "

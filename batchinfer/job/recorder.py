@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from batchinfer.engine.recovery import Recovered
 from batchinfer.engine.stats import StepStats
-from batchinfer.job.files import storage_errors
+from batchinfer.job.files import Files, read_file, storage_errors
 from batchinfer.job.output import OutputDir
 from batchinfer.job.stats import STEPS_SCHEMA, StepRow, StepSampler
 
@@ -62,7 +62,7 @@ class Run:
         return self.total_s - self.load_s if self.kv else 0.0
 
 
-def read_run(path: Path) -> Run:
+def read_run(files: Files, path: PurePath) -> Run:
     """A run's record.
 
     Raises:
@@ -70,7 +70,7 @@ def read_run(path: Path) -> Run:
         OSError: it cannot be read.
     """
     try:
-        run = Run(**json.loads(path.read_bytes()))
+        run = Run(**json.loads(read_file(files, path)))
         seconds = [run.load_s + 0.0, run.total_s + 0.0, run.peak_used_blocks + 0.0]
         sizes = [run.kv[name] + 0 for name in KV_FACTS] if run.kv else []
         sizes += [run.out_of_memory + 0, (run.max_num_batched_tokens or 0) + 0]
@@ -143,8 +143,8 @@ class Recorder:
     def log(self, line: str) -> None:
         """Append a line to the run's log."""
         path = self._out.logs / f"{self.run.run_id}.log"
-        with storage_errors(path), path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with storage_errors(path), self._out.files.append_to(path) as file:
+            file.write(f"{line}\n".encode())
 
     def _save(self) -> None:
         self.run.total_s = time.perf_counter() - self._began
@@ -162,7 +162,7 @@ class Recorder:
 
 def _next_run_id(out: OutputDir) -> str:
     """Ids sort in the order of runs, whatever the clock did; none comes twice, whatever is lost."""
-    names = [path.name for folder in (out.runs, out.steps) for path in folder.iterdir()]
+    names = [path.name for folder in (out.runs, out.steps) for path in out.files.entries(folder)]
     taken = [int(match.group(1)) for name in names if (match := _RUN_ID.match(name))]
     return f"run-{max(taken, default=0) + 1:05d}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -20,7 +19,6 @@ from batchinfer.job.model_facts import model_facts
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.pipeline import BuildEngine, Job, load
-from batchinfer.job.place import is_url
 from batchinfer.job.progress import make_progress, say, summary_lines, too_many_errors
 from batchinfer.job.prompt_columns import check_prompt_columns
 from batchinfer.job.recovery import from_scratch, recover
@@ -136,10 +134,8 @@ def _look(spec: JobSpec) -> Job:
 
 def _refuse_own_output(source: Source, out: OutputDir) -> None:
     """Wherever links lead: starting over must not delete what is read."""
-    places = [os.path.realpath(path) for path in (out.root, out.data)]
-    for file in (file for file in source.files if not is_url(file.path)):
-        real = Path(os.path.realpath(file.path))
-        if any(real.is_relative_to(place) for place in places):
+    for file in source.files:
+        if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
             raise UsageError(
                 f"output.path: {printable(file.path)} is both input and output of this job",
                 hint="give the output a folder of its own",
@@ -152,10 +148,14 @@ def _is_finished(job: Job, if_exists: str) -> bool:
     Raises:
         JobError: what is finished is another job, or of another input.
     """
-    if if_exists == "overwrite" or not (job.out.success.exists() and job.out.summary.exists()):
+    if if_exists == "overwrite" or not _claims_success(job.out):
         return False
     todo = look(job.out, job.manifest, if_exists, OutputDir.seems_finished).todo
     return not todo and is_stored_whole(job.out)
+
+
+def _claims_success(out: OutputDir) -> bool:
+    return all(out.files.stat(path) is not None for path in (out.success, out.summary))
 
 
 def _tell_damage(damaged: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class Segments:
         self._out = out
         self._parts = parts
         self._first_rows = [part.rows.start for part in parts]
-        self._groups: dict[Path, dict[int, int]] = {}
+        self._groups: dict[PurePath, dict[int, int]] = {}
         """Of each segment, oldest first: index of a part, and the row group of its rows."""
         self._next = 0
 
@@ -155,7 +155,7 @@ class Segments:
                 self.add(good)
             self._keep(path, {})
 
-    def _keep(self, path: Path, groups: dict[int, int]) -> None:
+    def _keep(self, path: PurePath, groups: dict[int, int]) -> None:
         if groups:
             self._groups[path] = groups
             return
@@ -167,7 +167,7 @@ class Segments:
         at = bisect_right(self._first_rows, row_id) - 1
         return self._parts[at] if at >= 0 and row_id in self._parts[at].rows else None
 
-    def _read_groups(self, path: Path) -> dict[Part, tuple[int, RowIds]]:
+    def _read_groups(self, path: PurePath) -> dict[Part, tuple[int, RowIds]]:
         """Row group and row ids of each unfinished part, all of the segment having been checked."""
         groups: dict[Part, tuple[int, RowIds]] = {}
         with self._out.files.open(path) as file:
@@ -184,7 +184,7 @@ class Segments:
                 start = stop
         return groups
 
-    def _read_group(self, path: Path, group: int) -> pa.Table:
+    def _read_group(self, path: PurePath, group: int) -> pa.Table:
         try:
             with self._out.files.open(path) as file:
                 reader = pq.ParquetFile(file, page_checksum_verification=True)

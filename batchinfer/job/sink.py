@@ -23,7 +23,6 @@ from batchinfer.job.source import Source
 from batchinfer.job.stats import requests_table
 from batchinfer.job.table import OutputTable
 
-FLUSH_EVERY_S = 5.0
 FLUSH_ROWS = 4096
 
 
@@ -96,7 +95,7 @@ class Sink:
     def flush_if_due(self) -> None:
         """Flush every few seconds, and every few thousand rows."""
         waited = self._clock() - self._flushed_at
-        if waited >= FLUSH_EVERY_S or len(self._rows) >= FLUSH_ROWS:
+        if waited >= self._out.files.flush_every_s or len(self._rows) >= FLUSH_ROWS:
             self.flush()
 
     def flush(self) -> None:

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
 from batchinfer.job.existing import plan_of
-from batchinfer.job.lock import holder_is_dead
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.progress import duration
@@ -21,7 +20,8 @@ from batchinfer.job.recorder import Run, read_run
 from batchinfer.job.row_ids import NO_ROWS, of_part
 
 SILENT_S = 60.0
-"""A run on another machine that has written nothing for so long is taken for dead."""
+"""A run on another machine that has written nothing for so long, or for three times as long as its
+finished rows wait, is taken for dead."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def read_status(out: OutputDir, now: float) -> Status:
 def _state(out: OutputDir, run: Run, all_done: bool, now: float) -> str:
     if out.files.stat(out.success) is not None:
         return "finished"
-    silent = now - run.saved_at >= SILENT_S
-    if run.run_id and not run.ended and not silent and not holder_is_dead(out.state):
+    silent = now - run.saved_at >= max(SILENT_S, 3 * out.files.flush_every_s)
+    if run.run_id and not run.ended and not silent and not out.lock.holder_is_dead():
         return "running"
     return "finished_with_errors" if all_done else "stopped"
 
@@ -146,4 +146,4 @@ def _count(out: OutputDir, plan: Manifest, segments: list[pa.Table]) -> tuple[in
 def _runs(out: OutputDir) -> Iterator[Run]:
     for path in out.files.entries(out.runs):
         with suppress(OSError, ValueError):
-            yield read_run(path)
+            yield read_run(out.files, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import PurePath
 from typing import Protocol
@@ -11,19 +10,10 @@ from typing import Protocol
 import pyarrow as pa
 
 from batchinfer.errors import DataError
+from batchinfer.job.files import FileStat
 from batchinfer.job.place import is_url
 
 _HIDDEN = (".", "_")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """What is known of a file without reading it."""
-
-    size: int
-    mtime_ns: int
-    etag: str | None = None
-    """An object store's mark of the content."""
 
 
 class Store(Protocol):
@@ -37,7 +27,7 @@ class Store(Protocol):
         """Files that an entry of ``input.path`` means, in path order; DataError where none."""
         ...
 
-    def stat(self, path: str) -> StoredFile:
+    def stat(self, path: str) -> FileStat:
         """Size, time and mark of a file."""
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
+from pathlib import PurePath
 
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest, read_manifest
@@ -62,7 +62,7 @@ def restore_manifest(out: OutputDir, manifest: Manifest) -> None:
         out.write(path, manifest.to_json())
 
 
-def _damaged(out: OutputDir) -> list[Path]:
+def _damaged(out: OutputDir) -> list[PurePath]:
     found = []
     for path in (out.manifest_copy, out.manifest):
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,11 @@ def write_summary(
         StorageError: a file cannot be written.
     """
     steps, requests = out.stats / "steps.parquet", out.stats / "requests.parquet"
-    step_tables = _tables(sorted(out.steps.glob("*.parquet")), STEPS_SCHEMA, warn)
+    step_tables = _tables(out, _named(out, out.steps, ".parquet"), STEPS_SCHEMA, warn)
     _merge(out, _with_unsampled(out, step_tables), steps, STEPS_SCHEMA)
     request_files = map(out.request_stats, manifest.parts())
-    _merge(out, _tables(request_files, REQUESTS_SCHEMA, warn), requests, REQUESTS_SCHEMA)
-    columns, run_ids = _step_columns(steps)
+    _merge(out, _tables(out, request_files, REQUESTS_SCHEMA, warn), requests, REQUESTS_SCHEMA)
+    columns, run_ids = _step_columns(out, steps)
     runs = _runs(out, set(run_ids), warn)
     latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
     block_sizes = {run.run_id: run.kv["block_size"] for run in runs if run.kv}
@@ -61,7 +61,7 @@ def write_summary(
     block_size = np.array([block_sizes.get(run_id, 0) for run_id in run_ids], dtype=np.float64)
     engine_s = sum(run.engine_s for run in runs)
     rows = _rows(records)
-    sums = _column_sums(requests)
+    sums = _column_sums(out, requests)
     measured = measures(
         {name: values[known] for name, values in columns.items() if name in STEP_COLUMNS},
         block_size[known],
@@ -98,10 +98,10 @@ def write_summary(
 def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> list[Run]:
     """The records of all runs, in order, but for those that are damaged or gone."""
     runs = []
-    for run_id in sorted({path.stem for path in out.runs.glob("*.json")} | with_steps):
+    for run_id in sorted({path.stem for path in _named(out, out.runs, ".json")} | with_steps):
         path = out.runs / f"{run_id}.json"
         try:
-            runs.append(read_run(path))
+            runs.append(read_run(out.files, path))
         except (OSError, ValueError):
             warn(f"{path} is damaged or missing: summary.json leaves out that run's time and pool")
     return runs
@@ -128,12 +128,12 @@ def _peaks(runs: Iterable[Run]) -> dict[str, float]:
 
 
 def _tables(
-    files: Iterable[Path], schema: pa.Schema, warn: Callable[[str], None]
+    out: OutputDir, files: Iterable[PurePath], schema: pa.Schema, warn: Callable[[str], None]
 ) -> Iterator[pa.Table]:
     """The tables in ``files``, but for those that are damaged."""
     for file in files:
         try:
-            table = pq.read_table(file, page_checksum_verification=True)
+            table = out.read_table(file)
         except (pa.ArrowException, OSError):
             table = None
         if table is not None and table.schema.equals(schema):
@@ -149,23 +149,31 @@ def _with_unsampled(out: OutputDir, tables: Iterable[pa.Table]) -> Iterator[pa.T
         steps = zip(table["run_id"].to_pylist(), table["step"].to_pylist(), strict=True)
         last_step.update(steps)
         yield table
-    for path in sorted(out.runs.glob("*.json")):
+    for path in _named(out, out.runs, ".json"):
         with suppress(OSError, ValueError):
-            row = read_run(path).unsampled
+            row = read_run(out.files, path).unsampled
             if row is not None and row["step"] > last_step.get(path.stem, -1):
                 yield pa.Table.from_pylist([row], schema=STEPS_SCHEMA)
 
 
-def _merge(out: OutputDir, tables: Iterable[pa.Table], final: Path, schema: pa.Schema) -> None:
+def _named(out: OutputDir, folder: PurePath, suffix: str) -> list[PurePath]:
+    return [path for path in out.files.entries(folder) if path.suffix == suffix]
+
+
+def _merge(out: OutputDir, tables: Iterable[pa.Table], final: PurePath, schema: pa.Schema) -> None:
     staged = out.staging / final.name
-    with storage_errors(final), pq.ParquetWriter(staged, schema, compression="zstd") as writer:
+    with (
+        storage_errors(final),
+        out.files.create(staged) as file,
+        pq.ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
         for table in tables:
             writer.write_table(table)
     publish(out.files, staged, final)
 
 
-def _column_sums(path: Path) -> dict[str, int]:
-    table = pq.read_table(path)
+def _column_sums(out: OutputDir, path: PurePath) -> dict[str, int]:
+    table = out.read_table(path)
     return {
         name: pc.sum(table[name]).as_py() or 0 for name in table.schema.names if name != "row_id"
     }
@@ -187,9 +195,9 @@ def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
     }
 
 
-def _step_columns(path: Path) -> tuple[dict[str, Float], list[str]]:
+def _step_columns(out: OutputDir, path: PurePath) -> tuple[dict[str, Float], list[str]]:
     """The columns that the summary is made of, and each step's run."""
     names = (*STEP_COLUMNS, "prefill_tokens", "recomputed_tokens")
-    table = pq.read_table(path, columns=["run_id", *names])
+    table = out.read_table(path, ["run_id", *names])
     columns = {name: np.asarray(table[name].to_numpy(), dtype=np.float64) for name in names}
     return columns, table["run_id"].to_pylist()

@@ -98,12 +98,13 @@ class _Check:
             yield f"{path} is no part of this job"
 
     def _record(self, part: Part) -> PartRecord | None:
-        record = self._out.finished(part)
+        record = self._out.read_record(part)
         if record is None and self._claims_success:
             raise DataError(f"{self._out.part_file(part)} has no record, but _SUCCESS is there")
         return record
 
     def _check_part(self, part: Part, record: PartRecord) -> None:
+        self._out.check(part, record)
         path = self._out.part_file(part)
         try:
             table = read_part(read_file(self._out.files, path), part.rows)

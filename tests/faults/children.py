@@ -18,6 +18,7 @@ from pathlib import Path
 from batchinfer.errors import JobError
 from batchinfer.job import sink
 from batchinfer.job.failpoints import VARIABLE
+from batchinfer.job.files import LocalFiles
 from batchinfer.job.rows import FinishedRow
 from batchinfer.job.run import run_job
 from batchinfer.job.sink import Sink
@@ -82,7 +83,7 @@ def start(
     Args:
         spec: the job.
         build: makes the engine; None: the real one.
-        pace: in place of ``sink.FLUSH_EVERY_S`` and ``sink.FLUSH_ROWS``.
+        pace: in place of ``LocalFiles.flush_every_s`` and ``sink.FLUSH_ROWS``.
         folder: for the process's output, and for ``finished``: a line for each row as it finishes,
             with the time.
         failpoint: where it kills itself.
@@ -99,7 +100,7 @@ def start(
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.environ[VARIABLE] = failpoint
-        sink.FLUSH_EVERY_S, sink.FLUSH_ROWS = pace.every_s, pace.rows
+        LocalFiles.flush_every_s, sink.FLUSH_ROWS = pace.every_s, pace.rows
         _tell_finished(folder / "finished")
         around()
         code = int(run_job(spec, build=build, quiet=True, retry_errors=retry_errors))  # type: ignore[arg-type]

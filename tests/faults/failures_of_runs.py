@@ -148,7 +148,7 @@ def _held(place: Place) -> list[str]:
     held = FileLock(state / lock.LOCK)
     held.acquire()
     place.patch.setattr(lock, "_held_by", partial(_and_release, held, lock._held_by))
-    (state / lock.HOLDER).write_text(json.dumps(lock._this_process()))
+    (state / lock.HOLDER).write_text(json.dumps(lock.this_process()))
     return RUN
 
 

@@ -38,6 +38,8 @@ Node = File | Folder
 class LossyFiles:
     """See ``batchinfer.job.files.Files``; files and folders by absolute path."""
 
+    flush_every_s = 0.0
+
     def __init__(self, root: Folder | None = None) -> None:
         self.root = root or Folder()
         self.after_change: Callable[[], None] = lambda: None

@@ -18,7 +18,7 @@ from batchinfer.job.output import OutputDir
 from batchinfer.job.row_ids import NO_ROWS
 from batchinfer.job.rows import FinishedRow
 from batchinfer.job.segments import Segments
-from batchinfer.job.sink import FLUSH_EVERY_S, Sink
+from batchinfer.job.sink import Sink
 from batchinfer.job.source import open_source
 from batchinfer.job.table import output_table
 from tests.job.datasets import write_parquet
@@ -120,10 +120,10 @@ def test_a_part_waits_for_the_parts_before_it(five: Fixture) -> None:
 
 def test_rows_that_wait_go_to_disk_every_few_seconds(five: Fixture) -> None:
     five.sink.add(finished(4))
-    five.now = FLUSH_EVERY_S - 0.1
+    five.now = LocalFiles.flush_every_s - 0.1
     five.sink.flush_if_due()
     assert five.segment_rows() == []
-    five.now = FLUSH_EVERY_S
+    five.now = LocalFiles.flush_every_s
     five.sink.flush_if_due()
     assert five.segment_rows() == [4]
     five.sink.add(finished(3))
