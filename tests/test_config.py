@@ -56,6 +56,8 @@ def test_a_sampling_parameter_of_another_type_is_named(
         ({"beam_width": 2, "stop": "x"}, "not yet: sampling.stop with beam_width"),
         ({"beam_width": 2, "min_tokens": 2}, "not yet: sampling.min_tokens with beam_width"),
         ({"beam_width": 2, "logprobs": 0}, "not yet: sampling.logprobs with beam_width"),
+        ({"beam_width": 2, "prompt_logprobs": 0}, "not yet: sampling.prompt_logprobs with"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be 0 to 20"),
         ({"beam_width": 2, "top_k": 5}, "not yet: sampling.top_k with beam_width"),
         ({"beam_width": 2, "repetition_penalty": 1.1}, "not yet: sampling.repetition_penalty with"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import batchinfer
@@ -105,6 +106,28 @@ def test_logprobs_name_each_token_and_its_alternatives(llm: LLM) -> None:
         assert len(logprobs) == 2
     total = sum(p[t].logprob for t, p in zip(sample.token_ids, sample.logprobs, strict=True))
     assert math.isclose(sample.cumulative_logprob, total, abs_tol=1e-4)
+
+
+def test_log_probabilities_of_prompts_are_those_of_transformers(llm: LLM, model: Path) -> None:
+    prompts = ["a prompt", "a prompt that goes on", "a"]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    for output in outputs:
+        ids = output.prompt_token_ids
+        logits = reference(input_ids=torch.tensor([ids])).logits[0].detach()
+        expected = logits.log_softmax(-1)[:-1]
+        assert output.prompt_logprobs is not None
+        first, *others = output.prompt_logprobs
+        assert first is None
+        assert len(others) == len(ids) - 1
+        for token_id, found, own in zip(ids[1:], others, expected, strict=True):
+            for other_id, logprob in found.items():
+                assert math.isclose(logprob.logprob, own[other_id], abs_tol=1e-4)
+            assert sorted(logprob.rank for logprob in found.values())[:2] == [1, 2]
+            assert len(found) == 2 + (found[token_id].rank > 2)
+    plain = llm.generate(prompts[:1], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert plain[0].prompt_logprobs is None
 
 
 def test_a_bad_prompt_fails_alone(llm: LLM) -> None:

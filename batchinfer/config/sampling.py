@@ -23,7 +23,6 @@ HUGE = 1e30
 """Most that a number may be which is computed with in float32."""
 
 _NOT_YET_SAMPLING: Mapping[str, object] = {
-    "prompt_logprobs": None,
     "structured_outputs": None,
 }
 _NOT_WITH_BEAMS = (
@@ -36,6 +35,7 @@ _NOT_WITH_BEAMS = (
     "repetition_penalty",
     "stop",
     "logprobs",
+    "prompt_logprobs",
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
@@ -97,6 +97,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """Texts that must not appear."""
     prompt_logprobs: int | None = None
+    """Write the same of each token of the prompt but the first, which nothing comes before."""
     structured_outputs: Mapping[str, Any] | None = None
     beam_width: int | None = None
     """Beam search with so many beams, of which the n best are written, best first; the temperature
@@ -123,9 +124,9 @@ class SamplingParams:
         positive = 1 / HUGE <= self.repetition_penalty <= HUGE
         self._require("repetition_penalty", positive, f"over 0 and at most {HUGE:g}")
         self._require("seed", self.seed is None or 0 <= self.seed < 2**64, "0 to 2**64 - 1")
-        self._require(
-            "logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "0 to 20"
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            self._require(name, wanted is None or 0 <= wanted <= MAX_LOGPROBS, "0 to 20")
         for name in ("stop", "bad_words"):
             valid = all(map(_is_text, getattr(self, name)))
             self._require(name, valid, "texts that are not empty, of valid Unicode")

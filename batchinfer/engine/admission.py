@@ -88,14 +88,14 @@ class Admission:
     def _find_prefix(self, sequence: Sequence) -> tuple[Hit, bool]:
         """What the pool holds of a sequence, and whether waiting a step would find more.
 
-        The last token to compute is never part of a hit: its logits are needed. A block that this
-        step fills can be shared but not copied from, and a row that is computing a longer common
-        prefix is worth waiting for; both are seen from the step itself, nothing is stored.
+        A token whose logits are needed, as the last one's are, is never part of a hit. A block that
+        this step fills can be shared but not copied from, and a row that is computing a longer
+        common prefix is worth waiting for; both are seen from the step itself, nothing is stored.
         """
         if sequence.state.computes_alone:
             return Hit([], None, 0, left=self._pool.parts.left(0)), False
         size, pool = self._table.block_size, self._pool
-        key = sequence.key(0, sequence.goal - 1)
+        key = sequence.key(0, sequence.most_found)
         match = pool.match(key)
         hit = find_hit(pool, match, least=self._parting(sequence))
         if self._future_use.left_behind(sequence, hit.tail):

@@ -88,6 +88,7 @@ class DryRunner:
                 ranks=None,
                 top_token_ids=top_token_ids,
                 top_logprobs=top_logprobs,
+                scored=_scored(step),
             )
         )
 
@@ -108,6 +109,21 @@ class DryRunner:
         if self._end_after is not None:
             tokens[batch.position >= self._end_after - 1] = END_TOKEN
         return tokens
+
+
+def _scored(step: Step) -> StepResult | None:
+    """Made-up log-probabilities of a prompt's tokens."""
+    if step.scored is None:
+        return None
+    tokens, most = step.scored.token_ids, int(step.scored.num_logprobs.max())
+    return StepResult(
+        token_ids=tokens,
+        logprobs=np.zeros(len(tokens), dtype=np.float32),
+        nonfinite=np.zeros(len(tokens), dtype=np.bool_),
+        ranks=np.ones(len(tokens), dtype=np.int32),
+        top_token_ids=np.zeros((len(tokens), most), dtype=np.int32),
+        top_logprobs=np.zeros((len(tokens), most), dtype=np.float32),
+    )
 
 
 def _candidates(step: Step, tokens: Int32) -> tuple[Int32 | None, Float32 | None]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from batchinfer.engine.in_flight import InFlight, note_drawn
+from batchinfer.engine.prompt_scores import scored_spans, scored_tokens, take_back_scores
 from batchinfer.engine.recovery import Recovered, recover
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.runner import OutOfMemory, Runner
@@ -148,14 +149,16 @@ class Engine:
         table = scheduler.table
         rows, copies = sampled_rows(table, schedule)
         shared = self._prefixes.of_step(schedule.rows)
-        pending = self._runner.submit(build_step(table, schedule, rows, copies, shared))
+        spans = scored_spans(table, schedule)
+        step = build_step(table, schedule, rows, copies, shared, scored_tokens(spans))
+        pending = self._runner.submit(step)
         tokens = note_tokens(table, schedule, began)
         drawn = note_drawn(table, rows, copies)
         scheduler.advance(schedule, rows, copies)
         stats = step_stats(scheduler, schedule, tokens, self._num_steps)
         scheduler.retire(rows)
         self._num_steps += 1
-        return InFlight(pending, drawn, stats, began)
+        return InFlight(pending, drawn, stats, began, spans)
 
     def _read(self, completions: list[Completion]) -> StepStats:
         """Wait for the oldest step in flight and take its samples back.
@@ -166,6 +169,7 @@ class Engine:
         result = step.pending.result()
         self._in_flight.popleft()
         self.scheduler.pool.confirm()
+        take_back_scores(step.scored, result.scored)
         completions.extend(take_back(self.scheduler, step.drawn, result, self._clock()))
         began, self._last_read_at = max(step.began, self._last_read_at), self._clock()
         seconds, stats = self._last_read_at - began, step.stats

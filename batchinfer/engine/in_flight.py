@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.engine.prompt_scores import ScoredSpan
 from batchinfer.engine.runner import Pending
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import Bool, Int32, Int64
@@ -33,6 +34,7 @@ class Drawn:
     checks_stops: Bool
     num_logprobs: Int32
     is_beam: Bool
+    scores_prompt: Bool
 
     def only(self, chosen: Bool | Rows) -> Drawn:
         """Those sequences, by a mask or by their places."""
@@ -49,6 +51,8 @@ class InFlight:
     """Without its times."""
     began: float
     """When its scheduling began, by the engine's clock."""
+    scored: list[ScoredSpan]
+    """What it tells of prompts."""
 
 
 def note_drawn(table: SequenceTable, rows: Rows, copies: Int32) -> Drawn:
@@ -68,4 +72,5 @@ def note_drawn(table: SequenceTable, rows: Rows, copies: Int32) -> Drawn:
         checks_stops=table.checks_stops[rows],
         num_logprobs=table.num_logprobs[rows],
         is_beam=table.is_beam[rows],
+        scores_prompt=table.scores_prompt[rows],
     )

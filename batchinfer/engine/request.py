@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.config import SamplingParams
+from batchinfer.engine.prompt_scores import PromptLogprobs
 from batchinfer.protocols import StopChecker, StopMatch
 
 TokenIds = npt.NDArray[np.int32]
@@ -34,11 +35,21 @@ class Request:
     """Makes a checker for each sample; None where the row has no stop strings."""
     shared_later: int = 0
     """Prompt tokens that a row after it, in the order they run, begins with as well."""
+    scored_from: int = 1
+    """With ``params.prompt_logprobs``: the first prompt token whose log-probability is wanted."""
+    given_token: int | None = None
+    """What its one output token is, whatever the logits say: scoring asks how likely it was."""
 
     @property
     def num_prompt_tokens(self) -> int:
         """Length of the prompt in tokens."""
         return len(self.prompt_token_ids)
+
+    @property
+    def logits_from(self) -> int:
+        """The first position whose logits are needed; no block that holds it is taken over."""
+        last = self.num_prompt_tokens - 1
+        return last if self.params.prompt_logprobs is None else min(self.scored_from - 1, last)
 
     @property
     def gang_size(self) -> int:
@@ -137,3 +148,5 @@ class Completion:
     error_code: str | None = None
     error_message: str | None = None
     stats: RequestStats = field(default_factory=RequestStats)
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the tokens from ``request.scored_from`` on, if asked for and nothing failed."""

@@ -202,11 +202,11 @@ class StepWork:
         """The work of an engine's step."""
         new = np.diff(step.query_starts).astype(np.int64)
         context = step.context_lens.astype(np.int64)
-        one = new == 1
+        one, scored = new == 1, step.scored
         pairs = new * (context - new) + new * (new + 1) // 2
         return cls(
             tokens=step.num_tokens,
-            logits_rows=len(step.logits_indices),
+            logits_rows=len(step.logits_indices) + (0 if scored is None else len(scored.rows)),
             decode_context=int(context[one].sum()),
             chunks=int((~one).sum()),
             chunk_context=int(context[~one].sum()),

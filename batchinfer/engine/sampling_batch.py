@@ -23,6 +23,7 @@ def build_sampling_batch(table: SequenceTable, rows: Rows, copies: Int32) -> Sam
     edited = np.flatnonzero(table.edits_logits[drawn])
     sequences = [table.sequence(drawn[at]) for at in edited]
     position = (table.num_tokens[drawn] - table.num_prompt[drawn]).astype(np.int32)
+    given = table.given_token[drawn]
     bias, allowed = _Entries(), _Entries()
     for at, sequence in zip(edited.tolist(), sequences, strict=True):
         _add_biases(sequence, int(position[at]), at, bias)
@@ -44,6 +45,7 @@ def build_sampling_batch(table: SequenceTable, rows: Rows, copies: Int32) -> Sam
         bias_values=np.asarray(bias.values, dtype=np.float32),
         allowed_samples=np.asarray(allowed.samples, dtype=np.int32),
         allowed_token_ids=np.asarray(allowed.token_ids, dtype=np.int32),
+        given_token_ids=given if (given >= 0).any() else None,
     )
 
 

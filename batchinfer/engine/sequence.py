@@ -8,6 +8,7 @@ import numpy as np
 
 from batchinfer.engine.beam import BeamSearch
 from batchinfer.engine.prefix_index import Block, token_key
+from batchinfer.engine.prompt_scores import PromptScores
 from batchinfer.engine.request import Request, RequestStats, SampleOutput, TokenIds, TokenLogprobs
 from batchinfer.protocols import StopMatch
 
@@ -27,6 +28,7 @@ class RequestState:
         "first_token_at",
         "live",
         "request",
+        "scores",
         "search",
         "stats",
     )
@@ -44,6 +46,8 @@ class RequestState:
         """Beams: best first."""
         self.finished: dict[int, SampleOutput] = {}
         self.search: BeamSearch | None = None
+        self.scores: PromptScores | None = None
+        """What is known of the prompt's tokens, if that is asked for."""
         self.stats = RequestStats(prompt_tokens=request.num_prompt_tokens)
 
     def begin(self) -> Sequence:
@@ -54,6 +58,8 @@ class RequestState:
         """
         self.finished.clear()
         self.search = BeamSearch(self.request) if self.request.params.beam_width else None
+        asks = self.request.params.prompt_logprobs is not None
+        self.scores = PromptScores(self.request) if asks else None
         self.live = [Sequence(self, 0)]
         return self.live[0]
 
@@ -148,6 +154,15 @@ class Sequence:
         """Tokens to compute next: all, or all but the last until the rest of its gang runs."""
         alone = all(other is self or other.row >= 0 for other in self.gang)
         return self.num_tokens if alone else self.num_tokens - 1
+
+    @property
+    def most_found(self) -> int:
+        """Tokens it may find computed: not the last to compute, nor any before which logits are
+        needed."""
+        scores, all_but_last = self.state.scores, self.goal - 1
+        if scores is None or scores.next >= scores.stop:
+            return all_but_last
+        return min(scores.next, all_but_last)
 
     @property
     def num_unborn(self) -> int:

@@ -51,6 +51,16 @@ class SamplingBatch:
     bias_values: Float32  # [B]
     allowed_samples: Int32  # [A] samples in here may only take their token ids in here
     allowed_token_ids: Int32  # [A]
+    given_token_ids: Int32 | None = None  # [K] not drawn but told; -1 = drawn; None: all are drawn
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Tokens of prompts whose log-probabilities are asked for. P = such tokens in the step."""
+
+    rows: Int32  # [P] packed tokens whose logits they are judged by: those before them
+    token_ids: Int32  # [P]
+    num_logprobs: Int32  # [P] alternatives wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,7 @@ class Step:
     swap_ins: Int32 = field(default_factory=_no_pairs)  # [I, 2] (host slot, device slot)
     other_tables: Int32 = field(default_factory=_no_tables)  # [G - 1, S, longest table]
     other_slots: Int64 = field(default_factory=_no_slots)  # [G - 1, T] as slot_mapping
+    scored: ScoredTokens | None = None  # None: nobody asks
 
     @property
     def num_sequences(self) -> int:
@@ -133,3 +144,16 @@ class StepResult:
     ranks: Int32 | None  # [K] 1 = most likely; None when no sample asked for logprobs
     top_token_ids: Int32 | None  # [K, L] best first
     top_logprobs: Float32 | None  # [K, L]
+    scored: StepResult | None = None  # of the step's P scored tokens, as if these were its samples
+
+    def only(self, kept: Bool | slice) -> StepResult:
+        """Of some of the samples, by a mask or a slice; without scored tokens."""
+        ranks, top_ids, top_logprobs = self.ranks, self.top_token_ids, self.top_logprobs
+        return StepResult(
+            token_ids=self.token_ids[kept],
+            logprobs=self.logprobs[kept],
+            nonfinite=self.nonfinite[kept],
+            ranks=None if ranks is None else ranks[kept],
+            top_token_ids=None if top_ids is None else top_ids[kept],
+            top_logprobs=None if top_logprobs is None else top_logprobs[kept],
+        )

@@ -9,7 +9,7 @@ import numpy as np
 from batchinfer.engine.block_copies import Pairs
 from batchinfer.engine.sampling_batch import build_sampling_batch
 from batchinfer.engine.schedule import Schedule
-from batchinfer.engine.step import Int32, Int64, SharedPrefixes, Step
+from batchinfer.engine.step import Int32, Int64, ScoredTokens, SharedPrefixes, Step
 from batchinfer.engine.table import Rows, SequenceTable
 
 
@@ -33,11 +33,12 @@ def build_step(
     sampled: Rows,
     copies: Int32,
     shared_prefixes: SharedPrefixes | None = None,
+    scored: ScoredTokens | None = None,
 ) -> Step:
     """The step that computes ``schedule``; slots of blocks are resolved here.
 
-    ``sampled`` and ``copies`` are those of ``sampled_rows``, ``shared_prefixes`` of the schedule's
-    rows.
+    ``sampled`` and ``copies`` are those of ``sampled_rows``, ``shared_prefixes`` and ``scored`` of
+    the schedule's rows.
     """
     rows, num_new = schedule.rows, schedule.num_new
     starts = np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)
@@ -68,6 +69,7 @@ def build_step(
         shared_prefixes=shared_prefixes,
         swap_outs=_pairs(schedule.copies.outs),
         swap_ins=_pairs(schedule.copies.ins),
+        scored=scored,
         **others,
     )
 

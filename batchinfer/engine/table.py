@@ -91,6 +91,10 @@ class SequenceTable:
         """Whether penalties, biases or bans need looking after, one sequence at a time."""
         self.needs_values = np.zeros(rows, dtype=np.bool_)
         """Whether drawing a token takes the values of all tokens before it."""
+        self.scores_prompt = np.zeros(rows, dtype=np.bool_)
+        """Whether log-probabilities of its prompt's tokens are asked for."""
+        self.given_token = np.full(rows, -1, dtype=np.int32)
+        """What its output token is told to be; -1 = it is drawn."""
         self.is_beam = np.zeros(rows, dtype=np.bool_)
         """Whether the sequence is one of a row's beams."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -246,6 +250,8 @@ class SequenceTable:
         self.checks_stops[row] = sequence.stop_checker is not None
         self.length_known[row] = not stop_ids and request.make_stop_checker is None
         self.is_beam[row] = params.beam_width is not None
+        self.scores_prompt[row] = params.prompt_logprobs is not None
+        self.given_token[row] = -1 if request.given_token is None else request.given_token
         self.needs_values[row] = bool(
             params.beam_width
             or params.presence_penalty

@@ -39,8 +39,8 @@ def take_back(
     beams = drawn.is_beam
     if beams.any():
         of_beams = np.repeat(beams, drawn.copies)
-        states, errors = take_back_beams(scheduler, drawn.only(beams), _only(result, of_beams), now)
-        drawn, result, running = drawn.only(~beams), _only(result, ~of_beams), running[~beams]
+        states, errors = take_back_beams(scheduler, drawn.only(beams), result.only(of_beams), now)
+        drawn, result, running = drawn.only(~beams), result.only(~of_beams), running[~beams]
     sequences = _with_new_samples(drawn)
     for sequence, token, logprob in zip(
         sequences, result.token_ids.tolist(), result.logprobs.tolist(), strict=True
@@ -52,7 +52,7 @@ def take_back(
     if len(sequences) > len(drawn.rows):
         samples = drawn.only(np.repeat(np.arange(len(drawn.rows)), drawn.copies))
     _note_logprobs(sequences, samples.num_logprobs, result)
-    failed = result.nonfinite
+    failed = result.nonfinite | _judged_by_no_number(samples, sequences)
     stops = _stops(samples, sequences, result)
     stopped = np.zeros(len(sequences), dtype=np.bool_)
     stopped[list(stops)] = True
@@ -93,19 +93,7 @@ def _without_ended(
     if alive.all():
         return drawn, result, running
     kept = np.repeat(alive, drawn.copies)
-    return drawn.only(alive), _only(result, kept), running[alive]
-
-
-def _only(result: StepResult, kept: Bool) -> StepResult:
-    ranks, top_ids, top_logprobs = result.ranks, result.top_token_ids, result.top_logprobs
-    return StepResult(
-        token_ids=result.token_ids[kept],
-        logprobs=result.logprobs[kept],
-        nonfinite=result.nonfinite[kept],
-        ranks=None if ranks is None else ranks[kept],
-        top_token_ids=None if top_ids is None else top_ids[kept],
-        top_logprobs=None if top_logprobs is None else top_logprobs[kept],
-    )
+    return drawn.only(alive), result.only(kept), running[alive]
 
 
 def _with_new_samples(drawn: Drawn) -> list[Sequence]:
@@ -156,6 +144,15 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
                 top=tuple(top),
             )
         )
+
+
+def _judged_by_no_number(samples: Drawn, sequences: list[Sequence]) -> Bool:
+    """[K] whether logits of the prompt, which are all known by its first sample, held NaN."""
+    spoilt = np.zeros(len(sequences), dtype=np.bool_)
+    for at in np.flatnonzero(samples.scores_prompt & (samples.lengths == 1)):
+        scores = sequences[at].state.scores
+        spoilt[at] = scores is not None and scores.nonfinite
+    return spoilt
 
 
 def _stops(
@@ -234,6 +231,8 @@ def _completion(state: RequestState, *, failed: bool, now: float) -> Completion:
     stats.decode_ms = (now - state.first_token_at) * 1e3
     stats.latency_ms = (now - state.arrived_at) * 1e3
     completion = Completion(state.request, outputs, stats=stats)
+    if state.scores is not None and not failed:
+        completion.prompt_logprobs = state.scores.logprobs()
     if failed:
         completion.error_code = "nan_logits"
         completion.error_message = "the logits hold NaN or infinity, or bans leave no token"

@@ -45,6 +45,9 @@ def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Cens
         per_token += _LOGPROB_BYTES * (1 + (spec.sampling.logprobs or 0))
     generated = census.output_tokens * per_token + census.samples * _BYTES_PER_SAMPLE
     generated += census.rows * _BYTES_PER_ROW
+    if "prompt_logprobs" in include:
+        each = _LOGPROB_BYTES * (1 + (spec.sampling.prompt_logprobs or 0))
+        generated += census.prompt_tokens * each
     if "prompt" in include:
         generated += census.prompt_characters * _COMPRESSED
     scale = source.num_rows / census.rows

@@ -60,7 +60,13 @@ class Lengths:
         return Request(
             row_id=row_id,
             prompt_token_ids=token_ids,
-            params=_plain(params.max_tokens, params.n, params.min_tokens, params.beam_width),
+            params=_plain(
+                params.max_tokens,
+                params.n,
+                params.min_tokens,
+                params.beam_width,
+                params.prompt_logprobs,
+            ),
             rng_key=(0, row_id),
             eos_token_ids=frozenset([END_TOKEN]) if ends else frozenset(),
             shared_later=shared_later,
@@ -68,9 +74,17 @@ class Lengths:
 
 
 @lru_cache(maxsize=1024)  # rows have few distinct ones, and checking them takes a while
-def _plain(max_tokens: int, n: int, min_tokens: int, beam_width: int | None) -> SamplingParams:
+def _plain(
+    max_tokens: int, n: int, min_tokens: int, beam_width: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
     """What the schedule depends on; how tokens are drawn does not matter."""
-    return SamplingParams(max_tokens=max_tokens, n=n, min_tokens=min_tokens, beam_width=beam_width)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        n=n,
+        min_tokens=min_tokens,
+        beam_width=beam_width,
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 @dataclass

@@ -87,9 +87,10 @@ class RowParams:
             what = printable(text, 60)
             return RowError(_CODE, f"{COLUMN} must be an object of parameters, not {what}")
         fields = _without_aliases(fields)
-        if "logprobs" in fields and self._job["logprobs"] is None:
-            need = "sampling.logprobs and output.include: [logprobs] of the job"
-            return RowError(_CODE, f"{COLUMN}: logprobs is given, but needs {need}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if name in fields and self._job[name] is None:
+                need = f"sampling.{name} and output.include: [{name}] of the job"
+                return RowError(_CODE, f"{COLUMN}: {name} is given, but needs {need}")
         for name in ("stop", "bad_words"):
             if isinstance(fields.get(name), str):
                 fields[name] = [fields[name]]

@@ -8,7 +8,13 @@ from functools import lru_cache, partial
 from typing import Any
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.request import Completion, Request, RequestStats, SampleOutput
+from batchinfer.engine.request import (
+    Completion,
+    Request,
+    RequestStats,
+    SampleOutput,
+    TokenLogprobs,
+)
 from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
 from batchinfer.job.row_params import RowSampling
@@ -99,6 +105,8 @@ class RowFinisher:
         }
         if "prompt" in self._include:
             values["prompt"] = self._seen(prompt)
+        if "prompt_logprobs" in self._include:
+            values["prompt_logprobs"] = _prompt_logprobs(completion)
         # A request that the engine refused has run nothing, not even its prompt.
         stats = completion.stats if completion.stats.prompt_tokens else None
         return FinishedRow(values, stats, prompt.has_control_text, row.distinct_tokens)
@@ -130,17 +138,40 @@ class RowFinisher:
 
 
 def _logprobs(sample: SampleOutput) -> list[dict[str, Any]] | None:
-    if sample.logprobs is None:
+    return None if sample.logprobs is None else [_logprob(token) for token in sample.logprobs]
+
+
+def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
+    """Of each token of the prompt; null for the first, which nothing comes before."""
+    tokens = prompt_tokens(completion)
+    return None if tokens is None else [None, *map(_logprob, tokens)]
+
+
+def prompt_tokens(completion: Completion) -> list[TokenLogprobs] | None:
+    """The tokens of a prompt from ``scored_from`` on; None if they were not asked for."""
+    found, request = completion.prompt_logprobs, completion.request
+    if found is None:
         return None
     return [
-        {
-            "token_id": token.token_id,
-            "logprob": token.logprob,
-            "rank": token.rank,
-            "top": [{"token_id": token_id, "logprob": value} for token_id, value in token.top],
-        }
-        for token in sample.logprobs
+        TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids, top_logprobs, strict=True)))
+        for token_id, logprob, rank, top_ids, top_logprobs in zip(
+            request.prompt_token_ids[request.scored_from :].tolist(),
+            found.logprobs.tolist(),
+            found.ranks.tolist(),
+            found.top_token_ids.tolist(),
+            found.top_logprobs.tolist(),
+            strict=True,
+        )
     ]
+
+
+def _logprob(token: TokenLogprobs) -> dict[str, Any]:
+    return {
+        "token_id": token.token_id,
+        "logprob": token.logprob,
+        "rank": token.rank,
+        "top": [{"token_id": token_id, "logprob": value} for token_id, value in token.top],
+    }
 
 
 def failed_row(row_id: int, error: RowError) -> FinishedRow:

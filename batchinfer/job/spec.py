@@ -139,7 +139,7 @@ class OutputSpec(_Section):
     explode: bool = False
     """One output row per sample. Not yet."""
     include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
-    """More to write for each row. prompt_logprobs: not yet."""
+    """More to write for each row."""
     rename: Mapping[str, Text] = {}
     """Input column: its name in the output, where it collides with an output column."""
 
@@ -149,7 +149,6 @@ class OutputSpec(_Section):
             {
                 f"output.format: {self.format}": self.format != "parquet",
                 "output.explode": self.explode,
-                "output.include: prompt_logprobs": "prompt_logprobs" in self.include,
             }
         )
         _check_place("output.path", self.path)
@@ -167,8 +166,10 @@ def output_columns(include: Collection[str]) -> tuple[str, ...]:
         include: what ``output.include`` names.
     """
     prompt = ("prompt",) if "prompt" in include else ()
+    logprobs = ("prompt_logprobs",) if "prompt_logprobs" in include else ()
+    answers = ("generated_text", "outputs", *logprobs)
     counts = ("num_prompt_tokens", "num_output_tokens", "truncated")
-    return ("row_id", *prompt, "generated_text", "outputs", *counts, "status", "error")
+    return ("row_id", *prompt, *answers, *counts, "status", "error")
 
 
 class ErrorsSpec(_Section):
@@ -238,16 +239,18 @@ class JobSpec(_Section):
                 "score": self.score is not None,
             }
         )
-        if "logprobs" in self.output.include and self.sampling.logprobs is None:
-            raise ValueError("output.include names logprobs, but sampling.logprobs is not set")
+        for name in ("logprobs", "prompt_logprobs"):
+            written, asked = name in self.output.include, getattr(self.sampling, name) is not None
+            if written and not asked:
+                raise ValueError(f"output.include names {name}, but sampling.{name} is not set")
+            if asked and not written:
+                raise ValueError(
+                    f"sampling.{name} is set, but they are not written; "
+                    f"add to the output section: include: [{name}]"
+                )
         for key in ("max_num_seqs", "max_num_batched_tokens"):
             if (self.sampling.beam_width or 1) > getattr(self.engine, key):
                 raise ValueError(f"sampling.beam_width is more than engine.{key}; lower it")
-        if self.sampling.logprobs is not None and "logprobs" not in self.output.include:
-            raise ValueError(
-                "sampling.logprobs is set, but they are not written; "
-                "add to the output section: include: [logprobs]"
-            )
         return self
 
 

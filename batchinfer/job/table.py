@@ -14,7 +14,7 @@ from batchinfer.job.source import Source
 from batchinfer.job.spec import JobSpec
 
 _TOP = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
-_LOGPROBS = pa.struct(
+_LOGPROB = pa.struct(
     [
         ("token_id", pa.int32()),
         ("logprob", pa.float32()),
@@ -30,7 +30,7 @@ _OUTPUT = [
     ("num_tokens", pa.int32()),
     ("cumulative_logprob", pa.float64()),
 ]
-_OPTIONAL_OUTPUT = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(_LOGPROBS)}
+_OPTIONAL_OUTPUT = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(_LOGPROB)}
 ERROR = pa.struct([("code", pa.string()), ("message", pa.string())])
 
 
@@ -77,6 +77,8 @@ def _generated_fields(include: Sequence[str]) -> Iterator[tuple[str, pa.DataType
         yield "prompt", pa.string()
     yield "generated_text", pa.string()
     yield "outputs", pa.list_(pa.struct(output))
+    if "prompt_logprobs" in include:
+        yield "prompt_logprobs", pa.list_(_LOGPROB)
     yield "num_prompt_tokens", pa.int32()
     yield "num_output_tokens", pa.int32()
     yield "truncated", pa.bool_()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
-from batchinfer.job.rows import sample_text
+from batchinfer.job.rows import prompt_tokens, sample_text
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import Tokenizer
 
@@ -71,7 +71,8 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    """Of each token of the prompt, if asked for; None for the first, which nothing comes before."""
     num_cached_tokens: int
     finished: bool
     outputs: list[CompletionOutput]
@@ -92,7 +93,7 @@ def finished(
         request_id=request_id,
         prompt=prompt.text,
         prompt_token_ids=request.prompt_token_ids.tolist(),
-        prompt_logprobs=None,
+        prompt_logprobs=_prompt_logprobs(completion, tokenizer),
         num_cached_tokens=completion.stats.cached_tokens,
         finished=True,
         outputs=[_sample(sample, request.params, tokenizer) for sample in completion.outputs],
@@ -115,6 +116,13 @@ def _sample(sample: SampleOutput, params: SamplingParams, tokenizer: Tokenizer) 
         else [_logprobs(token, tokenizer) for token in sample.logprobs],
         score=sample.score,
     )
+
+
+def _prompt_logprobs(
+    completion: Completion, tokenizer: Tokenizer
+) -> list[dict[int, Logprob] | None] | None:
+    tokens = prompt_tokens(completion)
+    return None if tokens is None else [None, *(_logprobs(token, tokenizer) for token in tokens)]
 
 
 def _logprobs(token: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:

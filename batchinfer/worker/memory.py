@@ -15,6 +15,7 @@ from batchinfer.engine.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
 from batchinfer.worker.activations import LOGITS_COPIES, activation_elements
 from batchinfer.worker.graph_memory import graph_bytes
+from batchinfer.worker.prompt_scorer import SCORED_ROWS
 from batchinfer.worker.sampler import workspace_bytes
 
 _CPU_SHARE_OF_FREE = 0.25
@@ -44,7 +45,8 @@ class MemoryPlan:
     activation_bytes: int
     """Estimate for a step of ``max_num_batched_tokens`` tokens."""
     logits_bytes: int
-    """Estimate for sampling ``max_num_seqs`` rows."""
+    """Estimate for sampling ``max_num_seqs`` rows, or scoring as many of a prompt's as are taken
+    at a time."""
     graph_bytes: int
     """Estimate for graphs of decode steps; CUDA only."""
     available_bytes: int
@@ -216,7 +218,8 @@ def _activation_bytes(engine: EngineConfig, layout: KVLayout, config: Mapping[st
 def _logits_bytes(
     engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any], device_type: str
 ) -> int:
-    rows, vocab = engine.max_num_seqs, int(text_config(config)["vocab_size"])
+    scored = min(SCORED_ROWS, engine.max_num_batched_tokens)
+    rows, vocab = max(engine.max_num_seqs, scored), int(text_config(config)["vocab_size"])
     logits = rows * vocab * layout.element_bytes * LOGITS_COPIES
     return logits + workspace_bytes(rows, vocab, device_type)
 

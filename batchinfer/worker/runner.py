@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from batchinfer.engine.step import SamplingBatch, Step
+from batchinfer.engine.runner import Pending
+from batchinfer.engine.step import SamplingBatch, ScoredTokens, Step
 from batchinfer.worker.attention import make_backend
 from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import PackedLinear
 from batchinfer.worker.out_of_memory import telling
+from batchinfer.worker.prompt_scorer import PromptScorer, WithScores
 from batchinfer.worker.sampled import Sampled
 
 Sample = Callable[[torch.Tensor, SamplingBatch], Sampled]
@@ -40,15 +42,20 @@ class ModelRunner:
         self._backend = make_backend(cache)
         self._previous = Sampled.nothing(cache.pool.device)
         self._graphs = graphs
+        self._scorer = PromptScorer(model)
 
-    def submit(self, step: Step) -> Sampled:
+    def submit(self, step: Step) -> Pending:
         """Start one step. A step that samples nothing gives an empty result.
 
         Raises:
             OutOfMemory: there is none for it.
         """
-        self._previous = telling(lambda: self._start(step))
-        return self._previous
+        tokens = step.scored
+        if tokens is None:
+            self._previous = telling(lambda: self._start(step))
+            return self._previous
+        self._previous, scored = telling(lambda: self._start_scoring(step, tokens))
+        return WithScores(self._previous, scored)
 
     def _start(self, step: Step) -> Sampled:
         sampled_before = self._previous.token_ids
@@ -58,6 +65,12 @@ class ModelRunner:
         if step.num_samples == 0:
             return Sampled.nothing(logits.device)
         return self._sample(logits, step.sampling)
+
+    def _start_scoring(self, step: Step, tokens: ScoredTokens) -> tuple[Sampled, Sampled]:
+        """Samples first: their logits are gone before those of the prompts are taken."""
+        with self._scorer.body_output() as output:
+            sampled = self._start(step)
+        return sampled, self._scorer(output, tokens)
 
     def device_bytes(self) -> int:
         """Bytes in use: of a CUDA device as torch counts them, of a CPU weights and pool."""

@@ -43,6 +43,11 @@ def workspace_bytes(rows: int, vocab: int, device_type: str) -> int:
     return elements * _WORKSPACE_BYTES_EACH
 
 
+def workspace_rows(vocab: int, device_type: str) -> int:
+    """Rows of ``vocab`` logits worked on at a time."""
+    return max(1, _WORKSPACE_ELEMENTS[device_type] // vocab)
+
+
 class Sampler:
     """Turns logits and sampling parameters into tokens. Holds no state.
 
@@ -58,6 +63,7 @@ class Sampler:
 
         A sample is marked nonfinite where its raw row holds NaN or +inf or nothing but -inf, and
         where its bans and allowed ids leave it no token; its token and log-probability are 0.
+        A sample whose token is given gets that, with the log-probability it has.
         Other samples are not affected. Equally likely tokens count as ordered by id.
 
         Args:
@@ -70,12 +76,15 @@ class Sampler:
         """
         if len(batch.logits_rows) == 0:
             return Sampled.nothing(logits.device)
-        chunk = max(1, _WORKSPACE_ELEMENTS[logits.device.type] // logits.shape[1])
+        chunk = workspace_rows(logits.shape[1], logits.device.type)
         edited = edited_samples(batch)
         plain = (batch.temperature == 0) & ~edited
         stats = row_stats(logits, chunk, want_argmax=bool(plain.any()))
         rows = to_device({"rows": batch.logits_rows.astype(np.int64)}, logits.device)["rows"]
         token_ids, finite = _choose_all(logits, batch, edited, stats, rows, chunk)
+        if batch.given_token_ids is not None:
+            told = to_device({"ids": batch.given_token_ids.astype(np.int64)}, logits.device)["ids"]
+            token_ids = torch.where((told >= 0) & finite, told, token_ids)
         values = logits[rows, token_ids].float()
         logprobs = stats.logprobs(rows, values).masked_fill_(~finite, 0)
         return Sampled(

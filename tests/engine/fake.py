@@ -27,6 +27,8 @@ MakeEngine = Callable[..., tuple[Engine, "FakeRunner"]]
 
 EOS = 0
 EMPTY = -1
+SPOILT = 40
+"""A token of prompts that is judged by logits which are no numbers."""
 BEAM_VOCAB = 12
 
 
@@ -41,6 +43,11 @@ def candidates(context: bytes) -> list[tuple[int, np.float32]]:
         -np.float32(zlib.crc32(context + bytes([token, 7])) / 2**30) for token in range(BEAM_VOCAB)
     ]
     return sorted(enumerate(values), key=lambda entry: -entry[1])
+
+
+def likelihood(context: bytes, token: int) -> float:
+    """A log-probability that depends on everything a real one may depend on."""
+    return -(zlib.crc32(context + bytes(f"={token}", "ascii")) % 2**20) / 2**10
 
 
 class FakeRunner:
@@ -95,12 +102,15 @@ class FakeRunner:
         of_logits = [contexts[ends[int(index)]] for index in step.logits_indices]
         batch = step.sampling
         top_token_ids, top_logprobs = self._alternatives(step, of_logits)
+        given = batch.given_token_ids
         tokens = [
             self.next_token(of_logits[row], int(stream), int(sample), int(position))
             for row, stream, sample, position in zip(
                 batch.logits_rows, batch.stream, batch.sample_index, batch.position, strict=True
             )
         ]
+        if given is not None:
+            tokens = np.where(given >= 0, given, tokens).tolist()
         return StepResult(
             token_ids=np.asarray(tokens, dtype=np.int32),
             logprobs=np.full(len(tokens), -1.0, dtype=np.float32),
@@ -108,6 +118,27 @@ class FakeRunner:
             ranks=None,
             top_token_ids=top_token_ids,
             top_logprobs=top_logprobs,
+            scored=self._scored(step, contexts),
+        )
+
+    def _scored(self, step: Step, contexts: list[bytes]) -> StepResult | None:
+        """Log-probabilities and the rest, all different for every context and token."""
+        if step.scored is None:
+            return None
+        tokens, judged_by = step.scored.token_ids, []
+        for packed in step.scored.rows.tolist():
+            at = int(np.searchsorted(step.query_starts, packed, side="right")) - 1
+            after = int(step.query_starts[at + 1]) - 1 - packed
+            judged_by.append(contexts[at][: len(contexts[at]) - 4 * after])
+        values = np.array(list(map(likelihood, judged_by, tokens.tolist())), dtype=np.float32)
+        top = np.arange(int(step.scored.num_logprobs.max()), dtype=np.int32)
+        return StepResult(
+            token_ids=tokens,
+            logprobs=values,
+            nonfinite=tokens == SPOILT,
+            ranks=tokens + 1,
+            top_token_ids=tokens[:, None] + top,
+            top_logprobs=values[:, None] - top.astype(np.float32),
         )
 
     def _alternatives(

@@ -191,6 +191,7 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ("prompts.parquet", "[a, 3]", 'input.path is ["a", 3]; it must be a text or a list'),
         ("prompts.parquet", "[]", "input.path is an empty list"),
         ("8}", "8, logprobs: 2}", "add to the output section: include: [logprobs]"),
+        ("8}", "8, prompt_logprobs: 2}", "to the output section: include: [prompt_logprobs]"),
         ("8}", "8, seed: null}", "line 3: sampling.seed is null; a job has a seed"),
         ("8}", "8, stop_token_ids: [-1]}", "sampling.stop_token_ids is [-1]; it must be 0 or"),
         ("8}", "8, stop: ['']}", 'sampling.stop is [""]; it must be texts'),
@@ -214,6 +215,11 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
         ("{path: out}", "{path: o, include: [prompts]}", 'output.include[0] is "prompts"'),
         ("{path: out}", "{path: o, include: [prompt, prompt]}", "output.include names something"),
         ("{path: out}", "{path: o, include: [logprobs]}", "output.include names logprobs, but"),
+        (
+            "{path: out}",
+            "{path: o, include: [prompt_logprobs]}",
+            "output.include names prompt_logprobs, but sampling.prompt_logprobs is not set",
+        ),
         ("{path: out}", "{path: o, rename: {a: c, b: c}}", "output.rename gives two columns"),
     ],
 )
@@ -261,9 +267,7 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
         (MINIMAL.replace("out}", "s3://b/x}"), "output.path: s3://"),
         (MINIMAL.replace("out}", "o, format: openai-batch}"), "output.format: openai-batch"),
         (MINIMAL.replace("out}", "o, explode: true}"), "output.explode"),
-        (MINIMAL.replace("out}", "o, include: [prompt_logprobs]}"), "prompt_logprobs"),
         (MINIMAL.replace("8}", "8, beam_width: 4, stop: [a]}"), "sampling.stop with beam_width"),
-        (MINIMAL.replace("8}", "8, prompt_logprobs: 1}"), "sampling.prompt_logprobs"),
         (MINIMAL.replace("8}", "8, response_format: {a: b}}"), "sampling.structured_outputs"),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_map_of_biases() -> None:
         (RowError("template_error", "a time that cannot be read"), "a time that cannot be read"),
         ({"temperature": -1.0}, "temperature"),
         ({"beam_width": 2, "stop": ["x"]}, "not yet: sampling.stop with beam_width"),
-        ({"prompt_logprobs": 2}, "not yet"),
+        ({"prompt_logprobs": 2}, "needs sampling.prompt_logprobs and output.include"),
         ({"stop_token_ids": [100]}, "below 100"),
         (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "sampling_params"),
         (b'{"temperature": NaN}', "sampling_params"),

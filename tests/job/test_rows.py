@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from batchinfer.config import SamplingParams
+from batchinfer.engine.prompt_scores import PromptLogprobs
 from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
@@ -130,6 +131,29 @@ def test_what_is_included() -> None:
     assert np.array_equal(output["token_ids"], ids("a"))
     top = [{"token_id": 5, "logprob": -0.5}, {"token_id": 6, "logprob": -2.0}]
     assert output["logprobs"] == [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": top}]
+
+
+def test_log_probabilities_of_the_prompt_begin_with_its_second_token() -> None:
+    request = request_of(SamplingParams(seed=3, prompt_logprobs=1))
+    found = PromptLogprobs(
+        np.array([-0.5, -2.0], dtype=np.float32),
+        np.array([1, 3], dtype=np.int32),
+        np.array([[5], [6]], dtype=np.int32),
+        np.array([[-0.5], [-0.25]], dtype=np.float32),
+    )
+    completion = Completion(request, [sample(0, "a")], prompt_logprobs=found)
+    row = PromptRow(7, prompt("ask"))
+    values = RowFinisher(TOKENIZER, ("prompt_logprobs",)).finish(row, completion).values
+    _, second, third = ids("ask").tolist()
+    assert values["prompt_logprobs"] == [
+        None,
+        {"token_id": second, "logprob": -0.5, "rank": 1, "top": [_top(5, -0.5)]},
+        {"token_id": third, "logprob": -2.0, "rank": 3, "top": [_top(6, -0.25)]},
+    ]
+
+
+def _top(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token_id": token_id, "logprob": logprob}
 
 
 def test_the_prompt_is_the_one_the_model_saw() -> None:

@@ -48,15 +48,19 @@ def test_the_generated_columns_are_the_contract(tmp_path: Path) -> None:
 
 
 def test_what_is_included_is_added(tmp_path: Path) -> None:
-    include = ["prompt", "token_ids", "logprobs"]
+    include = ["prompt", "token_ids", "logprobs", "prompt_logprobs"]
     table = table_of(
-        tmp_path, {"text": ["a"]}, output={"include": include}, sampling={"logprobs": 1}
+        tmp_path,
+        {"text": ["a"]},
+        output={"include": include},
+        sampling={"logprobs": 1, "prompt_logprobs": 1},
     )
     added = f"{OUTPUT}, token_ids: list<item: int32>, logprobs: {LOGPROBS}"
     assert types(table.generated_schema) == {
         **GENERATED,
         "outputs": f"list<item: struct<{added}>>",
         "prompt": "string",
+        "prompt_logprobs": LOGPROBS,
     }
 
 
@@ -131,9 +135,11 @@ def test_kept_values_beside_generated_ones_with_valid_text(tmp_path: Path) -> No
     assert made["outputs"].to_pylist() == [None, None]
 
 
-@pytest.mark.parametrize("include", [(), ("prompt", "token_ids")])
+@pytest.mark.parametrize("include", [(), ("prompt", "token_ids"), ("prompt_logprobs",)])
 def test_the_job_file_is_checked_against_the_same_names(
     tmp_path: Path, include: tuple[str, ...]
 ) -> None:
-    names = table_of(tmp_path, {"text": ["a"]}, output={"include": include}).generated_schema.names
+    sampling = {"prompt_logprobs": 0} if "prompt_logprobs" in include else {}
+    sections = {"output": {"include": include}, "sampling": sampling}
+    names = table_of(tmp_path, {"text": ["a"]}, **sections).generated_schema.names
     assert tuple(names) == output_columns(include)

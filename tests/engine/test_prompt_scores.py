@@ -1,0 +1,200 @@
+"""Whatever the engine does, a prompt's tokens are judged once each, by all that comes before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.runner import OutOfMemory, Pending
+from batchinfer.engine.step import Step
+from tests.engine.fake import (
+    SPOILT,
+    FakeRunner,
+    MakeEngine,
+    expected,
+    likelihood,
+    make_request,
+    run_all,
+)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[Request]:
+    """Rows that share prefixes of all lengths, some of which ask from some token on."""
+    prefixes = draw(st.lists(st.lists(st.integers(1, 30), max_size=20), min_size=1, max_size=3))
+    rows = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(prefixes),
+                st.lists(st.integers(1, 3), min_size=1, max_size=12),
+                st.integers(1, 8),
+                st.sampled_from([1, 1, 3]),
+                st.sampled_from([None, 0, 2]),
+                st.floats(0, 1),
+            ),
+            min_size=1,
+            max_size=16,
+        )
+    )
+    requests = []
+    for row_id, (prefix, own, max_tokens, n, wanted, asked_from) in enumerate(rows):
+        prompt = prefix + own
+        request = make_request(row_id, prompt, max_tokens=max_tokens, n=n, prompt_logprobs=wanted)
+        first = 1 + round(asked_from * (len(prompt) - 1))
+        requests.append(replace(request, scored_from=first))
+    return requests
+
+
+def assert_judged(completion: Completion) -> None:
+    """Each token from ``scored_from`` on, in order, by its whole context."""
+    request, found = completion.request, completion.prompt_logprobs
+    if request.params.prompt_logprobs is None:
+        assert found is None
+        return
+    assert found is not None
+    tokens = request.prompt_token_ids
+    places = range(request.scored_from, len(tokens))
+    values = [likelihood(tokens[:at].tobytes(), int(tokens[at])) for at in places]
+    assert found.logprobs.tolist() == np.array(values, dtype=np.float32).tolist()
+    assert found.ranks.tolist() == [int(tokens[at]) + 1 for at in places]
+    assert found.top_token_ids.shape == (len(places), request.params.prompt_logprobs)
+    assert found.top_logprobs.shape == found.top_token_ids.shape
+
+
+def judged(runner: FakeRunner) -> list[int]:
+    """Tokens that steps have told of, in order."""
+    asked = [step.scored.token_ids for step in runner.steps if step.scored is not None]
+    return [int(token) for token in np.concatenate(asked)]
+
+
+@given(
+    requests=workloads(),
+    block_size=st.sampled_from([1, 4, 16]),
+    pool_tokens=st.sampled_from([48, 96, 1024]),
+    max_tokens=st.sampled_from([3, 7, 64]),
+    max_num_seqs=st.sampled_from([1, 5, 64]),
+    caching=st.booleans(),
+    host_blocks=st.sampled_from([0, 8]),
+)
+def test_every_token_is_judged_by_its_whole_context(
+    make_engine: MakeEngine,
+    requests: list[Request],
+    block_size: int,
+    pool_tokens: int,
+    max_tokens: int,
+    max_num_seqs: int,
+    caching: bool,
+    host_blocks: int,
+) -> None:
+    engine, _ = make_engine(
+        max(pool_tokens // block_size, 4),
+        block_size,
+        max_num_seqs=max_num_seqs,
+        max_tokens=max_tokens,
+        caching=caching,
+        host_blocks=host_blocks,
+        preemption="auto",
+    )
+    completions, _ = run_all(engine, requests)
+    for request in requests:
+        completion = completions[request.row_id]
+        if completion.error_code is not None:
+            assert completion.error_code == "does_not_fit"
+            continue
+        assert_judged(completion)
+        for output in completion.outputs:
+            assert output.token_ids.tolist() == expected(request, output.index)
+
+
+def test_what_is_judged_is_computed_and_what_is_before_it_is_shared(
+    make_engine: MakeEngine,
+) -> None:
+    engine, runner = make_engine(64, 4)
+    context = list(range(1, 15))
+    requests = [
+        replace(make_request(row, [*context, 20 + row, 30], prompt_logprobs=0), scored_from=14)
+        for row in range(3)
+    ]
+    completions, _ = run_all(engine, requests)
+    for completion in completions.values():
+        assert_judged(completion)
+    cached = [completions[row].stats.cached_tokens for row in range(3)]
+    assert cached == [0, 13, 13], "the hit ends before the token whose logits are needed"
+    assert judged(runner) == [20, 30, 21, 30, 22, 30], "none is judged twice"
+
+
+def test_a_whole_prompt_takes_no_block_but_leaves_its_own(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(64, 4)
+    prompt = list(range(1, 13))
+    whole = make_request(0, prompt, prompt_logprobs=1)
+    again = replace(whole, row_id=1, rng_key=(0, 1))
+    plain = make_request(2, prompt)
+    completions, _ = run_all(engine, [whole, again, plain])
+    assert [completions[row].stats.cached_tokens for row in range(3)] == [0, 0, 11]
+    assert_judged(completions[0])
+    assert_judged(completions[1])
+
+
+def test_after_a_preemption_only_what_is_missing_is_judged(make_engine: MakeEngine) -> None:
+    engine, runner = make_engine(16, 4, max_tokens=8)
+    engine.add_request(make_request(0, list(range(1, 31)), max_tokens=2, prompt_logprobs=0))
+    done: list[Completion] = []
+    for number in range(20):
+        done += engine.step().completions
+        if number == 1:
+            (sequence,) = engine.scheduler.table.running()
+            engine.scheduler.preempt(sequence)
+        if done:
+            break
+    assert_judged(done[0])
+    # A step that is under way while it is preempted is not known of yet.
+    assert sorted(set(judged(runner))) == list(range(2, 31))
+    assert len(judged(runner)) <= 29 + 8
+
+
+class _Fails(FakeRunner):
+    """Has no memory for its third step."""
+
+    def submit(self, step: Step) -> Pending:  # type: ignore[override]
+        if len(self.steps) == 2 and not hasattr(self, "failed"):
+            self.failed = True
+            raise OutOfMemory("as told to")
+        return super().submit(step)
+
+
+def test_a_step_that_failed_is_judged_again(make_engine: MakeEngine) -> None:
+    engine, runner = make_engine(16, 4, max_tokens=8)
+    runner.__class__ = _Fails
+    request = make_request(0, list(range(1, 31)), prompt_logprobs=0)
+    completions, _ = run_all(engine, [request])
+    assert_judged(completions[0])
+    assert runner.failed
+
+
+@pytest.mark.parametrize("place", [3, 17, 29])
+def test_a_prompt_judged_by_no_number_fails_alone(make_engine: MakeEngine, place: int) -> None:
+    engine, _ = make_engine(64, 4, max_tokens=8)
+    tokens = list(range(1, 31))
+    bad = [*tokens[:place], SPOILT, *tokens[place + 1 :]]
+    requests = [make_request(0, bad, prompt_logprobs=0), make_request(1, tokens, prompt_logprobs=0)]
+    completions, _ = run_all(engine, requests)
+    assert completions[0].error_code == "nan_logits"
+    assert completions[0].prompt_logprobs is None
+    assert_judged(completions[1])
+    assert completions[1].error_code is None
+
+
+def test_a_token_that_is_given_is_not_drawn(make_engine: MakeEngine) -> None:
+    engine, runner = make_engine(64, 4)
+    told = replace(make_request(0, [1, 2, 3], max_tokens=1, logprobs=None), given_token=77)
+    free = make_request(1, [1, 2, 3], max_tokens=1)
+    completions, _ = run_all(engine, [told, free])
+    assert completions[0].outputs[0].token_ids.tolist() == [77]
+    assert completions[1].outputs[0].token_ids.tolist() == expected(free, 0)
+    run_all(engine, [replace(free, row_id=2)])
+    assert runner.steps[-1].sampling.given_token_ids is None
