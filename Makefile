@@ -11,7 +11,7 @@ demo: setup
 	.venv/bin/python jobs/quickstart/score.py out/quickstart
 
 test: setup
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n logical --maxprocesses 8
 
 # PYTHON=python3 takes that interpreter as it is; without it, the project's own environment.
 gpu: $(if $(PYTHON),,setup)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,3 +26,14 @@ settings.load_profile("repeatable")
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reaches for a model hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def process_as_before() -> Iterator[None]:
+    """Undo what a program may do to its process, and a test may not."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    logging.getLogger("batchinfer").setLevel(logging.NOTSET)

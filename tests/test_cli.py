@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,17 +32,6 @@ from tests.job.fakes import FakeBuild, job
 from tests.job.job_files import MINIMAL, write_job
 
 HEAVY = ("torch", "transformers", "polars", "pyarrow", "tokenizers", "triton", "rich")
-
-
-@pytest.fixture(autouse=True)
-def process_as_before() -> Iterator[None]:
-    """Undo what a program may do to its process, and a test may not."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    logging.getLogger("batchinfer").setLevel(logging.NOTSET)
 
 
 @dataclass
