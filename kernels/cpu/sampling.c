@@ -8,7 +8,7 @@
 #include "arguments.h"
 #include "elements.h"
 
-#define GROUP 64 /* neighbours of which the largest is looked at first */
+#define GROUP 16 /* neighbours of which the largest is looked at first */
 #define WEIGHT_OF_MAX 1099511627776.0f /* 2^40 */
 #define RANDOM_BITS 24                 /* philox.RANDOM_BITS */
 #define FIRST_CANDIDATES 256
@@ -56,29 +56,47 @@ static float kth_largest(float *values, int64_t count, int64_t k) {
 
 typedef struct {
     float *maxima;    /* [vocab / GROUP + 1] */
+    float *sorted;    /* the same, being sorted */
     int64_t *weights; /* [vocab] */
     uint64_t *keys;   /* [vocab + 1] */
 } scratch;
 
+/* The largest of `count` neighbours; none is NaN. */
+static inline float largest_of(const float *x, int64_t count) {
+    float tops[GROUP / 4];
+    for (int j = 0; j < GROUP / 4; j++) tops[j] = -INFINITY;
+    if (count == GROUP)
+        for (int i = 0; i < GROUP; i += GROUP / 4)
+            for (int j = 0; j < GROUP / 4; j++) tops[j] = x[i + j] > tops[j] ? x[i + j] : tops[j];
+    else
+        for (int64_t i = 0; i < count; i++) tops[0] = x[i] > tops[0] ? x[i] : tops[0];
+    for (int half = GROUP / 8; half; half /= 2)
+        for (int j = 0; j < half; j++) tops[j] = tops[half + j] > tops[j] ? tops[half + j] : tops[j];
+    return tops[0];
+}
+
 /* Keys of the `size` most likely tokens, in order. At least `size` groups of neighbours have a
-   maximum that is not below the `size`th largest of the maxima, so that only tokens from there on
-   are looked at. */
+   maximum that is not below the `size`th largest of the maxima, so that only their tokens from
+   there on are looked at. */
 static void most_likely(const float *x, int64_t vocab, int64_t size, const scratch *s) {
     const int64_t groups = (vocab + GROUP - 1) / GROUP;
     float least = -INFINITY;
     if (size < groups) {
         for (int64_t g = 0; g < groups; g++) {
-            const int64_t end = (g + 1) * GROUP < vocab ? (g + 1) * GROUP : vocab;
-            float top = x[g * GROUP];
-            for (int64_t i = g * GROUP; i < end; i++) top = x[i] > top ? x[i] : top;
-            s->maxima[g] = top;
+            const int64_t left = vocab - g * GROUP;
+            s->maxima[g] = largest_of(x + g * GROUP, left < GROUP ? left : GROUP);
         }
-        least = kth_largest(s->maxima, groups, size - 1);
+        memcpy(s->sorted, s->maxima, groups * sizeof(float));
+        least = kth_largest(s->sorted, groups, size - 1);
     }
     int64_t count = 0;
-    for (int64_t i = 0; i < vocab; i++) {
-        s->keys[count] = key_of(x[i], (uint32_t)i);
-        count += x[i] >= least;
+    for (int64_t g = 0; g < groups; g++) {
+        if (size < groups && s->maxima[g] < least) continue;
+        const int64_t end = (g + 1) * GROUP < vocab ? (g + 1) * GROUP : vocab;
+        for (int64_t i = g * GROUP; i < end; i++) {
+            s->keys[count] = key_of(x[i], (uint32_t)i);
+            count += x[i] >= least;
+        }
     }
     qsort(s->keys, count, sizeof(uint64_t), by_key);
 }
@@ -164,17 +182,19 @@ int draw(const draw_args *a) {
     int failed = 0;
 #pragma omp parallel num_threads(a->num_threads)
     {
-        scratch s = {malloc((groups + 1) * sizeof(float)), malloc(vocab * sizeof(int64_t)),
-                     malloc((vocab + 1) * sizeof(uint64_t))};
-        if (!s.maxima || !s.weights || !s.keys) failed = 1;
+        scratch s = {malloc((groups + 1) * sizeof(float)), malloc((groups + 1) * sizeof(float)),
+                     malloc(vocab * sizeof(int64_t)), malloc((vocab + 1) * sizeof(uint64_t))};
+        const int all = s.maxima && s.sorted && s.weights && s.keys;
+        if (!all) failed = 1;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t d = 0; d < a->num_distributions; d++) {
             const float *x = a->logits + d * a->row_stride, top = a->maximum[d];
             const int filtered = (a->top_k[d] > 0 && a->top_k[d] < vocab) || a->top_p[d] < 1.0f;
-            if (!s.maxima || !s.weights || !s.keys || !isfinite(top)) continue;
+            if (!all || !isfinite(top)) continue;
             (filtered ? draw_from_kept : draw_from_all)(a, d, x, top, &s);
         }
         free(s.maxima);
+        free(s.sorted);
         free(s.weights);
         free(s.keys);
     }
