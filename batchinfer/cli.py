@@ -45,7 +45,7 @@ Variables = Annotated[
     list[str] | None, typer.Option("--var", metavar="NAME=TEXT", help="Give a value for vars.")
 ]
 Output = Annotated[str | None, typer.Option("--output", metavar="DIR", help="Write here instead.")]
-Folder = Annotated[Path, typer.Argument(metavar="OUT", help="The output directory.")]
+Folder = Annotated[str, typer.Argument(metavar="OUT", help="The output directory, or its URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 Limit = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=0, help="Run only the first N rows.")
@@ -158,20 +158,20 @@ def status(out: Folder, as_json: AsJson = False) -> None:
     """Show how far a job is, running or stopped, from its files alone."""
     import time
 
-    from batchinfer.job.output import OutputDir
+    from batchinfer.job.output import output_at
     from batchinfer.job.status import read_status
 
-    found = read_status(OutputDir(out), time.time())
+    found = read_status(output_at(out), time.time())
     _say(_as_json(found.data()) if as_json else "\n".join(found.lines()))
 
 
 @app.command()
 def verify(out: Folder, as_json: AsJson = False) -> None:
     """Check the files of an output directory: checksums, rows, columns, fingerprint."""
-    from batchinfer.job.output import OutputDir
+    from batchinfer.job.output import output_at
     from batchinfer.job.verify import verify as check
 
-    found = check(OutputDir(out))
+    found = check(output_at(out))
     _say(_as_json(found.data()) if as_json else "\n".join(found.lines()))
     raise typer.Exit(int(ExitCode.DATA if found.problems else ExitCode.OK))
 

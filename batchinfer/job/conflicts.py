@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import takewhile
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import UsageError
@@ -19,6 +19,7 @@ from batchinfer.job.document import JobDocument, dotted
 from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.place import is_url
 from batchinfer.job.spec import JobSpec, output_columns
+from batchinfer.job.store_path import StorePath
 from batchinfer.job.yaml_file import KeyPath
 from batchinfer.text.chat import compile_chat_template
 from batchinfer.text.conflicts import conflicts
@@ -34,7 +35,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
     Raises:
         UsageError: naming the place and the key.
     """
-    for place in (path for path in spec.input.paths if not is_url(path)):
+    for place in spec.input.paths:
         _check_output_place(spec.output.path, place, document)
     if spec.model.revision is not None and os.path.isabs(spec.model.name):
         problem = ": model.name is a local folder, which has no revisions; leave the key out"
@@ -50,14 +51,21 @@ def _check_output_place(output: str, place: str, document: JobDocument) -> None:
     """Outputs must not be inputs of the next run, nor inputs be deleted with an old output."""
     key: KeyPath = ("output", "path")
     fixed = _fixed_part(place)
-    out, folder = Path(os.path.realpath(output)), Path(os.path.realpath(fixed))
-    if out == out.parent:
+    out, folder = _resolved(output), _resolved(fixed)
+    if len(out.parts) <= (2 if is_url(output) else 1):
         raise document.error(key, f" is {printable(output)}, the root; give a folder of its own")
+    if is_url(output) and ".." in out.parts:
+        raise document.error(key, f" is {printable(output)}; a store has no folder named ..")
     if out.is_relative_to(folder) and (fixed == place or _would_match(place, output)):
         raise document.error(key, f" is in the input's folder {printable(fixed)}")
     if folder.is_relative_to(out):
         problem = f" {printable(output)} holds the input {printable(place)}; "
         raise document.error(key, problem + "give a folder of its own")
+
+
+def _resolved(path: str) -> PurePath:
+    """Where a path leads; the same place is not written in two ways."""
+    return StorePath(path) if is_url(path) else Path(os.path.realpath(path))
 
 
 def _fixed_part(path: str) -> str:
@@ -66,7 +74,8 @@ def _fixed_part(path: str) -> str:
         return path
     literal = (_ESCAPED.sub(r"\1", part) for part in Path(path).parts)
     parts = zip(Path(path).parts, literal, strict=True)
-    return os.path.join(*(text for _, text in takewhile(_is_literal, parts)))
+    fixed = os.path.join(*(text for _, text in takewhile(_is_literal, parts)))
+    return str(StorePath(fixed)) if is_url(path) else fixed
 
 
 def _is_literal(part: tuple[str, str]) -> bool:

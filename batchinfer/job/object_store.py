@@ -1,42 +1,20 @@
-"""Object stores (S3, Google Cloud Storage), to read from, by way of obstore.
-
-Credentials, region and endpoint come from the environment (``AWS_*``, ``GOOGLE_*``) or the
-machine's role, never from a job. What a store does not answer is asked for again, with growing
-pauses, by obstore.
-"""
+"""Object stores, to read from."""
 
 from __future__ import annotations
 
 import glob
 import io
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.errors import StorageError, UsageError
+from batchinfer.job.connection import connect, errors, split
 from batchinfer.job.files import FileStat
-from batchinfer.job.messages import printable
 from batchinfer.job.store import is_data, is_hidden, no_parquet, not_there
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore as Connection
-
-RETRY: Mapping[str, Any] = {"max_retries": 8, "retry_timeout": timedelta(minutes=2)}
-_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
-_NOT_GIVEN = (
-    *("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError"),
-    "PreconditionError",  # it was written again
-)
-_REFUSED = re.compile(r"status code: 4\d\d")
-"""What obstore raises, and says, of a store that answers and does not give the object."""
 
 
 class ObjectStore:
@@ -44,8 +22,8 @@ class ObjectStore:
 
     def expand(self, entry: str) -> list[str]:
         """See ``Store``."""
-        bucket, key = _split(entry)
-        with _errors(entry):
+        bucket, key = split(entry)
+        with errors(entry, "read"):
             if key and not key.endswith("/") and _is_object(bucket, key):
                 return [entry]
             found = _matching(bucket, key) if glob.has_magic(key) else _data(bucket, key)
@@ -61,9 +39,9 @@ class ObjectStore:
         """See ``Store``."""
         import obstore
 
-        bucket, key = _split(path)
-        with _errors(path):
-            found = obstore.head(_connect(bucket), key)
+        bucket, key = split(path)
+        with errors(path, "read"):
+            found = obstore.head(connect(bucket), key)
         mtime_ns = round(found["last_modified"].timestamp() * 1e9)
         return FileStat(found["size"], mtime_ns, found["e_tag"])
 
@@ -77,7 +55,7 @@ class _RemoteFile(io.RawIOBase):
 
     def __init__(self, path: str, found: FileStat) -> None:
         self._path = path
-        self._bucket, self._key = _split(path)
+        self._bucket, self._key = split(path)
         self._size = found.size
         self._etag = found.etag
         self._at = 0
@@ -102,62 +80,20 @@ class _RemoteFile(io.RawIOBase):
         end = min(self._size, self._at + len(buffer))
         if end <= self._at:
             return 0
-        with _errors(self._path):
+        with errors(self._path, "read"):
             options: Any = {"range": (self._at, end), "if_match": self._etag}
-            data = obstore.get(_connect(self._bucket), self._key, options=options).bytes()
+            data = obstore.get(connect(self._bucket), self._key, options=options).bytes()
         count = len(data)
         buffer[:count] = memoryview(data)
         self._at += count
         return count
 
 
-def _split(url: str) -> tuple[str, str]:
-    """Scheme and bucket, and the key in it."""
-    scheme, _, rest = url.partition("://")
-    bucket, _, key = rest.partition("/")
-    return f"{scheme}://{bucket}", key
-
-
-@cache
-def _connect(bucket: str) -> Connection:
-    try:
-        from obstore.store import from_url
-    except ImportError:
-        raise UsageError(
-            f"input.path: reading {printable(bucket)} needs the package obstore",
-            hint="pip install obstore",
-        ) from None
-    plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
-    options: Any = {"client_options": {"allow_http": plain}, "retry_config": RETRY}
-    with _errors(bucket):
-        return from_url(bucket, **options)
-
-
-@contextmanager
-def _errors(url: str) -> Iterator[None]:
-    """Name ``url`` in what obstore raises, and leave out what it says beyond a line."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise OSError("there is no such object") from None
-    except Exception as error:
-        kind = type(error)
-        if not kind.__module__.startswith("obstore"):
-            raise
-        reason = printable((str(error).splitlines() or [kind.__name__])[0])
-        if kind.__name__ in _NOT_GIVEN or _REFUSED.search(reason):
-            raise OSError(reason) from None
-        raise StorageError(
-            f"cannot read {printable(url)}: {reason}",
-            hint="see to the store, then run again: finished rows are kept",
-        ) from None
-
-
 def _is_object(bucket: str, key: str) -> bool:
     import obstore
 
     try:
-        obstore.head(_connect(bucket), key)
+        obstore.head(connect(bucket), key)
     except FileNotFoundError:
         return False
     return True
@@ -167,7 +103,7 @@ def _keys(bucket: str, folder: str) -> Iterator[tuple[str, int]]:
     """Keys below a folder, and bytes of each; the folder's own, where an object stands for it."""
     import obstore
 
-    for batch in obstore.list(_connect(bucket), folder or None):
+    for batch in obstore.list(connect(bucket), folder or None):
         yield from ((entry["path"], entry["size"]) for entry in batch)
 
 

@@ -31,6 +31,7 @@ from batchinfer.job.files import (
 from batchinfer.job.lock import LocalLock, Lock
 from batchinfer.job.manifest import Part
 from batchinfer.job.part_record import PartRecord, parse_record
+from batchinfer.job.place import is_url
 
 
 class OutputDir:
@@ -115,9 +116,11 @@ class OutputDir:
         """
         record = self.read_record(part)
         if record is not None:
-            stat, _ = self._check_size(part, record)
+            stat, requests = self._check_size(part, record)
             if (stat.mtime_ns, stat.etag) != (record.mtime_ns, record.etag):
                 self._check_hash(self.part_file(part), record.sha256)
+            if requests.etag != record.requests_etag:
+                self._check_hash(self.request_stats(part), record.requests_sha256)
         return record
 
     def read_record(self, part: Part) -> PartRecord | None:
@@ -192,6 +195,19 @@ class OutputDir:
     def record(self, part: Part) -> PurePath:
         """File of a finished part's record."""
         return self.parts / f"{part.name}.json"
+
+
+def output_at(path: str) -> OutputDir:
+    """The output directory that ``output.path`` names, on this machine or in an object store.
+
+    Raises:
+        UsageError: it cannot be one.
+    """
+    if is_url(path):
+        from batchinfer.job.store_output import output_in_store  # only where it is asked for
+
+        return output_in_store(path)
+    return OutputDir(Path(path))
 
 
 def parquet_bytes(row_groups: Sequence[pa.Table]) -> bytes:

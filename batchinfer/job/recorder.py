@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow as pa
 
@@ -100,6 +100,7 @@ class Recorder:
         self._began = time.perf_counter()
         self._steps: list[StepRow] = []
         self._num_files = 0
+        self._log: BinaryIO | None = None
         self._save()  # takes the id
 
     def loaded(self, built: Built, load_s: float) -> None:
@@ -139,12 +140,16 @@ class Recorder:
         self.run.ended, self.run.unsampled = True, None
         self._flush()
         self._save()
+        if self._log is not None:
+            self._log.close()
 
     def log(self, line: str) -> None:
         """Append a line to the run's log."""
         path = self._out.logs / f"{self.run.run_id}.log"
-        with storage_errors(path), self._out.files.append_to(path) as file:
-            file.write(f"{line}\n".encode())
+        with storage_errors(path):
+            if self._log is None:
+                self._log = self._out.files.append_to(path)
+            self._log.write(f"{line}\n".encode())
 
     def _save(self) -> None:
         self.run.total_s = time.perf_counter() - self._began

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.existing import Work, look, prepare, refuse_strays, start_over
@@ -16,7 +15,7 @@ from batchinfer.job.making import make_parts
 from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.messages import printable
 from batchinfer.job.model_facts import model_facts
-from batchinfer.job.output import OutputDir
+from batchinfer.job.output import OutputDir, output_at
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.pipeline import BuildEngine, Job, load
 from batchinfer.job.progress import make_progress, say, summary_lines, too_many_errors
@@ -115,7 +114,7 @@ def _default_builder() -> BuildEngine:
 
 def _look(spec: JobSpec) -> Job:
     """Check data, columns and model files against the job, without changing anything."""
-    source, out = open_source(spec.input.paths, spec.input.limit), OutputDir(Path(spec.output.path))
+    source, out = open_source(spec.input.paths, spec.input.limit), output_at(spec.output.path)
     _refuse_own_output(source, out)
     check_prompt_columns(spec.prompt, source)
     table = output_table(source, spec)

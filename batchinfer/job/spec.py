@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
+from batchinfer.job.place import STORES
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_READ_FROM = ("s3", "gs")
-_PLANNED_STORES = ("s3", "gs", "hf")
+_PLANNED_STORES = (*STORES, "hf")
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -116,7 +116,7 @@ class InputSpec(_Section):
         if not self.paths:
             raise ValueError("path is an empty list; name at least one file")
         for path in self.paths:
-            _check_place("input.path", path, _READ_FROM)
+            _check_place("input.path", path, STORES)
         return self
 
     @property
@@ -129,7 +129,7 @@ class OutputSpec(_Section):
     """Where the answers go and what comes with them."""
 
     path: Text
-    """Directory for the output."""
+    """Directory for the output, local or a folder in an object store: s3://, gs://."""
     format: Literal["parquet", "openai-batch"] = "parquet"
     """openai-batch: not yet."""
     rows_per_part: int = Field(default=4096, ge=1)
@@ -151,7 +151,7 @@ class OutputSpec(_Section):
                 "output.explode": self.explode,
             }
         )
-        _check_place("output.path", self.path)
+        _check_place("output.path", self.path, STORES)
         if len(set(self.include)) < len(self.include):
             raise ValueError("include names something twice")
         if len(set(self.rename.values())) < len(self.rename):

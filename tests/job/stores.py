@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import http.client
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import obstore
+import pytest
 from obstore import put
 from obstore.store import from_url
 
+from batchinfer.job import connection
+
 BUCKET = "lake"
+LAKE = f"s3://{BUCKET}"
 SECRET = "not-for-any-artefact"
 _SERVER = """
 import sys, urllib.request
@@ -51,6 +59,23 @@ def environment(address: str) -> dict[str, str]:
     }
 
 
+def point_to(address: str, patch: pytest.MonkeyPatch) -> None:
+    """Have this process use the server, and not wait for it long."""
+    connection.connect.cache_clear()
+    for name, value in environment(address).items():
+        patch.setenv(name, value)
+    pause = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5)}
+    retry = {"max_retries": 4, "retry_timeout": timedelta(seconds=5), "backoff": pause}
+    patch.setattr(connection, "RETRY", retry)
+
+
+def objects(key: str = "") -> dict[str, bytes]:
+    """Every object below a key, by what follows the key; the environment says where."""
+    store = from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
+    keys = [entry["path"] for some in obstore.list(store, key or None) for entry in some]
+    return {name[len(key) :].lstrip("/"): bytes(obstore.get(store, name).bytes()) for name in keys}
+
+
 def upload(folder: Path, key: str) -> None:
     """Put every file of a folder under a key; the environment says where."""
     store = from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
@@ -68,20 +93,64 @@ def mark_folder(address: str, key: str) -> None:
 @contextmanager
 def complaining_server(status: int) -> Iterator[str]:
     """A server that answers every request with a status; its address."""
+    with between("", lambda request: status) as address:
+        yield address
+
+
+@dataclass
+class Request:
+    """What a client asks of a server."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+
+
+@contextmanager
+def between(address: str, answer: Callable[[Request], int | None]) -> Iterator[str]:
+    """A server that hands requests on to another, unless it has an answer; its address.
+
+    Args:
+        address: the other server.
+        answer: a request's status; None: what the other answers to the request as it is then;
+            negative: that status, after the other was asked.
+    """
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+        protocol_version = "HTTP/1.1"
 
-        def do_HEAD(self) -> None:
-            self.do_GET()
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            request = Request(self.command, self.path, dict(self.headers.items()))
+            status = answer(request)
+            if status is not None and status > 0:
+                return self._send(status, [], b"")
+            other = http.client.HTTPConnection(address.removeprefix("http://"))
+            other.request(request.method, request.path, body, request.headers)
+            found = other.getresponse()
+            content = found.read()
+            self._send(abs(status or found.status), found.getheaders(), content)
+            other.close()
+
+        def _send(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+            self.send_response_only(status)
+            named = {name.lower(): value for name, value in headers}
+            length = named.pop("content-length", "0")
+            for name, value in named.items():
+                if name not in ("connection", "transfer-encoding"):
+                    self.send_header(name, value)
+            self.send_header("Content-Length", length if self.command == "HEAD" else str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
+    for method in ("GET", "HEAD", "PUT", "POST", "DELETE"):
+        setattr(Handler, f"do_{method}", Handler._answer)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

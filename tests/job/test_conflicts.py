@@ -80,6 +80,30 @@ def test_side_by_side_is_fine(tmp_path: Path, input_path: str, output_path: str)
     assert spec.output.path == str(tmp_path / output_path)
 
 
+@pytest.mark.parametrize(
+    ("input_path", "output_path", "says"),
+    [
+        ("s3://lake/in/", "s3://lake/in/out", "is in the input's folder s3://lake/in"),
+        ("s3://lake/in/**", "s3://lake/in/out/", "is in the input's folder"),
+        ("s3://lake/out/x.parquet", "s3://lake/out/", "holds the input"),
+        ("s3://lake/out/deep/*.parquet", "s3://lake/out", "holds the input"),
+        ("x", "s3://lake", "the root; give a folder of its own"),
+        ("x", "gs://lake/", "the root; give a folder of its own"),
+        ("x", "s3://lake/a/../b", "a store has no folder named .."),
+    ],
+)
+def test_places_in_a_store_that_do_not_go_together(
+    tmp_path: Path, input_path: str, output_path: str, says: str
+) -> None:
+    found = complaint(tmp_path, f"input.path='{input_path}'", f"output.path={output_path}")
+    assert says in found
+
+
+def test_places_in_a_store_that_do(tmp_path: Path) -> None:
+    for output in ("s3://lake/out", "s3://other/in/out", "gs://lake/in"):
+        load(tmp_path, "input.path=s3://lake/in/", f"output.path={output}")
+
+
 def test_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "link").symlink_to("in")

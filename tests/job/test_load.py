@@ -264,7 +264,7 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
         (MINIMAL.replace("prompts.parquet", "hf://datasets/x"), "input.path: hf://"),
         (MINIMAL.replace("prompts.parquet", "x, filter: a > 1"), "input.filter"),
         (MINIMAL.replace("prompts.parquet", "x, format: jsonl"), "input.format: jsonl"),
-        (MINIMAL.replace("out}", "s3://b/x}"), "output.path: s3://"),
+        (MINIMAL.replace("out}", "hf://b/x}"), "output.path: hf://"),
         (MINIMAL.replace("out}", "o, format: openai-batch}"), "output.format: openai-batch"),
         (MINIMAL.replace("out}", "o, explode: true}"), "output.explode"),
         (MINIMAL.replace("8}", "8, beam_width: 4, stop: [a]}"), "sampling.stop with beam_width"),
@@ -291,9 +291,10 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(tmp_path: Path) -> No
     assert "secret" not in str(caught.value)
 
 
-def test_output_to_a_store_is_not_built_either(tmp_path: Path) -> None:
-    with pytest.raises(NotYetError, match=r"output.path: s3:// .--output"):
-        load(tmp_path, output="s3://bucket/out")
+def test_output_in_a_store_is_kept_as_written(tmp_path: Path) -> None:
+    assert load(tmp_path, output="s3://lake/out/").output.path == "s3://lake/out/"
+    with pytest.raises(NotYetError, match=r"output.path: hf:// .--output"):
+        load(tmp_path, output="hf://bucket/out")
 
 
 # Options

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from obstore.store import GCSStore
 
 from batchinfer.errors import DataError, ExitCode, StorageError
-from batchinfer.job import object_store
+from batchinfer.job import connection
 from batchinfer.job.input_files import find_files
 from batchinfer.job.run import run_job
 from batchinfer.job.source import open_source
 from tests.job.datasets import flip_bit, write_parquet
 from tests.job.fakes import FakeBuild, job
 from tests.job.stores import (
-    BUCKET,
+    LAKE,
     SECRET,
     complaining_server,
-    environment,
     mark_folder,
+    point_to,
     s3_server,
     upload,
 )
-
-LAKE = f"s3://{BUCKET}"
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +34,10 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def connection(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _connected(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     point_to(address, monkeypatch)
     yield
-    object_store._connect.cache_clear()
-
-
-def point_to(address: str, patch: pytest.MonkeyPatch) -> None:
-    object_store._connect.cache_clear()
-    for name, value in environment(address).items():
-        patch.setenv(name, value)
-    retry = {"max_retries": 2, "retry_timeout": timedelta(seconds=5)}
-    patch.setattr(object_store, "RETRY", retry)
+    connection.connect.cache_clear()
 
 
 @pytest.fixture
@@ -209,4 +198,4 @@ def test_an_object_that_is_written_again_while_it_is_read(prompts: str, tmp_path
 
 
 def test_google_cloud_storage_is_behind_the_same_door() -> None:
-    assert isinstance(object_store._connect("gs://lake"), GCSStore)
+    assert isinstance(connection.connect("gs://lake"), GCSStore)

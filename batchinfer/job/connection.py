@@ -1,0 +1,87 @@
+"""Connections to object stores (S3, Google Cloud Storage), by way of obstore.
+
+Credentials, region and endpoint come from the environment (``AWS_*``, ``GOOGLE_*``) or the
+machine's role, never from a job. What a store does not answer is asked for again, with growing
+pauses, by obstore.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.errors import StorageError, UsageError
+from batchinfer.job.messages import printable
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Connection
+
+RETRY: Mapping[str, Any] = {"max_retries": 8, "retry_timeout": timedelta(minutes=2)}
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
+_NOT_GIVEN = (
+    *("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError"),
+    "PreconditionError",  # it was written again
+)
+_REFUSED = re.compile(r"status code: 4\d\d")
+"""What obstore raises, and says, of a store that answers and does not do what it is asked."""
+
+
+def split(url: str) -> tuple[str, str]:
+    """Scheme and bucket, and the key in it."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    return f"{scheme}://{bucket}", key
+
+
+@cache
+def connect(bucket: str) -> Connection:
+    """The connection to a bucket, ``s3://name`` or ``gs://name``; one for all who ask.
+
+    Raises:
+        UsageError: obstore is not installed.
+    """
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise UsageError(
+            f"{printable(bucket)} needs the package obstore: pip install 'batchinfer[s3]'"
+        ) from None
+    plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    options: Any = {"client_options": {"allow_http": plain}, "retry_config": RETRY}
+    with errors(bucket, "read"):
+        return from_url(bucket, **options)
+
+
+@contextmanager
+def errors(url: str, verb: str) -> Iterator[None]:
+    """Name ``url`` in what obstore raises, and leave out what it says beyond a line.
+
+    Args:
+        url: what is asked for.
+        verb: what is done with it: ``read`` or ``write``.
+
+    Raises:
+        FileNotFoundError: there is no such object, or no such bucket.
+        OSError: the store refuses.
+        StorageError: the store does not answer.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError("there is no such object") from None
+    except Exception as error:
+        kind = type(error)
+        if not kind.__module__.startswith("obstore"):
+            raise
+        reason = printable((str(error).splitlines() or [kind.__name__])[0])
+        if kind.__name__ in _NOT_GIVEN or _REFUSED.search(reason):
+            raise OSError(reason) from None
+        raise StorageError(
+            f"cannot {verb} {printable(url)}: {reason}",
+            hint="see to the store, then run again: finished rows are kept",
+        ) from None

@@ -1,0 +1,141 @@
+"""Files of an output directory that is in an object store.
+
+What is staged is in memory; an object appears with all of its bytes, in the place of a rename. A
+run writes over what it has written itself. Where it finds something else, it makes sure that it
+still holds the lock: what it finds then is left over, and not of a run that has taken over since.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import PurePath
+from typing import BinaryIO, cast
+
+from batchinfer.errors import StorageError
+from batchinfer.job.files import FileStat
+from batchinfer.job.messages import printable
+from batchinfer.job.objects import Objects, Version
+from batchinfer.job.place import is_url
+from batchinfer.job.store_log import StoreLog
+from batchinfer.job.store_path import StorePath
+
+_TIMES = 5  # others are kept out by the lock: what changes between two looks is rare
+
+
+class StoreFiles:
+    """See ``batchinfer.job.files.Files``; paths are ``StorePath``.
+
+    Args:
+        objects: the store.
+        check: raises LockedError where this run no longer holds the lock, by what it last heard.
+        confirm: the same, having asked.
+    """
+
+    flush_every_s = 60.0
+
+    def __init__(
+        self, objects: Objects, check: Callable[[], None], confirm: Callable[[], None]
+    ) -> None:
+        self._objects = objects
+        self._check = check
+        self._confirm = confirm
+        self._staged: dict[PurePath, bytes] = {}
+        self._written: dict[PurePath, Version] = {}
+        """Objects as this run has written them."""
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        """See ``Files``."""
+        self._staged[path] = data
+
+    def create(self, path: PurePath) -> BinaryIO:
+        """See ``Files``; there when it is closed."""
+        return _Staged(lambda data: self.write(path, data))
+
+    def append_to(self, path: PurePath) -> BinaryIO:
+        """See ``Files``; only the end is kept, and in the store some seconds later."""
+        return cast(BinaryIO, StoreLog(lambda data: self._put(_url(path), data)))
+
+    def open(self, path: PurePath) -> BinaryIO:
+        """See ``Files``."""
+        if path in self._staged:
+            return BytesIO(self._staged[path])
+        try:
+            return BytesIO(self._objects.get(_url(path))[0])
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+
+    def sync(self, path: PurePath) -> None:
+        """See ``Files``; what a store has taken, it keeps."""
+
+    def rename(self, source: PurePath, target: PurePath) -> None:
+        """See ``Files``."""
+        self._put(_url(target), self._staged[source])
+        del self._staged[source]
+
+    def delete(self, path: PurePath) -> None:
+        """See ``Files``."""
+        for staged in [staged for staged in list(self._staged) if staged.is_relative_to(path)]:
+            del self._staged[staged]
+        self._check()
+        self._objects.delete(_url(path))
+        for written in [written for written in list(self._written) if written.is_relative_to(path)]:
+            del self._written[written]
+
+    def make_directory(self, path: PurePath) -> None:
+        """See ``Files``; a store has none."""
+
+    def can_write(self, directory: PurePath) -> bool:
+        """See ``Files``; whoever could not would not hold the lock."""
+        return True
+
+    def entries(self, directory: PurePath) -> list[StorePath]:
+        """See ``Files``."""
+        return self._objects.entries(_url(directory))
+
+    def stat(self, path: PurePath) -> FileStat | None:
+        """See ``Files``; None for folders."""
+        found = self._objects.head(_url(path))
+        return None if found is None else found.stat
+
+    def holds(self, directory: PurePath, path: str) -> bool:
+        """See ``Files``."""
+        return is_url(path) and StorePath(path).is_relative_to(directory)
+
+    def _put(self, path: StorePath, data: bytes) -> None:
+        self._check()
+        seen = self._written.get(path)
+        for _ in range(_TIMES):
+            written = self._objects.put(path, data, seen)
+            if written is not None:
+                self._written[path] = written
+                return
+            # In this order: what is there was there before this run was told that it has the lock,
+            # so none that takes over later has written it.
+            found = self._objects.head(path)
+            self._confirm()
+            seen = None if found is None else found.version
+        raise StorageError(
+            f"cannot write {printable(str(path))}: it changes all the time",
+            hint="find out what else writes there, then run again: finished rows are kept",
+        )
+
+
+class _Staged(BytesIO):
+    """A file in memory, handed on when it is closed."""
+
+    def __init__(self, keep: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def close(self) -> None:
+        if not self.closed:
+            self._keep(self.getvalue())
+        super().close()
+
+
+def _url(path: PurePath) -> StorePath:
+    assert isinstance(path, StorePath)
+    return path
