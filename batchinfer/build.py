@@ -41,6 +41,8 @@ class ModelChoice(Protocol):
     def dtype(self) -> str: ...
     @property
     def max_model_len(self) -> int | None: ...
+    @property
+    def adapters(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Built:
     eos_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int
+    adapters: Mapping[str, int]
+    """Number of each of the model's adapters, for ``Request.adapter``."""
     block_size: int
     num_blocks: int
     bytes_per_block: int
@@ -83,6 +87,7 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         dtype=model.dtype,
         device=device,
         max_model_len=model.max_model_len,
+        adapters=model.adapters,
     )
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
     memory = plan_memory(
@@ -90,7 +95,8 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         layout,
         loaded.config,
         device=device,
-        weight_bytes=model_bytes(loaded.model),
+        weight_bytes=model_bytes(loaded.model) - loaded.adapter_bytes,
+        adapter_bytes=loaded.adapter_bytes,
         max_model_len=loaded.max_model_len,
     )
     for line in memory.lines():
@@ -122,6 +128,7 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         eos_token_ids=loaded.eos_token_ids,
         max_model_len=loaded.max_model_len,
         vocab_size=int(text_config(loaded.config)["vocab_size"]),
+        adapters=loaded.adapters,
         block_size=engine.block_size,
         num_blocks=memory.num_blocks,
         bytes_per_block=layout.bytes_per_block,

@@ -14,6 +14,7 @@ from batchinfer.engine.dry_run import DryRunner, make_dry_engine
 from batchinfer.engine.layout import KVLayout, text_config
 from batchinfer.engine.roofline import DEVICES, Device, ModelCost
 from batchinfer.errors import DeviceError, UsageError
+from batchinfer.worker.adapter_files import read_adapters
 from batchinfer.worker.loader import choose_max_model_len
 from batchinfer.worker.memory import DeviceMemory, fit_memory, free_host_bytes
 from batchinfer.worker.model_config import load_config
@@ -50,7 +51,9 @@ def build_dry_engine(
     """
     engine = sized_for("cuda" if device.is_gpu else "cpu", engine)
     folder = resolve_folder(model.name, model.revision, CONFIG_FILES)
-    config = load_config(folder).to_dict()
+    loaded_config = load_config(folder)
+    config = loaded_config.to_dict()
+    adapters = read_adapters(model.adapters, loaded_config)
     longest = choose_max_model_len(config, model.max_model_len)
     dtype = choose_dtype(model.dtype, config, {})
     layout = KVLayout.from_config(
@@ -61,13 +64,16 @@ def build_dry_engine(
         max_model_len=longest,
     )
     cost = ModelCost.from_config(config, dtype, engine.kv_cache_dtype)
+    adapter_bytes = sum(adapter.nbytes(cost.element_bytes) for adapter in adapters)
+    weight_bytes = cost.weight_bytes + adapter_bytes
     memory = fit_memory(
         engine,
         layout,
         config,
-        _memory_beside_weights(device, cost.weight_bytes),
+        _memory_beside_weights(device, weight_bytes),
         weight_bytes=cost.weight_bytes,
         max_model_len=longest,
+        adapter_bytes=adapter_bytes,
     )
     dry, runner = make_dry_engine(
         engine,
@@ -86,12 +92,13 @@ def build_dry_engine(
         eos_token_ids=eos_token_ids(folder, config, vocab_size),
         max_model_len=longest,
         vocab_size=vocab_size,
+        adapters={adapter.name: number for number, adapter in enumerate(adapters, start=1)},
         block_size=engine.block_size,
         num_blocks=memory.num_blocks,
         bytes_per_block=layout.bytes_per_block,
         device=device.name,
-        model_facts={"name": model.name, "dtype": dtype, "weight_bytes": cost.weight_bytes},
-        device_bytes=lambda: cost.weight_bytes + memory.pool_bytes,
+        model_facts={"name": model.name, "dtype": dtype, "weight_bytes": weight_bytes},
+        device_bytes=lambda: weight_bytes + memory.pool_bytes,
         num_host_blocks=memory.num_host_blocks,
         runner=runner,
     )

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ class StubBuilt:
     eos_token_ids: frozenset[int] = frozenset({EOS})
     max_model_len: int = MAX_MODEL_LEN
     vocab_size: int = 257
+    adapters: Mapping[str, int] = field(default_factory=dict)
     block_size: int = BLOCK_SIZE
     num_blocks: int = NUM_BLOCKS
     bytes_per_block: int = 1024

@@ -32,6 +32,7 @@ class PromptConfig:
     token_ids_column: str | None = None
     """A column of token ids: list<int>."""
     adapter_column: str | None = None
+    """A column of names of ``model.adapters``; null runs the base model."""
     system: str | None = None
     """Put before the conversation as its system message (a template like ``template``)."""
     chat_template: str = "auto"
@@ -50,5 +51,3 @@ class PromptConfig:
         given = [name for name in sources if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give one source of the prompt, not {' and '.join(given)}")
-        if self.adapter_column is not None:
-            raise ValueError("not yet: prompt.adapter_column is not supported by this version")

@@ -96,14 +96,15 @@ class Admission:
             return Hit([], None, 0, left=self._pool.parts.left(0)), False
         size, pool = self._table.block_size, self._pool
         key = sequence.key(0, sequence.most_found)
-        match = pool.match(key)
+        adapter = sequence.request.adapter
+        match = pool.match(key, adapter)
         hit = find_hit(pool, match, least=self._parting(sequence))
         if self._future_use.left_behind(sequence, hit.tail):
             hit = replace(hit, keeps_tail=True)
         start = len(hit.blocks) * size
         whole = len(hit.blocks) == len(match.blocks)
         within_reach = start + (match.tokens_in_flight if whole else 0)
-        node = hit.blocks[-1] if hit.blocks else pool.index.root
+        node = hit.blocks[-1] if hit.blocks else pool.index.root(adapter)
         for leader in self._prefixes.prefilling.get(node, ()):
             ahead = leader.key(start, leader.request.num_prompt_tokens)
             within_reach = max(within_reach, start + common_tokens(ahead, key[4 * start :]))
@@ -166,7 +167,7 @@ class Admission:
         stats.swapped_blocks += taken.num_swapped
         stats.cached_tokens += first_seen
         schedule.num_cached += first_seen
-        sequence.index_parent = self._pool.entry_below(hit.blocks)
+        sequence.index_parent = self._pool.entry_below(hit.blocks, sequence.request.adapter)
         sequence.num_indexed = len(hit.blocks)
         sequence.left = hit.left
         row = self._table.add(sequence, taken.blocks, hit.num_tokens, joined)

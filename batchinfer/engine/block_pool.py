@@ -179,9 +179,9 @@ class BlockPool:
         self.parts.refile(block)
         self.host.refile(block)
 
-    def match(self, key: bytes) -> PrefixMatch:
-        """Blocks holding the longest known prefix of ``key``."""
-        return self.index.match(key)
+    def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
+        """Blocks holding the longest known prefix of ``key``, as an adapter computed it."""
+        return self.index.match(key, adapter)
 
     def enter(self, parent: Block, block: Block, key: bytes) -> Block | None:
         """Index a block that the step being built fills with the tokens of ``key``.
@@ -189,7 +189,7 @@ class BlockPool:
         Returns:
             The block below which the next one goes; None when the parent was evicted meanwhile.
         """
-        if not (parent.indexed or parent is self.index.root):
+        if not (parent.indexed or self.index.is_root(parent)):
             return None
         if block.parent is parent and block.key.startswith(key):
             return block
@@ -202,11 +202,11 @@ class BlockPool:
             self.unconfirmed.filled.add(block)
         return entry
 
-    def entry_below(self, blocks: list[Block]) -> Block | None:
-        """Where to index what follows a hit of ``blocks``; None when nothing is indexed."""
+    def entry_below(self, blocks: list[Block], adapter: int = 0) -> Block | None:
+        """Where to index what follows an adapter's hit of ``blocks``; None: nothing is indexed."""
         if not self._caching:
             return None
-        return blocks[-1] if blocks else self.index.root
+        return blocks[-1] if blocks else self.index.root(adapter)
 
     def settle_block(self, block: Block) -> None:
         """What an entered block holds is there already."""

@@ -135,7 +135,7 @@ class Gangs:
         beam may be preempted again.
         """
         pool = self._pool
-        match = pool.match(key)
+        match = pool.match(key, beam.request.adapter)
         hit = find_hit(pool, match)
         if self._future_use.left_behind(beam, hit.tail):
             hit = replace(hit, keeps_tail=True)
@@ -147,7 +147,8 @@ class Gangs:
         taken = take(pool, hit)
         beam.state.stats.swapped_blocks += taken.num_swapped
         beam.left = hit.left
-        beam.index_parent, beam.num_indexed = pool.entry_below(hit.blocks), len(hit.blocks)
+        beam.index_parent = pool.entry_below(hit.blocks, beam.request.adapter)
+        beam.num_indexed = len(hit.blocks)
         self._table.add(beam, taken.blocks, hit.num_tokens, joined)
         self._stand_beside(leader, beam)
         return True

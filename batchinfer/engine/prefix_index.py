@@ -1,9 +1,10 @@
 """Which blocks hold which tokens: a tree of blocks, compared as tokens, never by a hash alone.
 
 A block's place in the tree is (parent block, its token ids), so equal blocks after unequal
-prefixes are different entries. The idea of matching prefixes in a tree, down to single tokens,
-is RadixAttention's (Zheng et al. 2024, https://arxiv.org/abs/2312.07104); here the nodes are
-blocks of fixed size, and a hit that ends inside a block is served by copying the block.
+prefixes are different entries. What an adapter computes stands in a tree of its own. The idea of
+matching prefixes in a tree, down to single tokens, is RadixAttention's (Zheng et al. 2024,
+https://arxiv.org/abs/2312.07104); here the nodes are blocks of fixed size, and a hit that ends
+inside a block is served by copying the block.
 """
 
 from __future__ import annotations
@@ -169,15 +170,23 @@ class PrefixMatch:
 
 
 class PrefixIndex:
-    """Tree of indexed blocks below one root."""
+    """Trees of indexed blocks: below one root for each adapter, number 0 the base model."""
 
     def __init__(self, block_size: int) -> None:
-        self.root = Block(slot=-1)
+        self._roots: dict[int, Block] = {}
         self._block_bytes = block_size * _TOKEN_BYTES
 
-    def match(self, key: bytes) -> PrefixMatch:
-        """Longest indexed prefix of ``key``."""
-        node, blocks, start = self.root, [], 0
+    def root(self, adapter: int) -> Block:
+        """What stands above all blocks of an adapter; it holds nothing itself."""
+        return self._roots.setdefault(adapter, Block(slot=-1))
+
+    def is_root(self, block: Block) -> bool:
+        """Whether it is one of the roots."""
+        return block in self._roots.values()
+
+    def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
+        """Longest prefix of ``key`` that is indexed for an adapter."""
+        node, blocks, start = self.root(adapter), [], 0
         while node.children is not None and len(key) - start >= self._block_bytes:
             child = node.children.blocks.get(key[start : start + self._block_bytes])
             if child is None:
@@ -238,13 +247,14 @@ class PrefixIndex:
 
     def blocks(self) -> Iterator[Block]:
         """All indexed blocks."""
-        below = self._subtree(self.root)
-        next(below)
-        yield from below
+        for root in self._roots.values():
+            below = self._subtree(root)
+            next(below)
+            yield from below
 
     def check_invariants(self, in_flight: set[Block]) -> None:
         """Assert that every node's lists hold what they should; ``in_flight`` not yet computed."""
-        for node in (self.root, *self.blocks()):
+        for node in (*self._roots.values(), *self.blocks()):
             children = node.children
             if children is None:
                 continue

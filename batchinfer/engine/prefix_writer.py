@@ -46,7 +46,7 @@ class PrefixWriter:
             The indexed blocks that hold it.
         """
         computed, size = int(self._table.num_computed[sequence.row]), self._pool.block_size
-        parent, entries = self._pool.entry_below([]), list[Block]()
+        parent, entries = self._pool.entry_below([], sequence.request.adapter), list[Block]()
         for block, start in zip(sequence.blocks, range(0, computed, size), strict=True):
             if parent is None:
                 break

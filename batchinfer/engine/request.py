@@ -39,6 +39,8 @@ class Request:
     """With ``params.prompt_logprobs``: the first prompt token whose log-probability is wanted."""
     given_token: int | None = None
     """What its one output token is, whatever the logits say: scoring asks how likely it was."""
+    adapter: int = 0
+    """Number of the adapter that the row runs through; 0 = the base model alone."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -140,7 +140,7 @@ class Scheduler:
         joined = computed // table.block_size  # a partly filled block will be copied
         remaining = self.packing.remaining(child)
         if not table.has_room() or not forecast.admit(child.num_tokens, remaining, joined):
-            match = self.pool.match(child.key(0, computed))
+            match = self.pool.match(child.key(0, computed), child.request.adapter)
             tail = [] if match.tail is None else [match.tail]
             self.future_use.expect(child, [*match.blocks, *tail])
             self.requeue(child)

@@ -113,6 +113,7 @@ class Step:
     other_tables: Int32 = field(default_factory=_no_tables)  # [G - 1, S, longest table]
     other_slots: Int64 = field(default_factory=_no_slots)  # [G - 1, T] as slot_mapping
     scored: ScoredTokens | None = None  # None: nobody asks
+    adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
 
     @property
     def num_sequences(self) -> int:

@@ -54,6 +54,7 @@ def build_step(
         others["other_tables"] = table.other_tables[:, rows, :longest]
         slots = table.other_tables[:, at_row, at_block]
         others["other_slots"] = _places(slots, positions, size)
+    adapters = table.adapter[rows]
     finishes = computed + num_new == table.num_tokens[rows]
     return Step(
         token_ids=_token_ids(table, schedule, starts),
@@ -70,6 +71,7 @@ def build_step(
         swap_outs=_pairs(schedule.copies.outs),
         swap_ins=_pairs(schedule.copies.ins),
         scored=scored,
+        adapters=adapters if adapters.any() else None,
         **others,
     )
 

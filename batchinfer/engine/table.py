@@ -95,6 +95,8 @@ class SequenceTable:
         """Whether log-probabilities of its prompt's tokens are asked for."""
         self.given_token = np.full(rows, -1, dtype=np.int32)
         """What its output token is told to be; -1 = it is drawn."""
+        self.adapter = np.zeros(rows, dtype=np.int32)
+        """Number of the adapter the sequence runs through; 0 = the base model alone."""
         self.is_beam = np.zeros(rows, dtype=np.bool_)
         """Whether the sequence is one of a row's beams."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -232,6 +234,7 @@ class SequenceTable:
 
     def _set_sampling(self, row: int, sequence: Sequence) -> None:
         request, params = sequence.request, sequence.request.params
+        self.adapter[row] = request.adapter
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.top_k[row] = max(params.top_k, 0)

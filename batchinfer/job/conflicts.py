@@ -40,11 +40,22 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
     if spec.model.revision is not None and os.path.isabs(spec.model.name):
         problem = ": model.name is a local folder, which has no revisions; leave the key out"
         raise document.error(("model", "revision"), problem)
+    _check_adapters(spec, document)
     for key, problem in conflicts(spec.prompt):
         raise document.error(tuple(key.split(".")), f" {problem}")
     _check_chat_template_file(spec.prompt.chat_template, document)
     _check_templates(spec.prompt, document)
     _check_output_names(spec, document)
+
+
+def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
+    column, adapters = spec.prompt.adapter_column, spec.model.adapters
+    if column is not None and not adapters:
+        problem = " is set, but model.adapters names none: give name: folder there"
+        raise document.error(("prompt", "adapter_column"), problem)
+    if adapters and column is None:
+        problem = " are given, but no row runs through them: set prompt.adapter_column"
+        raise document.error(("model", "adapters"), problem)
 
 
 def _check_output_place(output: str, place: str, document: JobDocument) -> None:

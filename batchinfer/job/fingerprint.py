@@ -40,7 +40,7 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     Args:
         spec: the job.
         model_facts: JSON data that tells models apart by content: the hub commit, or names, sizes
-            and header hashes of the weight files; the tokenizer's hash.
+            and header hashes of the weight files; the tokenizer's hash; the adapters' hashes.
 
     Raises:
         UsageError: the file of ``prompt.chat_template`` cannot be read.
@@ -52,7 +52,9 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
         facts[section] = value if keys is None else {key: value[key] for key in keys}
     if spec.prompt.chat_template not in ("auto", "none"):
         facts["prompt"]["chat_template"] = _digest_of(Path(spec.prompt.chat_template))
-    facts["model_facts"] = dict(model_facts)
+    held = dict(model_facts)
+    facts["model"]["adapters"] = held.pop("adapters", {})  # what they hold, not where they are
+    facts["model_facts"] = held
     return facts
 
 

@@ -177,6 +177,9 @@ def _with_absolute_paths(spec: JobSpec, base_dir: Path) -> JobSpec:
     model = {
         "name": _local_or_hub(spec.model.name, base_dir),
         "tokenizer": spec.model.tokenizer and _local_or_hub(spec.model.tokenizer, base_dir),
+        "adapters": {
+            name: _local_or_hub(path, base_dir) for name, path in spec.model.adapters.items()
+        },
     }
     return spec.model_copy(
         update={

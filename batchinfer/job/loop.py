@@ -81,7 +81,8 @@ class EngineLoop:
             assert isinstance(row.prompt, Prompt)
             assert row.sampling is not None
             self._in_flight[row.row_id] = row
-            request = self.requests.make(row.row_id, row.prompt, row.sampling, row.shared_later)
+            facts = row.row_id, row.prompt, row.sampling, row.shared_later, row.adapter
+            request = self.requests.make(*facts)
             self.engine.add_request(request)
 
     def _step(self, failed: list[PromptRow]) -> Finished:

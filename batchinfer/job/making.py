@@ -151,7 +151,13 @@ class _Phase:
         """The rows in ``ranges``, in the order they should run, until ``is_over``."""
         spec, parts, loaded = self.job.spec, self.left.parts, self.loaded
         rows = prompt_rows(
-            self.job.source, parts, loaded.prompts, loaded.params, ranges, self.flight.making
+            self.job.source,
+            parts,
+            loaded.prompts,
+            loaded.params,
+            loaded.adapters,
+            ranges,
+            self.flight.making,
         )
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
         if "prompt" not in spec.output.include:

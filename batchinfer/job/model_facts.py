@@ -26,7 +26,31 @@ def model_facts(model: ModelSpec) -> dict[str, Any]:
     facts = {"model": _facts_of(model.name, model.revision, "model.name")}
     if model.tokenizer is not None:
         facts["tokenizer"] = _facts_of(model.tokenizer, None, "model.tokenizer")
+    if model.adapters:
+        facts["adapters"] = {
+            name: _adapter_facts(path, f"model.adapters.{name}")
+            for name, path in model.adapters.items()
+        }
     return facts
+
+
+def _adapter_facts(name: str, key: str) -> dict[str, Any]:
+    """Adapters are small, and trained again into the same folder: all that is read is hashed."""
+    folder = Path(name)
+    if not os.path.isdir(folder):
+        return _facts_of(name, None, key)
+    try:
+        return {
+            file: _digest_of(folder / file) if (folder / file).exists() else None
+            for file in ("adapter_config.json", "adapter_model.safetensors")
+        }
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _facts_of(name: str, revision: str | None, key: str) -> dict[str, Any]:

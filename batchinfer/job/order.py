@@ -15,6 +15,7 @@ from batchinfer.errors import RowError
 from batchinfer.job.columns import python_rows
 from batchinfer.job.failpoints import failpoint
 from batchinfer.job.manifest import Part
+from batchinfer.job.row_adapters import BASE, RowAdapters
 from batchinfer.job.row_params import COLUMN, RowParams, RowSampling
 from batchinfer.job.source import BATCH_ROWS, Source
 from batchinfer.text.prompts import Prompt, PromptBuilder
@@ -32,6 +33,8 @@ class PromptRow:
     """Prompt tokens that a row after it, in the order they run, begins with as well."""
     distinct_tokens: int = 0
     """Prompt tokens after the longest prefix that it has in common with a row before it."""
+    adapter: int = BASE
+    """Number of the adapter it runs through."""
 
 
 def prompt_rows(
@@ -39,6 +42,7 @@ def prompt_rows(
     parts: Sequence[Part],
     builder: PromptBuilder,
     params: RowParams,
+    adapters: RowAdapters,
     ranges: Iterable[range] | None = None,
     making: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda row_ids: nullcontext(),
 ) -> Iterator[list[PromptRow]]:
@@ -49,12 +53,15 @@ def prompt_rows(
         parts: parts that hold the rows, in order.
         builder: makes the prompts.
         params: makes the rows' sampling parameters.
+        adapters: knows the rows' adapters.
         ranges: only these rows, in order, each range in one part; None: all.
         making: entered with the rows of each batch while their prompts are made.
     """
     columns = [*builder.columns]
     if COLUMN in source.schema.names and COLUMN not in columns:
         columns.append(COLUMN)
+    if adapters.column is not None and adapters.column not in columns:
+        columns.append(adapters.column)
     wanted = [part.rows for part in parts] if ranges is None else list(ranges)
     first_rows = [part.rows.start for part in parts]
     pieces = source.scan(columns, wanted)
@@ -68,7 +75,7 @@ def prompt_rows(
                     failpoint(f"prompt-{row_id}")
                 prompts = builder.build(rows)
             yield [
-                _prompt_row(row_id, prompt, params.of(row.get(COLUMN)))
+                _prompt_row(row_id, prompt, params.of(row.get(COLUMN)), adapters.of(row))
                 for row_id, row, prompt in zip(row_ids, rows, prompts, strict=True)
             ]
 
@@ -87,13 +94,18 @@ def _batch(
 
 
 def _prompt_row(
-    row_id: int, prompt: Prompt | RowError, sampling: RowSampling | RowError
+    row_id: int,
+    prompt: Prompt | RowError,
+    sampling: RowSampling | RowError,
+    adapter: int | RowError,
 ) -> PromptRow:
     if isinstance(prompt, RowError):
         return PromptRow(row_id, prompt)
     if isinstance(sampling, RowError):
         return PromptRow(row_id, sampling)
-    return PromptRow(row_id, prompt, sampling)
+    if isinstance(adapter, RowError):
+        return PromptRow(row_id, adapter)
+    return PromptRow(row_id, prompt, sampling, adapter=adapter)
 
 
 def without_text(batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:

@@ -13,6 +13,7 @@ from batchinfer.errors import UsageError
 from batchinfer.job.columns import is_conversation
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
+from batchinfer.job.row_adapters import RowAdapters
 from batchinfer.job.row_params import RowParams
 from batchinfer.job.source import Source
 from batchinfer.job.spec import JobSpec
@@ -43,6 +44,7 @@ class Loaded:
     built: Built
     prompts: PromptBuilder
     params: RowParams
+    adapters: RowAdapters
     log: Sequence[str]
     """Where the device's memory goes, line by line."""
     seconds: float
@@ -66,7 +68,8 @@ def load(job: Job, build: BuildEngine) -> Loaded | None:
     built = build(job.spec.model, job.spec.engine, log=log.append)
     prompts = _prompt_builder(job, built)
     params = RowParams(job.spec.sampling, built.vocab_size)
-    return Loaded(built, prompts, params, log, time.perf_counter() - began)
+    adapters = RowAdapters(job.spec.prompt.adapter_column, built.adapters)
+    return Loaded(built, prompts, params, adapters, log, time.perf_counter() - began)
 
 
 def _prompt_builder(job: Job, built: Built) -> PromptBuilder:

@@ -109,7 +109,7 @@ def _rows(job: Job, built: DryBuilt, census: Census) -> Iterator[list[PromptRow]
         return
     window = job.spec.engine.order_window
     parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
-    rows = prompt_rows(job.source, parts, loaded.prompts, loaded.params)
+    rows = prompt_rows(job.source, parts, loaded.prompts, loaded.params, loaded.adapters)
     rows = census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS)
     lots = planned(
         rows,

@@ -14,6 +14,7 @@ from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import RowError
 from batchinfer.job.measures import Measured
 from batchinfer.job.order import PromptRow
+from batchinfer.job.row_adapters import BASE
 
 MAX_STEPS = 50_000
 """Steps simulated."""
@@ -50,7 +51,12 @@ class Lengths:
         return most
 
     def request(
-        self, row_id: int, token_ids: TokenIds, params: SamplingParams, shared_later: int = 0
+        self,
+        row_id: int,
+        token_ids: TokenIds,
+        params: SamplingParams,
+        shared_later: int = 0,
+        adapter: int = BASE,
     ) -> Request:
         """A request that ends when the row is taken to, and of which the scheduler knows as much
         beforehand as it would of the row's own."""
@@ -70,6 +76,7 @@ class Lengths:
             rng_key=(0, row_id),
             eos_token_ids=frozenset([END_TOKEN]) if ends else frozenset(),
             shared_later=shared_later,
+            adapter=adapter,
         )
 
 
@@ -138,7 +145,9 @@ class Simulation:
                 continue
             params = row.sampling.params
             self.engine.add_request(
-                self.lengths.request(row.row_id, row.prompt.token_ids, params, row.shared_later)
+                self.lengths.request(
+                    row.row_id, row.prompt.token_ids, params, row.shared_later, row.adapter
+                )
             )
 
     def _step(self) -> None:

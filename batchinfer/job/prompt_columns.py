@@ -39,6 +39,11 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
             _check_prompt(source, made.name, config)
     if config.system is not None:
         checked_template(config.system, "prompt.system", frozenset(names))
+    if config.adapter_column is not None:
+        require_column(config.adapter_column, "prompt.adapter_column", names)
+        kind = _type_of(source, config.adapter_column)
+        if not (is_text(kind) or pa.types.is_null(kind)):
+            raise _wrong_type(source, config.adapter_column, "prompt.adapter_column", "string")
     if COLUMN in names:
         _check_sampling_params(source)
 

@@ -17,6 +17,7 @@ from batchinfer.engine.request import (
 )
 from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
+from batchinfer.job.row_adapters import BASE
 from batchinfer.job.row_params import RowSampling
 from batchinfer.text.prompts import Prompt, PromptTooLongError
 from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
@@ -46,7 +47,12 @@ class RequestMaker:
         self._bad_words = lru_cache(maxsize=1024)(partial(bad_words_token_ids, tokenizer))
 
     def make(
-        self, row_id: int, prompt: Prompt, sampling: RowSampling, shared_later: int = 0
+        self,
+        row_id: int,
+        prompt: Prompt,
+        sampling: RowSampling,
+        shared_later: int = 0,
+        adapter: int = BASE,
     ) -> Request:
         """The request of a row, of whose prompt a later one has ``shared_later`` tokens."""
         params = sampling.params
@@ -59,6 +65,7 @@ class RequestMaker:
             bad_words_token_ids=self._bad_words(params.bad_words),
             make_stop_checker=make_stop_checker_factory(self._tokenizer, params),
             shared_later=shared_later,
+            adapter=adapter,
         )
 
 

@@ -67,8 +67,9 @@ class ModelSpec(_Section):
     """Most tokens of prompt and output together; null: what the model's config allows."""
     quantization: Text | None = None
     """Not yet."""
-    adapters: Mapping[str, str] = {}
-    """Name and path of LoRA adapters. Not yet."""
+    adapters: Mapping[Text, Text] = {}
+    """LoRA adapters as peft saves them: a name, and a folder or hub id, each.
+    ``prompt.adapter_column`` says which row runs through which."""
     trust_remote_code: bool = False
     """Run code from the model folder. Not yet."""
 
@@ -77,7 +78,6 @@ class ModelSpec(_Section):
         _refuse_not_yet(
             {
                 "model.quantization": self.quantization is not None,
-                "model.adapters": bool(self.adapters),
                 "model.trust_remote_code": self.trust_remote_code,
             }
         )

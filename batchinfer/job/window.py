@@ -1,9 +1,9 @@
 """The dataset's prefix plan: which rows run next, and what they share with others.
 
 Rows are planned a window at a time, always whole parts, so that the parts of one window are all
-finished before much of the next has run. By prefix, rows that begin alike run side by side; in
-input order they run as they come. Either way each row is told what a later one of its window
-begins with as well.
+finished before much of the next has run. By prefix, rows that begin alike run side by side, after
+all of another adapter's, which share nothing with them; in input order they run as they come.
+Either way each row is told what a later one of its window begins with as well.
 
 Nothing of a window could run before all of it is read. So when the engine has nothing left to
 take, it gets a head start: in input order all rows read so far, by prefix the lowest sixteenth of
@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -55,6 +55,7 @@ class Lot:
                 row.sampling,
                 shared_later,
                 distinct_tokens,
+                row.adapter,
             )
             for row, key, shared_later, distinct_tokens in facts
         ]
@@ -139,7 +140,13 @@ class _Window:
         """The next ``count`` rows, planned among all that are there."""
         rows, keys, given = self._rows, self._store.rows(), self._given
         order = prefix_order(self._store.as_arrow())
-        with_next = common_with_next(keys, order)
+        order.sort(key=lambda row: rows[row].adapter)  # it keeps the order of equals
+        with_next = [
+            common if rows[row].adapter == rows[following].adapter else 0
+            for common, (row, following) in zip(
+                common_with_next(keys, order), pairwise([*order, *order[-1:]]), strict=True
+            )
+        ]
         left = set(range(len(rows))).difference(given)
         to_run = [row for row in (order if self._by_prefix else range(len(rows))) if row in left]
         run = [*given, *to_run]

@@ -14,11 +14,8 @@ from batchinfer.typed import take_types
 
 _NOT_YET: Mapping[str, object] = {
     "quantization": None,
-    "adapters": {},
     "trust_remote_code": False,
     "preset": None,
-    "enable_lora": False,
-    "lora_request": None,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "speculative_config": None,
@@ -50,6 +47,8 @@ _NO_EFFECT = frozenset(
 
 _ELSEWHERE: Mapping[str, str] = {
     "seed": "give SamplingParams(seed=...)",
+    "enable_lora": "give adapters={name: folder}",
+    "lora_request": "give adapters={name: folder} to LLM, and adapter=name here",
     "download_dir": "set the environment variable HF_HOME",
     "hf_token": "set the environment variable HF_TOKEN",
     "tokenizer_revision": "give the tokenizer's folder as tokenizer",
@@ -76,12 +75,14 @@ class ModelArguments:
     revision: str | None
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     max_model_len: int | None
+    adapters: Mapping[str, str]
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer"):
-            value = getattr(self, name)
-            if isinstance(value, os.PathLike):
-                object.__setattr__(self, name, os.fspath(value))
+            object.__setattr__(self, name, _as_text(getattr(self, name)))
+        if isinstance(self.adapters, Mapping):
+            paths = {name: _as_text(path) for name, path in self.adapters.items()}
+            object.__setattr__(self, "adapters", paths)
         take_types(self)
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ValueError(f"max_model_len is {self.max_model_len}; it must be 1 or more")
@@ -90,6 +91,10 @@ class ModelArguments:
     def name(self) -> str:
         """The model's hub id or local directory."""
         return self.model
+
+
+def _as_text(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 def engine_config(keys: Mapping[str, Any]) -> EngineConfig:
@@ -123,6 +128,8 @@ def refuse_others(call: str, given: Mapping[str, object], known: Sequence[str]) 
         elif name in _NO_EFFECT:
             raise TypeError(f"{call}: {name} has no effect here; leave it out")
         elif name in _ELSEWHERE:
+            if value is None or value is False:
+                continue  # not asked for
             raise TypeError(f"{call} has no argument {name}; {_ELSEWHERE[name]}")
         else:
             near = difflib.get_close_matches(name, known, n=1)

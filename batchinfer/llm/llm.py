@@ -27,6 +27,7 @@ from batchinfer.llm.outputs import BeamSearchParams, RequestOutput, finished, re
 from batchinfer.llm.prompts import (
     Conversation,
     PromptLike,
+    adapters_of_each,
     params_of_each,
     read_conversations,
     read_prompts,
@@ -51,6 +52,7 @@ class LLM:
         revision: of a model on the hub; a tokenizer of its own is its repository's latest.
         dtype: ``auto`` (as saved), ``float32``, ``bfloat16`` or ``float16``.
         max_model_len: longest prompt and output together; default what the model allows.
+        adapters: LoRA adapters as peft saves them: folder or hub id by name.
         tensor_parallel_size: accepted for compatibility; must be 1.
         engine_keys: keys of the job file's ``engine`` section, e.g. ``block_size=32``.
 
@@ -70,13 +72,21 @@ class LLM:
         revision: str | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         tensor_parallel_size: int = 1,
         **engine_keys: Any,
     ) -> None:
         if tensor_parallel_size != 1:
             raise NotYetError(f"LLM(tensor_parallel_size={tensor_parallel_size})")
         engine = engine_config(engine_keys)
-        choice = ModelArguments(model, tokenizer, revision, dtype, max_model_len)  # type: ignore[arg-type]  # checked there
+        choice = ModelArguments(
+            model,  # type: ignore[arg-type]  # checked there, as the others
+            tokenizer,  # type: ignore[arg-type]
+            revision,
+            dtype,  # type: ignore[arg-type]
+            max_model_len,
+            adapters or {},  # type: ignore[arg-type]
+        )
         # A revision is one of the model's repository.
         self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
         self._built = build_engine(choice, engine, log=lambda line: None)
@@ -89,6 +99,7 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
@@ -98,6 +109,7 @@ class LLM:
             prompts: one or several texts, token id lists, ``{"prompt": ...}`` or
                 ``{"prompt_token_ids": ...}``.
             sampling_params: one for all prompts, or one each.
+            adapter: name of the adapter for all prompts, or one each; None runs the base model.
             use_tqdm: show a progress bar.
             others: arguments of vLLM's ``generate``; refused, with what to do instead.
 
@@ -110,10 +122,10 @@ class LLM:
             RuntimeError: called from within another call.
             NotYetError: an argument is known, and not built yet.
         """
-        refuse_others("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm"))
+        refuse_others("LLM.generate", others, ("prompts", "sampling_params", "adapter", "use_tqdm"))
         with self._one_call("generate"):
             read = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
-            return self._run(read, sampling_params, use_tqdm)
+            return self._run(read, sampling_params, adapter, use_tqdm)
 
     def chat(
         self,
@@ -121,6 +133,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
@@ -132,7 +145,7 @@ class LLM:
             TypeError, ValueError, RuntimeError, NotYetError: as ``generate``.
             ModelError: the model has no chat template.
         """
-        known = ("conversations", "sampling_params", "chat_template_kwargs", "use_tqdm")
+        known = ("conversations", "sampling_params", "chat_template_kwargs", "adapter", "use_tqdm")
         refuse_others("LLM.chat", others, known)
         rows = [{"messages": item} for item in read_conversations(conversations)]
         with self._one_call("chat"):
@@ -144,13 +157,14 @@ class LLM:
                 conversation_columns=["messages"],
                 vocab_size=self._built.vocab_size,
             )
-            return self._run(builder.build(rows), sampling_params, use_tqdm)
+            return self._run(builder.build(rows), sampling_params, adapter, use_tqdm)
 
     def beam_search(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         params: BeamSearchParams,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool = False,
         **others: Any,
     ) -> list[RequestOutput]:
@@ -163,12 +177,12 @@ class LLM:
         Raises:
             TypeError, ValueError, RuntimeError, NotYetError: as ``generate``.
         """
-        refuse_others("LLM.beam_search", others, ("prompts", "params", "use_tqdm"))
+        refuse_others("LLM.beam_search", others, ("prompts", "params", "adapter", "use_tqdm"))
         if not isinstance(params, BeamSearchParams):
             raise TypeError("params must be BeamSearchParams(beam_width=..., max_tokens=...)")
         with self._one_call("beam_search"):
             read = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
-            return self._run(read, params.sampling(), use_tqdm)
+            return self._run(read, params.sampling(), adapter, use_tqdm)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, as transformers loads it."""
@@ -212,9 +226,11 @@ class LLM:
         self,
         prompts: Sequence[Prompt | RowError],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | Sequence[str | None] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = params_of_each(sampling_params, len(prompts), self.vocab_size)
+        numbers = adapters_of_each(adapter, len(prompts), self._built.adapters)
         fresh_seed = secrets.randbits(64)
         maker = RequestMaker(self._built.tokenizer, self._built.eos_token_ids)
         requests: list[Request] = []
@@ -225,7 +241,7 @@ class LLM:
             else:
                 own_seed = one.seed is not None
                 sampling = RowSampling(one if own_seed else replace(one, seed=fresh_seed), own_seed)
-                requests.append(maker.make(at, prompt, sampling))
+                requests.append(maker.make(at, prompt, sampling, adapter=numbers[at]))
         with (
             tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar,
             closing(self._completions(requests)) as completions,

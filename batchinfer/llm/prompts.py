@@ -79,6 +79,27 @@ def params_of_each(
     return found
 
 
+def adapters_of_each(
+    adapter: str | Sequence[str | None] | None, count: int, numbers: Mapping[str, int]
+) -> list[int]:
+    """The number of each of ``count`` prompts' adapter; 0 is the base model.
+
+    Raises:
+        TypeError, ValueError: it is no name, there is no such adapter, or they are not as many.
+    """
+    names: list[Any] = [adapter] * count
+    if not (adapter is None or isinstance(adapter, str)):
+        names = _listed(adapter, "adapter", "a name, or a list of one for each prompt")
+        if len(names) != count:
+            raise ValueError(f"{count} prompts, but {len(names)} adapters")
+    for name in names:
+        if name is not None and name not in numbers:
+            raise ValueError(
+                f"there is no adapter {name!r}; known: {', '.join(numbers) or '(none)'}"
+            )
+    return [0 if name is None else numbers[name] for name in names]
+
+
 def _is_one(prompts: Any) -> bool:
     """Whether this is one prompt, not several."""
     if isinstance(prompts, str | Mapping):

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from batchinfer.engine.step import Step
 from batchinfer.kernels.cpu import native
+from batchinfer.worker.adapter_rows import StepAdapters
 from batchinfer.worker.cpu_attention import CpuAttention
 from batchinfer.worker.cuda_attention import CudaAttention
 from batchinfer.worker.kv_cache import KVCache
@@ -65,7 +66,9 @@ class ForwardContext:
     cache: KVCache
     backend: AttentionBackend
     tensors: Mapping[str, torch.Tensor]
-    """The step's ``slot_mapping`` and ``other_slots`` on the device."""
+    """The step's ``slot_mapping`` and ``other_slots`` on the device, and what ``adapters`` need."""
+    adapters: StepAdapters | None = None
+    """None: the step has no rows with adapters."""
 
     def slot_mapping(self, layer: int) -> torch.Tensor:
         """[T] int64: where a layer's keys and values of each token go."""

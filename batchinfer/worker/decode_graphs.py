@@ -85,6 +85,7 @@ class DecodeGraphs:
         return (
             self._fits
             and step.scored is None
+            and step.adapters is None  # which rows an adapter takes differs from step to step
             and 0 < count == step.num_tokens <= self._sizes[-1]
             and step.block_tables.shape[1] <= self._inputs.max_blocks
             and bool((np.diff(step.query_starts) == 1).all())

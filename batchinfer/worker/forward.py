@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from batchinfer.engine.step import Step
+from batchinfer.worker.adapter_rows import step_adapters
 from batchinfer.worker.attention import AttentionBackend, ForwardContext, forward_context
 from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.kv_cache import KVCache
@@ -38,7 +39,11 @@ def forward(
     Returns:
         Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype.
     """
-    tensors = to_device(_device_arrays(step), cache.pool.device)
+    adapters = step_adapters(step)
+    arrays = _device_arrays(step)
+    if adapters is not None:
+        arrays["adapter_tokens"] = adapters.tokens
+    tensors = to_device(arrays, cache.pool.device)
     cache.host.copy(step.swap_outs, step.swap_ins)
     if len(step.block_copies):
         cache.copy_blocks(tensors["block_copies"])
@@ -46,7 +51,7 @@ def forward(
     if graphs is not None and graphs.takes(step):
         return graphs.logits(step, tensors | {"token_ids": token_ids})
     backend.begin_step(step, tensors)
-    with forward_context(ForwardContext(cache, backend, tensors)):
+    with forward_context(ForwardContext(cache, backend, tensors, adapters)):
         output = model(
             input_ids=token_ids[None],
             position_ids=tensors["positions"][None],

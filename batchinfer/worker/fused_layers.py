@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from batchinfer.engine.layout import KVLayout
+from batchinfer.kernels.cpu import gemm
 from batchinfer.worker.attention import ForwardContext, forward_context, make_backend
 from batchinfer.worker.fused_modules import keep_plain_attributes
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.linear import PackedLinear
 from batchinfer.worker.probe_step import probe_step
 from batchinfer.worker.transfer import to_device
 
@@ -42,6 +44,24 @@ class AddLinear(nn.Module):
         return residual.addmm_(x.reshape(-1, x.shape[-1]), self.weight.t())
 
 
+class AddPackedLinear(nn.Module):
+    """The same over a weight that the project's own kernel multiplies by."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.residual: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to the residual [T, out_features]."""
+        residual, self.residual = self.residual, None
+        own = self.linear.own
+        assert residual is not None
+        assert own is not None
+        gemm.gemm(x.reshape(-1, x.shape[-1]), own, self.linear.bias, out=residual, adds=True)
+        return residual
+
+
 class FusedDecoderLayer(nn.Module):
     """A pre-norm layer that adds its attention and its MLP to the hidden state in place."""
 
@@ -51,8 +71,8 @@ class FusedDecoderLayer(nn.Module):
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         attention, mlp = layer.self_attn, layer.mlp
-        self.self_attn = _with_part(attention, "o_proj", AddLinear(attention.o_proj))
-        self.mlp = _with_part(mlp, "down_proj", AddLinear(mlp.down_proj))
+        self.self_attn = _with_part(attention, "o_proj", _adding(attention.o_proj))
+        self.mlp = _with_part(mlp, "down_proj", _adding(mlp.down_proj))
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """[1, T, hidden], which is changed, and returned."""
@@ -147,6 +167,10 @@ def _with_sums_in_place(layer: Any) -> nn.Module | None:
     if not all(type(product) is nn.Linear and product.bias is None for product in products):
         return None
     return FusedDecoderLayer(layer)
+
+
+def _adding(linear: Any) -> nn.Module:
+    return AddPackedLinear(linear) if isinstance(linear, PackedLinear) else AddLinear(linear)
 
 
 def _with_part(module: nn.Module, name: str, part: nn.Module) -> Any:

@@ -31,6 +31,7 @@ class FusedAttention(nn.Module):
         super().__init__()
         keep_plain_attributes(self, attention)
         self.qkv_proj = merged(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.starts = starts_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
         self.o_proj = attention.o_proj
         self.q_norm = getattr(attention, "q_norm", None)
         self.k_norm = getattr(attention, "k_norm", None)
@@ -73,6 +74,7 @@ class FusedGatedMLP(nn.Module):
         super().__init__()
         keep_plain_attributes(self, mlp)
         self.gate_up_proj = merged(mlp.gate_proj, mlp.up_proj)
+        self.starts = starts_of(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = mlp.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,6 +95,19 @@ class FusedRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] to the same."""
         return rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
+
+
+def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str, tuple[str, int]]:
+    """Where the outputs of ``parent``'s linear layers begin when they are merged, in this order.
+
+    Returns:
+        By name: the merged layer's name, and the first output.
+    """
+    starts, start = {}, 0
+    for name in names:
+        starts[name] = (merged_name, start)
+        start += getattr(parent, name).out_features
+    return starts
 
 
 def norm_eps(norm: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from transformers import PreTrainedConfig
 
 from batchinfer.engine.layout import KVLayout, max_positions
 from batchinfer.errors import ModelError
+from batchinfer.worker.adapter_files import read_adapters
+from batchinfer.worker.adapters import add_adapters
 from batchinfer.worker.fusion import fuse
 from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.model_config import load_config
@@ -35,6 +38,9 @@ class LoadedModel:
     """Longest sequence, prompt and output together, in tokens."""
     eos_token_ids: frozenset[int]
     dtype: str
+    adapters: Mapping[str, int]
+    """Number of each adapter, from 1."""
+    adapter_bytes: int
     facts: Mapping[str, Any]
     """For the summary: name, revision, family, parameters, bytes."""
 
@@ -56,12 +62,15 @@ def load_model(
     dtype: str = "auto",
     device: torch.device,
     max_model_len: int | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> LoadedModel:
     """Check a model folder (or hub id), load its weights and try four tokens.
 
     Args:
         dtype: ``auto`` keeps the dtype the weights are saved in.
         max_model_len: None takes what the model's config allows.
+        adapters: folder or hub id of LoRA adapters by name; rows run through them by number, in
+            this order from 1.
 
     Raises:
         ModelError: in one line with what to do; nothing from the folder is executed.
@@ -72,6 +81,7 @@ def load_model(
     values = config.to_dict()
     longest = choose_max_model_len(values, max_model_len)
     _check_vocabulary(folder, config)
+    found = read_adapters(adapters or {}, config)
     end_ids = eos_token_ids(folder, values, config.get_text_config().vocab_size)
     dtype = choose_dtype(dtype, values, check_weights(folder))
     model = load_weights(folder, config, dtype, device)
@@ -88,19 +98,24 @@ def load_model(
         fuse_native_layers(model, layout)
     else:
         torch.cuda.empty_cache()  # merged weights left holes of the size of their parts
+    weight_bytes = model_bytes(model)
+    if found:
+        add_adapters(model, layout, found)
     return LoadedModel(
         model=model,
         config=values,
         max_model_len=longest,
         eos_token_ids=end_ids,
         dtype=dtype,
+        adapters=MappingProxyType({one.name: at for at, one in enumerate(found, start=1)}),
+        adapter_bytes=model_bytes(model) - weight_bytes,
         facts={
             "name": name,
             "revision": revision,
             "family": config.model_type,
             "dtype": dtype,
             "parameters": num_parameters,
-            "weight_bytes": model_bytes(model),
+            "weight_bytes": weight_bytes,
             "max_model_len": longest,
         },
     )

@@ -41,6 +41,7 @@ class MemoryPlan:
 
     num_blocks: int
     weight_bytes: int
+    adapter_bytes: int
     pool_bytes: int
     activation_bytes: int
     """Estimate for a step of ``max_num_batched_tokens`` tokens."""
@@ -59,6 +60,7 @@ class MemoryPlan:
         """A table for the log."""
         rows = (
             ("weights", self.weight_bytes),
+            *([("adapters", self.adapter_bytes)] if self.adapter_bytes else []),
             (f"KV pool ({self.num_blocks} blocks)", self.pool_bytes),
             ("activations (at most)", self.activation_bytes),
             ("logits (at most)", self.logits_bytes),
@@ -78,15 +80,22 @@ def plan_memory(
     device: torch.device,
     weight_bytes: int,
     max_model_len: int,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
     """``fit_memory`` to a device at hand. Call it when the weights are loaded."""
     if device.type == "cuda":
         memory = DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free_host_bytes())
     else:
         free = free_host_bytes()
-        memory = DeviceMemory("cpu", free, free + weight_bytes, free)
+        memory = DeviceMemory("cpu", free, free + weight_bytes + adapter_bytes, free)
     return fit_memory(
-        engine, layout, config, memory, weight_bytes=weight_bytes, max_model_len=max_model_len
+        engine,
+        layout,
+        config,
+        memory,
+        weight_bytes=weight_bytes,
+        max_model_len=max_model_len,
+        adapter_bytes=adapter_bytes,
     )
 
 
@@ -98,6 +107,7 @@ def fit_memory(
     *,
     weight_bytes: int,
     max_model_len: int,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
     """Size the pool: ``num_kv_blocks``, else ``kv_cache_memory``, else what the device leaves.
 
@@ -143,6 +153,7 @@ def fit_memory(
     return MemoryPlan(
         num_blocks,
         weight_bytes,
+        adapter_bytes,
         pool_bytes,
         activations,
         logits,

@@ -111,7 +111,7 @@ def check_weights(folder: Path) -> dict[str, str]:
         raise ModelError(f"{folder} has {what}; convert or fetch the model as safetensors")
     dtypes: dict[str, str] = {}
     for name in names:
-        dtypes |= _check_file(folder / name)
+        dtypes |= check_file(folder / name)
     return dtypes
 
 
@@ -128,8 +128,15 @@ def _indexed(index: Mapping[str, Any], folder: Path) -> list[str]:
     return sorted(set(by_tensor.values()))
 
 
-def _check_file(path: Path) -> dict[str, str]:
-    """Compare a file's size with what its header says."""
+def check_file(path: Path) -> dict[str, str]:
+    """Compare the size of a safetensors file with what its header says.
+
+    Returns:
+        The dtype of every tensor, by name, as safetensors writes it.
+
+    Raises:
+        ModelError: it is missing, cut short, or something else.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

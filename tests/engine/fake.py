@@ -63,9 +63,10 @@ class FakeRunner:
     ) -> None:
         self.windows = windows
         self.block_size = block_size
-        self.host = np.full((num_host_blocks, 2, block_size), EMPTY, dtype=np.int32)
+        self.host = np.full((num_host_blocks, 3, block_size), EMPTY, dtype=np.int32)
         self.kv = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
         self.kv_positions = np.full((num_blocks, block_size), EMPTY, dtype=np.int32)
+        self.kv_adapters = np.zeros((num_blocks, block_size), dtype=np.int32)
         self.next_token = next_token
         self.steps: list[Step] = []
         self._previous = np.full(1, EMPTY, dtype=np.int32)
@@ -84,19 +85,23 @@ class FakeRunner:
     def run(self, step: Step) -> StepResult:
         self.steps.append(step)
         for slot, host_slot in step.swap_outs:
-            self.host[host_slot] = self.kv[slot], self.kv_positions[slot]
+            self.host[host_slot] = [kept[slot] for kept in self._kept]
         for host_slot, slot in step.swap_ins:
-            self.kv[slot], self.kv_positions[slot] = self.host[host_slot]
+            for kept, values in zip(self._kept, self.host[host_slot], strict=True):
+                kept[slot] = values
         copied = step.block_copies.ravel().tolist()
         assert not set(copied[::2]) & set(copied[1::2]), "a block is copied from and to"
         for source, destination in step.block_copies:
-            self.kv[destination] = self.kv[source]
-            self.kv_positions[destination] = self.kv_positions[source]
+            for kept in self._kept:
+                kept[destination] = kept[source]
         places = np.concatenate([step.slot_mapping, step.other_slots.ravel()])
         assert len(set(places.tolist())) == len(places), "two tokens, one slot"
         for slots in (step.slot_mapping, *step.other_slots):
             self.kv.ravel()[slots] = step.token_ids
             self.kv_positions.ravel()[slots] = step.positions
+            self.kv_adapters.ravel()[slots] = np.repeat(
+                adapters_of(step), np.diff(step.query_starts)
+            )
         contexts = [self._context(step, at) for at in range(step.num_sequences)]
         ends = {int(end) - 1: at for at, end in enumerate(step.query_starts[1:])}
         of_logits = [contexts[ends[int(index)]] for index in step.logits_indices]
@@ -141,6 +146,11 @@ class FakeRunner:
             top_logprobs=values[:, None] - top.astype(np.float32),
         )
 
+    @property
+    def _kept(self) -> tuple[np.ndarray, ...]:
+        """What stands in the slots, beside each other."""
+        return self.kv, self.kv_positions, self.kv_adapters
+
     def _alternatives(
         self, step: Step, of_logits: list[bytes]
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -165,11 +175,19 @@ class FakeRunner:
             seen = slice(max(computed - window + 1, 0) if window else 0, length)
             positions = self.kv_positions[slots].ravel()[seen]
             assert positions.tolist() == list(range(length))[seen], "a table tells another story"
+            adapters = self.kv_adapters[slots].ravel()[seen]
+            assert (adapters == adapters_of(step)[at]).all(), "another adapter computed it"
             read = self.kv[slots].ravel()[seen]
             known = tokens[seen] != EMPTY
             assert (tokens[seen] == read)[known].all(), "groups hold different tokens"
             tokens[seen] = read
         return tokens[0 if 0 in self.windows else -max(self.windows) :].tobytes()
+
+
+def adapters_of(step: Step) -> np.ndarray:
+    """[S] the adapter of each sequence."""
+    none = np.zeros(step.num_sequences, dtype=np.int32)
+    return none if step.adapters is None else step.adapters
 
 
 def expected(

@@ -31,7 +31,7 @@ def often_ends(context: bytes, stream: int, sample: int, position: int) -> int:
 
 @st.composite
 def workloads(draw: st.DrawFn) -> list[Request]:
-    """Rows that share prefixes of all lengths."""
+    """Rows that share prefixes of all lengths, some of them through adapters."""
     prefixes = draw(st.lists(st.lists(st.integers(1, 50), max_size=20), min_size=1, max_size=3))
     rows = draw(
         st.lists(
@@ -40,14 +40,15 @@ def workloads(draw: st.DrawFn) -> list[Request]:
                 st.lists(st.integers(1, 3), min_size=1, max_size=12),
                 st.integers(1, 20),
                 st.sampled_from([1, 1, 1, 3]),
+                st.sampled_from([0, 0, 1, 2]),
             ),
             min_size=1,
             max_size=24,
         )
     )
     return [
-        make_request(row_id, prefix + own, max_tokens=max_tokens, n=n)
-        for row_id, (prefix, own, max_tokens, n) in enumerate(rows)
+        replace(make_request(row_id, prefix + own, max_tokens=max_tokens, n=n), adapter=adapter)
+        for row_id, (prefix, own, max_tokens, n, adapter) in enumerate(rows)
     ]
 
 
@@ -98,6 +99,23 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
         assert 0 <= step.kv_tokens_live <= step.kv_blocks_used * block_size
         assert step.kv_blocks_used <= step.kv_logical_blocks
         assert step.kv_waste < 1
+
+
+def test_rows_share_what_their_own_adapter_computed_and_no_other(make_engine: MakeEngine) -> None:
+    engine, runner = make_engine(64, 4)
+    prompt = list(range(1, 14))
+    requests = [
+        replace(make_request(row, prompt, max_tokens=3), adapter=adapter)
+        for row, adapter in enumerate((0, 1, 2, 1, 0))
+    ]
+    completions, _ = run_all(engine, requests)
+    cached = {row: done.stats.cached_tokens for row, done in completions.items()}
+    assert cached == {0: 0, 1: 0, 2: 0, 3: 12, 4: 12}
+    for step in runner.steps:
+        assert step.adapters is not None
+        assert len(step.adapters) == step.num_sequences
+    run_all(engine, [make_request(9, prompt, max_tokens=3)])
+    assert runner.steps[-1].adapters is None, "the base model runs alone"
 
 
 def test_a_pool_that_holds_one_row_serves_many(make_engine: MakeEngine) -> None:

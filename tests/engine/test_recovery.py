@@ -63,7 +63,7 @@ class Scarce(FakeRunner):
         return Failed(self, says_so=True)  # type: ignore[return-value]
 
     def _spoil(self, step: Step) -> None:
-        for kv in (self.kv, self.kv_positions):
+        for kv in self._kept:
             kv.ravel()[step.slot_mapping] = GARBAGE
             kv[step.block_copies[:, 1]] = GARBAGE
             kv[step.swap_ins[:, 1]] = GARBAGE

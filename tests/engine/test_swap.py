@@ -76,18 +76,20 @@ def workloads(draw: st.DrawFn) -> list[Request]:
                 st.sampled_from([1, 1, 3]),
                 st.booleans(),
                 st.integers(0, 32),
+                st.sampled_from([0, 0, 1]),
             ),
             min_size=1,
             max_size=20,
         )
     )
     requests = []
-    for row, (prefix, own, most, n, searches, later) in enumerate(rows):
+    for row, (prefix, own, most, n, searches, later, adapter) in enumerate(rows):
         make = beams if searches and n > 1 else make_request
         width = (n,) if searches and n > 1 else ()
         more = {} if width else {"n": n}
         request = make(row, prefix + own, *width, max_tokens=most, ignore_eos=True, **more)
-        requests.append(replace(request, shared_later=min(later, len(prefix + own))))
+        later = min(later, len(prefix + own))
+        requests.append(replace(request, shared_later=later, adapter=adapter))
     return requests
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -52,6 +52,7 @@ class FakeBuilt:
     eos_token_ids: frozenset[int] = frozenset({EOS})
     max_model_len: int = 256
     vocab_size: int = 257
+    adapters: Mapping[str, int] = field(default_factory=dict)
     block_size: int = 4
     num_blocks: int = 0
     bytes_per_block: int = 1024

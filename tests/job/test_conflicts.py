@@ -22,6 +22,18 @@ def complaint(folder: Path, *overrides: str, output: str | None = None) -> str:
     return str(caught.value).replace(f"{folder}/", "")
 
 
+# Adapters
+
+
+def test_adapters_need_rows_and_rows_need_adapters(tmp_path: Path) -> None:
+    found = complaint(tmp_path, "prompt.adapter_column=a")
+    assert "prompt.adapter_column is set, but model.adapters names none" in found
+    found = complaint(tmp_path, "model={name: m, adapters: {a: b}}")
+    assert "model.adapters are given, but no row runs through them" in found
+    spec = load(tmp_path, "model={name: m, adapters: {a: ./b, c: o/r}}", "prompt.adapter_column=a")
+    assert spec.model.adapters == {"a": str(tmp_path / "b"), "c": "o/r"}
+
+
 # Where the output goes
 
 

@@ -72,6 +72,17 @@ def test_what_does_not_stays_out(tmp_path: Path, override: str) -> None:
     assert fingerprint(job(tmp_path), MODEL) == fingerprint(job(tmp_path, override), MODEL)
 
 
+def test_an_adapter_is_known_by_what_it_holds_not_by_its_place(tmp_path: Path) -> None:
+    place = "model={name: m, adapters: {a: %s}}"
+    column = "prompt.adapter_column=c"
+    here, there = (job(tmp_path, place % folder, column) for folder in ("./here", "./there"))
+    facts = MODEL | {"adapters": {"a": {"adapter_config.json": "123"}}}
+    other = MODEL | {"adapters": {"a": {"adapter_config.json": "456"}}}
+    assert fingerprint(here, facts) == fingerprint(there, facts)
+    both = fingerprint_facts(here, facts), fingerprint_facts(here, other)
+    assert differing_keys(*both) == ["model.adapters.a.adapter_config.json"]
+
+
 def test_other_weights_are_another_job(tmp_path: Path) -> None:
     spec = job(tmp_path)
     other = {**MODEL, "weights": "xyz"}

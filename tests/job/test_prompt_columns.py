@@ -54,6 +54,18 @@ def test_another_type_is_named_with_file_column_and_what_it_must_be(
         check(tmp_path, {"prompt": column})
 
 
+@pytest.mark.parametrize("column", [TEXT, TEXT.dictionary_encode(), pa.nulls(1)])
+def test_names_of_adapters_are_texts(tmp_path: Path, column: pa.Array) -> None:
+    check(tmp_path, {"prompt": TEXT, "a": column}, adapter_column="a")
+
+
+def test_what_names_no_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"prompt.adapter_column: .*column a is int64; .* string"):
+        check(tmp_path, {"prompt": TEXT, "a": [1]}, adapter_column="a")
+    with pytest.raises(DataError, match=r'adapter_column: the data has no column "b"'):
+        check(tmp_path, {"prompt": TEXT}, adapter_column="b")
+
+
 @pytest.mark.parametrize("column", [[[1, 2]], pa.array([[1]], pa.list_(pa.uint16())), [[]]])
 def test_token_ids_are_lists_of_integers(tmp_path: Path, column: object) -> None:
     check(tmp_path, {"ids": column}, token_ids_column="ids")

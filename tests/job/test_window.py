@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -81,6 +82,18 @@ def test_token_ids_are_compared_as_numbers_not_as_bytes() -> None:
 def test_rows_move_within_their_window_only() -> None:
     rows = [row(row_id, 99 - row_id) for row_id in range(16)]
     assert order(rows, PARTS, 8) == [*range(7, -1, -1), *range(15, 7, -1)]
+
+
+def test_rows_of_an_adapter_share_with_each_other_alone() -> None:
+    rows = [row(0, 1, 2, 3), row(1, 1, 2, 4), row(2, 1, 2, 3), row(3, 1, 2)]
+    rows = [replace(one, adapter=adapter) for one, adapter in zip(rows, (1, 0, 1, 0), strict=True)]
+    (lot,) = plan(rows, PARTS[:1], 4)
+    assert [(r.row_id, r.adapter) for r in lot] == [(3, 0), (1, 0), (0, 1), (2, 1)]
+    assert [r.shared_later for r in lot] == [2, 0, 3, 0]
+    assert [r.distinct_tokens for r in lot] == [2, 1, 3, 0]
+    (lot,) = plan(rows, PARTS[:1], 4, by_prefix=False)
+    assert [r.row_id for r in lot] == [0, 1, 2, 3]
+    assert [r.shared_later for r in lot] == [3, 2, 0, 0]
 
 
 def test_a_window_is_at_least_a_part() -> None:

@@ -1,0 +1,167 @@
+"""Whole jobs whose rows choose adapters: each row as peft runs it by itself."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from batchinfer import LLM, SamplingParams
+from batchinfer.cli import main
+from batchinfer.errors import ExitCode, LockedError
+from batchinfer.job.plan import plan_job
+from batchinfer.job.run import run_job
+from batchinfer.job.spec import JobSpec
+from tests.lora import make_adapter
+from tests.models import make_text_model, tiny_model
+
+OUTPUT_TOKENS = 6
+BAD = {5: ("nope", "unknown_adapter"), 11: ("", "unknown_adapter"), 13: (b"\xff", "invalid_utf8")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and two adapters of it."""
+    folder = tmp_path_factory.mktemp("adapted")
+    model = make_text_model(folder / "model")
+    for seed, name, targets in ((1, "one", "all-linear"), (2, "two", ["q_proj", "down_proj"])):
+        base = AutoModelForCausalLM.from_pretrained(model)
+        make_adapter(base, folder / name, seed=seed, r=4, lora_alpha=8, target_modules=targets)
+    return folder
+
+
+def write_rows(path: Path, count: int) -> list[Any]:
+    """Prompts in groups of three that begin alike; returns the adapters' names."""
+    names: list[Any] = [(None, "one", "two")[row * 7 % 3] for row in range(count)]
+    for row, (name, _) in BAD.items():
+        names[row] = name
+    column = pa.array([n.encode() if isinstance(n, str) else n for n in names], pa.binary())
+    table = {
+        "prompt": [f"Some words shared by all, then number {row // 3}" for row in range(count)],
+        "lora": pa.Array.from_buffers(pa.string(), count, column.buffers()),
+    }
+    pq.write_table(pa.table(table), path)
+    return names
+
+
+def job(tmp_path: Path, folder: Path, **sections: dict[str, Any]) -> JobSpec:
+    names = {name: str(folder / name) for name in ("one", "two")}
+    fields: dict[str, Any] = {
+        "model": {"name": str(folder / "model"), "adapters": names},
+        "input": {"path": str(tmp_path / "rows.parquet")},
+        "prompt": {"column": "prompt", "chat_template": "none", "adapter_column": "lora"},
+        "sampling": {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0, "ignore_eos": True},
+        "engine": {"num_kv_blocks": 60},
+        "output": {"path": str(tmp_path / "out"), "include": ["token_ids"]},
+        "errors": {"max_error_rate": 0.2},
+    }
+    for name, values in sections.items():
+        fields[name] = fields[name] | values
+    return JobSpec.model_validate(fields)
+
+
+@torch.inference_mode()
+def test_a_mixed_job_equals_three_runs_of_peft(folder: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    names = write_rows(tmp_path / "rows.parquet", 36)
+    spec = job(tmp_path, folder)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    rows = pq.read_table(tmp_path / "out" / "data").to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    alone = {}
+    for name in (None, "one", "two"):
+        base = AutoModelForCausalLM.from_pretrained(folder / "model")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            alone[name] = base if name is None else PeftModel.from_pretrained(base, folder / name)
+    for at, (row, name) in enumerate(zip(rows, names, strict=True)):
+        if at in BAD:
+            assert row["error"]["code"] == BAD[at][1]
+            continue
+        ids = tokenizer(row["prompt"], return_tensors="pt")
+        wanted = alone[name].generate(
+            **ids, max_new_tokens=OUTPUT_TOKENS, min_new_tokens=OUTPUT_TOKENS, do_sample=False
+        )
+        assert row["outputs"][0]["token_ids"] == wanted[0, -OUTPUT_TOKENS:].tolist(), name
+    message = rows[5]["error"]["message"]
+    assert message == "column lora: there is no adapter 'nope'; known: one, two"
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["tokens"]["prompt_cached"] > summary["tokens"]["prompt_computed"]
+
+
+def test_an_adapter_trained_again_is_another_job(folder: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.parquet", 36)
+    base = tiny_model("llama", vocab_size=259)
+    for name in ("one", "two"):
+        make_adapter(base, tmp_path / name, seed=9, r=4, target_modules=["q_proj"])
+    (tmp_path / "model").symlink_to(folder / "model")
+    assert run_job(job(tmp_path, tmp_path), quiet=True) is ExitCode.OK
+    base = tiny_model("llama", vocab_size=259)
+    make_adapter(base, tmp_path / "two", seed=10, r=4, target_modules=["q_proj"])
+    with pytest.raises(LockedError, match=r"model\.adapters\.two\.adapter_model\.safetensors"):
+        run_job(job(tmp_path, tmp_path), quiet=True)
+
+
+def test_an_adapter_of_another_model_ends_with_exit_code_5(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_rows(tmp_path / "rows.parquet", 36)
+    wide = tiny_model("llama", hidden_size=64)
+    make_adapter(wide, tmp_path / "two", seed=9, r=4, target_modules=["q_proj"])
+    job_file = tmp_path / "job.json"
+    fields = json.loads(job(tmp_path, folder).model_dump_json())
+    fields["model"]["adapters"]["two"] = "./two"
+    job_file.write_text(json.dumps(fields))
+    for verb in ("run", "plan"):
+        monkeypatch.setattr("sys.argv", ["batchinfer", verb, str(job_file)])
+        with pytest.raises(SystemExit) as done:
+            main()
+        assert done.value.code == ExitCode.MODEL
+        said = capsys.readouterr().err
+        assert f"model.adapters.two: {tmp_path / 'two'} is not an adapter of this model" in said
+        assert "q_proj.lora_A.weight is 4 x 64, it should be 4 x 32" in said
+    assert not list((tmp_path / "out" / "data").iterdir())
+
+
+def test_a_plan_counts_adapters(folder: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.parquet", 36)
+    planned = plan_job(job(tmp_path, folder), device="cpu")
+    alone = plan_job(
+        job(tmp_path, folder, model={"adapters": {}}, prompt={"adapter_column": None}),
+        device="cpu",
+    )
+    extra = planned["model"]["weight_bytes"] - alone["model"]["weight_bytes"]
+    parameters = 3 * (4 * (64 + 48 + 48 + 64) + 3 * 4 * 80) + 3 * (4 * 64 + 4 * 80)
+    assert extra == 4 * parameters
+    assert planned["errors"] == {"unknown_adapter": 2, "invalid_utf8": 1}
+    assert planned["prompt_computed"] > alone["prompt_computed"], "adapters share nothing"
+
+
+def test_prompts_of_the_python_api_choose_adapters(folder: Path) -> None:
+    names = {name: folder / name for name in ("one", "two")}
+    llm = LLM(folder / "model", adapters=names, num_kv_blocks=60)
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    each = [None, "one", "two", "one"]
+    outputs = llm.generate(["Some words"] * 4, params, adapter=each, use_tqdm=False)
+    texts = [output.outputs[0].token_ids for output in outputs]
+    assert texts[1] == texts[3]
+    assert len({tuple(text) for text in texts}) == 3
+    for name, text in zip(each, texts, strict=True):
+        (output,) = llm.generate("Some words", params, adapter=name, use_tqdm=False)
+        assert output.outputs[0].token_ids == text
+    chat = [{"role": "user", "content": "hi"}]
+    answers = [llm.chat(chat, params, adapter=n, use_tqdm=False) for n in (None, "one")]
+    assert answers[0][0].outputs[0].text != answers[1][0].outputs[0].text
+    with pytest.raises(ValueError, match="there is no adapter 'three'; known: one, two"):
+        llm.generate("a", params, adapter="three", use_tqdm=False)
