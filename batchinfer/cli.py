@@ -23,7 +23,6 @@ _CLICK_INTERRUPTED = 130
 """What click makes of Ctrl-C."""
 
 _NOT_YET_COMMANDS = {
-    "report": "Not yet: write an HTML page about a finished job.",
     "init": "Not yet: write a commented job file for a dataset.",
     "run-batch": "Not yet: run an OpenAI batch file.",
 }
@@ -105,6 +104,9 @@ def run(
         bool, typer.Option("--overwrite", help="Delete the output there is and start afresh.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    no_report: Annotated[
+        bool, typer.Option("--no-report", help="Write no report.html at the end.")
+    ] = False,
 ) -> None:
     """Run a job; run it again to go on where it stopped."""
     if shard is not None:
@@ -116,8 +118,15 @@ def run(
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"):
         from batchinfer.job.run import run_job
+        from batchinfer.report.at_end import report_at_end
 
-        code = run_job(spec, overwrite=overwrite, retry_errors=retry_errors, quiet=quiet)
+        code = run_job(
+            spec,
+            overwrite=overwrite,
+            retry_errors=retry_errors,
+            quiet=quiet,
+            report=None if no_report else report_at_end,
+        )
     raise typer.Exit(int(code))
 
 
@@ -174,6 +183,28 @@ def verify(out: Folder, as_json: AsJson = False) -> None:
     found = check(output_at(out))
     _say(_as_json(found.data()) if as_json else "\n".join(found.lines()))
     raise typer.Exit(int(ExitCode.DATA if found.problems else ExitCode.OK))
+
+
+@app.command()
+def report(
+    out: Folder,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="PRICE", help="Of the machine, to say what the job cost."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Else OUT/report.html.")
+    ] = None,
+) -> None:
+    """Write an HTML page about a job, running or ended: memory, speed, errors, cost."""
+    import time
+
+    from batchinfer.job.messages import printable
+    from batchinfer.job.output import OutputDir
+    from batchinfer.report.write import write_report
+
+    path = write_report(OutputDir(out), time.time(), price_per_hour=price_per_hour, to=output)
+    _say(printable(str(path)))
 
 
 @app.command()

@@ -24,12 +24,13 @@ MAY_IMPORT = {
     "build": COMMON | {"engine", "text", "worker"},
     "build_dry": COMMON | {"engine", "text", "worker", "build"},
     "job": COMMON | {"engine", "text", "build", "build_dry"},
-    "llm": COMMON | {"engine", "text", "build", "job"},
+    "report": COMMON | {"job"},
+    "llm": COMMON | {"engine", "text", "build", "job", "report"},
     "bench_options": COMMON,
     "bench_dataset": COMMON,
     "bench": COMMON | {"bench_options", "bench_dataset", "worker", "llm"},
     "crash_log": COMMON,
-    "cli": COMMON | {"job", "bench", "bench_options", "crash_log"},
+    "cli": COMMON | {"job", "report", "bench", "bench_options", "crash_log"},
     "__init__": {"config", "llm"},
     "__main__": {"cli"},
 }
@@ -39,6 +40,7 @@ HEAVY = {
     "kernels": {"transformers", "numpy", "pyarrow", "polars"},
     "worker": {"pyarrow", "polars"},
     "job": {"torch", "transformers"},
+    "report": {"torch", "transformers"},
 }
 
 

@@ -27,6 +27,7 @@ from batchinfer.errors import (
 )
 from batchinfer.job.run import run_job
 from batchinfer.job.spec import JobSpec
+from batchinfer.report.at_end import report_at_end
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 from tests.job.job_files import MINIMAL, write_job
@@ -177,9 +178,9 @@ def test_validate_finds_a_template_that_does_not_compile(batchinfer: Run, tmp_pa
 
 
 def test_run_hands_the_job_over(batchinfer: Run, fake_run: Any, tmp_path: Path) -> None:
-    calls: list[tuple[JobSpec, dict[str, bool]]] = []
+    calls: list[tuple[JobSpec, dict[str, Any]]] = []
 
-    def run_job(spec: JobSpec, **options: bool) -> ExitCode:
+    def run_job(spec: JobSpec, **options: Any) -> ExitCode:
         calls.append((spec, options))
         return ExitCode.OK
 
@@ -191,7 +192,10 @@ def test_run_hands_the_job_over(batchinfer: Run, fake_run: Any, tmp_path: Path) 
     [(spec, options)] = calls
     assert (spec.sampling.n, spec.sampling.top_k, spec.vars) == (2, 3, {"ds": "x"})
     assert (spec.output.path, spec.input.limit) == (str(tmp_path / "o"), 4)
+    assert options.pop("report") is report_at_end
     assert options == {"overwrite": True, "retry_errors": False, "quiet": True}
+    assert batchinfer("run", str(job), "--var", "ds=x", "--no-report").code == 0
+    assert calls[1][1]["report"] is None
     assert not logging.getLogger("batchinfer.kernels").isEnabledFor(logging.WARNING)
 
 
@@ -261,7 +265,6 @@ def test_a_bug_is_one_line_and_a_log_in_the_output(
         (["run", "x.yaml", "--var", "zork"], "write --var name=text"),
         (["plan", "x.yaml", "--device", "zork"], "no such device; known: h200, h100, a100-80g"),
         (["plan", "x.yaml", "--expect-output-tokens", "0"], "--expect-output-tokens"),
-        (["report", "out"], "not yet: batchinfer report"),
         (["init", "x.parquet"], "not yet: batchinfer init"),
         (["run-batch", "-i", "a", "-o", "b", "--model", "m"], "not yet: batchinfer run-batch"),
         (["bench", "--model", "m", "--dtype", "int3"], "--dtype int3: must be one of auto"),

@@ -54,7 +54,7 @@ def make_parts(
         JobError: data cannot be read, the model cannot be run, or a part cannot be written;
             finished rows are kept.
     """
-    recorder = Recorder(job.out, job.spec.model.name, job.spec.stats.every_steps)
+    recorder = Recorder(job.out, job.spec)
     sink = Sink(
         job.out,
         left.parts,

@@ -67,6 +67,7 @@ class OutputDir:
         self.manifest_copy = self.state / "manifest-copy.json"
         self.success = root / "_SUCCESS"
         self.summary = root / "summary.json"
+        self.report = root / "report.html"
 
     @contextmanager
     def locked(self) -> Iterator[None]:

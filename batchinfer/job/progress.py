@@ -136,7 +136,9 @@ class Lines:
         """See ``Progress``."""
 
 
-def summary_lines(summary: dict[str, Any], output: PurePath) -> list[str]:
+def summary_lines(
+    summary: dict[str, Any], output: PurePath, *, reported: bool = False
+) -> list[str]:
     """The end of a job in a few lines, from its ``summary.json``."""
     rows, tokens, kv = (summary[key] for key in ("rows", "tokens", "kv"))
     time_s, rates = summary["time_s"], summary["throughput"]
@@ -168,7 +170,10 @@ def summary_lines(summary: dict[str, Any], output: PurePath) -> list[str]:
             f"of {summary['sharing']['planned_rate']:.1%} that rows have in common",
         ]
     where = printable(str(output))
-    return [*lines, f"files    {where}: data/, stats/, summary.json"]
+    return [
+        *lines,
+        f"files    {where}: data/, stats/, summary.json{', report.html' if reported else ''}",
+    ]
 
 
 def _counts(codes: dict[str, int]) -> str:

@@ -18,6 +18,7 @@ from batchinfer.engine.recovery import Recovered
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.files import Files, read_file, storage_errors
 from batchinfer.job.output import OutputDir
+from batchinfer.job.spec import JobSpec, resolved
 from batchinfer.job.stats import STEPS_SCHEMA, StepRow, StepSampler
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Run:
     """What it came down to by that."""
     unsampled: StepRow | None = None
     """The steps since the last row of ``steps``, as one row."""
+    job: dict[str, Any] = field(default_factory=dict)
+    """What it was asked to do: every key of the job, as JSON data."""
 
     @property
     def engine_s(self) -> float:
@@ -78,7 +81,7 @@ def read_run(files: Files, path: PurePath) -> Run:
             sizes.append(run.unsampled["step"] + 0)
     except (TypeError, KeyError) as error:
         raise ValueError(f"not a run's record: {error}") from None
-    if run.run_id != path.stem or min(*seconds, *sizes) < 0:
+    if run.run_id != path.stem or min(*seconds, *sizes) < 0 or not isinstance(run.job, dict):
         raise ValueError("not this run's record")
     return run
 
@@ -88,14 +91,14 @@ class Recorder:
 
     Args:
         out: the output directory.
-        model: name of the model; ``loaded`` tells more.
-        every_steps: steps per row of ``steps.parquet``.
+        spec: the job.
     """
 
-    def __init__(self, out: OutputDir, model: str, every_steps: int) -> None:
+    def __init__(self, out: OutputDir, spec: JobSpec) -> None:
         self._out = out
-        self.run = Run(_next_run_id(out), {"name": model})
-        self._sampler = StepSampler(self.run.run_id, every_steps)
+        # Of the model, ``loaded`` tells more.
+        self.run = Run(_next_run_id(out), {"name": spec.model.name}, job=resolved(spec))
+        self._sampler = StepSampler(self.run.run_id, spec.stats.every_steps)
         self._device_bytes: Callable[[], int] = lambda: 0
         self._began = time.perf_counter()
         self._steps: list[StepRow] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
@@ -29,6 +29,8 @@ from batchinfer.job.stored_manifest import is_stored_whole
 from batchinfer.job.summary import write_summary
 from batchinfer.job.table import output_table
 
+Report = Callable[[OutputDir, Callable[[str], None]], bool]
+"""Writes the report; told where to say why there is none. Whether there is one now."""
 _AGAIN = "run the same command again: the part is then made again"
 _STOPPED = {
     False: "stopped; run the same command again to go on",
@@ -44,6 +46,7 @@ def run_job(
     retry_errors: bool = False,
     quiet: bool = False,
     build: BuildEngine | None = None,
+    report: Report | None = None,
 ) -> ExitCode:
     """Run a job, or what is left of it, and write its output directory.
 
@@ -56,6 +59,7 @@ def run_job(
         retry_errors: run the rows again that ended in an error.
         quiet: print nothing but why the job did not succeed.
         build: makes the engine, in place of ``batchinfer.build.build_engine``.
+        report: writes ``report.html`` of a job that has ended, if it can; None: there is none.
 
     Returns:
         OK, TOO_MANY_ROW_ERRORS or INTERRUPTED.
@@ -80,11 +84,18 @@ def run_job(
             work = look(job.out, job.manifest, if_exists)
         if not work.todo:
             with stop_signals():
-                return _finish(job, quiet)
-        return _run(job, work, if_exists, quiet, build or _default_builder())
+                return _finish(job, quiet, report)
+        return _run(job, work, if_exists, quiet, build or _default_builder(), report)
 
 
-def _run(job: Job, work: Work, if_exists: str, quiet: bool, build: BuildEngine) -> ExitCode:
+def _run(
+    job: Job,
+    work: Work,
+    if_exists: str,
+    quiet: bool,
+    build: BuildEngine,
+    report: Report | None,
+) -> ExitCode:
     """Make the parts that are not finished."""
     find = from_scratch if work.starts_over else recover
     left = find(job.out, work.todo, job.table.generated_schema)
@@ -103,7 +114,7 @@ def _run(job: Job, work: Work, if_exists: str, quiet: bool, build: BuildEngine) 
         if not complete:
             say(_STOPPED[if_exists == "overwrite"], to_stderr=True)
             return ExitCode.INTERRUPTED
-        return _finish(job, quiet)
+        return _finish(job, quiet, report)
 
 
 def _default_builder() -> BuildEngine:
@@ -164,16 +175,17 @@ def _tell_damage(damaged: Mapping[str, str]) -> None:
         say(f"and {len(damaged) - _MAX_DAMAGE_LINES:,} more files", to_stderr=True)
 
 
-def _finish(job: Job, quiet: bool) -> ExitCode:
+def _finish(job: Job, quiet: bool, report: Report | None) -> ExitCode:
     """All parts are made: write the statistics, and _SUCCESS if few enough rows failed."""
     refuse_strays(job.out, job.manifest)
     records = [_record(job, part) for part in job.manifest.parts()]
     warnings: list[str] = []
     summary = write_summary(job.out, job.manifest, records, warnings.append)
+    reported = report is not None and report(job.out, warnings.append)
     if not quiet:
         for line in warnings:
             say(line, to_stderr=True)
-        for line in summary_lines(summary, job.out.root):
+        for line in summary_lines(summary, job.out.root, reported=reported):
             say(line)
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
     if rows["error"] > limit * rows["total"]:

@@ -1,0 +1,137 @@
+"""A few rows of a job, and a few that failed, with little reading whatever the job's size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import PurePath
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinfer.job.manifest import Part
+from batchinfer.job.output import OutputDir
+from batchinfer.job.part_record import PartRecord
+from batchinfer.job.spec import output_columns
+from batchinfer.report.findings import Example, Failure
+from batchinfer.report.stored import UNREADABLE, FinishedRows, batches
+
+MOST_ROWS, MOST_COLUMNS = 4, 4
+MOST_CODES, OF_EACH_CODE = 12, 3
+MOST_CHARACTERS = 2000
+"""Of a value that is handed on; a page shows less."""
+_GENERATED = frozenset(output_columns(("prompt",)))
+
+
+def find_examples(out: OutputDir, records: Sequence[tuple[Part, PartRecord]]) -> list[Example]:
+    """Rows from the beginning of a few finished parts, spread over the job."""
+    if not records:
+        return []
+    count = min(MOST_ROWS, len(records))
+    chosen = [records[at * len(records) // count][0] for at in range(count)]
+    of_each = MOST_ROWS // count
+    found: list[Example] = []
+    for part in chosen:
+        found += _first_rows(out, out.part_file(part), of_each)
+    return found[:MOST_ROWS]
+
+
+def find_failures(
+    out: OutputDir,
+    records: Sequence[tuple[Part, PartRecord]],
+    segments: Sequence[PurePath],
+    done: FinishedRows,
+) -> list[Failure]:
+    """Rows that failed, by code, with examples; reads only parts that have more of them."""
+    counts: Counter[str] = Counter()
+    for _, record in records:
+        counts.update(record.error_codes)
+    examples: dict[str, list[tuple[int, str]]] = {}
+    for path in segments:
+        for row_id, code, message in _errors(out, path, done):
+            counts[code] += 1
+            _keep(examples, row_id, code, message)
+    most = [code for code, _ in counts.most_common(MOST_CODES)]
+    for part, record in records:
+        wanted = {c for c in record.error_codes if len(examples.get(c, ())) < OF_EACH_CODE}
+        if wanted.isdisjoint(most):
+            continue
+        for row_id, code, message in _errors(out, out.part_file(part), FinishedRows([])):
+            _keep(examples, row_id, code, message)
+    return [Failure(code, rows, examples.get(code, [])) for code, rows in counts.most_common()]
+
+
+def _keep(examples: dict[str, list[tuple[int, str]]], row_id: int, code: str, message: str) -> None:
+    some = examples.setdefault(code, [])
+    if len(some) < OF_EACH_CODE:
+        some.append((row_id, message))
+
+
+def _errors(out: OutputDir, path: PurePath, but: FinishedRows) -> Iterator[tuple[int, str, str]]:
+    for batch in batches(out, path, ["row_id", "error"]):
+        rows = but.left_out(batch)
+        failed = rows.filter(rows.column("error").is_valid())
+        codes, messages = (failed.column("error").field(name) for name in ("code", "message"))
+        row_ids = failed.column("row_id").to_pylist()
+        for row_id, code, message in zip(row_ids, codes, messages, strict=True):
+            yield row_id, _text(code), _text(message)
+
+
+def _first_rows(out: OutputDir, path: PurePath, count: int) -> list[Example]:
+    try:
+        with out.files.open(path) as file:
+            schema = pq.read_schema(file)
+    except UNREADABLE:
+        return []
+    inputs = _columns_to_show(schema)
+    wanted = [*inputs, "row_id", "generated_text", "outputs.list.element.finish_reason"]
+    wanted += ["num_prompt_tokens", "num_output_tokens", "error"]
+    rows: list[Example] = []
+    for batch in batches(out, path, wanted, count):
+        with suppress(*UNREADABLE):
+            rows = [_example(batch.slice(at, 1), inputs) for at in range(len(batch))]
+        break
+    return rows
+
+
+def _columns_to_show(schema: pa.Schema) -> list[str]:
+    """Kept columns: texts and conversations first, they are what a row is about."""
+    kept = [field for field in schema if field.name not in _GENERATED]
+    kept.sort(key=lambda field: not (_is_text(field.type) or pa.types.is_nested(field.type)))
+    shown = {field.name for field in kept[:MOST_COLUMNS]}
+    return [field.name for field in schema if field.name in shown]
+
+
+def _example(row: pa.RecordBatch, inputs: Sequence[str]) -> Example:
+    error = row.column("error")[0]
+    reasons = [item["finish_reason"] for item in row.column("outputs")[0].as_py() or ()]
+    ends = ", ".join(
+        f"{reason} x{n}" if n > 1 else reason for reason, n in Counter(reasons).items()
+    )
+    prompt, output = (row.column(f"num_{kind}_tokens")[0].as_py() for kind in ("prompt", "output"))
+    facts = f"{prompt or 0:,} tokens in, {output or 0:,} out"
+    answer = row.column("generated_text")[0]
+    return Example(
+        row_id=row.column("row_id")[0].as_py(),
+        inputs=[(name, _text(_cut(row.column(name))[0])) for name in inputs],
+        answer=_text(_cut(row.column("generated_text"))[0]) if answer.is_valid else None,
+        facts=f"{facts}; {ends}" if ends else facts,
+        error=(_text(error["code"]), _text(error["message"])) if error.is_valid else None,
+    )
+
+
+def _cut(values: pa.Array) -> pa.Array:
+    """Texts, their beginnings: a row may hold half a gigabyte."""
+    return pc.utf8_slice_codeunits(values, 0, MOST_CHARACTERS) if _is_text(values.type) else values
+
+
+def _text(value: Any) -> str:
+    found = value.as_py()
+    return found if isinstance(found, str) else "" if found is None else str(found)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

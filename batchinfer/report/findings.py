@@ -1,0 +1,99 @@
+"""What a report is about: numbers and texts, wherever they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchinfer.report.lengths import Lengths
+from batchinfer.report.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row to look at. Texts are as they were found: the page cleans them."""
+
+    row_id: int
+    inputs: Sequence[tuple[str, str]]
+    """Column and value."""
+    answer: str | None
+    facts: str
+    """Tokens, how it ended."""
+    error: tuple[str, str] | None = None
+    """Code and message."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Rows that failed for one reason."""
+
+    code: str
+    rows: int
+    examples: Sequence[tuple[int, str]] = ()
+    """Row id and message."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """One run of the job."""
+
+    name: str
+    device: str
+    rows: int
+    load_s: float
+    total_s: float
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a page shows."""
+
+    title: str
+    state: str
+    """In words, like ``finished``."""
+    when: str
+    model: str
+    device: str
+    rows_total: int
+    rows_done: int
+    rows_failed: int
+    total_s: float
+    load_s: float
+    engine_s: float
+    timeline: Timeline
+    lengths: Lengths
+    kv: Mapping[str, int]
+    """``block_size``, ``num_blocks``, ``bytes_per_block``; empty where nothing ran."""
+    unit: str = "rows"
+    """What runs side by side: ``rows``, or ``sequences`` where a row has several."""
+    out_of_memory: int = 0
+    failures: Sequence[Failure] = ()
+    examples: Sequence[Example] = ()
+    runs: Sequence[RunFacts] = ()
+    job: Mapping[str, Any] = field(default_factory=dict)
+    """Section of the job: its keys and values."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """As in ``summary.json``."""
+        return self.lengths.sums["output_tokens"] / self.engine_s if self.engine_s else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """As in ``summary.json``."""
+        return _share(self.lengths.sums["cached_tokens"], self.lengths.sums["prompt_tokens"])
+
+    @property
+    def planned_rate(self) -> float:
+        """Share of the prompt tokens that rows have in common, as in ``summary.json``."""
+        sums = self.lengths.sums
+        if not sums["distinct_tokens"]:
+            return 0.0
+        return 1 - _share(sums["distinct_tokens"], sums["prompt_tokens"])
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

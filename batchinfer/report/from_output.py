@@ -1,0 +1,125 @@
+"""What an output directory says of its job: running, stopped or finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from batchinfer.errors import DataError
+from batchinfer.job.existing import plan_of
+from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.output import OutputDir
+from batchinfer.job.part_record import PartRecord
+from batchinfer.job.recorder import Run, package_versions, read_run
+from batchinfer.job.status import Status, read_status
+from batchinfer.report.clean import without_secrets
+from batchinfer.report.examples import find_examples, find_failures
+from batchinfer.report.findings import Findings, RunFacts
+from batchinfer.report.stored import FinishedRows, read_lengths, read_timeline
+
+_MOST_FILES = 12
+_MAX_ERROR_RATE = 0.01  # where no run has noted its job
+
+
+def from_output(out: OutputDir, now: float) -> Findings:
+    """Read all that is finished in ``out``, a batch at a time.
+
+    Args:
+        out: the output directory.
+        now: seconds since 1970.
+
+    Raises:
+        DataError: there is no job's output, or its plan is damaged.
+    """
+    plan = plan_of(out)
+    status = read_status(out, now)
+    segments = out.files.entries(out.segments)  # before the records: rows move from here to there
+    records = list(_records(out, plan))
+    done = FinishedRows([part.rows for part, _ in records])
+    runs = list(_runs(out))
+    latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
+    job = latest.job or plan.job
+    merged = len(records) == len(plan.parts()) and out.files.stat(out.summary) is not None
+    steps, requests = [out.stats / "steps.parquet"], [out.stats / "requests.parquet"]
+    if not merged:
+        steps = list(out.files.entries(out.steps))
+        requests = [out.request_stats(part) for part, _ in records]
+    return Findings(
+        title=without_secrets(str(job.get("name") or out.root.name)),
+        state=_state(status, job),
+        when=_day(latest.saved_at),
+        model=without_secrets(str(latest.model.get("name", ""))),
+        device=latest.device or "",
+        rows_total=status.rows_total,
+        rows_done=status.rows_done,
+        rows_failed=status.rows_error,
+        total_s=sum(run.total_s for run in runs),
+        load_s=sum(run.load_s for run in runs),
+        engine_s=sum(run.engine_s for run in runs),
+        timeline=read_timeline(out, steps, runs, merged),
+        lengths=read_lengths(out, requests, segments, done),
+        kv=latest.kv,
+        unit=_unit(job),
+        out_of_memory=sum(run.out_of_memory for run in runs),
+        failures=find_failures(out, records, segments, done),
+        examples=find_examples(out, records),
+        runs=[_facts(run) for run in runs],
+        job=_sections(job, plan),
+        versions=package_versions(),
+    )
+
+
+def _records(out: OutputDir, plan: Manifest) -> Iterator[tuple[Part, PartRecord]]:
+    for part in plan.parts():
+        with suppress(DataError):
+            record = out.read_record(part)
+            if record is not None:
+                yield part, record
+
+
+def _runs(out: OutputDir) -> Iterator[Run]:
+    for path in out.files.entries(out.runs):
+        with suppress(OSError, ValueError):
+            yield read_run(out.files, path)
+
+
+def _state(status: Status, job: Mapping[str, Any]) -> str:
+    """Also right of a run that has written all but ``_SUCCESS``."""
+    if status.state != "finished_with_errors":
+        return status.state
+    limit = (job.get("errors") or {}).get("max_error_rate", _MAX_ERROR_RATE)
+    too_many = status.rows_error > limit * status.rows_total
+    return "finished, with more failed rows than allowed" if too_many else "finished"
+
+
+def _day(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M") if seconds else ""
+    except (ValueError, OverflowError, OSError):
+        return ""  # a clock that was not set
+
+
+def _unit(job: Mapping[str, Any]) -> str:
+    sampling = job.get("sampling") or {}
+    several = (sampling.get("n") or 1) > 1 or sampling.get("beam_width")
+    return "sequences" if several else "rows"
+
+
+def _facts(run: Run) -> RunFacts:
+    return RunFacts(run.run_id, run.device or "", run.rows, run.load_s, run.total_s, run.ended)
+
+
+def _sections(job: Mapping[str, Any], plan: Manifest) -> dict[str, dict[str, Any]]:
+    """The job by sections; what stands beside them comes first."""
+    beside = {key: value for key, value in job.items() if not isinstance(value, dict) or not value}
+    sections = {key: value for key, value in job.items() if key not in beside}
+    files = {file.path: f"{file.num_rows:,} rows" for file in plan.inputs[:_MOST_FILES]}
+    if len(plan.inputs) > _MOST_FILES:
+        files["and"] = f"{len(plan.inputs) - _MOST_FILES:,} more files"
+    sections.pop("model_facts", None)  # hashes
+    found: dict[str, dict[str, Any]] = without_secrets(
+        {"job": beside, **sections, "input files": files}
+    )
+    return found

@@ -1,0 +1,236 @@
+"""A report's numbers in words: the headline, the figures, the captions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from batchinfer.job.progress import duration
+from batchinfer.report.findings import Findings
+
+_WORTH_SAYING = 0.01
+"""A share below which nothing is claimed."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with its name, and what to hold it against."""
+
+    label: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a bar."""
+
+    label: str
+    amount: float
+    value: str
+    colour: str
+    note: str = ""
+
+
+def headline(found: Findings) -> str:
+    """The memory story in one sentence."""
+    peak = found.timeline.peak
+    if not peak.running or not peak.pool_bytes:
+        return "Nothing has run yet." if not found.rows_done else "No row came to run."
+    running, by = _count(peak.running, found.unit), _by_what(found)
+    if peak.contiguous_bytes > peak.pool_bytes:
+        fits = int(peak.running * peak.pool_bytes / peak.contiguous_bytes)
+        would = f"would have fit {fits:,}" if fits else "would not have fit one"
+        return f"{by} ran {running} at once where contiguous allocation {would}."
+    if peak.contiguous_bytes > 1.15 * peak.used_bytes:
+        return (
+            f"{by} ran {running} at once in {size(peak.used_bytes)} where contiguous allocation "
+            f"would have taken {size(peak.contiguous_bytes)}."
+        )
+    return (
+        f"At most {running} ran at once, in {size(peak.used_bytes)} of a "
+        f"{size(peak.pool_bytes)} pool."
+    )
+
+
+def pool(found: Findings) -> str:
+    """How large the pool is."""
+    if not found.kv:
+        return ""
+    blocks, block_bytes = found.kv["num_blocks"], found.kv["bytes_per_block"]
+    return (
+        f"a pool of {size(blocks * block_bytes)}: {blocks:,} blocks of {found.kv['block_size']} "
+        f"tokens, {size(block_bytes)} each"
+    )
+
+
+def figures(found: Findings, price_per_hour: float | None) -> Iterator[Figure]:
+    """The numbers to know before any chart."""
+    totals, sums = found.timeline.totals, found.lengths.sums
+    done = f"of {found.rows_total:,}; " if found.rows_done < found.rows_total else ""
+    failed = f"{found.rows_failed:,} failed" if found.rows_failed else "none failed"
+    yield Figure("Rows done", f"{found.rows_done:,}", done + failed)
+    yield Figure(
+        "Output tokens/s",
+        _short(found.output_tokens_per_s),
+        f"{_short(sums['output_tokens'])} tokens in {duration(found.engine_s)}",
+    )
+    if found.timeline.totals.steps:
+        yield Figure(
+            "Pool in use",
+            f"{totals.mean('mean_utilization'):.0%}",
+            f"on average, {found.timeline.peak_utilization:.0%} at most",
+        )
+        yield Figure(
+            "Waste",
+            _percent(totals.mean("mean_waste")),
+            f"of what is used; {_percent(totals.mean('contiguous_waste'))} if reserved",
+        )
+        yield Figure(
+            "Saved by sharing",
+            _percent(totals.mean("sharing_saving")),
+            f"of the memory; {_percent(found.prefix_hit_rate)} of prompt tokens found",
+        )
+    if price_per_hour is not None:
+        cost = price_per_hour * found.total_s / 3600
+        output = sums["output_tokens"]
+        each = f"{_money(cost / output * 1e6)} per million output tokens" if output else ""
+        yield Figure(f"Cost at {price_per_hour:g} an hour", _money(cost), each)
+    else:
+        load = f"{duration(found.load_s)} of it to load the model"
+        yield Figure("Time", duration(found.total_s), load)
+
+
+def time_slices(found: Findings) -> list[Slice]:
+    """Where the time went, in seconds."""
+    totals, span = found.timeline.totals, found.timeline.span_s
+    prompt, answer = totals.prompt_ms / 1e3, totals.answer_ms / 1e3
+    between = max(span - prompt - answer, 0.0)
+    rest = max(found.total_s - found.load_s - max(span, prompt + answer), 0.0)
+    parts = [
+        ("Loading the model", found.load_s, "cached", ""),
+        ("Steps with prompts in them", prompt, "shared", "answers go on beside them"),
+        ("Steps of answers alone", answer, "used", ""),
+        ("Between steps", between, "waste", "waiting for rows, or for this program itself"),
+        ("Before and after", rest, "plain", "reading the first rows, writing the last"),
+    ]
+    return [Slice(label, s, duration(s), colour, note) for label, s, colour, note in parts]
+
+
+def prompt_slices(found: Findings) -> list[Slice]:
+    """What became of the prompt tokens."""
+    sums = found.lengths.sums
+    cached = sums["cached_tokens"]
+    parts = [
+        ("Computed", sums["prompt_tokens"] - cached, "used", ""),
+        ("Found in the pool", cached, "shared", "another row had computed them"),
+    ]
+    return [Slice(label, n, f"{n:,}", colour, note) for label, n, colour, note in parts]
+
+
+def memory_slices(found: Findings) -> list[Slice]:
+    """What sharing saved of the memory, in bytes."""
+    states = found.timeline.states
+    used = float(states("kv_blocks_used").mean())
+    saved = max(float(states("kv_logical_blocks").mean()) - used, 0.0)
+    parts = [("Held", used, "used", ""), ("Not needed", saved, "logical", "held once for several")]
+    return [Slice(label, n, size(n), colour, note) for label, n, colour, note in parts]
+
+
+def sharing_caption(found: Findings) -> str:
+    """How much of what could be shared was."""
+    if not found.lengths.sums["prompt_tokens"]:
+        return "No prompt has been computed yet."
+    said = f"{_percent(found.prefix_hit_rate)} of the prompt tokens did not have to be computed"
+    if found.planned_rate:
+        said += f", of {_percent(found.planned_rate)} that rows have in common"
+    copies = found.timeline.totals.cow_copies
+    said += ". Rows that begin alike, and the samples of a row, hold the same blocks"
+    return said + (
+        f"; {_count(copies, 'blocks')} had to be copied when they parted." if copies else "."
+    )
+
+
+def pressure_caption(found: Findings) -> str:
+    """What happened when memory was short."""
+    sums = found.lengths.sums
+    said = (
+        f"On average {found.timeline.totals.mean('mean_running'):,.0f} ran side by side, "
+        f"at most {found.timeline.peak.running:,}."
+    )
+    if not sums["preemptions"]:
+        said += " None had to give up its memory."
+    else:
+        then = [
+            f"{_count(sums[name], unit)} {what}"
+            for name, unit, what in (
+                ("swapped_blocks", "blocks", "came back from the host"),
+                ("recomputed_tokens", "tokens", "computed again"),
+            )
+            if sums[name]
+        ]
+        said += f" {_count(sums['preemptions'], 'times')} one gave up its memory to let others end"
+        said += f": {', '.join(then)}." if then else "."
+    if found.out_of_memory:
+        said += (
+            f" In {_count(found.out_of_memory, 'steps')} the device had no memory left, and the "
+            "step was cut smaller."
+        )
+    return said
+
+
+def waits(found: Findings) -> list[tuple[str, ...]]:
+    """What a row waits for: name, median, 95 of 100, the slowest."""
+    names = {
+        "queue_ms": "In the queue",
+        "prefill_ms": "Prompt",
+        "decode_ms": "Answer",
+        "latency_ms": "All in all",
+    }
+    shares = (0.5, 0.95, 1.0)
+    return [
+        (label, *(_moment(found.lengths.time_s(name, share)) for share in shares))
+        for name, label in names.items()
+    ]
+
+
+def size(count: float) -> str:
+    """Bytes as people say them."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return (
+                f"{count:.0f} {unit}" if count >= 100 or unit == "bytes" else f"{count:.3g} {unit}"
+            )
+        count /= 1024
+    return f"{count:,.3g} TiB"
+
+
+def _moment(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else duration(seconds)
+
+
+def _by_what(found: Findings) -> str:
+    shares = found.timeline.totals.mean("sharing_saving") > _WORTH_SAYING
+    return "Sharing and paging" if shares else "Paging"
+
+
+def _count(count: int, unit: str) -> str:
+    return f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if abs(share) < 0.0995 else f"{share:.0%}"
+
+
+def _short(count: float) -> str:
+    if count < 10:
+        return f"{count:.2g}"
+    for limit, unit in ((1e4, ""), (1e6, "k"), (1e9, "M"), (1e12, "G")):
+        if count < limit:
+            scaled = count / {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit]
+            return f"{scaled:,.0f}{unit}" if not unit or scaled >= 100 else f"{scaled:.1f}{unit}"
+    return f"{count:.2g}"
+
+
+def _money(amount: float) -> str:
+    return f"{amount:,.2f}" if amount >= 0.1 or not amount else f"{amount:.2g}"

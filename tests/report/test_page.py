@@ -1,0 +1,258 @@
+"""The page itself, as a browser sees it: no scripts, no requests, nothing in another's place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchinfer.report.clean import clean, cut, without_secrets
+from batchinfer.report.colours import CHART
+from batchinfer.report.findings import Example, Failure, Findings, RunFacts
+from batchinfer.report.lengths import COLUMNS as REQUEST_COLUMNS
+from batchinfer.report.lengths import Lengths
+from batchinfer.report.page import page
+from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS
+from batchinfer.report.timeline import Timeline
+from batchinfer.report.words import figures, headline
+from tests.report.browser import CHROMIUM, Browser
+from tests.report.hostile import HOSTILE
+
+KV = {"block_size": 16, "num_blocks": 1000, "bytes_per_block": 1 << 20}
+
+
+def some_steps(scale: float = 1.0, count: int = 500) -> Timeline:
+    """A job whose rows share, wait, swap and are computed again."""
+    rng = np.random.default_rng(3)
+    used = 700 + 200 * np.sin(np.arange(count) / 40) + rng.integers(0, 60, count)
+    steps = dict.fromkeys(STEP_COLUMNS, np.full(count, 3.0))
+    steps |= {
+        "t_s": np.arange(1.0, count + 1) * scale,
+        "step_ms": np.full(count, 900.0 * scale),
+        "num_running": np.round(used / 20),
+        "num_waiting": np.linspace(3000, 0, count),
+        "kv_blocks_total": np.full(count, 1000.0),
+        "kv_blocks_used": used,
+        "kv_blocks_shared": used * 0.4,
+        "kv_blocks_cached": 990 - used,
+        "kv_logical_blocks": used * 2,
+        "contiguous_blocks": used * 4,
+        "kv_waste": np.full(count, 0.07),
+        "prefill_tokens": rng.integers(0, 8000, count) * (rng.random(count) > 0.5),
+        "decode_tokens": used,
+    }
+    timeline = Timeline(count * scale)
+    timeline.add(steps, 0.0, 0.0, 16, 1 << 20)
+    return timeline
+
+
+def some_lengths(rows: int = 4000) -> Lengths:
+    rng = np.random.default_rng(4)
+    lengths = Lengths()
+    lengths.add({name: rng.lognormal(5, 1, rows).astype(int) * 1.0 for name in REQUEST_COLUMNS})
+    return lengths
+
+
+def some_findings(texts: tuple[str, ...] = ("plain",), scale: float = 1.0) -> Findings:
+    """Findings that hold every one of ``texts`` in every place for a text."""
+    return Findings(
+        title=" | ".join(texts),
+        state="finished",
+        when="2026-11-21 12:00",
+        model=" | ".join(texts),
+        device=texts[0],
+        rows_total=4000,
+        rows_done=4000,
+        rows_failed=len(texts),
+        total_s=600.0 * scale,
+        load_s=20.0,
+        engine_s=580.0 * scale,
+        timeline=some_steps(scale),
+        lengths=some_lengths(),
+        kv=KV,
+        failures=[Failure(text, 7, [(1, text), (2, text[::-1])]) for text in texts],
+        examples=[Example(i, [(t, t)], t, "1 token in", (t, t)) for i, t in enumerate(texts)],
+        runs=[RunFacts(text, text, 10, 1.0, 2.0, False) for text in (*texts, "run-00002")],
+        job={text: {text: text, "list": [text], text + "x": {text: None}} for text in texts},
+        versions={text: text for text in texts},
+    )
+
+
+class Tags(HTMLParser):
+    """The elements and attributes of a page, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_hostile_texts_are_text() -> None:
+    assert len(HOSTILE) == 200
+    plain, hostile = Tags(page(some_findings())), Tags(page(some_findings(HOSTILE)))
+    assert hostile.names == plain.names
+    assert hostile.attributes == plain.attributes
+    assert plain.names.isdisjoint({"script", "iframe", "object", "embed", "img", "base", "form"})
+    shown = " ".join(hostile.text)
+    assert "<script>window.pwned = 1</script>" in shown
+    assert "{{ 7 * 7 }}" in shown
+    assert "&lt;script&gt;window.pwned=1" in shown
+
+
+def test_control_characters_are_stripped() -> None:
+    html = page(some_findings(HOSTILE))
+    html.encode()
+    assert not re.search(
+        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]", html
+    )
+
+
+def test_a_page_does_not_grow_with_the_data() -> None:
+    small = page(some_findings())
+    many = replace(
+        some_findings(tuple(f"{i}" for i in range(30))),
+        timeline=some_steps(1e-3, 200_000),
+        lengths=some_lengths(200_000),
+        examples=(),
+    )
+    assert len(page(many)) < 1.5 * len(small)
+    assert len(small) < 400_000
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x00b\x1b[31mc", "ab[31mc"),
+        ("a\r\nb\tc\rd", "a\nb\tcd"),
+        ("\u202eabc\u2066", "abc"),
+        ("\ud800\ue000\ufffe", "\ufffd\ufffd\ufffd"),
+        ("e" + "\u0301" * 50 + "f", "e\u0301\u0301\u0301f"),
+        ("a\u2028b", "a\nb"),
+        ("\U0001f469\u200d\U0001f467", "\U0001f469\u200d\U0001f467"),
+    ],
+)
+def test_clean(text: str, shown: str) -> None:
+    assert clean(text) == shown
+
+
+def test_cut() -> None:
+    assert cut("abc", 3) == "abc"
+    assert cut("abcd", 3) == "abc\N{HORIZONTAL ELLIPSIS}"
+    assert cut("\x00" * 100 + "abc", 3) == "\N{HORIZONTAL ELLIPSIS}"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://key:secret@bucket/x.parquet", "s3://bucket/x.parquet"),
+        ("https://u@host/a?sig=secret&x=1 b", "https://host/a?\N{HORIZONTAL ELLIPSIS} b"),
+        ("gs://bucket/dt=1/*.parquet", "gs://bucket/dt=1/*.parquet"),
+        ("mail me@example.com?", "mail me@example.com?"),
+    ],
+)
+def test_urls_lose_what_is_secret_in_them(url: str, shown: str) -> None:
+    assert without_secrets({"path": [url]}) == {"path": [shown]}
+
+
+def test_the_headline() -> None:
+    found = some_findings()
+    assert headline(found) == (
+        "Sharing and paging ran 48 rows at once where contiguous allocation would have fit 12."
+    )
+    roomy = replace(found, timeline=with_pool(found.timeline, 1e13), unit="sequences")
+    assert headline(roomy) == (
+        "Sharing and paging ran 48 sequences at once in 954 MiB where contiguous allocation would "
+        "have taken 3.73 GiB."
+    )
+    assert headline(replace(found, timeline=Timeline(0.0))) == "No row came to run."
+    assert headline(replace(found, timeline=Timeline(0.0), rows_done=0)) == "Nothing has run yet."
+
+
+def with_pool(timeline: Timeline, pool_bytes: float) -> Timeline:
+    timeline.peak = replace(timeline.peak, pool_bytes=pool_bytes)
+    return timeline
+
+
+def test_what_it_cost() -> None:
+    cost = list(figures(some_findings(), 3.0))[-1]
+    assert (cost.label, cost.value) == ("Cost at 3 an hour", "0.50")  # ten minutes
+    assert list(figures(some_findings(), None))[-1].label == "Time"
+
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no browser: install Debian's package chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as opened:
+        yield opened
+
+
+KINDS = {
+    "plain": lambda: some_findings(),
+    "hostile": lambda: some_findings(HOSTILE),
+    "of days": lambda: some_findings(scale=1e4),
+    "without rows": lambda: replace(
+        some_findings(), timeline=Timeline(0.0), lengths=Lengths(), failures=(), examples=()
+    ),
+}
+
+
+@needs_chromium
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_browser(browser: Browser, tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(page(KINDS[kind](), price_per_hour=2.0), encoding="utf-8")
+    for width, dark in product((400, 1600), (False, True)):
+        browser.open(file, width=width, dark=dark)
+        assert browser.requests == [file.as_uri()]
+        assert browser.evaluate("document.scripts.length") == 0
+        assert browser.evaluate("window.pwned ?? window.PWNED ?? null") is None
+        assert browser.layout_problems() == []
+        paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", paper)[:3])) < 3 * 128) == dark
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+def test_charts_have_the_themes_colours(browser: Browser, tmp_path: Path, dark: bool) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(page(some_findings()), encoding="utf-8")
+    browser.open(file, width=1600, dark=dark)
+    for name, drawn in CHART.items():
+        selector = f"document.querySelector('svg [fill=\"{drawn[0]}\"]')"
+        fill = browser.evaluate(f"{selector} ? getComputedStyle({selector}).fill : null")
+        assert fill in (None, as_rgb(drawn[dark])), name
+
+
+def as_rgb(colour: str) -> str:
+    return f"rgb({', '.join(str(int(colour[at : at + 2], 16)) for at in (1, 3, 5))})"
+
+
+@needs_chromium
+def test_a_layout_problem_would_be_seen(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    broken = "<p style='position:absolute;top:0;left:0'>on top</p><p style='width:2000px'>wide</p>"
+    html = page(some_findings()).replace("<main>", f"<main>{broken}")
+    file.write_text(html.replace("svg text {", "svg text { font-size: 80px;"), encoding="utf-8")
+    browser.open(file, width=400, dark=False)
+    problems = "\n".join(browser.layout_problems())
+    for kind in ("wide", "outside", "overlap", "label outside its chart"):
+        assert kind in problems
