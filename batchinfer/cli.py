@@ -200,10 +200,10 @@ def report(
     import time
 
     from batchinfer.job.messages import printable
-    from batchinfer.job.output import OutputDir
+    from batchinfer.job.output import output_at
     from batchinfer.report.write import write_report
 
-    path = write_report(OutputDir(out), time.time(), price_per_hour=price_per_hour, to=output)
+    path = write_report(output_at(out), time.time(), price_per_hour=price_per_hour, to=output)
     _say(printable(str(path)))
 
 
