@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,5 +28,41 @@ class StopChecker(Protocol):
             token_id: the token just sampled.
             may_stop: false while the sample is shorter than ``min_tokens``; a stop string that
                 is complete by then does not count, now or later.
+        """
+        ...
+
+
+class GrammarState(Protocol):
+    """A grammar's eye on one sample: told each token, says which may come next."""
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing can be said any more: the grammar took more work than it may."""
+        ...
+
+    def take(self, token_id: int) -> list[int]:
+        """Take the sample's next token, one that the mask allowed.
+
+        Returns:
+            The tokens that must follow, taken as well; the last is an end-of-sequence token where
+            the text is complete and cannot go on. None where there is a choice.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """What the text of a row's samples must look like."""
+
+    def begin(self) -> GrammarState:
+        """A sample without tokens."""
+        ...
+
+    def masks(self, states: Sequence[GrammarState]) -> npt.NDArray[np.int32]:
+        """What may come next in samples of this grammar, or of others for the same model.
+
+        Returns:
+            [len(states), words]: bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may
+            come. Ends of sequence may come where the text is complete. Of a state that is in error
+            nothing is said.
         """
         ...

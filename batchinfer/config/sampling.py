@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from batchinfer.config.structured import normalised
 from batchinfer.config.values import shown
 from batchinfer.typed import take_types
 
@@ -22,9 +23,6 @@ MAX_LENGTH_PENALTY = 32.0
 HUGE = 1e30
 """Most that a number may be which is computed with in float32."""
 
-_NOT_YET_SAMPLING: Mapping[str, object] = {
-    "structured_outputs": None,
-}
 _NOT_WITH_BEAMS = (
     "min_tokens",
     "top_p",
@@ -39,6 +37,7 @@ _NOT_WITH_BEAMS = (
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
+    "structured_outputs",
 )
 
 
@@ -99,6 +98,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Write the same of each token of the prompt but the first, which nothing comes before."""
     structured_outputs: Mapping[str, Any] | None = None
+    """What the text must look like: {json: schema}, {regex: text}, {choice: [texts]},
+    {grammar: Lark} or {json_object: true}. OpenAI's response_format means the same."""
     beam_width: int | None = None
     """Beam search with so many beams, of which the n best are written, best first; the temperature
     is ignored. Rules and scores are those of transformers with early_stopping=False."""
@@ -107,11 +108,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._normalise()
-        for name, default in _NOT_YET_SAMPLING.items():
-            if getattr(self, name) != default:
-                raise ValueError(f"not yet: sampling.{name} is not supported by this version")
         take_types(self)
         self._check_beams()
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise ValueError(
+                "ignore_eos does not go with structured_outputs: such a text ends with an "
+                "end-of-sequence token"
+            )
         self._require("max_tokens", 1 <= self.max_tokens < 2**31, "1 to 2**31 - 1")
         self._require("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
         self._require("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens")
@@ -157,13 +160,15 @@ class SamplingParams:
         object.__setattr__(self, "temperature", 0.0)
 
     def _normalise(self) -> None:
-        """Take a single text for a list of one, and None for an empty list."""
+        """Take a single text for a list of one, None for an empty list, and one form of formats."""
         for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
             if isinstance(value, str) and name != "stop_token_ids":
                 object.__setattr__(self, name, (value,))
             elif value is None:
                 object.__setattr__(self, name, ())
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, "structured_outputs", normalised(self.structured_outputs))
 
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:

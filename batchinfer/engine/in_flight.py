@@ -35,6 +35,7 @@ class Drawn:
     num_logprobs: Int32
     is_beam: Bool
     scores_prompt: Bool
+    has_grammar: Bool
 
     def only(self, chosen: Bool | Rows) -> Drawn:
         """Those sequences, by a mask or by their places."""
@@ -73,4 +74,5 @@ def note_drawn(table: SequenceTable, rows: Rows, copies: Int32) -> Drawn:
         num_logprobs=table.num_logprobs[rows],
         is_beam=table.is_beam[rows],
         scores_prompt=table.scores_prompt[rows],
+        has_grammar=table.has_grammar[rows],
     )

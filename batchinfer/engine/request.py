@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.prompt_scores import PromptLogprobs
-from batchinfer.protocols import StopChecker, StopMatch
+from batchinfer.protocols import Grammar, StopChecker, StopMatch
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -33,6 +33,8 @@ class Request:
     """``params.bad_words`` as token ids; the last id of each is banned after the others."""
     make_stop_checker: Callable[[], StopChecker] | None = None
     """Makes a checker for each sample; None where the row has no stop strings."""
+    grammar: Grammar | None = None
+    """What ``params.structured_outputs`` asks for; such a row has an ``eos_token_ids``."""
     shared_later: int = 0
     """Prompt tokens that a row after it, in the order they run, begins with as well."""
     scored_from: int = 1
@@ -88,7 +90,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one output position, from the model's unmodified logits."""
+    """Log-probabilities at one output position, from the model's unmodified logits; among the
+    tokens that the row's grammar allows, if it has one."""
 
     token_id: int
     logprob: float

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
+from batchinfer.engine.constrained import grammar_masks
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.step import Int32, Penalties, SamplingBatch
 from batchinfer.engine.table import Rows, SequenceTable
@@ -28,6 +29,7 @@ def build_sampling_batch(table: SequenceTable, rows: Rows, copies: Int32) -> Sam
     for at, sequence in zip(edited.tolist(), sequences, strict=True):
         _add_biases(sequence, int(position[at]), at, bias)
         allowed.add(at, sequence.request.params.allowed_token_ids or ())
+    masked_rows, masks = grammar_masks(table, rows)
     return SamplingBatch(
         logits_rows=logits_rows,
         temperature=table.temperature[drawn],
@@ -46,6 +48,8 @@ def build_sampling_batch(table: SequenceTable, rows: Rows, copies: Int32) -> Sam
         allowed_samples=np.asarray(allowed.samples, dtype=np.int32),
         allowed_token_ids=np.asarray(allowed.token_ids, dtype=np.int32),
         given_token_ids=given if (given >= 0).any() else None,
+        masked_rows=masked_rows,
+        masks=masks,
     )
 
 
@@ -73,7 +77,7 @@ def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) 
         for word in request.bad_words_token_ids
         if _ends_with(sequence.output_ids, word[:-1])
     }
-    if position < params.min_tokens:
+    if position < params.min_tokens and request.grammar is None:  # else its mask says so
         banned.update(request.stop_token_ids)
     bias.add(sample, sorted(banned), [-np.inf] * len(banned))
 

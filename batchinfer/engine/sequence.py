@@ -13,7 +13,7 @@ from batchinfer.engine.request import Request, RequestStats, SampleOutput, Token
 from batchinfer.protocols import StopMatch
 
 if TYPE_CHECKING:
-    from batchinfer.protocols import StopChecker
+    from batchinfer.protocols import GrammarState, StopChecker
 
 
 class RequestState:
@@ -95,6 +95,7 @@ class Sequence:
         "computed_once",
         "cumulative_logprob",
         "given_back",
+        "grammar_state",
         "held_back",
         "index",
         "index_parent",
@@ -130,6 +131,8 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         make_checker = request.make_stop_checker
         self.stop_checker: StopChecker | None = None if make_checker is None else make_checker()
+        grammar = request.grammar
+        self.grammar_state: GrammarState | None = None if grammar is None else grammar.begin()
 
     @property
     def request(self) -> Request:

@@ -31,6 +31,14 @@ class Penalties:
     output_token_ids: Int32  # [P, longest output so far]
 
 
+def _no_rows() -> Int32:
+    return np.empty(0, dtype=np.int32)
+
+
+def _no_masks() -> Int32:
+    return np.empty((0, 0), dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """How to draw the step's K samples from its R rows of logits."""
@@ -52,6 +60,8 @@ class SamplingBatch:
     allowed_samples: Int32  # [A] samples in here may only take their token ids in here
     allowed_token_ids: Int32  # [A]
     given_token_ids: Int32 | None = None  # [K] not drawn but told; -1 = drawn; None: all are drawn
+    masked_rows: Int32 = field(default_factory=_no_rows)  # [M] of the R, limited by a grammar
+    masks: Int32 = field(default_factory=_no_masks)  # [M, words] bit i % 32 of word i // 32: i may
 
 
 @dataclass(frozen=True, slots=True)

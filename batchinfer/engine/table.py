@@ -97,6 +97,8 @@ class SequenceTable:
         """What its output token is told to be; -1 = it is drawn."""
         self.adapter = np.zeros(rows, dtype=np.int32)
         """Number of the adapter the sequence runs through; 0 = the base model alone."""
+        self.has_grammar = np.zeros(rows, dtype=np.bool_)
+        """Whether a grammar says which tokens may come next."""
         self.is_beam = np.zeros(rows, dtype=np.bool_)
         """Whether the sequence is one of a row's beams."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -255,15 +257,16 @@ class SequenceTable:
         self.is_beam[row] = params.beam_width is not None
         self.scores_prompt[row] = params.prompt_logprobs is not None
         self.given_token[row] = -1 if request.given_token is None else request.given_token
-        self.needs_values[row] = bool(
-            params.beam_width
-            or params.presence_penalty
+        self.has_grammar[row] = request.grammar is not None
+        looks_back = bool(
+            params.presence_penalty
             or params.frequency_penalty
             or params.repetition_penalty != 1.0
             or request.bad_words_token_ids
         )
+        self.needs_values[row] = looks_back or self.is_beam[row] or self.has_grammar[row]
         self.edits_logits[row] = bool(
-            (self.needs_values[row] and not params.beam_width)
+            looks_back
             or params.logit_bias
             or params.allowed_token_ids is not None
             or (params.min_tokens > 0 and stop_ids)

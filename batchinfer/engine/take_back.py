@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from batchinfer.engine.beam_step import take_back_beams
+from batchinfer.engine.ends import find_ends
 from batchinfer.engine.in_flight import Drawn
 from batchinfer.engine.request import Completion, TokenLogprobs
 from batchinfer.engine.scheduler import Scheduler
@@ -17,6 +18,11 @@ from batchinfer.engine.sequence import RequestState, Sequence
 from batchinfer.engine.step import Bool, Int32, StepResult
 from batchinfer.engine.table import SequenceTable
 from batchinfer.protocols import StopMatch
+
+Failure = tuple[str, str]
+"""Error code and message of a row."""
+
+_NAN: Failure = ("nan_logits", "the logits hold NaN or infinity, or bans leave no token")
 
 
 def take_back(
@@ -35,12 +41,14 @@ def take_back(
     """
     drawn, result, running = _without_ended(scheduler.table, drawn, result)
     states: dict[RequestState, None] = {}
-    errors: dict[RequestState, None] = {}
+    errors: dict[RequestState, Failure] = {}
     beams = drawn.is_beam
     if beams.any():
-        of_beams = np.repeat(beams, drawn.copies)
-        states, errors = take_back_beams(scheduler, drawn.only(beams), result.only(of_beams), now)
-        drawn, result, running = drawn.only(~beams), result.only(~of_beams), running[~beams]
+        of_beams = result.only(np.repeat(beams, drawn.copies))
+        states, failed_beams = take_back_beams(scheduler, drawn.only(beams), of_beams, now)
+        errors = dict.fromkeys(failed_beams, _NAN)
+        result = result.only(np.repeat(~beams, drawn.copies))
+        drawn, running = drawn.only(~beams), running[~beams]
     sequences = _with_new_samples(drawn)
     for sequence, token, logprob in zip(
         sequences, result.token_ids.tolist(), result.logprobs.tolist(), strict=True
@@ -52,28 +60,30 @@ def take_back(
     if len(sequences) > len(drawn.rows):
         samples = drawn.only(np.repeat(np.arange(len(drawn.rows)), drawn.copies))
     _note_logprobs(sequences, samples.num_logprobs, result)
+    ends = find_ends(scheduler.table, samples, sequences, result)
     failed = result.nonfinite | _judged_by_no_number(samples, sequences)
-    stops = _stops(samples, sequences, result)
+    failed[list(ends.broken)] = True
     stopped = np.zeros(len(sequences), dtype=np.bool_)
-    stopped[list(stops)] = True
-    scheduler.packing.lengths.observe(samples.lengths, stopped)
+    stopped[list(ends.stops)] = True
+    scheduler.packing.lengths.observe(ends.lengths, stopped)
 
     for at in np.flatnonzero(samples.lengths == 1):
         state = sequences[at].state
         if state.first_token_at is None:
             state.first_token_at = now
-    ends = stopped | samples.at_limit
-    _fork(scheduler, drawn, running, sequences, ends | failed)
-    for at in np.flatnonzero(ends & ~failed):
+    ended = stopped | ends.at_limit
+    _fork(scheduler, drawn, running, sequences, ended | failed)
+    for at in np.flatnonzero(ended & ~failed):
         states[sequences[at].state] = None
-        _finish(scheduler, sequences[at], stops.get(int(at)))
-    errors |= dict.fromkeys(sequences[at].state for at in np.flatnonzero(failed))
-    states |= errors
-    for state in errors:
-        _give_up(scheduler, state)
-    return [
-        _completion(state, failed=state in errors, now=now) for state in states if not state.live
-    ]
+        _finish(scheduler, sequences[at], ends.stops.get(int(at)))
+    for which in np.flatnonzero(failed).tolist():
+        problem = ends.broken.get(which)
+        failure = _NAN if problem is None else ("invalid_structured_output", problem)
+        errors[sequences[which].state] = failure
+    states |= dict.fromkeys(errors)
+    for state, failure in errors.items():
+        _give_up(scheduler, state, may_be_others=failure is _NAN)
+    return [_completion(state, errors.get(state), now) for state in states if not state.live]
 
 
 def _without_ended(
@@ -155,24 +165,6 @@ def _judged_by_no_number(samples: Drawn, sequences: list[Sequence]) -> Bool:
     return spoilt
 
 
-def _stops(
-    samples: Drawn, sequences: list[Sequence], result: StepResult
-) -> dict[int, int | StopMatch]:
-    """The samples that end by choice with this token: the stop token or stop string that did it."""
-    tokens, may_stop = result.token_ids, samples.may_stop
-    by_token = (samples.stop_ids == tokens[:, None]).any(axis=1) & may_stop
-    stops: dict[int, int | StopMatch] = {
-        at: int(tokens[at]) for at in np.flatnonzero(by_token).tolist()
-    }
-    for at in np.flatnonzero(samples.checks_stops & ~by_token & ~result.nonfinite).tolist():
-        checker = sequences[at].stop_checker
-        assert checker is not None
-        stop = checker.on_token(int(tokens[at]), may_stop=bool(may_stop[at]))
-        if stop is not None:
-            stops[at] = stop
-    return stops
-
-
 def _fork(
     scheduler: Scheduler, drawn: Drawn, running: Bool, sequences: list[Sequence], gone: Bool
 ) -> None:
@@ -201,15 +193,16 @@ def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | No
     state.finished[sequence.index] = sequence.output(reason, stop)
 
 
-def _give_up(scheduler: Scheduler, state: RequestState) -> None:
-    """Stop a row whose logits are not numbers.
+def _give_up(scheduler: Scheduler, state: RequestState, *, may_be_others: bool) -> None:
+    """Stop a row that failed.
 
-    What it computed must not be found again. If it used blocks that another row computed, those
-    may be to blame (a NaN that one token causes spreads to the whole tile it is attended in), so
-    the row starts over and computes everything itself; its random numbers are the same.
+    What it computed must not be found again. If its logits are not numbers and it used blocks that
+    another row computed, those may be to blame (a NaN that one token causes spreads to the whole
+    tile it is attended in), so the row starts over and computes everything itself; its random
+    numbers are the same.
     """
     state.note_peak_blocks()
-    joined = state.stats.cached_tokens > 0 and not state.computes_alone
+    joined = may_be_others and state.stats.cached_tokens > 0 and not state.computes_alone
     for sample in state.live:
         scheduler.drop(sample)
     state.live.clear()
@@ -220,7 +213,7 @@ def _give_up(scheduler: Scheduler, state: RequestState) -> None:
         scheduler.requeue(leader)
 
 
-def _completion(state: RequestState, *, failed: bool, now: float) -> Completion:
+def _completion(state: RequestState, failure: Failure | None, now: float) -> Completion:
     outputs = [state.finished[index] for index in sorted(state.finished)]
     stats = state.stats
     assert state.admitted_at is not None
@@ -230,10 +223,8 @@ def _completion(state: RequestState, *, failed: bool, now: float) -> Completion:
     stats.prefill_ms = (state.first_token_at - state.admitted_at) * 1e3
     stats.decode_ms = (now - state.first_token_at) * 1e3
     stats.latency_ms = (now - state.arrived_at) * 1e3
-    completion = Completion(state.request, outputs, stats=stats)
-    if state.scores is not None and not failed:
+    code, message = failure or (None, None)
+    completion = Completion(state.request, outputs, code, message, stats)
+    if state.scores is not None and failure is None:
         completion.prompt_logprobs = state.scores.logprobs()
-    if failed:
-        completion.error_code = "nan_logits"
-        completion.error_message = "the logits hold NaN or infinity, or bans leave no token"
     return completion

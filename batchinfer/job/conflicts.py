@@ -23,6 +23,7 @@ from batchinfer.job.store_path import StorePath
 from batchinfer.job.yaml_file import KeyPath
 from batchinfer.text.chat import compile_chat_template
 from batchinfer.text.conflicts import conflicts
+from batchinfer.text.grammar import GrammarError, check_structured_outputs
 from batchinfer.text.template import compile_template
 
 _ESCAPED = re.compile(r"\[([*?[])\]")
@@ -45,6 +46,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
         raise document.error(tuple(key.split(".")), f" {problem}")
     _check_chat_template_file(spec.prompt.chat_template, document)
     _check_templates(spec.prompt, document)
+    _check_grammar(spec, document)
     _check_output_names(spec, document)
 
 
@@ -123,6 +125,17 @@ def _check_templates(prompt: PromptConfig, document: JobDocument) -> None:
             compile_template(template, dotted(path))
         except UsageError as error:
             raise UsageError(f"{document.origin(path)}: {printable(str(error))}") from None
+
+
+def _check_grammar(spec: JobSpec, document: JobDocument) -> None:
+    asked = spec.sampling.structured_outputs
+    if asked is None:
+        return
+    try:
+        check_structured_outputs(asked)
+    except GrammarError as error:
+        key = ("sampling", "structured_outputs")
+        raise document.error(key, f": {printable(str(error), 200)}") from None
 
 
 def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:

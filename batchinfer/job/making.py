@@ -117,7 +117,7 @@ class _Phase:
         lots = self._lots(ranges, lambda: self.stop.is_set() or leaving.is_set(), wanted.is_set)
         loop = EngineLoop(
             built.engine,
-            RequestMaker(built.tokenizer, built.eos_token_ids),
+            RequestMaker(built.tokenizer, built.eos_token_ids, self.loaded.grammars),
             self.progress,
             self.stop,
             max_waiting=2 * spec.engine.max_num_seqs,

@@ -18,6 +18,7 @@ from batchinfer.job.row_params import RowParams
 from batchinfer.job.source import Source
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.table import OutputTable
+from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import PromptBuilder
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Loaded:
     prompts: PromptBuilder
     params: RowParams
     adapters: RowAdapters
+    grammars: GrammarCompiler
     log: Sequence[str]
     """Where the device's memory goes, line by line."""
     seconds: float
@@ -67,9 +69,11 @@ def load(job: Job, build: BuildEngine) -> Loaded | None:
     log: list[str] = []
     built = build(job.spec.model, job.spec.engine, log=log.append)
     prompts = _prompt_builder(job, built)
-    params = RowParams(job.spec.sampling, built.vocab_size)
+    grammars = GrammarCompiler(built.tokenizer, built.eos_token_ids, built.vocab_size)
+    params = RowParams(job.spec.sampling, built.vocab_size, grammars)
     adapters = RowAdapters(job.spec.prompt.adapter_column, built.adapters)
-    return Loaded(built, prompts, params, adapters, log, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Loaded(built, prompts, params, adapters, grammars, log, seconds)
 
 
 def _prompt_builder(job: Job, built: Built) -> PromptBuilder:

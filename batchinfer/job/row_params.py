@@ -18,11 +18,14 @@ from batchinfer.job.document import dotted
 from batchinfer.job.messages import did_you_mean, printable, shown
 from batchinfer.job.problems import expectation, is_unknown_key
 from batchinfer.job.token_keys import check_token_keys
+from batchinfer.text.grammar import GrammarCompiler, GrammarError
 
 COLUMN = "sampling_params"
 _PARAMS = TypeAdapter(SamplingParams)
 _KNOWN = (*field_names(SamplingParams), *SAMPLING_ALIASES)
 _CODE = "bad_sampling_params"
+_GRAMMAR_CODE = "invalid_structured_output"
+_GRAMMAR = "structured_outputs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +48,30 @@ class RowParams:
     Args:
         job: the parameters of the job file.
         vocab_size: token ids are below it.
+        grammars: compiles what they say of the text.
 
     Raises:
-        UsageError: the job's own parameters name a token id the model does not have.
+        UsageError: the job's own parameters name a token id the model does not have, or a grammar
+            that does not go with it.
     """
 
-    def __init__(self, job: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, job: SamplingParams, vocab_size: int, grammars: GrammarCompiler) -> None:
         self._job = _PARAMS.dump_python(job, mode="json")
         self._vocab_size = vocab_size
+        self._grammars = grammars
         try:
             job.check_token_ids(vocab_size)
+            self._check_grammar(job)
         except ValueError as error:
-            raise UsageError(f"sampling.{error}") from None
+            raise UsageError(printable(f"sampling.{error}")) from None
         self._default = RowSampling(job, own_seed=False)
         self._parsed = lru_cache(maxsize=1024)(self._parse)  # rows often repeat each other
 
     def of(self, value: object) -> RowSampling | RowError:
         """A row's parameters, from its cell: null, a JSON object, or a struct.
 
-        Null fields keep the job's value. Error code: ``bad_sampling_params``.
+        Null fields keep the job's value. Error codes: ``bad_sampling_params``,
+        ``invalid_structured_output``.
         """
         if value is None:
             return self._default
@@ -98,11 +106,24 @@ class RowParams:
             check_token_keys(fields.get("logit_bias"))
             params = _PARAMS.validate_json(json.dumps({**self._job, **fields}), strict=True)
             params.check_token_ids(self._vocab_size)
+            self._check_grammar(params)
         except ValidationError as error:
-            return RowError(_CODE, printable(f"{COLUMN}: {_problem(error.errors()[0])}"))
+            return _row_error(_problem(error.errors()[0]))
         except ValueError as error:
-            return RowError(_CODE, f"{COLUMN}: {error}")
+            return _row_error(str(error))
         return RowSampling(params, own_seed="seed" in fields)
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        if params.structured_outputs is not None:
+            try:
+                self._grammars.compile(params.structured_outputs)
+            except GrammarError as error:
+                raise ValueError(f"{_GRAMMAR}: {error}") from None
+
+
+def _row_error(problem: str) -> RowError:
+    code = _GRAMMAR_CODE if problem.startswith(_GRAMMAR) else _CODE
+    return RowError(code, printable(f"{COLUMN}: {problem}"))
 
 
 class _GivenTwiceError(Exception):

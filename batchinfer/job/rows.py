@@ -19,6 +19,7 @@ from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
 from batchinfer.job.row_adapters import BASE
 from batchinfer.job.row_params import RowSampling
+from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import Prompt, PromptTooLongError
 from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
 from batchinfer.text.tokenizer import Tokenizer
@@ -38,11 +39,20 @@ class FinishedRow:
 
 
 class RequestMaker:
-    """Makes the requests of a job's rows."""
+    """Makes the requests of a job's rows.
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
+    Args:
+        tokenizer: the model's.
+        eos_token_ids: the model's.
+        grammars: compiles what the rows' parameters say of their texts; it has been asked before.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], grammars: GrammarCompiler
+    ) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        self._grammars = grammars
         # Most often a job has one list for all rows.
         self._bad_words = lru_cache(maxsize=1024)(partial(bad_words_token_ids, tokenizer))
 
@@ -56,6 +66,7 @@ class RequestMaker:
     ) -> Request:
         """The request of a row, of whose prompt a later one has ``shared_later`` tokens."""
         params = sampling.params
+        asked = params.structured_outputs
         return Request(
             row_id=row_id,
             prompt_token_ids=prompt.token_ids,
@@ -64,6 +75,7 @@ class RequestMaker:
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=self._bad_words(params.bad_words),
             make_stop_checker=make_stop_checker_factory(self._tokenizer, params),
+            grammar=None if asked is None else self._grammars.compile(asked),
             shared_later=shared_later,
             adapter=adapter,
         )

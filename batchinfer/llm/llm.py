@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from batchinfer.build import build_engine
+from batchinfer.build import Built, build_engine
 from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.engine.request import Completion, Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
@@ -32,6 +32,7 @@ from batchinfer.llm.prompts import (
     read_conversations,
     read_prompts,
 )
+from batchinfer.text.grammar import GrammarCompiler, GrammarError
 from batchinfer.text.prompts import Prompt, PromptBuilder
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class LLM:
         # A revision is one of the model's repository.
         self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
         self._built = build_engine(choice, engine, log=lambda line: None)
+        self._requests = _request_maker(self._built)
         self._measured = Measured(self._built.block_size)
         self._num_requests = 0
         self._one_call = OneCall()
@@ -232,7 +234,6 @@ class LLM:
         params = params_of_each(sampling_params, len(prompts), self.vocab_size)
         numbers = adapters_of_each(adapter, len(prompts), self._built.adapters)
         fresh_seed = secrets.randbits(64)
-        maker = RequestMaker(self._built.tokenizer, self._built.eos_token_ids)
         requests: list[Request] = []
         outputs: dict[int, RequestOutput] = {}
         for at, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
@@ -241,7 +242,7 @@ class LLM:
             else:
                 own_seed = one.seed is not None
                 sampling = RowSampling(one if own_seed else replace(one, seed=fresh_seed), own_seed)
-                requests.append(maker.make(at, prompt, sampling, adapter=numbers[at]))
+                requests.append(self._request(at, prompt, sampling, numbers[at]))
         with (
             tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar,
             closing(self._completions(requests)) as completions,
@@ -277,5 +278,16 @@ class LLM:
             engine.abort_all()
             self._measured.seconds += time.perf_counter() - began
 
+    def _request(self, at: int, prompt: Prompt, sampling: RowSampling, adapter: int) -> Request:
+        try:
+            return self._requests.make(at, prompt, sampling, adapter=adapter)
+        except GrammarError as error:
+            raise ValueError(f"prompt {at}: structured_outputs: {error}") from None
+
     def _request_id(self, at: int) -> str:
         return str(self._num_requests + at)
+
+
+def _request_maker(built: Built) -> RequestMaker:
+    grammars = GrammarCompiler(built.tokenizer, built.eos_token_ids, built.vocab_size)
+    return RequestMaker(built.tokenizer, built.eos_token_ids, grammars)

@@ -90,6 +90,12 @@ class Tokenizer:
         parts = decoder.get("decoders", [decoder])
         return any(part.get("type") == "ByteFallback" for part in parts)
 
+    @property
+    def serialised(self) -> str:
+        """The backend as the JSON text of a tokenizer file, for libraries that read one."""
+        text: str = self._backend.to_str()
+        return text
+
     def token(self, token_id: int) -> str | None:
         """The token's own text in the vocabulary, or None for an id without a token."""
         token: str | None = self._backend.id_to_token(token_id)

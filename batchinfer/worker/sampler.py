@@ -22,6 +22,7 @@ from batchinfer.worker.sampled import Sampled
 from batchinfer.worker.sampling_edits import edit_logits
 from batchinfer.worker.sampling_filters import keep_most_likely
 from batchinfer.worker.sampling_logprobs import RowStats, row_stats, token_ranks, top_logits
+from batchinfer.worker.sampling_masks import forbid_masked
 from batchinfer.worker.sampling_parts import Part, edited_samples, split
 from batchinfer.worker.transfer import to_device
 
@@ -51,10 +52,10 @@ def workspace_rows(vocab: int, device_type: str) -> int:
 class Sampler:
     """Turns logits and sampling parameters into tokens. Holds no state.
 
-    Follows vLLM's order: log-probabilities of the raw logits; then bias and bans, allowed ids,
-    penalties; most likely token for temperature 0; else temperature, min-p, top-k, top-p, and
-    the inverse of the cumulative distribution in id order at one uniform number per token from
-    Philox keyed by (seed, stream, sample index, position).
+    Follows vLLM's order: what grammars forbid is left out; log-probabilities of the logits as they
+    are then; bias and bans, allowed ids, penalties; most likely token for temperature 0; else
+    temperature, min-p, top-k, top-p, and the inverse of the cumulative distribution in id order at
+    one uniform number per token from Philox keyed by (seed, stream, sample index, position).
     """
 
     @torch.inference_mode()
@@ -67,7 +68,8 @@ class Sampler:
         Other samples are not affected. Equally likely tokens count as ordered by id.
 
         Args:
-            logits: [R, V] floating point, on any device; left as they are.
+            logits: [R, V] floating point, on any device; left as they are, but for tokens that
+                masks forbid, which become -inf.
             batch: how to draw K samples.
 
         Returns:
@@ -77,6 +79,8 @@ class Sampler:
         if len(batch.logits_rows) == 0:
             return Sampled.nothing(logits.device)
         chunk = workspace_rows(logits.shape[1], logits.device.type)
+        if len(batch.masked_rows):
+            forbid_masked(logits, batch.masked_rows, batch.masks, chunk)
         edited = edited_samples(batch)
         plain = (batch.temperature == 0) & ~edited
         stats = row_stats(logits, chunk, want_argmax=bool(plain.any()))

@@ -116,6 +116,7 @@ class FakeRunner:
         ]
         if given is not None:
             tokens = np.where(given >= 0, given, tokens).tolist()
+        tokens = [_allowed(step, k, token) for k, token in enumerate(tokens)]
         return StepResult(
             token_ids=np.asarray(tokens, dtype=np.int32),
             logprobs=np.full(len(tokens), -1.0, dtype=np.float32),
@@ -188,6 +189,17 @@ def adapters_of(step: Step) -> np.ndarray:
     """[S] the adapter of each sequence."""
     none = np.zeros(step.num_sequences, dtype=np.int32)
     return none if step.adapters is None else step.adapters
+
+
+def _allowed(step: Step, sample: int, token: int) -> int:
+    """The token, or where the sample's row has a mask one that the mask allows."""
+    batch = step.sampling
+    found = np.flatnonzero(batch.masked_rows == batch.logits_rows[sample])
+    if len(found) == 0:
+        return token
+    mask = batch.masks[found[0]].view(np.uint8)
+    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+    return int(allowed[token % len(allowed)])
 
 
 def expected(

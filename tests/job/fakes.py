@@ -16,6 +16,7 @@ from batchinfer.job.existing import look, prepare, start_over
 from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.output import OutputDir
 from batchinfer.job.spec import JobSpec
+from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.tokenizer import Tokenizer
 from tests.engine.fake import EOS, make_engine
 
@@ -35,6 +36,11 @@ def byte_tokenizer() -> Tokenizer:
         special_tokens={"eos_token": EOS_TEXT},
         control_tokens=frozenset({EOS_TEXT}),
     )
+
+
+def grammars() -> GrammarCompiler:
+    """For the byte tokenizer's model."""
+    return GrammarCompiler(byte_tokenizer(), frozenset({EOS}), 257)
 
 
 def echo(context: bytes, stream: int, sample: int, position: int) -> int:

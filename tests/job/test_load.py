@@ -266,7 +266,6 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
         (MINIMAL.replace("out}", "o, format: openai-batch}"), "output.format: openai-batch"),
         (MINIMAL.replace("out}", "o, explode: true}"), "output.explode"),
         (MINIMAL.replace("8}", "8, beam_width: 4, stop: [a]}"), "sampling.stop with beam_width"),
-        (MINIMAL.replace("8}", "8, response_format: {a: b}}"), "sampling.structured_outputs"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(tmp_path: Path, text: str, names: str) -> None:

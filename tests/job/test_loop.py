@@ -9,7 +9,7 @@ from batchinfer.job.order import PromptRow
 from batchinfer.job.progress import make_progress
 from batchinfer.job.rows import RequestMaker
 from batchinfer.job.threads import Ahead, Behind
-from tests.job.fakes import FakeBuild
+from tests.job.fakes import FakeBuild, grammars
 
 
 class StoppedWhileReading(Ahead[list[PromptRow]]):
@@ -29,7 +29,7 @@ def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
     built = FakeBuild()(None, None, log=lambda line: None)
     loop = EngineLoop(
         built.engine,
-        RequestMaker(built.tokenizer, built.eos_token_ids),
+        RequestMaker(built.tokenizer, built.eos_token_ids, grammars()),
         make_progress(25, quiet=True),
         stop,
         max_waiting=4,

@@ -14,9 +14,9 @@ from batchinfer.job.row_params import RowParams
 from batchinfer.job.source import open_source
 from batchinfer.text.prompts import Prompt, PromptBuilder
 from tests.job.datasets import write_parquet
-from tests.job.fakes import byte_tokenizer
+from tests.job.fakes import byte_tokenizer, grammars
 
-PARAMS = RowParams(SamplingParams(seed=0), vocab_size=257)
+PARAMS = RowParams(SamplingParams(seed=0), 257, grammars())
 
 
 def row(row_id: int, *token_ids: int) -> PromptRow:

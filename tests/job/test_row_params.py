@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 from batchinfer.config import SamplingParams
 from batchinfer.errors import RowError, UsageError
 from batchinfer.job.row_params import RowParams, RowSampling
+from batchinfer.text.grammar import GrammarCompiler
+from tests.job.fakes import byte_tokenizer, grammars
 
 JOB = SamplingParams(max_tokens=8, temperature=0.5, seed=0)
-PARAMS = RowParams(JOB, vocab_size=100)
+PARAMS = RowParams(JOB, 100, grammars())
 
 
 def sampling(value: object) -> RowSampling:
@@ -104,7 +107,42 @@ def test_a_bad_row_says_what_is_wrong(value: Any, message: str) -> None:
 
 def test_the_jobs_own_token_ids_are_checked() -> None:
     with pytest.raises(UsageError, match=r"sampling\.logit_bias has 100"):
-        RowParams(SamplingParams(seed=0, logit_bias={100: 1.0}), vocab_size=100)
+        RowParams(SamplingParams(seed=0, logit_bias={100: 1.0}), 100, grammars())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (b'{"structured_outputs": {"regex": "("}}', "structured_outputs: a regular expression is"),
+        (b'{"guided_decoding": {"json": {"type": "strnig"}}}', "Invalid type: strnig"),
+        ({"structured_outputs": {"json": b"{"}}, "structured_outputs json is not JSON"),
+        (b'{"response_format": {"type": "json_schema"}}', "needs json_schema: {schema: ...}"),
+        ({"structured_outputs": {"choice": None, "regex": None}}, "has nothing; give one of json"),
+        (b'{"structured_outputs": {"regx": "a"}}', 'has the unknown key "regx"; known: json'),
+    ],
+)
+def test_a_bad_grammar_has_a_code_of_its_own(value: Any, message: str) -> None:
+    found = PARAMS.of(value)
+    assert isinstance(found, RowError)
+    assert found.code == "invalid_structured_output"
+    assert message in found.message
+
+
+def test_a_row_says_what_its_text_must_look_like() -> None:
+    cell = (
+        b'{"response_format": {"type": "json_schema", "json_schema": {"schema": {"b": 1, "a": 2}}}}'
+    )
+    assert sampling(cell).params.structured_outputs == {"json": '{"b": 1, "a": 2}'}
+    assert sampling({"structured_outputs": {"choice": [b"a", b"b"], "regex": None}}).params == (
+        replace(JOB, structured_outputs={"choice": ["a", "b"]})
+    )
+
+
+def test_the_jobs_own_grammar_must_go_with_the_model() -> None:
+    job = SamplingParams(seed=0, structured_outputs={"regex": "a"})
+    without_end = GrammarCompiler(byte_tokenizer(), frozenset(), 257)
+    with pytest.raises(UsageError, match=r"sampling\.structured_outputs: the model has no end"):
+        RowParams(job, 257, without_end)
 
 
 def test_equal_cells_are_parsed_once() -> None:

@@ -14,7 +14,7 @@ from batchinfer.job.row_params import RowSampling
 from batchinfer.job.rows import RequestMaker, RowFinisher
 from batchinfer.protocols import StopMatch
 from batchinfer.text.prompts import Prompt, PromptTooLongError
-from tests.job.fakes import byte_tokenizer
+from tests.job.fakes import byte_tokenizer, grammars
 
 TOKENIZER = byte_tokenizer()
 
@@ -33,7 +33,7 @@ def sample(index: int, text: str, **fields: Any) -> SampleOutput:
 
 
 def request_of(params: SamplingParams, *, own_seed: bool = False) -> Request:
-    maker = RequestMaker(TOKENIZER, frozenset({0}))
+    maker = RequestMaker(TOKENIZER, frozenset({0}), grammars())
     return maker.make(7, prompt("ask"), RowSampling(params, own_seed))
 
 
@@ -55,7 +55,7 @@ def test_a_request_carries_what_the_job_says() -> None:
 
 def test_bad_words_are_tokenized_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer()
-    maker = RequestMaker(tokenizer, frozenset({0}))
+    maker = RequestMaker(tokenizer, frozenset({0}), grammars())
     sampling = RowSampling(SamplingParams(seed=3, bad_words=("no",)), own_seed=False)
     first = maker.make(7, prompt("ask"), sampling)
     monkeypatch.setattr(tokenizer, "encode_batch", None)

@@ -24,6 +24,7 @@ def test_there_are_examples() -> None:
         "beam-search",
         "long-documents",
         "oversubscribed",
+        "structured-output",
     }
 
 

@@ -1,0 +1,135 @@
+"""What a text must look like, in one form whichever way it was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from batchinfer.config.values import shown
+
+MAX_CHARACTERS = 2**20
+"""Of a schema, an expression, a grammar or a list of choices: a million words of vocabulary take
+gigabytes to compile."""
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
+_NAME = "structured_outputs"
+
+
+def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What ``structured_outputs``, or OpenAI's ``response_format``, asks for.
+
+    A schema becomes its JSON text: the order of its properties is that of the output, and texts are
+    compared with it in mind.
+
+    Args:
+        value: ``{json: schema}``, ``{regex: text}``, ``{choice: [texts]}``, ``{grammar: Lark}`` or
+            ``{json_object: true}``, with vLLM's ``disable_any_whitespace`` or
+            ``whitespace_pattern`` beside a schema; or ``{type: text}``, ``{type: json_object}`` or
+            ``{type: json_schema, json_schema: {schema: ...}}``.
+
+    Returns:
+        One of the first five kinds, with its options; None where the text is free.
+
+    Raises:
+        ValueError: naming the key, when it is none of these.
+    """
+    if "type" in value:
+        value = _of_response_format(value)
+        if not value:
+            return None
+    value = {key: item for key, item in value.items() if item is not None}
+    unknown = [key for key in value if key not in (*KINDS, *_OPTIONS)]
+    if unknown:
+        raise _error(f"has the unknown key {shown(unknown[0])}; known: {', '.join(KINDS)}")
+    kinds = [kind for kind in KINDS if kind in value]
+    if len(kinds) != 1:
+        given = " and ".join(kinds) if kinds else "nothing"
+        raise _error(f"has {given}; give one of {', '.join(KINDS)}")
+    (kind,) = kinds
+    result = {kind: _checked(kind, value[kind]), **_options(kind, value)}
+    if len(str(result[kind])) > MAX_CHARACTERS:
+        raise _error(f"{kind} has over {MAX_CHARACTERS:,} characters")
+    return result
+
+
+def _of_response_format(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = value["type"]
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise _error(f"type is {shown(kind)}; it must be text, json_object or json_schema")
+    holder = value.get("json_schema")
+    schema = holder.get("schema") if isinstance(holder, Mapping) else None
+    if schema is None:
+        raise _error("of type json_schema needs json_schema: {schema: ...}")
+    return {"json": schema}
+
+
+def _checked(kind: str, value: Any) -> Any:
+    if kind == "json":
+        return _schema_text(value)
+    if kind == "choice":
+        return _choices(value)
+    if kind == "json_object":
+        if value is not True:
+            raise _error(f"json_object is {shown(value)}; it must be true")
+        return True
+    return _text(kind, value)
+
+
+def _schema_text(value: Any) -> str:
+    try:
+        if isinstance(value, str):
+            value = json.loads(value)
+        if not isinstance(value, Mapping | bool):
+            raise _error(f"json is {shown(value)}; it must be a JSON schema: keys and values")
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise _error("json is nested too deeply") from None
+    except TypeError as error:
+        raise _error(f"json is not JSON: {error}") from None
+    except ValueError as error:
+        if str(error).startswith(_NAME):
+            raise
+        raise _error(f"json is not JSON: {error}") from None
+
+
+def _choices(value: Any) -> list[str]:
+    if not isinstance(value, list | tuple) or not value:
+        raise _error(f"choice is {shown(value)}; it must be a list of texts, at least one")
+    for text in value:
+        if not isinstance(text, str):
+            raise _error(f"choice holds {shown(text)}; it must hold texts: put it in quotes")
+    return [_text("choice", text) for text in value]
+
+
+def _options(kind: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    options = {key: value[key] for key in _OPTIONS if key in value}
+    if options and kind not in ("json", "json_object"):
+        raise _error(f"{next(iter(options))} goes with json, not with {kind}")
+    if len(options) == len(_OPTIONS):
+        raise _error(f"has {' and '.join(_OPTIONS)}; keep one")
+    compact = options.get("disable_any_whitespace", False)
+    if not isinstance(compact, bool):
+        raise _error(f"disable_any_whitespace is {shown(compact)}; it must be true or false")
+    if "whitespace_pattern" in options:
+        _text("whitespace_pattern", options["whitespace_pattern"])
+    return options
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise _error(f"{key} is {shown(value)}; it must be a text that is not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _error(f"{key} holds half of a surrogate pair") from None
+    return value
+
+
+def _error(problem: str) -> ValueError:
+    return ValueError(f"{_NAME} {problem}")

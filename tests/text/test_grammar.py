@@ -1,0 +1,189 @@
+"""Grammars for a model: what they allow, what they force, what cannot be compiled."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.config import SamplingParams
+from batchinfer.text.grammar import (
+    CompiledGrammar,
+    GrammarCompiler,
+    GrammarError,
+    check_structured_outputs,
+)
+from batchinfer.text.tokenizer import Tokenizer
+from tests.job.fakes import byte_tokenizer
+from tests.text.bad_grammars import BAD
+from tests.text.schemas import SCHEMAS
+
+BYTES = GrammarCompiler(byte_tokenizer(), frozenset({0}), 257)
+
+
+def asked(**structured_outputs: Any) -> Mapping[str, Any]:
+    """In the form that sampling parameters have it."""
+    value = SamplingParams(structured_outputs=structured_outputs).structured_outputs
+    assert value is not None
+    return value
+
+
+def allowed(grammar: CompiledGrammar, state: Any) -> list[int]:
+    (mask,) = grammar.masks([state])
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def text_of(
+    grammar: CompiledGrammar, tokenizer: Tokenizer, eos: int, seed: int, most: int = 400
+) -> str | None:
+    """A text made of tokens that the grammar allows, any of them; None if it does not end."""
+    random, state, ids = np.random.default_rng(seed), grammar.begin(), list[int]()
+    while len(ids) < most:
+        ids.append(int(random.choice(allowed(grammar, state))))
+        if ids[-1] != eos:
+            ids += state.take(ids[-1])
+        assert state.error is None
+        if ids[-1] == eos:
+            return tokenizer.decode(ids[:-1], skip_special_tokens=False)
+    return None
+
+
+def accepts(grammar: CompiledGrammar, tokenizer: Tokenizer, eos: int, text: str) -> bool:
+    """Whether a text can be written, token by token."""
+    (ids,) = tokenizer.encode_batch([text], add_special_tokens=False, parse_special_tokens=False)
+    state, forced = grammar.begin(), list[int]()
+    for token in [*ids.tolist(), eos]:
+        if forced:
+            if forced.pop(0) != token:
+                return False
+        elif token not in allowed(grammar, state):
+            return False
+        elif token != eos:
+            forced = state.take(token)
+    return not forced
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_whatever_is_drawn_is_valid(name: str) -> None:
+    grammar = BYTES.compile(asked(json=SCHEMAS[name]))
+    texts = [text_of(grammar, byte_tokenizer(), 0, seed) for seed in range(12)]
+    ended = [json.loads(text) for text in texts if text is not None]
+    assert ended
+    for value in ended:
+        jsonschema.validate(value, SCHEMAS[name])
+
+
+def test_real_tokenizers_too(tokenizer: Tokenizer) -> None:
+    eos = 2 if tokenizer.special_tokens["eos_token"] in ("<|im_end|>", "</s>") else 0
+    compiler = GrammarCompiler(tokenizer, frozenset({eos}), tokenizer.vocab_size + 40)
+    pattern = r"[A-Z][a-z]{2,5} (é|東京|🙂), \d{2}"
+    for seed in range(10):
+        text = text_of(compiler.compile(asked(regex=pattern)), tokenizer, eos, seed)
+        assert text is not None
+        assert re.fullmatch(pattern, text)
+        schema = SCHEMAS["nested"]
+        text = text_of(compiler.compile(asked(json=schema)), tokenizer, eos, seed)
+        assert text is not None
+        jsonschema.validate(json.loads(text), schema)
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=1, max_size=5))
+def test_choices_are_taken_literally(choices: list[str]) -> None:
+    grammar = BYTES.compile(asked(choice=choices))
+    for text in choices:
+        assert accepts(grammar, byte_tokenizer(), 0, text)
+    assert text_of(grammar, byte_tokenizer(), 0, len(choices)) in choices
+
+
+def test_a_lark_grammar_may_recur() -> None:
+    grammar = BYTES.compile(asked(grammar='start: "(" start ")" | "x"'))
+    assert accepts(grammar, byte_tokenizer(), 0, "((x))")
+    assert not accepts(grammar, byte_tokenizer(), 0, "((x)")
+
+
+@pytest.mark.parametrize(
+    ("options", "compact", "spaced", "endless"),
+    [
+        ({}, True, True, False),
+        ({"disable_any_whitespace": True}, True, False, False),
+        ({"whitespace_pattern": " *"}, True, True, True),
+    ],
+)
+def test_whitespace(options: dict[str, Any], compact: bool, spaced: bool, endless: bool) -> None:
+    grammar = BYTES.compile(asked(json={"type": "array", "items": {"type": "null"}}, **options))
+    texts = ("[null,null]", "[null, null]", "[null,      null]")
+    found = tuple(accepts(grammar, byte_tokenizer(), 0, text) for text in texts)
+    assert found == (compact, spaced, endless)
+
+
+def test_an_indent_is_allowed() -> None:
+    grammar = BYTES.compile(asked(json_object=True))
+    text = json.dumps({"a": [{"b": [1, 2]}, {}], "c": None}, indent=4)
+    assert accepts(grammar, byte_tokenizer(), 0, text)
+
+
+def test_what_must_follow_is_told() -> None:
+    grammar = BYTES.compile(asked(choice=["yes", "no"]))
+    state = grammar.begin()
+    (ids,) = byte_tokenizer().encode_batch(
+        ["yes"], add_special_tokens=False, parse_special_tokens=False
+    )
+    assert state.take(int(ids[0])) == [*ids[1:].tolist(), 0]
+
+
+def test_ends_are_allowed_where_the_text_is_complete() -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), frozenset({0, 256}), 300)
+    grammar = compiler.compile(asked(regex="a+"))
+    state = grammar.begin()
+    (a,) = allowed(grammar, state)
+    assert state.take(a) == []
+    assert allowed(grammar, state) == sorted([0, a, 256])
+    assert grammar.masks([state]).shape == (1, -(-300 // 32))
+
+
+def test_states_are_apart() -> None:
+    grammar, other = BYTES.compile(asked(regex="ab|cd")), BYTES.compile(asked(regex="x+"))
+    states = [grammar.begin(), grammar.begin(), other.begin()]
+    first = allowed(grammar, states[0])
+    states[1].take(first[0])
+    assert allowed(grammar, states[0]) == first
+    masks = grammar.masks(states)
+    assert (masks[0] == grammar.masks([states[0]])[0]).all()
+    assert (masks[2] == other.masks([states[2]])[0]).all()
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_compiled_is_told_in_a_line(name: str) -> None:
+    began = time.process_time()
+    for compile_it in (check_structured_outputs, BYTES.compile):
+        with pytest.raises(ValueError, match=r".") as caught:
+            compile_it(asked(**BAD[name]))
+        assert "\n" not in str(caught.value)
+        assert "<state>" not in str(caught.value)
+    assert time.process_time() - began < 20  # of hours, if nothing bounded it
+
+
+def test_work_is_bounded_while_a_text_is_made() -> None:
+    grammar = BYTES.compile(asked(regex="[ab]{9}(a{1000}){1000}"))
+    state = grammar.begin()
+    for _ in range(9):
+        assert state.error is None
+        state.take(allowed(grammar, state)[0])
+    assert state.error == "lexer error: too many expressions constructed"
+
+
+def test_llguidance_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(GrammarError, match=r"pip install 'batchinfer\[structured\]'"):
+        check_structured_outputs(asked(regex="a"))
+    with pytest.raises(GrammarError, match=r"pip install 'batchinfer\[structured\]'"):
+        GrammarCompiler(byte_tokenizer(), frozenset({0}), 257).compile(asked(regex="a"))
