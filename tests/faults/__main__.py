@@ -19,6 +19,7 @@ _COUNTS = {
     "named": (72, "kills at named points"),
     "stops": (50, "SIGTERMs at random times"),
     "races": (10, "races of two runs for one output"),
+    "store-kills": (12, "kills of jobs whose output is in an object store"),
     "retries": (3, "runs on a broken model"),
     "job-files": (20_000, "fuzzed job files"),
     "parquet-files": (10_000, "fuzzed Parquet files"),
@@ -38,6 +39,8 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
         yield stages.stops(_new(folder), options.stops, seed)
     if options.races:
         yield stages.races(_new(folder), options.races)
+    if options.store_kills:
+        yield stages.kills_in_a_store(_new(folder), options.store_kills, seed)
     if options.retries:
         yield stages.retries(_new(folder), options.retries)
     if options.job_files:

@@ -23,6 +23,7 @@ from batchinfer.job.rows import FinishedRow
 from batchinfer.job.run import run_job
 from batchinfer.job.sink import Sink
 from batchinfer.job.spec import JobSpec
+from batchinfer.job.store_files import StoreFiles
 
 KILLED = -signal.SIGKILL
 BuildEngine = Callable[..., object]
@@ -83,7 +84,7 @@ def start(
     Args:
         spec: the job.
         build: makes the engine; None: the real one.
-        pace: in place of ``LocalFiles.flush_every_s`` and ``sink.FLUSH_ROWS``.
+        pace: in place of the places' ``flush_every_s`` and ``sink.FLUSH_ROWS``.
         folder: for the process's output, and for ``finished``: a line for each row as it finishes,
             with the time.
         failpoint: where it kills itself.
@@ -100,7 +101,8 @@ def start(
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.environ[VARIABLE] = failpoint
-        LocalFiles.flush_every_s, sink.FLUSH_ROWS = pace.every_s, pace.rows
+        LocalFiles.flush_every_s = StoreFiles.flush_every_s = pace.every_s
+        sink.FLUSH_ROWS = pace.rows
         _tell_finished(folder / "finished")
         around()
         code = int(run_job(spec, build=build, quiet=True, retry_errors=retry_errors))  # type: ignore[arg-type]

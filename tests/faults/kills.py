@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from random import Random
 
@@ -17,11 +20,10 @@ import pyarrow.parquet as pq
 
 from batchinfer.errors import ExitCode
 from batchinfer.job import files
-from batchinfer.job.manifest import read_manifest
-from batchinfer.job.output import OutputDir
 from batchinfer.job.signals import leave_on_signals
 from batchinfer.job.spec import JobSpec
 from tests.faults.children import KILLED, BuildEngine, Child, Pace, start
+from tests.faults.outputs import InFolder, Output
 from tests.faults.violation import ViolationError
 
 KINDS = ("runs", "steps", "segments", "requests", "data", "parts")
@@ -50,12 +52,14 @@ class Killer:
         spec: the job; its output goes elsewhere.
         build: makes the engine; None: the real one.
         pace: how often finished rows go to disk.
+        output: where output goes.
     """
 
     folder: Path
     spec: JobSpec
     build: BuildEngine | None
     pace: Pace
+    output: Output = field(default_factory=InFolder)
 
     def __post_init__(self) -> None:
         self.outcome = Outcome()
@@ -156,9 +160,10 @@ class Killer:
         self._count += 1
         self._place = self.folder / str(self._count)
         self._place.mkdir()
+        self.output.begin(self._place)
 
     def _job(self) -> JobSpec:
-        output = self.spec.output.model_copy(update={"path": str(self._place / "out")})
+        output = self.spec.output.model_copy(update={"path": self.output.path})
         return self.spec.model_copy(update={"output": output})
 
     def _run(self, kill_after_s: float, failpoint: str = "") -> int:
@@ -185,22 +190,25 @@ class Killer:
 
     def _kept(self) -> set[int]:
         """Rows on disk: of finished parts and of segments."""
-        out = OutputDir(self._place / "out")
-        if not out.manifest.exists():
+        files = self.output.files()
+        if "_batchinfer/manifest.json" not in files:
             return set()
-        records = {path.stem for path in out.files.entries(out.parts)}
-        parts = read_manifest(out.manifest).parts()
-        kept = {row for part in parts if part.name in records for row in part.rows}
-        for path in out.files.entries(out.segments):
-            kept |= set(
-                pq.ParquetFile(path).read(["row_id"], use_threads=False)["row_id"].to_pylist()
-            )
+        plan = json.loads(files["_batchinfer/manifest.json"])
+        of_part = plan["rows_per_part"]
+        kept: set[int] = set()
+        for name, data in files.items():
+            if record := re.fullmatch(r"_batchinfer/parts/part-(\d+)\.json", name):
+                start = int(record.group(1)) * of_part
+                kept |= set(range(start, min(start + of_part, plan["num_rows"])))
+            elif name.startswith("_batchinfer/segments/"):
+                table = pq.ParquetFile(BytesIO(data)).read(["row_id"], use_threads=False)
+                kept |= set(table["row_id"].to_pylist())
         return kept
 
     def _check(self, code: int) -> None:
         self._expect(code, ExitCode.OK)
         if self._answers() != self.answers:
-            raise ViolationError(f"the output of {self._place} is not that of an unbroken run")
+            raise ViolationError(f"{self.output.path} is not as that of an unbroken run")
         self.outcome.jobs += 1
 
     def _expect(self, code: int, wanted: int) -> None:
@@ -208,8 +216,9 @@ class Killer:
             raise ViolationError(f"exit {code}, not {wanted}:\n{(self._place / 'log').read_text()}")
 
     def _table(self) -> pa.Table:
-        paths = sorted((self._place / "out" / "data").iterdir())
-        return pa.concat_tables(pq.ParquetFile(path).read(use_threads=False) for path in paths)
+        files = self.output.files().items()
+        parts = [BytesIO(data) for name, data in files if name.startswith("data/")]
+        return pa.concat_tables(pq.ParquetFile(part).read(use_threads=False) for part in parts)
 
     def _answers(self) -> Answers:
         table = self._table()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -17,7 +18,11 @@ from tests.faults.jobs import tiny_job
 from tests.faults.kills import Killer
 from tests.faults.lossy_files import LossyFiles, NeverSynced
 from tests.faults.mended_model import retry_on_a_mended_model
+from tests.faults.outputs import InBucket
+from tests.faults.quick import POISON, echo_job
 from tests.faults.states import count_violations
+from tests.job.fakes import FakeBuild
+from tests.job.stores import environment, s3_server
 
 Row = tuple[str, str, str]
 """What was done, what was found, and ``ok`` or a word in capitals."""
@@ -74,6 +79,31 @@ def races(folder: Path, times: int) -> Row:
         f"{times} races of two runs for one output",
         ", ".join(f"exits {codes}: {count}" for codes, count in found.items()),
         _word(found == {one_wins: times}),
+    )
+
+
+def kills_in_a_store(folder: Path, kills: int, seed: int) -> Row:
+    """Output in an object store: kills at random times, at named points, by a row; two at once."""
+    with s3_server() as address:
+        os.environ.update(environment(address))
+        build, output = FakeBuild(max_num_seqs=8), InBucket(address)
+        killer = Killer(folder, echo_job(folder), build, Pace(1e9, 4), output)
+        killer.run_unbroken()
+        random = Random(seed)
+        killer.kill_at_random(kills, random)
+        points = [point for point in killer.named_points() if point.endswith(":1")]
+        for point in random.sample(points, min(kills, len(points))):
+            killer.kill_at(point, random)
+        found = Counter(tuple(killer.race()) for _ in range(max(1, kills // 5)))
+        code = killer.run_until_done(f"row-{POISON}:1", most=20)
+        given_up = [row["row_id"] for row in killer.rows() if row["error"]]
+    one_wins = {(int(ExitCode.OK), int(ExitCode.LOCKED)): max(1, kills // 5)}
+    right = found == one_wins and given_up == [POISON] and code == ExitCode.TOO_MANY_ROW_ERRORS
+    return (
+        f"{killer.outcome.kills} kills with output in a store, {killer.outcome.jobs} jobs",
+        "0 lost, 0 duplicated, 0 out of order, text as unbroken; races end in "
+        f"{', '.join(map(str, found))}; rows given up: {given_up}, exit {code}",
+        _word(right),
     )
 
 
