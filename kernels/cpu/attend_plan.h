@@ -58,6 +58,8 @@ typedef struct {
     part *parts; /* [tiles] */
     float *keys, *values;          /* a piece: [width][PIECE], [PIECE][width] */
     float *q, *s, *acc;            /* [rows][...] */
+    float *half;                   /* [acc_stride] */
+    int32_t acc_stride;            /* between rows of acc: whole vectors */
     float *m, *l, *top, *keep;     /* [rows], with room for 16 more */
     int32_t *from, *to;                /* [rows] positions of the piece that each sees */
 } task;
@@ -122,15 +124,18 @@ static void free_plan(plan *p) {
 
 /* What the tasks of a thread work in, one after the other; to be freed. NULL: no memory. */
 static float *make_scratch(const attention_args *a, const plan *p, task *t) {
-    const size_t dk = a->key_width, dv = a->value_width, rows = p->max_rows;
-    const size_t floats = PIECE * (dk + dv) + rows * (dk + dv + PIECE + 2) + 4 * (rows + 16);
+    const size_t dk = (a->key_width + 1) / 2 * 2, rows = p->max_rows;
+    const size_t dv = (a->value_width + LANES - 1) / LANES * LANES;
+    const size_t floats = PIECE * (dk + dv) + dv + rows * (dk + dv + PIECE + 2) + 4 * (rows + 16);
     const size_t bytes = floats * sizeof(float) + p->max_tiles * sizeof(part);
     float *at = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!at) return NULL;
     memset(at, 0, bytes); /* what is computed and not used should at least be numbers */
+    t->acc_stride = (int32_t)dv;
     t->keys = at;
     t->values = t->keys + PIECE * dk;
-    t->q = t->values + PIECE * dv;
+    t->half = t->values + PIECE * dv;
+    t->q = t->half + dv;
     t->s = t->q + rows * dk;
     t->acc = t->s + rows * PIECE;
     t->m = t->acc + rows * dv;
@@ -163,7 +168,7 @@ INLINE float largest(const float *s, float start) {
    maximum. Row r sees [from[r], to[r]) of the piece; what it does not see gets weight 0. Every row
    takes the same steps in the same order. */
 static __attribute__((noinline)) void weigh(
-    const task *t, int first, int rows, int partial, float softcap, int width) {
+    const task *t, int first, int rows, int partial, float softcap) {
     float *s = t->s, *m = t->m + first, *l = t->l + first;
     float *top = t->top, *keep = t->keep;
     const int32_t *from = t->from, *to = t->to;
@@ -195,5 +200,5 @@ static __attribute__((noinline)) void weigh(
     }
     for (int r = 0; r < rows; r++)
         if (keep[r] != 1.0f)
-            for (int d = 0; d < width; d++) t->acc[(first + r) * width + d] *= keep[r];
+            for (int d = 0; d < t->acc_stride; d++) t->acc[(first + r) * t->acc_stride + d] *= keep[r];
 }

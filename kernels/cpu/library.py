@@ -29,7 +29,7 @@ _FOLDER = Path(__file__).resolve().parent
 _SOURCES = ("paged_attention.c", "row_ops.c", "gemm.c", "decoder_layer.c", "sampling.c")
 _INCLUDED = (
     *("arguments.h", "elements.h", "vectors.h", "attend_plan.h"),
-    *("attend.inc", "row_ops.inc", "gemm.inc"),
+    *("attend.inc", "attend_plain.inc", "attend_pairs.inc", "row_ops.inc", "gemm.inc"),
 )
 # Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
 _FLAGS = (

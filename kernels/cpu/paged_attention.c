@@ -21,6 +21,7 @@
 
 #define PIECE 64
 #define TASK_ROWS 192
+#define AT_ONCE 16 /* positions between prefetches of values */
 
 #include "attend_plan.h"
 
@@ -29,24 +30,36 @@
 #define LOAD(x) (x)
 #define STORE(x) (x)
 #define WIDE(from) wide_f32(from)
+#define TAKEN "attend_plain.inc"
+#define AS_THEY_LIE 1
 #include "attend.inc"
 #undef ELEMENT
 #undef NAME
 #undef LOAD
 #undef STORE
 #undef WIDE
+#undef TAKEN
+#undef AS_THEY_LIE
 
 #define ELEMENT uint16_t
 #define NAME attend_bf16
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
 #define WIDE(from) wide_bf16(from)
+#if defined(__AVX512BF16__)
+#define TAKEN "attend_pairs.inc"
+#else
+#define TAKEN "attend_plain.inc"
+#endif
+#define AS_THEY_LIE 0
 #include "attend.inc"
 #undef ELEMENT
 #undef NAME
 #undef LOAD
 #undef STORE
 #undef WIDE
+#undef TAKEN
+#undef AS_THEY_LIE
 
 void write_kv(const write_args *a) {
     const char *key = a->key, *value = a->value;

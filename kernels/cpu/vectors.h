@@ -35,13 +35,35 @@ INLINE vec fma_vec(vec a, vec b, vec c) {
 #endif
 }
 
+/* 16-bit pairs: c += a0 b0 + a1 b1, two fused multiply-adds. */
+#if defined(__AVX512BF16__)
+INLINE vec fma_pairs(vec a, vec b, vec c) {
+    return (vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+}
+#endif
+
+INLINE vec all_lanes(const float *from) { /* of any 32 bits */
+#if defined(__AVX512F__)
+    return (vec)_mm512_set1_ps(*from);
+#else
+    return *from - (vec){0};
+#endif
+}
+
+INLINE vec fma_of(const int pairs, vec a, vec b, vec c) {
+#if defined(__AVX512BF16__)
+    if (pairs) return fma_pairs(a, b, c);
+#endif
+    return fma_vec(a, b, c);
+}
+
 #define BLOCK_ROWS 6
 #define BLOCK_VECTORS 4
 
 /* `rows` rows and `vectors` vectors of columns of c = a b, or c += a b; kept in registers. */
 INLINE void multiply_block(
-    const int rows, const int vectors, int depth, const float *a, int a_stride, const float *b,
-    int b_stride, float *c, int c_stride, int adds) {
+    const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
+    const float *b, int b_stride, float *c, int c_stride, int adds) {
     vec sum[BLOCK_ROWS][BLOCK_VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++)
@@ -50,8 +72,9 @@ INLINE void multiply_block(
         vec column[BLOCK_VECTORS];
         for (int v = 0; v < vectors; v++) column[v] = load(b + k * b_stride + v * LANES);
         for (int r = 0; r < rows; r++) {
-            const vec left = a[r * a_stride + k] - (vec){0};
-            for (int v = 0; v < vectors; v++) sum[r][v] = fma_vec(left, column[v], sum[r][v]);
+            const vec left = all_lanes(a + r * a_stride + k);
+            for (int v = 0; v < vectors; v++)
+                sum[r][v] = fma_of(pairs, left, column[v], sum[r][v]);
         }
     }
     for (int r = 0; r < rows; r++)
@@ -59,11 +82,11 @@ INLINE void multiply_block(
 }
 
 INLINE void multiply_columns(
-    const int vectors, int rows, int depth, const float *a, int a_stride, const float *b,
-    int b_stride, float *c, int c_stride, int adds) {
+    const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
+    const float *b, int b_stride, float *c, int c_stride, int adds) {
     int r = 0;
 #define ROWS_AT_ONCE(count)                                                                \
-    multiply_block(count, vectors, depth, a + r * a_stride, a_stride, b, b_stride,         \
+    multiply_block(pairs, count, vectors, depth, a + r * a_stride, a_stride, b, b_stride,         \
                    c + r * c_stride, c_stride, adds)
     for (; r + BLOCK_ROWS <= rows; r += BLOCK_ROWS) ROWS_AT_ONCE(BLOCK_ROWS);
     switch (rows - r) {
@@ -83,10 +106,10 @@ static __attribute__((noinline)) void multiply(
     float *c, int c_stride, int adds) {
     int at = 0;
     for (; at + BLOCK_VECTORS * LANES <= columns; at += BLOCK_VECTORS * LANES)
-        multiply_columns(BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
+        multiply_columns(0, BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
                          c_stride, adds);
     for (; at + LANES <= columns; at += LANES)
-        multiply_columns(1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
+        multiply_columns(0, 1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
     for (; at < columns; at++)
         for (int r = 0; r < rows; r++) {
             float sum = adds ? c[r * c_stride + at] : 0.0f;
@@ -95,6 +118,21 @@ static __attribute__((noinline)) void multiply(
             c[r * c_stride + at] = sum;
         }
 }
+
+#if defined(__AVX512BF16__)
+/* The same over pairs of 16 bits: `depth` of them, a[rows][depth], b[depth][columns]; whole vectors
+   of columns. */
+static __attribute__((noinline)) void multiply_pairs(
+    int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride,
+    float *c, int c_stride, int adds) {
+    int at = 0;
+    for (; at + BLOCK_VECTORS * LANES <= columns; at += BLOCK_VECTORS * LANES)
+        multiply_columns(1, BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
+                         c_stride, adds);
+    for (; at < columns; at += LANES)
+        multiply_columns(1, 1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
+}
+#endif
 
 #if defined(__AVX512F__)
 INLINE __m512 wide_f32(const float *from) { return _mm512_loadu_ps(from); }
