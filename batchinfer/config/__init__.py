@@ -14,6 +14,7 @@ from batchinfer.config.sampling import (
     SAMPLING_ALIASES,
     SamplingParams,
 )
+from batchinfer.config.score import SCORING, ScoreConfig
 from batchinfer.config.values import parse_size
 
 __all__ = [
@@ -22,9 +23,11 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_SAMPLES",
     "SAMPLING_ALIASES",
+    "SCORING",
     "EngineConfig",
     "PromptConfig",
     "SamplingParams",
+    "ScoreConfig",
     "field_names",
     "parse_size",
     "sized_for",
@@ -32,7 +35,7 @@ __all__ = [
 
 
 def field_names(
-    record: type[SamplingParams] | type[PromptConfig] | type[EngineConfig],
+    record: type[SamplingParams] | type[PromptConfig] | type[EngineConfig] | type[ScoreConfig],
 ) -> tuple[str, ...]:
     """Names a user may write for ``record``, in order."""
     return tuple(entry.name for entry in fields(record))

@@ -150,7 +150,7 @@ def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:
 def _check_output_names(spec: JobSpec, document: JobDocument) -> None:
     """What can be said of names before the data's columns are known."""
     rename, key = spec.output.rename, ("output", "rename")
-    generated = output_columns(spec.output.include)
+    generated = output_columns(spec.output.include, spec.task)
     for name, new_name in rename.items():
         if new_name in generated:
             problem = f": {shown(new_name)} is the name of an output column; choose another"

@@ -6,11 +6,12 @@ import glob
 import json
 import os.path
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from batchinfer.config import PromptConfig
+from batchinfer.config import SCORING, PromptConfig
 from batchinfer.errors import UsageError
 from batchinfer.job.conflicts import check_conflicts
 from batchinfer.job.document import JobDocument
@@ -78,18 +79,28 @@ def load_job(
 
 def _check(document: JobDocument) -> JobSpec:
     _check_biases(document)
+    _fill_in_sampling(document)
     # JSON mode, because only there strict still takes lists for tuples.
     try:
         spec = JobSpec.model_validate_json(json.dumps(document.data), strict=True)
     except ValidationError as error:
         raise usage_error(error, document) from None
     max_tokens: KeyPath = ("sampling", "max_tokens")
-    if not document.has(max_tokens):
+    if spec.task == "generate" and not document.has(max_tokens):
         raise document.error(max_tokens, " is required: the most tokens an answer may have")
     seed: KeyPath = ("sampling", "seed")
     if document.has(seed) and document.get(seed) is None:
         raise document.error(seed, " is null; a job has a seed, so that it can be repeated: give 0")
     return spec
+
+
+def _fill_in_sampling(document: JobDocument) -> None:
+    """A job that scores has no sampling parameters to choose."""
+    if document.get(("task",)) == "score":
+        if document.get(("sampling",)) is not None:
+            problem = " has no part in task: score, which draws no tokens; leave it out"
+            raise document.error(("sampling",), problem)
+        document.data["sampling"] = asdict(SCORING)
 
 
 def _check_biases(document: JobDocument) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
 
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.recovery import Recovered
-from batchinfer.engine.request import Completion
+from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError
 from batchinfer.job.failpoints import failpoint
 from batchinfer.job.order import PromptRow
 from batchinfer.job.progress import Progress
-from batchinfer.job.rows import RequestMaker
 from batchinfer.job.threads import Ahead, Behind
-from batchinfer.text.prompts import Prompt
 
 _WAIT_S = 0.1  # for rows, before looking whether to stop
 
@@ -25,9 +23,20 @@ _WAIT_S = 0.1  # for rows, before looking whether to stop
 class Finished:
     """What one turn of the loop hands to the writing thread."""
 
-    rows: list[tuple[PromptRow, Completion | None]]
+    rows: list[tuple[PromptRow, list[Completion]]]
+    """With the completions of their requests, in order; none for rows that could not run."""
     step: StepStats | None
     recovered: Recovered | None = None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A row in the engine."""
+
+    row: PromptRow
+    completions: list[Completion | None]
+    """Of its requests; None for those that are not done."""
+    num_left: int
 
 
 @dataclass
@@ -35,7 +44,8 @@ class EngineLoop:
     """Keeps the engine fed until every row is finished."""
 
     engine: Engine
-    requests: RequestMaker
+    requests: Callable[[PromptRow], Sequence[Request]]
+    """Makes a row's requests, numbered by their ``part``."""
     progress: Progress
     stop: Event
     max_waiting: int
@@ -44,7 +54,7 @@ class EngineLoop:
     """Told which rows are about to be given to the engine."""
 
     def __post_init__(self) -> None:
-        self._in_flight: dict[int, PromptRow] = {}
+        self._in_flight: dict[int, _Open] = {}
 
     def run(self, rows: Ahead[list[PromptRow]], writer: Behind[Finished]) -> bool:
         """Run ``rows`` until they are all finished, or until asked to stop.
@@ -78,20 +88,31 @@ class EngineLoop:
         self.admit([row.row_id for row in rows])
         for row in rows:
             failpoint(f"row-{row.row_id}")
-            assert isinstance(row.prompt, Prompt)
-            assert row.sampling is not None
-            self._in_flight[row.row_id] = row
-            facts = row.row_id, row.prompt, row.sampling, row.shared_later, row.adapter
-            request = self.requests.make(*facts)
-            self.engine.add_request(request)
+            requests = self.requests(row)
+            count = len(requests)
+            self._in_flight[row.row_id] = _Open(row, [None] * count, count)
+            for request in requests:
+                self.engine.add_request(request)
 
     def _step(self, failed: list[PromptRow]) -> Finished:
-        done: list[tuple[PromptRow, Completion | None]] = [(row, None) for row in failed]
+        done: list[tuple[PromptRow, list[Completion]]] = [(row, []) for row in failed]
         if not self.engine.num_unfinished:
             self.progress.update(len(done), 0, None)
             return Finished(done, None)
         outcome = self.engine.step()
-        done += [(self._in_flight.pop(c.request.row_id), c) for c in outcome.completions]
+        for completion in outcome.completions:
+            done += self._finished_by(completion)
         tokens = sum(completion.stats.output_tokens for completion in outcome.completions)
         self.progress.update(len(done), tokens, outcome.stats)
         return Finished(done, outcome.stats, outcome.recovered)
+
+    def _finished_by(self, completion: Completion) -> list[tuple[PromptRow, list[Completion]]]:
+        """The row that this was missing of, if it was."""
+        request = completion.request
+        found = self._in_flight[request.row_id]
+        found.completions[request.part] = completion
+        found.num_left -= 1
+        if found.num_left:
+            return []
+        del self._in_flight[request.row_id]
+        return [(found.row, [one for one in found.completions if one is not None])]

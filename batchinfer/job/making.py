@@ -20,7 +20,7 @@ from batchinfer.job.pipeline import Job, Loaded
 from batchinfer.job.progress import Progress
 from batchinfer.job.recorder import Recorder, package_versions
 from batchinfer.job.recovery import Left
-from batchinfer.job.rows import RequestMaker, RowFinisher, failed_row
+from batchinfer.job.rows import failed_row
 from batchinfer.job.sink import Sink
 from batchinfer.job.source import BATCH_ROWS
 from batchinfer.job.threads import Ahead, Behind
@@ -112,25 +112,24 @@ class _Phase:
 
     def run(self, ranges: Sequence[range]) -> bool:
         """Run the rows in ``ranges``; whether they are all finished."""
-        spec, built = self.job.spec, self.loaded.built
+        spec, built, task = self.job.spec, self.loaded.built, self.loaded.task
         leaving, wanted = Event(), Event()
         lots = self._lots(ranges, lambda: self.stop.is_set() or leaving.is_set(), wanted.is_set)
         loop = EngineLoop(
             built.engine,
-            RequestMaker(built.tokenizer, built.eos_token_ids, self.loaded.grammars),
+            task.requests,
             self.progress,
             self.stop,
             max_waiting=2 * spec.engine.max_num_seqs,
             admit=self.flight.note,
         )
-        finisher = RowFinisher(built.tokenizer, spec.output.include)
 
         def write(finished: Finished) -> None:
             self.recorder.add(finished.step, len(finished.rows))
             if finished.recovered is not None:
                 self.recorder.note_recovery(finished.recovered)
-            for row, completion in finished.rows:
-                self.sink.add(finisher.finish(row, completion))
+            for row, completions in finished.rows:
+                self.sink.add(task.finish(row, completions))
             self.sink.flush_if_due()
 
         window_lots = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read

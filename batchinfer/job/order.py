@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from pyarrow import RecordBatch
 
@@ -18,7 +18,7 @@ from batchinfer.job.manifest import Part
 from batchinfer.job.row_adapters import BASE, RowAdapters
 from batchinfer.job.row_params import COLUMN, RowParams, RowSampling
 from batchinfer.job.source import BATCH_ROWS, Source
-from batchinfer.text.prompts import Prompt, PromptBuilder
+from batchinfer.text.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,34 @@ class PromptRow:
     row_id: int
     prompt: Prompt | RowError
     sampling: RowSampling | None = None
-    """None for a row that cannot run."""
+    """None for a row that cannot run, or that draws nothing."""
     shared_later: int = 0
     """Prompt tokens that a row after it, in the order they run, begins with as well."""
     distinct_tokens: int = 0
-    """Prompt tokens after the longest prefix that it has in common with a row before it."""
+    """Prompt tokens after the longest prefix that it has in common with a row before it, and those
+    given after the prompt."""
     adapter: int = BASE
     """Number of the adapter it runs through."""
+
+
+class Prompts(Protocol):
+    """Makes prompts of rows."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns that ``build`` needs."""
+        ...
+
+    def build(self, rows: Sequence[Mapping[str, object]]) -> list[Prompt | RowError]:
+        """A prompt or an error for each row, in order."""
+        ...
 
 
 def prompt_rows(
     source: Source,
     parts: Sequence[Part],
-    builder: PromptBuilder,
-    params: RowParams,
+    builder: Prompts,
+    params: RowParams | None,
     adapters: RowAdapters,
     ranges: Iterable[range] | None = None,
     making: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda row_ids: nullcontext(),
@@ -52,13 +66,13 @@ def prompt_rows(
         source: the dataset.
         parts: parts that hold the rows, in order.
         builder: makes the prompts.
-        params: makes the rows' sampling parameters.
+        params: makes the rows' sampling parameters; None: rows have none of their own.
         adapters: knows the rows' adapters.
         ranges: only these rows, in order, each range in one part; None: all.
         making: entered with the rows of each batch while their prompts are made.
     """
     columns = [*builder.columns]
-    if COLUMN in source.schema.names and COLUMN not in columns:
+    if params is not None and COLUMN in source.schema.names and COLUMN not in columns:
         columns.append(COLUMN)
     if adapters.column is not None and adapters.column not in columns:
         columns.append(adapters.column)
@@ -75,7 +89,12 @@ def prompt_rows(
                     failpoint(f"prompt-{row_id}")
                 prompts = builder.build(rows)
             yield [
-                _prompt_row(row_id, prompt, params.of(row.get(COLUMN)), adapters.of(row))
+                _prompt_row(
+                    row_id,
+                    prompt,
+                    None if params is None else params.of(row.get(COLUMN)),
+                    adapters.of(row),
+                )
                 for row_id, row, prompt in zip(row_ids, rows, prompts, strict=True)
             ]
 
@@ -96,7 +115,7 @@ def _batch(
 def _prompt_row(
     row_id: int,
     prompt: Prompt | RowError,
-    sampling: RowSampling | RowError,
+    sampling: RowSampling | RowError | None,
     adapter: int | RowError,
 ) -> PromptRow:
     if isinstance(prompt, RowError):

@@ -6,18 +6,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchinfer.errors import UsageError
 from batchinfer.job.columns import is_conversation
 from batchinfer.job.manifest import Manifest
+from batchinfer.job.order import Prompts
 from batchinfer.job.output import OutputDir
 from batchinfer.job.row_adapters import RowAdapters
 from batchinfer.job.row_params import RowParams
 from batchinfer.job.source import Source
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.table import OutputTable
+from batchinfer.job.task import Task, make_task
+from batchinfer.text.completions import ScoringBuilder
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import PromptBuilder
 
@@ -43,10 +47,11 @@ class Loaded:
     """A model that is ready to run a job."""
 
     built: Built
-    prompts: PromptBuilder
-    params: RowParams
+    prompts: Prompts
+    params: RowParams | None
+    """None where rows have none of their own."""
     adapters: RowAdapters
-    grammars: GrammarCompiler
+    task: Task
     log: Sequence[str]
     """Where the device's memory goes, line by line."""
     seconds: float
@@ -70,17 +75,22 @@ def load(job: Job, build: BuildEngine) -> Loaded | None:
     built = build(job.spec.model, job.spec.engine, log=log.append)
     prompts = _prompt_builder(job, built)
     grammars = GrammarCompiler(built.tokenizer, built.eos_token_ids, built.vocab_size)
-    params = RowParams(job.spec.sampling, built.vocab_size, grammars)
+    scores = job.spec.task == "score"
+    params = None if scores else RowParams(job.spec.sampling, built.vocab_size, grammars)
     adapters = RowAdapters(job.spec.prompt.adapter_column, built.adapters)
-    seconds = time.perf_counter() - began
-    return Loaded(built, prompts, params, adapters, grammars, log, seconds)
+    task = make_task(job.spec, built, grammars)
+    return Loaded(built, prompts, params, adapters, task, log, time.perf_counter() - began)
 
 
-def _prompt_builder(job: Job, built: Built) -> PromptBuilder:
-    config, schema = job.spec.prompt, job.source.schema
-    template = config.chat_template
-    return PromptBuilder(
-        config,
+def _prompt_builder(job: Job, built: Built) -> Prompts:
+    spec, schema = job.spec, job.source.schema
+    template = spec.prompt.chat_template
+    make: Callable[..., Prompts] = PromptBuilder
+    if spec.task == "score":
+        column = None if spec.score is None else spec.score.completions_column
+        make = partial(ScoringBuilder, completions_column=column)
+    return make(
+        spec.prompt,
         built.tokenizer,
         max_model_len=built.max_model_len,
         columns=schema.names,

@@ -28,8 +28,9 @@ from batchinfer.job.output import OutputDir
 from batchinfer.job.pipeline import Job, load
 from batchinfer.job.plan_outcome import Outcome, plan_lines
 from batchinfer.job.plan_rows import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
-from batchinfer.job.plan_steps import Lengths, Simulation
-from batchinfer.job.prompt_columns import check_prompt_columns
+from batchinfer.job.plan_steps import Lengths, ScoreLengths, Simulation
+from batchinfer.job.prompt_columns import check_completions_column, check_prompt_columns
+from batchinfer.job.scoring import Scoring
 from batchinfer.job.source import open_source
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.table import output_table
@@ -64,7 +65,7 @@ def plan_job(
         chosen or device_of(spec.engine),
         end_after=expect_output_tokens,
     )
-    lengths = Lengths(built.max_model_len, built.eos_token_ids, expect_output_tokens)
+    lengths = _lengths(job, built, expect_output_tokens)
     census = Census(lengths)
     simulation = Simulation(built.engine, built.runner, lengths, 2 * spec.engine.max_num_seqs)
     batches = _rows(job, built, census)
@@ -79,6 +80,15 @@ def plan_text(plan: dict[str, Any], *, as_json: bool) -> str:
     return json.dumps(plan, indent=2) if as_json else "\n".join(plan_lines(plan))
 
 
+def _lengths(job: Job, built: DryBuilt, expected: int | None) -> Lengths:
+    facts = built.max_model_len, built.eos_token_ids, expected
+    if job.spec.task == "generate":
+        return Lengths(*facts)
+    if expected is not None:
+        raise UsageError("--expect-output-tokens: a job with task: score writes no tokens")
+    return ScoreLengths(*facts, task=Scoring(built.tokenizer, ()))
+
+
 def _device(name: str) -> Device:
     if name not in DEVICES:
         raise UsageError(f"--device {name}: no such device{did_you_mean(name, tuple(DEVICES))}")
@@ -89,6 +99,7 @@ def _look(spec: JobSpec) -> Job:
     """The job, its data and columns checked; the output directory does not matter."""
     source = open_source(spec.input.paths, spec.input.limit)
     check_prompt_columns(spec.prompt, source)
+    check_completions_column(spec.score, source)
     manifest = Manifest(
         fingerprint="",
         job={},

@@ -44,6 +44,10 @@ def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Cens
     if "logprobs" in include:
         per_token += _LOGPROB_BYTES * (1 + (spec.sampling.logprobs or 0))
     generated = census.output_tokens * per_token + census.samples * _BYTES_PER_SAMPLE
+    if spec.task == "score":
+        per_token = _TOKEN_ID_BYTES * ("token_ids" in include)
+        per_token += _LOGPROB_BYTES / 2 * ("logprobs" in include)
+        generated = census.scored_tokens * per_token + census.samples * _BYTES_PER_SAMPLE
     generated += census.rows * _BYTES_PER_ROW
     if "prompt_logprobs" in include:
         each = _LOGPROB_BYTES * (1 + (spec.sampling.prompt_logprobs or 0))

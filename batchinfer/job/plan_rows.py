@@ -51,6 +51,8 @@ class Census:
     output_tokens: int = 0
     drawn_tokens: int = 0
     """Output tokens and those of beams that are not written."""
+    scored_tokens: int = 0
+    """Tokens whose log-probabilities are asked for, with ``task: score``."""
     prompt_characters: int = 0
     truncated: int = 0
     control_text: int = 0
@@ -102,11 +104,14 @@ class Census:
             return
         num_tokens = len(prompt.token_ids)
         self.by_length[num_tokens.bit_length()] += 1
-        self.prompt_tokens += num_tokens
-        assert row.sampling is not None, "a row that can run has parameters"
-        self.samples += row.sampling.params.n
-        self.output_tokens += self.lengths.output_tokens(num_tokens, row.sampling.params)
-        self.drawn_tokens += self.lengths.drawn_tokens(num_tokens, row.sampling.params)
+        for request in self.lengths.requests(row):
+            length, params = request.num_prompt_tokens, request.params
+            self.prompt_tokens += length
+            self.samples += params.n
+            if request.given_token is not None:
+                self.scored_tokens += length - request.scored_from + 1
+            self.output_tokens += self.lengths.output_tokens(length, params)
+            self.drawn_tokens += self.lengths.drawn_tokens(length, params)
         self.prompt_characters += len(prompt.text or "")
         self.truncated += prompt.truncated
         self.control_text += prompt.has_control_text

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.dry_run import END_TOKEN, DryRunner
 from batchinfer.engine.engine import Engine
-from batchinfer.engine.request import Request, TokenIds
+from batchinfer.engine.request import Request
 from batchinfer.errors import RowError
 from batchinfer.job.measures import Measured
 from batchinfer.job.order import PromptRow
-from batchinfer.job.row_adapters import BASE
+from batchinfer.job.task import Task
+from batchinfer.text.prompts import Prompt
 
 MAX_STEPS = 50_000
 """Steps simulated."""
@@ -50,22 +51,18 @@ class Lengths:
             most = min(most, max(self.expected, params.min_tokens))
         return most
 
-    def request(
-        self,
-        row_id: int,
-        token_ids: TokenIds,
-        params: SamplingParams,
-        shared_later: int = 0,
-        adapter: int = BASE,
-    ) -> Request:
-        """A request that ends when the row is taken to, and of which the scheduler knows as much
-        beforehand as it would of the row's own."""
+    def requests(self, row: PromptRow) -> Sequence[Request]:
+        """Of a row that can run: a request that ends when the row is taken to, and of which the
+        scheduler knows as much beforehand as it would of the row's own."""
+        assert isinstance(row.prompt, Prompt)
+        assert row.sampling is not None
+        params = row.sampling.params
         own = bool(params.stop or params.stop_token_ids)
         may_stop = own or bool(self.eos_token_ids and not params.ignore_eos)
         ends = may_stop or self.expected is not None
-        return Request(
-            row_id=row_id,
-            prompt_token_ids=token_ids,
+        request = Request(
+            row_id=row.row_id,
+            prompt_token_ids=row.prompt.token_ids,
             params=_plain(
                 params.max_tokens,
                 params.n,
@@ -73,11 +70,35 @@ class Lengths:
                 params.beam_width,
                 params.prompt_logprobs,
             ),
-            rng_key=(0, row_id),
+            rng_key=(0, row.row_id),
             eos_token_ids=frozenset([END_TOKEN]) if ends else frozenset(),
-            shared_later=shared_later,
-            adapter=adapter,
+            shared_later=row.shared_later,
+            adapter=row.adapter,
         )
+        return [request]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreLengths(Lengths):
+    """A score job's requests: each draws a token that is not written.
+
+    Args:
+        task: makes them.
+    """
+
+    task: Task
+
+    def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """None."""
+        return 0
+
+    def drawn_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """The token that is given."""
+        return 1
+
+    def requests(self, row: PromptRow) -> Sequence[Request]:
+        """The row's own."""
+        return self.task.requests(row)
 
 
 @lru_cache(maxsize=1024)  # rows have few distinct ones, and checking them takes a while
@@ -109,6 +130,7 @@ class Simulation:
         """Steps, and rows that were finished."""
         self.refused: Counter[str] = Counter()
         """Rows that the engine refused, by code."""
+        self._refused_rows: set[int] = set()
         self.refused_prompt_tokens = 0
         self.refused_output_tokens = 0
         self.refused_drawn_tokens = 0
@@ -141,14 +163,9 @@ class Simulation:
 
     def _add(self, batch: list[PromptRow]) -> None:
         for row in batch:
-            if isinstance(row.prompt, RowError) or row.sampling is None:
-                continue
-            params = row.sampling.params
-            self.engine.add_request(
-                self.lengths.request(
-                    row.row_id, row.prompt.token_ids, params, row.shared_later, row.adapter
-                )
-            )
+            if not isinstance(row.prompt, RowError):
+                for request in self.lengths.requests(row):
+                    self.engine.add_request(request)
 
     def _step(self) -> None:
         if not self.engine.num_unfinished:
@@ -163,7 +180,9 @@ class Simulation:
             if completion.error_code is not None:
                 request = completion.request
                 tokens, params = request.num_prompt_tokens, request.params
-                self.refused[completion.error_code] += 1
+                if request.row_id not in self._refused_rows:
+                    self.refused[completion.error_code] += 1
+                self._refused_rows.add(request.row_id)
                 self.refused_prompt_tokens += tokens
                 self.refused_output_tokens += self.lengths.output_tokens(tokens, params)
                 self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)

@@ -15,6 +15,7 @@ from batchinfer.config import (
     EngineConfig,
     PromptConfig,
     SamplingParams,
+    ScoreConfig,
     field_names,
 )
 from batchinfer.errors import NotYetError, UsageError
@@ -57,6 +58,7 @@ def known_keys() -> dict[str, tuple[str, ...]]:
         "input": _names(InputSpec),
         "prompt": field_names(PromptConfig),
         "sampling": (*field_names(SamplingParams), *SAMPLING_ALIASES),
+        "score": field_names(ScoreConfig),
         "engine": ("preset", *field_names(EngineConfig)),
         "output": _names(OutputSpec),
         "errors": _names(ErrorsSpec),

@@ -156,9 +156,12 @@ def summary_lines(
             f"note     out of memory in {memory['count']:,} steps; max_num_batched_tokens came "
             f"down to {memory['max_num_batched_tokens']:,}"
         )
-    lines.append(
-        f"tokens   {tokens['output']:,} out, {rates['output_tokens_per_s']:,.0f} per second"
-    )
+    if tokens["prompt"] and not tokens["output"]:
+        each = f"in prompts, {rates['total_tokens_per_s']:,.0f} per second"
+        lines.append(f"tokens   {tokens['prompt']:,} {each}")
+    else:
+        each = f"{rates['output_tokens_per_s']:,.0f} per second"
+        lines.append(f"tokens   {tokens['output']:,} out, {each}")
     if kv["num_blocks"]:
         lines += [
             f"pool     {kv['num_blocks']:,} blocks of {kv['block_size']} tokens, "

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from batchinfer.config import SAMPLING_ALIASES, PromptConfig, SamplingParams, field_names
+from batchinfer.config import (
+    SAMPLING_ALIASES,
+    PromptConfig,
+    SamplingParams,
+    ScoreConfig,
+    field_names,
+)
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.columns import is_conversation, is_text
 from batchinfer.job.messages import did_you_mean, printable
@@ -46,6 +52,38 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
             raise _wrong_type(source, config.adapter_column, "prompt.adapter_column", "string")
     if COLUMN in names:
         _check_sampling_params(source)
+
+
+def check_completions_column(config: ScoreConfig | None, source: Source) -> None:
+    """Check the column that ``score`` names.
+
+    Raises:
+        DataError: it is not there, or of a type that holds no completions.
+    """
+    name = None if config is None else config.completions_column
+    if name is None:
+        return
+    key = "score.completions_column"
+    require_column(name, key, source.schema.names)
+    kind = _type_of(source, name)
+    _refuse_views(source, name, key, kind)
+    item = _item_of(kind)
+    is_ids = item is not None and _is_list(item) and pa.types.is_integer(item.value_type)
+    if not (is_text(kind) or pa.types.is_null(kind) or is_ids or _is_text_list(item)):
+        raise _wrong_type(
+            source, name, key, "string, list<string>, or list<list<int>> of token ids"
+        )
+
+
+def _is_text_list(item: pa.DataType | None) -> bool:
+    return item is not None and (is_text(item) or pa.types.is_null(item))
+
+
+def _item_of(kind: pa.DataType) -> pa.DataType | None:
+    if not _is_list(kind):
+        return None
+    item = kind.value_type
+    return item.value_type if pa.types.is_dictionary(item) else item
 
 
 def _check_prompt(source: Source, name: str, config: PromptConfig) -> None:

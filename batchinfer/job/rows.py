@@ -123,18 +123,12 @@ class RowFinisher:
             "error": _error(completion.error_code, completion.error_message) if failed else None,
         }
         if "prompt" in self._include:
-            values["prompt"] = self._seen(prompt)
+            values["prompt"] = seen_text(prompt, self._tokenizer)
         if "prompt_logprobs" in self._include:
             values["prompt_logprobs"] = _prompt_logprobs(completion)
         # A request that the engine refused has run nothing, not even its prompt.
         stats = completion.stats if completion.stats.prompt_tokens else None
         return FinishedRow(values, stats, prompt.has_control_text, row.distinct_tokens)
-
-    def _seen(self, prompt: Prompt) -> str | None:
-        """The prompt as the model saw it: without what was cut off."""
-        if prompt.text is None or not prompt.truncated:
-            return prompt.text
-        return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
     def _outputs(self, completion: Completion) -> list[dict[str, Any]]:
         params = completion.request.params
@@ -154,6 +148,13 @@ class RowFinisher:
         if "logprobs" in self._include:
             output["logprobs"] = _logprobs(sample)
         return output
+
+
+def seen_text(prompt: Prompt, tokenizer: Tokenizer) -> str | None:
+    """The prompt as the model saw it: without what was cut off."""
+    if prompt.text is None or not prompt.truncated:
+        return prompt.text
+    return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
 
 def _logprobs(sample: SampleOutput) -> list[dict[str, Any]] | None:

@@ -19,7 +19,7 @@ from batchinfer.job.output import OutputDir, output_at
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.pipeline import BuildEngine, Job, load
 from batchinfer.job.progress import make_progress, say, summary_lines, too_many_errors
-from batchinfer.job.prompt_columns import check_prompt_columns
+from batchinfer.job.prompt_columns import check_completions_column, check_prompt_columns
 from batchinfer.job.recovery import from_scratch, recover
 from batchinfer.job.retry import has_errors, reopen
 from batchinfer.job.signals import stop_signals
@@ -128,6 +128,7 @@ def _look(spec: JobSpec) -> Job:
     source, out = open_source(spec.input.paths, spec.input.limit), output_at(spec.output.path)
     _refuse_own_output(source, out)
     check_prompt_columns(spec.prompt, source)
+    check_completions_column(spec.score, source)
     table = output_table(source, spec)
     facts = model_facts(spec.model)
     manifest = Manifest(

@@ -22,6 +22,11 @@ def json_schema() -> dict[str, Any]:
         "description": "A shipped name or a file of engine keys; keys beside it win.",
         "examples": list(shipped_presets()),
     }
+    # A score job has no sampling parameters, a generate job must.
+    schema["required"].remove("sampling")
+    schema["if"] = {"properties": {"task": {"const": "score"}}, "required": ["task"]}
+    schema["then"] = {"not": {"required": ["sampling"]}}
+    schema["else"] = {"required": ["sampling"], "properties": {"score": {"type": "null"}}}
     model = schema["properties"]["model"]
     schema["properties"]["model"] = {"anyOf": [{"type": "string", "minLength": 1}, model]}
     for record in records.values():

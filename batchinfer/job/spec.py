@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
+from batchinfer.config import SCORING, EngineConfig, PromptConfig, SamplingParams, ScoreConfig
 from batchinfer.job.place import STORES
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -159,16 +159,20 @@ class OutputSpec(_Section):
         return self
 
 
-def output_columns(include: Collection[str]) -> tuple[str, ...]:
+def output_columns(include: Collection[str], task: str = "generate") -> tuple[str, ...]:
     """Names of the columns that a job writes beside the input's, in order.
 
     Args:
         include: what ``output.include`` names.
+        task: what the job does.
     """
     prompt = ("prompt",) if "prompt" in include else ()
     logprobs = ("prompt_logprobs",) if "prompt_logprobs" in include else ()
     answers = ("generated_text", "outputs", *logprobs)
     counts = ("num_prompt_tokens", "num_output_tokens", "truncated")
+    if task == "score":
+        scores = ("score", "perplexity", "num_prompt_tokens", "truncated")
+        return ("row_id", *prompt, *scores, "status", "error")
     return ("row_id", *prompt, *answers, *counts, "status", "error")
 
 
@@ -214,17 +218,18 @@ class JobSpec(_Section):
     name: str = ""
     """What the job is called; default: the file's name. May use {{ vars }}."""
     task: Literal["generate", "score"] = "generate"
-    """score: not yet."""
+    """score: how likely given completions of the prompts are, or the prompts themselves."""
     vars: Mapping[str, str | None] = {}
     """Texts for {{ }} in name and paths; null: must be given with --var."""
     model: ModelSpec
     input: InputSpec
     prompt: Annotated[PromptConfig, AfterValidator(_check_messages)] = PromptConfig()
     sampling: Annotated[SamplingParams, AfterValidator(_seeded)]
+    """How output is drawn; with task: score, which draws none, it is ``SCORING``."""
     accept: Mapping[str, Any] | None = None
     """Which samples to keep. Not yet."""
-    score: Mapping[str, Any] | None = None
-    """What to score. Not yet."""
+    score: ScoreConfig | None = None
+    """What to score, with task: score."""
     engine: EngineConfig = EngineConfig()
     output: OutputSpec
     errors: ErrorsSpec = ErrorsSpec()
@@ -234,11 +239,20 @@ class JobSpec(_Section):
     def _check(self) -> Self:
         _refuse_not_yet(
             {
-                "task: score": self.task == "score",
                 "accept": self.accept is not None,
-                "score": self.score is not None,
             }
         )
+        if self.task == "score":
+            if self.sampling != SCORING:
+                raise ValueError("sampling has no part in task: score; leave it out")
+            if "prompt_logprobs" in self.output.include:
+                raise ValueError(
+                    "output.include: prompt_logprobs goes with task: generate; with task: score "
+                    "logprobs are those of what is scored"
+                )
+            return self
+        if self.score is not None:
+            raise ValueError("score needs task: score; set it, or leave score out")
         for name in ("logprobs", "prompt_logprobs"):
             written, asked = name in self.output.include, getattr(self.sampling, name) is not None
             if written and not asked:

@@ -31,6 +31,13 @@ _OUTPUT = [
     ("cumulative_logprob", pa.float64()),
 ]
 _OPTIONAL_OUTPUT = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(_LOGPROB)}
+_SCORE = [
+    ("index", pa.int32()),
+    ("sum_logprob", pa.float64()),
+    ("num_tokens", pa.int32()),
+    ("greedy_match", pa.bool_()),
+]
+_OPTIONAL_SCORE = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32())}
 ERROR = pa.struct([("code", pa.string()), ("message", pa.string())])
 
 
@@ -63,7 +70,8 @@ def output_table(source: Source, spec: JobSpec) -> OutputTable:
             that is not kept.
     """
     kept = _kept_names(source, spec)
-    generated = pa.schema(list(_generated_fields(spec.output.include)))
+    fields_of = _score_fields if spec.task == "score" else _generated_fields
+    generated = pa.schema(list(fields_of(spec.output.include)))
     _check_collisions(kept, set(generated.names))
     fields = [source.schema.field(name) for name in kept]
     kept_schema = pa.schema([pa.field(kept[field.name], field.type) for field in fields])
@@ -81,6 +89,19 @@ def _generated_fields(include: Sequence[str]) -> Iterator[tuple[str, pa.DataType
         yield "prompt_logprobs", pa.list_(_LOGPROB)
     yield "num_prompt_tokens", pa.int32()
     yield "num_output_tokens", pa.int32()
+    yield "truncated", pa.bool_()
+    yield "status", pa.string()
+    yield "error", ERROR
+
+
+def _score_fields(include: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:
+    yield "row_id", pa.int64()
+    if "prompt" in include:
+        yield "prompt", pa.string()
+    optional = ((name, kind) for name, kind in _OPTIONAL_SCORE.items() if name in include)
+    yield "score", pa.list_(pa.struct([*_SCORE, *optional]))
+    yield "perplexity", pa.float64()
+    yield "num_prompt_tokens", pa.int32()
     yield "truncated", pa.bool_()
     yield "status", pa.string()
     yield "error", ERROR

@@ -54,7 +54,8 @@ class Lot:
                 else replace(row.prompt, token_ids=token_ids(key)),
                 row.sampling,
                 shared_later,
-                distinct_tokens,
+                distinct_tokens
+                + (0 if isinstance(row.prompt, RowError) else row.prompt.num_tokens_after),
                 row.adapter,
             )
             for row, key, shared_later, distinct_tokens in facts

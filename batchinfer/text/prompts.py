@@ -18,6 +18,7 @@ from batchinfer.text.sources import require_column
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 Row = Mapping[str, object]
+_Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
 
@@ -32,12 +33,17 @@ class Prompt:
     has_control_text: bool
     """The row's text held a control token's text, which was kept plain text."""
 
+    @property
+    def num_tokens_after(self) -> int:
+        """Tokens that are computed after it and given with it."""
+        return 0
+
 
 class PromptTooLongError(RowError):
     """A row whose prompt leaves no room for an output token."""
 
-    def __init__(self, num_tokens: int, most: int) -> None:
-        super().__init__("prompt_too_long", f"the prompt has {num_tokens} tokens, over {most}")
+    def __init__(self, num_tokens: int, most: int, what: str = "the prompt has") -> None:
+        super().__init__("prompt_too_long", f"{what} {num_tokens} tokens, over {most}")
         self.num_tokens = num_tokens
 
 
@@ -135,7 +141,7 @@ class _TextReader:
         self._encoder = encoder
 
     def read(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
-        rendered = [_or_error(self._renderer.render, row) for row in rows]
+        rendered = [or_error(self._renderer.render, row) for row in rows]
         texts = [item for item in rendered if isinstance(item, RenderedText)]
         encoded = iter(self._encoder.encode(texts))
         return [
@@ -154,23 +160,32 @@ class _TokenIdsReader:
         self._vocab_size = vocab_size
 
     def read(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
-        return [_or_error(self._read_row, row) for row in rows]
+        return [or_error(self._read_row, row) for row in rows]
 
     def _read_row(self, row: Row) -> Prompt:
-        where = f"column {self.columns[0]}"
-        value = row.get(self.columns[0])
-        if value is None or (isinstance(value, list | tuple | np.ndarray) and len(value) == 0):
-            raise RowError("empty_prompt", f"{where} holds no token ids")
-        try:
-            ids = np.asarray(value)
-        except ValueError:  # lists of different lengths
-            ids = np.empty(0, dtype=np.object_)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RowError("unsupported_content", f"{where} is not a list of integers")
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
-            reason = f"token ids must be 0 to {self._vocab_size - 1}"
-            raise RowError("unsupported_content", f"{where}: {reason}")
-        return Prompt(ids.astype(np.int32), None, truncated=False, has_control_text=False)
+        name = self.columns[0]
+        ids = row_token_ids(row.get(name), f"column {name}", self._vocab_size)
+        return Prompt(ids, None, truncated=False, has_control_text=False)
+
+
+def row_token_ids(value: object, where: str, vocab_size: int) -> TokenIds:
+    """Token ids that a row brings, int32.
+
+    Raises:
+        RowError: ``empty_prompt`` for none, ``unsupported_content`` for what is no list of them.
+    """
+    if value is None or (isinstance(value, list | tuple | np.ndarray) and len(value) == 0):
+        raise RowError("empty_prompt", f"{where} holds no token ids")
+    try:
+        ids = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        ids = np.empty(0, dtype=np.object_)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RowError("unsupported_content", f"{where} is not a list of integers")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        reason = f"token ids must be 0 to {vocab_size - 1}"
+        raise RowError("unsupported_content", f"{where}: {reason}")
+    return ids.astype(np.int32)
 
 
 def _prompt(rendered: RenderedText, encoded: TokenIds | RowError) -> Prompt | RowError:
@@ -179,7 +194,8 @@ def _prompt(rendered: RenderedText, encoded: TokenIds | RowError) -> Prompt | Ro
     return Prompt(encoded, rendered.restored, False, rendered.has_control_text)
 
 
-def _or_error(function: Callable[[Row], _Result], row: Row) -> _Result | RowError:
+def or_error(function: Callable[[_Argument], _Result], row: _Argument) -> _Result | RowError:
+    """What ``function`` returns, or the ``RowError`` it raises."""
     try:
         return function(row)
     except RowError as error:

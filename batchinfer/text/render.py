@@ -31,12 +31,17 @@ class RowRenderer:
         conversation_columns: Collection[str],
         chat_template_source: str | None,
         now: datetime,
+        beside: Collection[str] = (),
     ) -> None:
-        """Arguments and errors are those of ``PromptBuilder``."""
+        """Arguments and errors are those of ``PromptBuilder``.
+
+        ``beside`` are columns whose texts will be put after the rendered one: their control-token
+        texts get marks as well.
+        """
         self._control = None if config.parse_special_tokens else tokenizer.control
         self._source = make_source(config, columns)
         self._system = None
-        needed = self._source.columns
+        needed = self._source.columns | frozenset(beside)
         if config.system is not None:
             available = frozenset(columns)
             self._system = checked_template(config.system, "prompt.system", available)

@@ -78,8 +78,18 @@ class Tokenizer:
     @functools.cached_property
     def bos_token_id(self) -> int | None:
         """Id of the beginning-of-sequence token, if there is one."""
-        bos = self.special_tokens.get("bos_token")
-        return None if bos is None else self._backend.token_to_id(bos)
+        return self._special_id("bos_token")
+
+    @functools.cached_property
+    def prefix_token_id(self) -> int | None:
+        """Id of what a text is put behind so that its first token can be judged: the
+        beginning-of-sequence token, else the end-of-sequence token."""
+        bos = self.bos_token_id
+        return self._special_id("eos_token") if bos is None else bos
+
+    def _special_id(self, role: str) -> int | None:
+        text = self.special_tokens.get(role)
+        return None if text is None else self._backend.token_to_id(text)
 
     @functools.cached_property
     def has_byte_fallback(self) -> bool:

@@ -11,6 +11,14 @@ sampling: {max_tokens: 8}
 output: {path: out}
 """
 
+SCORE = """\
+task: score
+model: some/model
+input: {path: prompts.parquet}
+score: {completions_column: choices}
+output: {path: out}
+"""
+
 EVERY_KEY = """\
 version: 1
 name: summarise-{{ ds }}

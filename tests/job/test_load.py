@@ -253,9 +253,7 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        (MINIMAL + "task: score", "task: score"),
         (MINIMAL + "accept: {k: 1}", "accept"),
-        (MINIMAL + "score: {completions_column: x}", "score"),
         (MINIMAL + "engine: {deterministic: true}", "engine.deterministic"),
         (MINIMAL.replace("some/model", "{name: m, quantization: fp8}"), "model.quantization"),
         (MINIMAL.replace("some/model", "{name: m, trust_remote_code: true}"), "trust_remote_code"),

@@ -7,7 +7,8 @@ from threading import Event
 from batchinfer.job.loop import EngineLoop, Finished
 from batchinfer.job.order import PromptRow
 from batchinfer.job.progress import make_progress
-from batchinfer.job.rows import RequestMaker
+from batchinfer.job.rows import RequestMaker, RowFinisher
+from batchinfer.job.task import Generation
 from batchinfer.job.threads import Ahead, Behind
 from tests.job.fakes import FakeBuild, grammars
 
@@ -29,7 +30,10 @@ def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
     built = FakeBuild()(None, None, log=lambda line: None)
     loop = EngineLoop(
         built.engine,
-        RequestMaker(built.tokenizer, built.eos_token_ids, grammars()),
+        Generation(
+            RequestMaker(built.tokenizer, built.eos_token_ids, grammars()),
+            RowFinisher(built.tokenizer, ()),
+        ).requests,
         make_progress(25, quiet=True),
         stop,
         max_waiting=4,

@@ -16,7 +16,7 @@ from batchinfer.errors import UsageError
 from batchinfer.job.load import load_job
 from batchinfer.job.schema import json_schema
 from batchinfer.job.yaml_file import parse_yaml
-from tests.job.job_files import EVERY_KEY, MINIMAL, write_job
+from tests.job.job_files import EVERY_KEY, MINIMAL, SCORE, write_job
 
 
 def check(text: str) -> None:
@@ -39,6 +39,8 @@ def test_it_is_valid_json_schema() -> None:
         MINIMAL.replace("8}", "8, stop: END, num_return_sequences: 2}"),
         MINIMAL.replace("prompts.parquet", "[a, b]"),
         MINIMAL + "engine: {preset: h200}",
+        SCORE,
+        SCORE.replace("score: {completions_column: choices}\n", ""),
     ],
 )
 def test_good_files_validate(text: str) -> None:
@@ -57,6 +59,10 @@ def test_good_files_validate(text: str) -> None:
         MINIMAL.replace("8}", "8, max_new_tokens: 8}"),
         MINIMAL.replace("max_tokens: 8", ""),
         MINIMAL.replace("{path: out}", "{}"),
+        MINIMAL.replace("sampling: {max_tokens: 8}\n", ""),
+        MINIMAL + "score: {completions_column: choices}",
+        SCORE + "sampling: {max_tokens: 8}",
+        SCORE.replace("choices", "1"),
     ],
 )
 def test_bad_files_fail_here_as_in_the_loader(tmp_path: Path, text: str) -> None:

@@ -25,6 +25,7 @@ def test_there_are_examples() -> None:
         "long-documents",
         "oversubscribed",
         "structured-output",
+        "scoring",
     }
 
 
@@ -37,5 +38,9 @@ def test_an_example_runs(path: Path, tmp_path: Path) -> None:
     assert [row["row_id"] for row in rows] == list(range(6))
     for row in rows:
         assert row["status"] == "ok"
+        if spec.task == "score":
+            best = max(row["score"], key=lambda choice: choice["sum_logprob"])
+            assert best["index"] == row["right"]
+            continue
         assert len(row["outputs"]) == spec.sampling.n
         assert row["generated_text"] == row["outputs"][0]["text"]

@@ -1,0 +1,68 @@
+"""What a job does with a row: the engine's requests of it, and its output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from batchinfer.engine.request import Completion, Request
+from batchinfer.job.order import PromptRow
+from batchinfer.job.rows import FinishedRow, RequestMaker, RowFinisher
+from batchinfer.job.scoring import Scoring
+from batchinfer.job.spec import JobSpec
+from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.prompts import Prompt
+
+if TYPE_CHECKING:
+    from batchinfer.build import Built
+
+
+class Task(Protocol):
+    """A row's way to the engine and back."""
+
+    def requests(self, row: PromptRow) -> Sequence[Request]:
+        """The requests of a row that can run, at least one; ``Request.part`` counts them."""
+        ...
+
+    def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
+        """The finished row.
+
+        Args:
+            row: it.
+            completions: of its requests, in their order; none for a row that could not run.
+        """
+        ...
+
+
+class Generation:
+    """``task: generate``: one request a row.
+
+    Args:
+        requests: makes them.
+        finisher: makes columns of what comes of them.
+    """
+
+    def __init__(self, requests: RequestMaker, finisher: RowFinisher) -> None:
+        self._requests = requests
+        self._finisher = finisher
+
+    def requests(self, row: PromptRow) -> list[Request]:
+        """See ``Task``."""
+        assert isinstance(row.prompt, Prompt)
+        assert row.sampling is not None
+        facts = row.row_id, row.prompt, row.sampling, row.shared_later, row.adapter
+        return [self._requests.make(*facts)]
+
+    def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
+        """See ``Task``."""
+        return self._finisher.finish(row, completions[0] if completions else None)
+
+
+def make_task(spec: JobSpec, built: Built, grammars: GrammarCompiler) -> Task:
+    """The task of a job on its model; ``grammars`` has been asked for those of its rows."""
+    if spec.task == "score":
+        return Scoring(built.tokenizer, spec.output.include)
+    return Generation(
+        RequestMaker(built.tokenizer, built.eos_token_ids, grammars),
+        RowFinisher(built.tokenizer, spec.output.include),
+    )
