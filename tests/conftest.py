@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -37,3 +38,4 @@ def process_as_before() -> Iterator[None]:
     for number, handler in before.items():
         signal.signal(number, handler)
     logging.getLogger("batchinfer").setLevel(logging.NOTSET)
+    gc.unfreeze()

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from batchinfer.garbage import long_lived_left_alone
+from batchinfer.garbage import leave_to_the_system, long_lived_left_alone, put_off
 
 
 def fails_inside() -> None:
@@ -20,3 +20,31 @@ def test_collections_see_everything_again_however_the_run_ends() -> None:
     with pytest.raises(KeyboardInterrupt):
         fails_inside()
     assert gc.get_freeze_count() == 0
+
+
+def fails_while_put_off() -> None:
+    with put_off():
+        assert not gc.isenabled()
+        raise KeyboardInterrupt
+
+
+def test_what_is_put_off_is_taken_up_again() -> None:
+    assert gc.isenabled()
+    with pytest.raises(KeyboardInterrupt):
+        fails_while_put_off()
+    assert gc.isenabled()
+
+
+def test_who_has_switched_collections_off_keeps_them_off() -> None:
+    gc.disable()
+    try:
+        with put_off():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_process_that_ends_collects_nothing_more() -> None:
+    leave_to_the_system()
+    assert gc.get_freeze_count() > 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.garbage import put_off
 from batchinfer.job.existing import Work, look, prepare, refuse_strays, start_over
 from batchinfer.job.fingerprint import fingerprint, fingerprint_facts
 from batchinfer.job.ids import check_unique_ids
@@ -85,7 +86,7 @@ def run_job(
         if not work.todo:
             with stop_signals():
                 return _finish(job, quiet, report)
-        return _run(job, work, if_exists, quiet, build or _default_builder(), report)
+        return _run(job, work, if_exists, quiet, build, report)
 
 
 def _run(
@@ -93,7 +94,7 @@ def _run(
     work: Work,
     if_exists: str,
     quiet: bool,
-    build: BuildEngine,
+    build: BuildEngine | None,
     report: Report | None,
 ) -> ExitCode:
     """Make the parts that are not finished."""
@@ -106,7 +107,8 @@ def _run(
         lost = {f"what was in {name}": problem for name, problem in left.damaged.items()}
         _tell_damage({**work.damaged, **lost})
     missing = sum(map(len, left.missing))
-    loaded = load(job, build) if missing else None
+    with put_off():
+        loaded = load(job, build or _default_builder()) if missing else None
     start_over(job.out, work)
     with stop_signals() as stop:
         with closing(make_progress(missing, quiet=quiet)) as progress:
