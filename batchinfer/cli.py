@@ -24,7 +24,6 @@ _CLICK_INTERRUPTED = 130
 """What click makes of Ctrl-C."""
 
 _NOT_YET_COMMANDS = {
-    "init": "Not yet: write a commented job file for a dataset.",
     "run-batch": "Not yet: run an OpenAI batch file.",
 }
 
@@ -214,6 +213,33 @@ def schema() -> None:
     from batchinfer.job.schema import json_schema
 
     _say(_as_json(json_schema()))
+
+
+@app.command()
+def init(
+    data: Annotated[
+        str, typer.Argument(metavar="PROMPTS.parquet", help="File, glob or directory of prompts.")
+    ],
+    model: Annotated[str | None, typer.Option("--model", help="Hub id or local directory.")] = None,
+    output: Output = None,
+    job: Annotated[Path, typer.Option("--job", metavar="FILE", help="The file to write.")] = Path(
+        "job.yaml"
+    ),
+    prompt_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The column of prompts; else it is found.")
+    ] = None,
+    id_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The column of ids; else it is found.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over a file that is there.")
+    ] = False,
+) -> None:
+    """Write a commented job file for a dataset, that runs as it is."""
+    from batchinfer.job.starter import Starter, write_starter
+
+    asked = Starter(data, model, output, job, prompt_column, id_column, force)
+    _say("\n".join(write_starter(asked)))
 
 
 @app.command()

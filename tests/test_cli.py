@@ -265,7 +265,6 @@ def test_a_bug_is_one_line_and_a_log_in_the_output(
         (["run", "x.yaml", "--var", "zork"], "write --var name=text"),
         (["plan", "x.yaml", "--device", "zork"], "no such device; known: h200, h100, a100-80g"),
         (["plan", "x.yaml", "--expect-output-tokens", "0"], "--expect-output-tokens"),
-        (["init", "x.parquet"], "not yet: batchinfer init"),
         (["run-batch", "-i", "a", "-o", "b", "--model", "m"], "not yet: batchinfer run-batch"),
         (["bench", "--model", "m", "--dtype", "int3"], "--dtype int3: must be one of auto"),
         (["bench", "--model", "m", "--n", "0"], "--n"),
