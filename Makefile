@@ -10,6 +10,11 @@ demo: setup
 	.venv/bin/batchinfer run jobs/quickstart.yaml
 	.venv/bin/python jobs/quickstart/score.py out/quickstart
 
+# What is generated from the code: the schema of the job file and its reference.
+.PHONY: reference
+reference: setup
+	.venv/bin/python docs/make_reference.py
+
 test: setup
 	.venv/bin/python -m pytest -n logical --maxprocesses 8
 

@@ -224,7 +224,7 @@ def _no_prompt(data: _Data) -> UsageError:
 
 def _answered(data: _Data, name: str | None) -> list[str]:
     """A note where conversations hold their answers already."""
-    if name not in data.conversations:
+    if name is None or name not in data.conversations:
         return []
     ends = [row[name][-1] for row in data.rows if isinstance(row[name], list) and row[name]]
     answered = sum(isinstance(end, dict) and end["role"] == b"assistant" for end in ends)

@@ -1,0 +1,145 @@
+"""Write what is generated from the code: the schema's file, and the job file's reference.
+
+.venv/bin/python docs/make_reference.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from batchinfer.config import SAMPLING_ALIASES
+from batchinfer.job.schema import json_schema
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = ROOT / "configs" / "job.schema.json"
+REFERENCE = ROOT / "docs" / "job-file.md"
+
+_HEAD = """\
+# The job file
+
+Generated from the JSON Schema by `docs/make_reference.py`.
+
+A job is one YAML 1.2 file. A key that is not known is an error that names its line and the nearest
+known key. Paths are relative to the job file. `{{ }}` in `name` and in paths takes names in `vars`;
+in `prompt` it takes the row's columns. Keys under "not yet" are refused, nothing is ignored.
+
+`batchinfer schema > job.schema.json` writes the schema for your editor, and this first line wires
+it to the file (`batchinfer init` writes both):
+
+```yaml
+# yaml-language-server: $schema=job.schema.json
+```
+"""
+
+
+def schema_text() -> str:
+    """``configs/job.schema.json``, as ``batchinfer schema`` prints it."""
+    return json.dumps(json_schema(), indent=2) + "\n"
+
+
+def reference_text() -> str:
+    """``docs/job-file.md``."""
+    return "\n".join([_HEAD, *_sections(json_schema())]) + "\n"
+
+
+def _sections(schema: Mapping[str, Any]) -> Iterator[str]:
+    records: Mapping[str, Any] = schema["$defs"]
+    top = {key: _resolved(value, records) for key, value in schema["properties"].items()}
+    yield "## Top level\n"
+    yield from _table(schema, {k: v for k, v in top.items() if "properties" not in v}, records)
+    for key, record in top.items():
+        if "properties" not in record:
+            continue
+        yield f"## `{key}`\n"
+        yield f"{_line(record['description'])}{_is_required(schema, key)}\n"
+        if key == "model":
+            yield "`model: NAME` is short for `model: {name: NAME}`.\n"
+        names = {k: v for k, v in record["properties"].items() if k not in SAMPLING_ALIASES}
+        yield from _table(record, names, records)
+        if key == "sampling":
+            same = ", ".join(f"`{alias}` ({name})" for alias, name in SAMPLING_ALIASES.items())
+            yield f"Other tools' names that are taken too: {same}.\n"
+
+
+def _table(
+    record: Mapping[str, Any], keys: Mapping[str, Any], records: Mapping[str, Any]
+) -> Iterator[str]:
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, value in keys.items():
+        required = name in record.get("required", ()) or name == "max_tokens"
+        default = "required" if required else f"`{_json(_default(value))}`"
+        meaning = _line(_resolved(value, records).get("description", ""))
+        yield f"| `{name}` | {_kind(value, records)} | {default} | {meaning} |"
+    yield ""
+
+
+def _resolved(value: Mapping[str, Any], records: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a ``$ref`` stands for, with what is said beside it; of a choice the record."""
+    for choice in value.get("anyOf", ()):
+        if "$ref" in choice:
+            return {**value, **_resolved(choice, records)}
+    if "$ref" not in value:
+        return value
+    return {**records[value["$ref"].rpartition("/")[2]], **value}
+
+
+def _kind(value: Mapping[str, Any], records: Mapping[str, Any]) -> str:
+    if "anyOf" in value:
+        return " or ".join(dict.fromkeys(_kind(choice, records) for choice in value["anyOf"]))
+    if "$ref" in value:
+        return _kind(_resolved(value, records), records)
+    if "enum" in value:
+        return ", ".join(f"`{_json(item)}`" for item in value["enum"])
+    if "const" in value:
+        return f"`{_json(value['const'])}`"
+    if value.get("type") == "array":
+        items = value.get("items", {})
+        return f"list of {_kind(items, records)}" if items else "list"
+    names = {"string": "text", "integer": "whole number", "object": "mapping", "boolean": "bool"}
+    kinds = value.get("type", "any")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return " or ".join(names.get(kind, kind) for kind in kinds) + _range(value)
+
+
+def _range(value: Mapping[str, Any]) -> str:
+    low, high = value.get("minimum"), value.get("maximum")
+    if low is None and high is None:
+        return ""
+    if high is None:
+        return f", {low:g} or more"
+    return f", {high:g}" if low == high else f", {low:g} to {high:g}"
+
+
+def _is_required(schema: Mapping[str, Any], key: str) -> str:
+    return " Required." if key in schema["required"] else ""
+
+
+def _default(value: Mapping[str, Any]) -> Any:
+    """Made anew for each record, an empty mapping is no constant, and the schema leaves it out."""
+    return value.get("default", {} if value.get("type") == "object" else None)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _line(text: str) -> str:
+    """A description on one line of a table."""
+    text = " ".join(text.split()).replace("``", "`")
+    for special in ("|", "<", "{{"):
+        if special in text and "`" not in text:
+            text = text.replace("|", "\\|").replace("<", "&lt;")
+    return text
+
+
+def main() -> None:
+    SCHEMA.write_text(schema_text(), encoding="utf-8")
+    REFERENCE.write_text(reference_text(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

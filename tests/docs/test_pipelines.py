@@ -1,0 +1,141 @@
+"""The examples for schedulers are valid, and do with exit codes what the contract says."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.load import load_job
+from batchinfer.job.yaml_file import parse_yaml
+from tests.docs.pages import ROOT, Block, blocks
+
+PAGE = ROOT / "docs" / "pipelines.md"
+BLOCKS = list(blocks(PAGE))
+HOPELESS = {
+    ExitCode.USAGE,
+    ExitCode.TOO_MANY_ROW_ERRORS,
+    ExitCode.DATA,
+    ExitCode.MODEL,
+    ExitCode.DEVICE,
+    ExitCode.LOCKED,
+}
+
+
+def the(language: str, word: str) -> Block:
+    (found,) = [b for b in BLOCKS if b.language == language and word in b.text]
+    return found
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=lambda b: b.name)
+def test_scripts_are_valid(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "script.sh"
+    script.write_text(block.text)
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "python"], ids=lambda b: b.name
+)
+def test_python_is_valid(block: Block) -> None:
+    compile(block.text, block.name, "exec")
+
+
+def test_the_job_file_is_valid(tmp_path: Path) -> None:
+    job = tmp_path / "daily.yaml"
+    job.write_text(the("yaml", "# daily.yaml").text)
+    spec = load_job(job, variables={"ds": "2026-11-20"})
+    assert spec.input.paths == (str(tmp_path / "lake/prompts/dt=2026-11-20"),)
+
+
+def run_script(block: Block, folder: Path, codes: list[int]) -> tuple[int, list[str]]:
+    """Run a script with programs in place of the real ones that note how they were called;
+    ``batchinfer`` ends with each of ``codes`` in turn. Gives its code and the calls."""
+    programs = folder / "bin"
+    programs.mkdir()
+    calls, left = folder / "calls", folder / "codes"
+    calls.touch()
+    left.write_text("".join(f"{code}\n" for code in codes))
+    fakes = {
+        "batchinfer": f'code=$(head -1 {left}); sed -i 1d {left}; exit "$code"',
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; "$@"',
+        "scontrol": "true",
+    }
+    for name, does in fakes.items():
+        program = programs / name
+        program.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >> {calls}\n{does}\n')
+        program.chmod(0o755)
+    script = folder / "script.sh"
+    script.write_text(block.text.replace("/var/lock/", f"{folder}/"))
+    path = f"{programs}:/usr/bin:/bin"
+    environment = {"PATH": path, "DS": "2026-11-20", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", script], env=environment, check=False, capture_output=True)
+    return done.returncode, calls.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "runs"), [([75, 75, 0], 0, 3), ([3], 3, 1), ([75] * 5, 75, 5), ([0], 0, 1)]
+)
+def test_cron_runs_again_after_75_only(
+    tmp_path: Path, codes: list[int], code: int, runs: int
+) -> None:
+    ended, calls = run_script(the("bash", "flock"), tmp_path, codes)
+    assert (ended, len(calls)) == (code, runs)
+    assert calls[0].startswith("batchinfer run /opt/jobs/daily.yaml --var ds=2")
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "requeued"), [(75, 0, True), (0, 0, False), (4, 4, False)]
+)
+def test_slurm_requeues_on_75_only(tmp_path: Path, code: int, ended: int, requeued: bool) -> None:
+    script = the("bash", "#SBATCH")
+    assert "#SBATCH --signal=" in script.text
+    assert "#SBATCH --requeue" in script.text
+    got, calls = run_script(script, tmp_path, [code])
+    assert got == ended
+    assert ("scontrol requeue 7" in calls) == requeued
+
+
+def test_airflow_does_not_retry_what_is_hopeless() -> None:
+    tree = ast.parse(the("python", "airflow").text)
+    (codes,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NO_RETRY"
+    ]
+    assert codes == HOPELESS
+
+
+def test_dagster_retries_the_others() -> None:
+    tree = ast.parse(the("python", "dagster").text)
+    (codes,) = [
+        ast.literal_eval(node.comparators[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In)
+    ]
+    assert set(codes) == set(ExitCode) - HOPELESS - {ExitCode.OK}
+
+
+def test_kubernetes_acts_on_the_codes() -> None:
+    manifest: dict[str, Any] = parse_yaml(the("yaml", "podFailurePolicy").text, "job").data
+    assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
+    spec = manifest["spec"]
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # a pod failure policy asks for it
+    names = {container["name"] for container in pod["containers"]}
+    actions: dict[str, set[int]] = {}
+    for rule in spec["podFailurePolicy"]["rules"]:
+        assert set(rule) in ({"action", "onExitCodes"}, {"action", "onPodConditions"})
+        if "onExitCodes" in rule:
+            codes = rule["onExitCodes"]
+            assert codes["containerName"] in names
+            assert codes["operator"] == "In"
+            actions[rule["action"]] = set(codes["values"])
+    assert actions == {"Ignore": {ExitCode.INTERRUPTED}, "FailJob": HOPELESS}
+    mounted = {mount["name"] for c in pod["containers"] for mount in c["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}

@@ -1,0 +1,54 @@
+"""What is generated from the code is what the code generates; pages name all there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from types import ModuleType
+
+import pytest
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.stats import REQUESTS_SCHEMA, STEPS_SCHEMA
+from tests.docs.pages import ROOT
+
+OUTPUT = (ROOT / "docs" / "output.md").read_text()
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_this_versions(generator: ModuleType) -> None:
+    assert generator.REFERENCE.read_text() == generator.reference_text(), "run make reference"
+
+
+def test_the_committed_schema_is_this_versions(generator: ModuleType) -> None:
+    assert generator.SCHEMA.read_text() == generator.schema_text(), "run make reference"
+
+
+def test_every_column_of_the_statistics_is_explained() -> None:
+    named = set(re.findall(r"`(\w+)`", OUTPUT))
+    assert {*STEPS_SCHEMA.names, *REQUESTS_SCHEMA.names} <= named
+
+
+def test_every_exit_code_is_explained() -> None:
+    table = TROUBLES.partition("## Rows that failed")[0]
+    assert {int(n) for n in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == set(ExitCode)
+
+
+def test_every_error_code_of_rows_is_explained() -> None:
+    """Codes are what the code gives ``RowError`` and ``error_code``."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "batchinfer").rglob("*.py"))
+    codes = set(re.findall(r'RowError\(\s*"([a-z_0-9]+)"', sources))
+    codes |= set(re.findall(r'error_code = "([a-z_0-9]+)"', sources))
+    assert codes
+    explained = set(re.findall(r"^\| `([a-z_0-9]+)` \|", TROUBLES, re.MULTILINE))
+    assert codes <= explained
