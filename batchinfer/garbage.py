@@ -12,13 +12,17 @@ def long_lived_left_alone() -> Iterator[None]:
     """Inside, collections do not look at what exists already.
 
     A full one walks every object of torch, transformers and the model: a quarter of a second, in
-    the middle of a run. Nothing is lost: afterwards collections look at everything again.
+    the middle of a run. Nothing is lost: afterwards collections look at everything again. Where a
+    caller has frozen objects already, all stays as it is: they could not be told apart later.
     """
-    gc.freeze()
+    is_ours = not gc.get_freeze_count()
+    if is_ours:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if is_ours:
+            gc.unfreeze()
 
 
 @contextmanager

@@ -15,6 +15,17 @@ def fails_inside() -> None:
         raise KeyboardInterrupt
 
 
+def test_what_a_caller_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with long_lived_left_alone():
+            assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
+
+
 def test_collections_see_everything_again_however_the_run_ends() -> None:
     assert gc.get_freeze_count() == 0
     with pytest.raises(KeyboardInterrupt):
@@ -47,4 +58,7 @@ def test_who_has_switched_collections_off_keeps_them_off() -> None:
 
 def test_a_process_that_ends_collects_nothing_more() -> None:
     leave_to_the_system()
-    assert gc.get_freeze_count() > 0
+    try:
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
