@@ -32,6 +32,8 @@ _KEYS: Mapping[str, tuple[str, ...] | None] = {
     "output": ("format", "rows_per_part", "explode", "include", "rename"),
 }
 """Section: its keys that change output; None: all of them."""
+_SAME = {"fp8_e4m3": "fp8"}
+"""Values of ``engine.kv_cache_dtype`` that are another by a longer name."""
 
 
 def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +55,8 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     if spec.prompt.chat_template not in ("auto", "none"):
         facts["prompt"]["chat_template"] = _digest_of(Path(spec.prompt.chat_template))
     held = dict(model_facts)
+    engine = facts["engine"]
+    engine["kv_cache_dtype"] = _SAME.get(engine["kv_cache_dtype"], engine["kv_cache_dtype"])
     facts["model"]["adapters"] = held.pop("adapters", {})  # what they hold, not where they are
     facts["model_facts"] = held
     return facts

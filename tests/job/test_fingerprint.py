@@ -72,6 +72,13 @@ def test_what_does_not_stays_out(tmp_path: Path, override: str) -> None:
     assert fingerprint(job(tmp_path), MODEL) == fingerprint(job(tmp_path, override), MODEL)
 
 
+def test_two_names_of_one_type_are_one(tmp_path: Path) -> None:
+    names = ("auto", "fp8", "fp8_e4m3")
+    specs = [job(tmp_path, f"engine.kv_cache_dtype={name}") for name in names]
+    plain, short, long = (fingerprint(spec, MODEL) for spec in specs)
+    assert plain != short == long
+
+
 def test_an_adapter_is_known_by_what_it_holds_not_by_its_place(tmp_path: Path) -> None:
     place = "model={name: m, adapters: {a: %s}}"
     column = "prompt.adapter_column=c"
