@@ -190,11 +190,11 @@ def _finish(job: Job, quiet: bool, report: Report | None) -> ExitCode:
             say(line, to_stderr=True)
         for line in summary_lines(summary, job.out.root, reported=reported):
             say(line)
+    job.source.check_unchanged()
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
     if rows["error"] > limit * rows["total"]:
         say(too_many_errors(rows, limit, job.out.root), to_stderr=True)
         return ExitCode.TOO_MANY_ROW_ERRORS
-    job.source.check_unchanged()
     job.out.write(job.out.success, b"")
     return ExitCode.OK
 

@@ -462,6 +462,15 @@ def test_an_input_that_is_replaced_during_the_run_withholds_success(
     assert not (tmp_path / "out" / "_SUCCESS").exists()
 
 
+def test_an_input_that_is_replaced_comes_before_too_many_errors(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", "x"]})
+    monkeypatch.setattr(run, "make_parts", then(lambda: os.utime(path, ns=(5, 5))))
+    with pytest.raises(DataError, match=r"x\.parquet was changed while the job ran"):
+        run_job(job(tmp_path), build=build)
+
+
 def test_a_stray_part_withholds_success(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
