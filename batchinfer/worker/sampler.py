@@ -41,7 +41,8 @@ for top-p on flat rows; the rest is for a device's own sorting."""
 def workspace_bytes(rows: int, vocab: int, device_type: str) -> int:
     """Most bytes that sampling takes besides the logits, for ``rows`` rows of ``vocab`` logits."""
     elements = min(rows * vocab, max(vocab, _WORKSPACE_ELEMENTS[device_type]))
-    return elements * _WORKSPACE_BYTES_EACH
+    own = native_sampling.draw_bytes(vocab) if device_type == "cpu" else 0
+    return elements * _WORKSPACE_BYTES_EACH + own
 
 
 def workspace_rows(vocab: int, device_type: str) -> int:

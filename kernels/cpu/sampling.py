@@ -18,6 +18,11 @@ class _DrawArgs(ctypes.Structure):
     )
 
 
+def draw_bytes(vocab: int) -> int:
+    """Bytes that ``draw`` takes for its own use: a weight and a key of each token, a thread."""
+    return torch.get_num_threads() * vocab * 16
+
+
 def draw(
     logits: torch.Tensor,  # [D, V] float32, last dimension contiguous
     maximum: torch.Tensor,  # [D] float32, the largest of each row
