@@ -313,6 +313,27 @@ def test_a_storm_of_503_is_weathered(
         rows()
 
 
+@pytest.mark.parametrize("status", [409, -409])
+def test_a_write_that_meets_another_is_made_again(
+    spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Refused, or taken and then said to be refused."""
+    met: set[str] = set()
+
+    def meet(request: Request) -> int | None:
+        path = request.path.partition("?")[0]
+        if request.method != "PUT" or path in met or "/_batchinfer/probe" in path:
+            return None
+        met.add(path)
+        return status
+
+    with between(address, meet) as server:
+        point_to(server, monkeypatch)
+        assert run(spec) is ExitCode.OK
+        rows()
+    assert len(met) > 15
+
+
 @pytest.mark.parametrize("status", [500, 503])
 def test_a_store_that_stops_answering_ends_the_run_and_keeps_its_rows(
     spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, status: int
