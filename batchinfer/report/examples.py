@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
@@ -23,7 +23,12 @@ MOST_ROWS, MOST_COLUMNS = 4, 4
 MOST_CODES, OF_EACH_CODE = 12, 3
 MOST_CHARACTERS = 2000
 """Of a value that is handed on; a page shows less."""
-_GENERATED = frozenset(output_columns(("prompt",)))
+_GENERATED = {task: frozenset(output_columns(("prompt",), task)) for task in ("generate", "score")}
+
+_READ = {
+    "generate": ["generated_text", "outputs.list.element.finish_reason", "num_output_tokens"],
+    "score": ["score.list.element.sum_logprob", "perplexity"],
+}
 
 
 def find_examples(out: OutputDir, records: Sequence[tuple[Part, PartRecord]]) -> list[Example]:
@@ -86,27 +91,50 @@ def _first_rows(out: OutputDir, path: PurePath, count: int) -> list[Example]:
             schema = pq.read_schema(file)
     except UNREADABLE:
         return []
-    inputs = _columns_to_show(schema)
-    wanted = [*inputs, "row_id", "generated_text", "outputs.list.element.finish_reason"]
-    wanted += ["num_prompt_tokens", "num_output_tokens", "error"]
+    # By its place: an input column may have the name as well.
+    task = "score" if schema.names[-5:-4] == ["perplexity"] else "generate"
+    inputs = _columns_to_show(schema, _GENERATED[task])
+    wanted = [*inputs, "row_id", *_READ[task], "num_prompt_tokens", "error"]
     rows: list[Example] = []
     for batch in batches(out, path, wanted, count):
         with suppress(*UNREADABLE):
-            rows = [_example(batch.slice(at, 1), inputs) for at in range(len(batch))]
+            rows = [_example(batch.slice(at, 1), inputs, task) for at in range(len(batch))]
         break
     return rows
 
 
-def _columns_to_show(schema: pa.Schema) -> list[str]:
+def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]:
     """Kept columns: texts and conversations first, they are what a row is about."""
-    kept = [field for field in schema if field.name not in _GENERATED]
+    kept = [field for field in schema if field.name not in generated]
     kept.sort(key=lambda field: not (_is_text(field.type) or pa.types.is_nested(field.type)))
     shown = {field.name for field in kept[:MOST_COLUMNS]}
     return [field.name for field in schema if field.name in shown]
 
 
-def _example(row: pa.RecordBatch, inputs: Sequence[str]) -> Example:
+def _example(row: pa.RecordBatch, inputs: Sequence[str], task: str) -> Example:
     error = row.column("error")[0]
+    answer, facts = _scores(row) if task == "score" else _answer(row)
+    return Example(
+        row_id=row.column("row_id")[0].as_py(),
+        inputs=[(name, _text(_cut(row.column(name))[0])) for name in inputs],
+        answer=answer,
+        facts=facts,
+        error=(_text(error["code"]), _text(error["message"])) if error.is_valid else None,
+    )
+
+
+def _scores(row: pa.RecordBatch) -> tuple[str | None, str]:
+    """What a score job wrote, and in how many tokens."""
+    scores, perplexity = (row.column(name)[0].as_py() for name in ("score", "perplexity"))
+    facts = f"{row.column('num_prompt_tokens')[0].as_py() or 0:,} tokens in"
+    if scores is None:
+        return None, facts
+    found = ", ".join(f"{at}: {one['sum_logprob']:.3f}" for at, one in enumerate(scores))
+    return f"log-likelihood {found}"[:MOST_CHARACTERS], f"{facts}; perplexity {perplexity:.4g}"
+
+
+def _answer(row: pa.RecordBatch) -> tuple[str | None, str]:
+    """What was generated, and in how many tokens."""
     reasons = [item["finish_reason"] for item in row.column("outputs")[0].as_py() or ()]
     ends = ", ".join(
         f"{reason} x{n}" if n > 1 else reason for reason, n in Counter(reasons).items()
@@ -114,13 +142,8 @@ def _example(row: pa.RecordBatch, inputs: Sequence[str]) -> Example:
     prompt, output = (row.column(f"num_{kind}_tokens")[0].as_py() for kind in ("prompt", "output"))
     facts = f"{prompt or 0:,} tokens in, {output or 0:,} out"
     answer = row.column("generated_text")[0]
-    return Example(
-        row_id=row.column("row_id")[0].as_py(),
-        inputs=[(name, _text(_cut(row.column(name))[0])) for name in inputs],
-        answer=_text(_cut(row.column("generated_text"))[0]) if answer.is_valid else None,
-        facts=f"{facts}; {ends}" if ends else facts,
-        error=(_text(error["code"]), _text(error["message"])) if error.is_valid else None,
-    )
+    text = _text(_cut(row.column("generated_text"))[0]) if answer.is_valid else None
+    return text, f"{facts}; {ends}" if ends else facts
 
 
 def _cut(values: pa.Array) -> pa.Array:

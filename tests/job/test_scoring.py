@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from batchinfer.config import SCORING
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job import making
+from batchinfer.job.existing import plan_of
 from batchinfer.job.load import load_job
 from batchinfer.job.order import PromptRow
 from batchinfer.job.output import OutputDir
@@ -27,11 +29,13 @@ from batchinfer.job.source import open_source
 from batchinfer.job.spec import JobSpec, output_columns
 from batchinfer.job.table import output_table
 from batchinfer.job.verify import verify
+from batchinfer.report.examples import find_examples
 from tests.job.datasets import write_parquet
 from tests.job.job_files import SCORE, write_job
 from tests.models import make_text_model
 
 CLOSE = 1e-4
+JOBS = Path(__file__).parent.parent.parent / "jobs"
 CHOICES = [["yes", "no", " maybe so", "y"], ["a"], ["one two", "one three"]]
 
 
@@ -66,9 +70,15 @@ def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@cache
+def reference_of(model: Path) -> torch.nn.Module:
+    """transformers' own model."""
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
 def judged(model: Path, context: list[int], continuation: list[int]) -> tuple[list[float], bool]:
     """transformers' log-probabilities of a continuation, and whether it is the likeliest."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference = reference_of(model)
     with torch.no_grad():
         logits = reference(input_ids=torch.tensor([context + continuation])).logits[0]
     own = logits.log_softmax(-1)[len(context) - 1 : -1]
@@ -105,6 +115,41 @@ def test_scores_are_those_of_transformers(tmp_path: Path, model: Path) -> None:
         total = sum(score["sum_logprob"] for score in row["score"])
         count = sum(score["num_tokens"] for score in row["score"])
         assert math.isclose(row["perplexity"], math.exp(-total / count), rel_tol=1e-6)
+
+
+def test_the_example_is_scored_as_transformers_does(tmp_path: Path) -> None:
+    spec = load_job(JOBS / "scoring.yaml", output=str(tmp_path / "out"), limit=12)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    asked = pq.read_table(JOBS / "scoring" / "choices.parquet").slice(0, 12).to_pylist()
+    folder = JOBS / "quickstart" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row, source in zip(rows_of(tmp_path), asked, strict=True):
+        turns = [("system", source["instruction"]), ("user", source["document"])]
+        text = tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in turns],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        context = tokenizer(text.rstrip(), add_special_tokens=False).input_ids
+        for score, choice in zip(row["score"], source["choices"], strict=True):
+            whole = tokenizer(text + choice, add_special_tokens=False).input_ids
+            logprobs, greedy = judged(folder, context, whole[len(context) :])
+            assert score["logprobs"] == pytest.approx(logprobs, abs=CLOSE)
+            assert score["greedy_match"] == greedy
+
+
+def test_a_report_shows_scores(tmp_path: Path, model: Path) -> None:
+    columns = {"prompt": ["x", ""], "choices": [["a", "b"]] * 2, "generated_text": ["kept", "too"]}
+    assert run_job(job(tmp_path, model, columns), quiet=True) is ExitCode.OK
+    out = OutputDir(tmp_path / "out")
+    records = [(part, out.finished(part)) for part in plan_of(out).parts()]
+    good, bad = find_examples(out, records)
+    assert good.answer is not None
+    assert good.answer.startswith("log-likelihood 0: -")
+    assert "perplexity" in good.facts
+    assert ("generated_text", "kept") in good.inputs
+    assert (bad.answer, bad.facts) == (None, "0 tokens in")
+    assert bad.error is not None
 
 
 def test_the_models_own_answer_is_a_greedy_match(tmp_path: Path, model: Path) -> None:

@@ -10,6 +10,7 @@ from batchinfer.engine.layout import KVLayout
 from batchinfer.errors import DeviceError, ExitCode
 from batchinfer.worker import memory
 from batchinfer.worker.memory import MemoryPlan, plan_memory
+from batchinfer.worker.prompt_scorer import SCORED_ROWS
 from batchinfer.worker.sampler import workspace_bytes
 
 CONFIG = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
@@ -113,6 +114,13 @@ def test_logits_are_planned_at_their_own_width_with_a_bounded_workspace() -> Non
     assert planned.logits_bytes == 2 * 1024 * 150_000 * 2 + workspace_bytes(1024, 150_000, "cpu")
     assert workspace_bytes(1024, 150_000, "cpu") < 64 * MIB < workspace_bytes(1024, 150_000, "cuda")
     assert workspace_bytes(1024, 150_000, "cuda") <= 1024 * MIB
+
+
+def test_logits_of_prompts_are_planned_as_they_are_taken() -> None:
+    alone, few = plan(max_num_seqs=1), plan(max_num_seqs=SCORED_ROWS)
+    assert alone.logits_bytes == few.logits_bytes
+    short = plan(max_num_seqs=1, max_num_batched_tokens=16)
+    assert short.logits_bytes < alone.logits_bytes
 
 
 def test_the_table_names_every_purpose() -> None:

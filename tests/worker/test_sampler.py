@@ -36,6 +36,23 @@ def normal(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def test_a_given_token_is_judged_and_others_are_drawn() -> None:
+    logits = normal(3, 1003)
+    logits[2, 5] = torch.nan
+    samples = [Sample(row=row, temperature=0, logprobs=2) for row in (0, 1, 0, 2)]
+    batch = make_batch(samples)
+    given = np.array([77, -1, -1, 9], dtype=np.int32)
+    result = Sampler()(logits, dataclasses.replace(batch, given_token_ids=given)).result()
+    plain = Sampler()(logits, batch).result()
+    assert result.token_ids.tolist() == [77, *plain.token_ids[1:].tolist()]
+    own = logits[0].log_softmax(0)
+    assert result.logprobs[0] == pytest.approx(float(own[77]), abs=1e-5)
+    assert result.ranks is not None
+    assert result.ranks[0] == 1 + int((own > own[77]).sum())
+    assert result.logprobs[1:3].tolist() == plain.logprobs[1:3].tolist()
+    assert result.nonfinite.tolist() == [False, False, False, True]
+
+
 class TestGreedy:
     def test_takes_the_most_likely_token_of_its_row(self) -> None:
         logits = normal(5, 1003)
