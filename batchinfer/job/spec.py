@@ -225,7 +225,8 @@ class JobSpec(_Section):
     input: InputSpec
     prompt: Annotated[PromptConfig, AfterValidator(_check_messages)] = PromptConfig()
     sampling: Annotated[SamplingParams, AfterValidator(_seeded)]
-    """How output is drawn; with task: score, which draws none, it is ``SCORING``."""
+    """How the output tokens of a row are chosen. Names and meanings are vLLM's. Required, but left
+    out with task: score, which chooses none."""
     accept: Mapping[str, Any] | None = None
     """Which samples to keep. Not yet."""
     score: ScoreConfig | None = None
