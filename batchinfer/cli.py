@@ -107,6 +107,7 @@ def run(
     no_report: Annotated[
         bool, typer.Option("--no-report", help="Write no report.html at the end.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
 ) -> None:
     """Run a job; run it again to go on where it stopped."""
     if shard is not None:
@@ -125,6 +126,7 @@ def run(
             overwrite=overwrite,
             retry_errors=retry_errors,
             quiet=quiet,
+            as_json=as_json,
             report=None if no_report else report_at_end,
         )
     raise typer.Exit(int(code))
@@ -152,14 +154,16 @@ def plan(
         int | None,
         typer.Option(min=1, metavar="N", help="Tokens of an answer; else sampling.max_tokens."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a job will need: reads data, tokenizer and model config, no weights, no GPU."""
     spec = _read_job(job, overrides, variables, output, limit)
-    from batchinfer.job.plan import plan_job, plan_text
+    from batchinfer.job.plan import plan_job
+    from batchinfer.job.plan_outcome import plan_facts
+    from batchinfer.job.screen import shown
 
     planned = plan_job(spec, device=device, expect_output_tokens=expect_output_tokens)
-    _say(plan_text(planned, as_json=as_json))
+    _say(_as_json(planned) if as_json else shown("plan", plan_facts(planned)))
 
 
 @app.command()
@@ -167,21 +171,29 @@ def status(out: Folder, as_json: AsJson = False) -> None:
     """Show how far a job is, running or stopped, from its files alone."""
     import time
 
+    from batchinfer.job.messages import printable
     from batchinfer.job.output import output_at
+    from batchinfer.job.screen import shown
     from batchinfer.job.status import read_status
 
     found = read_status(output_at(out), time.time())
-    _say(_as_json(found.data()) if as_json else "\n".join(found.lines()))
+    _say(_as_json(found.data()) if as_json else shown(f"status of {printable(out)}", found.facts()))
 
 
 @app.command()
 def verify(out: Folder, as_json: AsJson = False) -> None:
     """Check the files of an output directory: checksums, rows, columns, fingerprint."""
+    from batchinfer.job.messages import printable
     from batchinfer.job.output import output_at
+    from batchinfer.job.screen import shown
     from batchinfer.job.verify import verify as check
 
     found = check(output_at(out))
-    _say(_as_json(found.data()) if as_json else "\n".join(found.lines()))
+    _say(
+        _as_json(found.data())
+        if as_json
+        else shown(f"{printable(out)}, verified", found.facts(), found.lines())
+    )
     raise typer.Exit(int(ExitCode.DATA if found.problems else ExitCode.OK))
 
 

@@ -193,7 +193,8 @@ def test_run_hands_the_job_over(batchinfer: Run, fake_run: Any, tmp_path: Path) 
     assert (spec.sampling.n, spec.sampling.top_k, spec.vars) == (2, 3, {"ds": "x"})
     assert (spec.output.path, spec.input.limit) == (str(tmp_path / "o"), 4)
     assert options.pop("report") is report_at_end
-    assert options == {"overwrite": True, "retry_errors": False, "quiet": True}
+    wanted = {"overwrite": True, "retry_errors": False, "quiet": True, "as_json": False}
+    assert options == wanted
     assert batchinfer("run", str(job), "--var", "ds=x", "--no-report").code == 0
     assert calls[1][1]["report"] is None
     assert not logging.getLogger("batchinfer.kernels").isEnabledFor(logging.WARNING)

@@ -102,7 +102,10 @@ class EngineLoop:
         outcome = self.engine.step()
         for completion in outcome.completions:
             done += self._finished_by(completion)
-        tokens = sum(completion.stats.output_tokens for completion in outcome.completions)
+        # The last token of a sample is never computed on: it counts when the sample is done.
+        tokens = sum(len(completion.outputs) for completion in outcome.completions)
+        if outcome.stats is not None:
+            tokens += outcome.stats.decode_tokens
         self.progress.update(len(done), tokens, outcome.stats)
         return Finished(done, outcome.stats, outcome.recovered)
 

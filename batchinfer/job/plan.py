@@ -13,7 +13,6 @@ are then scaled to the whole dataset, and ``sampled`` says of how much they are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +25,7 @@ from batchinfer.job.messages import did_you_mean
 from batchinfer.job.order import PromptRow, prompt_rows
 from batchinfer.job.output import OutputDir
 from batchinfer.job.pipeline import Job, load
-from batchinfer.job.plan_outcome import Outcome, plan_lines
+from batchinfer.job.plan_outcome import Outcome
 from batchinfer.job.plan_rows import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
 from batchinfer.job.plan_steps import Lengths, ScoreLengths, Simulation
 from batchinfer.job.prompt_columns import check_completions_column, check_prompt_columns
@@ -73,11 +72,6 @@ def plan_job(
     for _ in batches:  # what the simulation did not come to is counted all the same
         pass
     return Outcome(job, built, census, simulation, complete).data()
-
-
-def plan_text(plan: dict[str, Any], *, as_json: bool) -> str:
-    """A plan for the screen: JSON, or a few lines."""
-    return json.dumps(plan, indent=2) if as_json else "\n".join(plan_lines(plan))
 
 
 def _lengths(job: Job, built: DryBuilt, expected: int | None) -> Lengths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from batchinfer.job.pipeline import Job
 from batchinfer.job.plan_bytes import output_bytes
 from batchinfer.job.plan_rows import Census
 from batchinfer.job.plan_steps import Simulation
+from batchinfer.job.screen import Fact
 
 if TYPE_CHECKING:
     from batchinfer.build_dry import DryBuilt
@@ -99,49 +101,71 @@ class Outcome:
         }
 
 
-def plan_lines(plan: dict[str, Any]) -> list[str]:
+def plan_facts(plan: dict[str, Any]) -> Iterator[Fact]:
     """A plan in a few lines, in the manner of a job's last ones."""
     rows, errors = plan["rows"], plan["errors"]
+    failing = sum(errors.values())
+    yield Fact("rows", f"{rows:,}", f", of which {failing:,} would fail")
+    if errors:
+        counts = ", ".join(f"{code} {n:,}" for code, n in errors.items())
+        yield Fact("errors", counts, tone="bad")
     ends = plan["expect_output_tokens"]
     answers = "at most" if ends is None else f"if answers end at {ends:,},"
-    pool_gib = plan["num_blocks"] * plan["bytes_per_block"] / 2**30
-    swap_gib = plan["num_host_blocks"] * plan["bytes_per_block"] / 2**30
-    weights_gib = plan["model"]["weight_bytes"] / 2**30
-    lines = [
-        f"rows     {rows:,}, of which {sum(errors.values()):,} would fail",
-        f"tokens   {plan['prompt_tokens']:,} in prompts, {plan['prompt_computed']:,} of them to "
-        f"compute; {answers} {plan['output_tokens']:,} out",
-        f"device   {plan['device']}: weights {weights_gib:,.2f} GiB, pool {pool_gib:,.2f} GiB; "
-        f"on the host, swap space of at most {swap_gib:,.2f} GiB",
-        f"pool     {plan['num_blocks']:,} blocks of {plan['block_size']} tokens, "
-        f"{plan['peak_used_blocks']:,} used at most; "
+    yield Fact(
+        "tokens",
+        f"{plan['prompt_tokens']:,} in prompts",
+        f", {plan['prompt_computed']:,} of them to compute; "
+        f"{answers} {plan['output_tokens']:,} out",
+    )
+    pool, swap = (
+        plan[name] * plan["bytes_per_block"] / 2**30 for name in ("num_blocks", "num_host_blocks")
+    )
+    yield Fact(
+        "device",
+        f"{plan['device']}:",
+        f" weights {plan['model']['weight_bytes'] / 2**30:,.2f} GiB, pool {pool:,.2f} GiB; "
+        f"on the host, swap space of at most {swap:,.2f} GiB",
+    )
+    yield Fact(
+        "pool",
+        f"{plan['num_blocks']:,} blocks of {plan['block_size']} tokens",
+        f", {plan['peak_used_blocks']:,} used at most; "
         f"{plan['rows_in_flight']:,} rows in flight, {plan['preemptions']:,} preemptions, "
         f"{plan['swapped_blocks']:,} blocks back from the host",
-        f"waste    {plan['mean_waste']:.1%} of the used blocks "
-        f"(reserving the longest answers would waste {plan['contiguous_waste']:.1%})",
-        f"sharing  saves {plan['sharing_saving']:.1%} of the blocks; "
-        f"{plan['prefix_hit_rate']:.1%} of the prompt tokens are there already, "
-        f"of {plan['sharing']['planned_rate']:.1%} that rows have in common",
-        f"time     about {_duration(plan['time_s'])}, at the device's limits "
-        f"{_duration(plan['bound_s'])}; loading left out",
-        f"output   about {plan['output_bytes'] / 2**20:,.1f} MiB",
-    ]
-    if errors:
-        lines.insert(1, "errors   " + ", ".join(f"{code} {n:,}" for code, n in errors.items()))
-    if plan["control_text"]:
-        lines.append(f"note     control tokens as plain text, in {plan['control_text']:,} rows")
-    if plan["truncated"]:
-        lines.append(f"note     prompts cut to max_model_len, in {plan['truncated']:,} rows")
-    if plan["sampled"]:
-        lines.append(_sample_line(plan["sampled"]))
-    return lines
-
-
-def _sample_line(sampled: dict[str, float]) -> str:
-    return (
-        f"note     from a sample: {sampled['rows_read']:,} of {sampled['rows']:,} rows read, "
-        f"{sampled['simulated']:.0%} of their output simulated"
     )
+    yield Fact(
+        "waste",
+        f"{plan['mean_waste']:.1%} of the used blocks",
+        f" (reserving the longest answers would waste {plan['contiguous_waste']:.1%})",
+    )
+    yield Fact(
+        "sharing",
+        f"saves {plan['sharing_saving']:.1%} of the blocks",
+        f"; {plan['prefix_hit_rate']:.1%} of the prompt tokens are there already, "
+        f"of {plan['sharing']['planned_rate']:.1%} that rows have in common",
+    )
+    yield Fact(
+        "time",
+        f"about {_duration(plan['time_s'])}",
+        f", at the device's limits {_duration(plan['bound_s'])}; loading left out",
+    )
+    yield Fact("output", f"about {plan['output_bytes'] / 2**20:,.1f} MiB")
+    yield from _notes(plan)
+
+
+def _notes(plan: dict[str, Any]) -> Iterator[Fact]:
+    if plan["control_text"]:
+        where = f", in {plan['control_text']:,} rows"
+        yield Fact("note", "control tokens as plain text", where)
+    if plan["truncated"]:
+        yield Fact("note", "prompts cut to max_model_len", f", in {plan['truncated']:,} rows")
+    sampled = plan["sampled"]
+    if sampled:
+        yield Fact(
+            "note",
+            f"from a sample: {sampled['rows_read']:,} of {sampled['rows']:,} rows read",
+            f", {sampled['simulated']:.0%} of their output simulated",
+        )
 
 
 def _duration(seconds: float) -> str:

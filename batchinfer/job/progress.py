@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.messages import printable
+from batchinfer.job.screen import Fact
 
 LINE_EVERY_S = 30.0
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows [{elapsed}<{remaining}{postfix}]"
@@ -21,7 +22,7 @@ class Progress(Protocol):
     """Told what each step finished."""
 
     def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
-        """Take the rows and output tokens a step finished, and how it filled the pool."""
+        """Take the rows a step finished, the output tokens it made, and how it filled the pool."""
         ...
 
     def close(self) -> None:
@@ -68,6 +69,7 @@ class _Counter:
         self.rows = 0
         self.tokens = 0
         self.pool = 0.0
+        self.shared = 0.0
         self._clock = clock
         self._began = clock()
 
@@ -76,6 +78,7 @@ class _Counter:
         self.tokens += tokens
         if stats is not None:
             self.pool = stats.kv_blocks_used / stats.kv_blocks_total
+            self.shared = stats.kv_blocks_shared / max(stats.kv_blocks_used, 1)
 
     @property
     def elapsed_s(self) -> float:
@@ -83,7 +86,8 @@ class _Counter:
 
     @property
     def rates(self) -> str:
-        return f"{self.tokens / self.elapsed_s:,.0f} tokens/s, pool {self.pool:.0%}"
+        speed = f"{self.tokens / self.elapsed_s:,.0f} tokens/s"
+        return f"{speed}, pool {self.pool:.0%}, shared {self.shared:.0%}"
 
 
 class _Bar:
@@ -136,47 +140,55 @@ class Lines:
         """See ``Progress``."""
 
 
-def summary_lines(
+def summary_facts(
     summary: dict[str, Any], output: PurePath, *, reported: bool = False
-) -> list[str]:
-    """The end of a job in a few lines, from its ``summary.json``."""
+) -> Iterator[Fact]:
+    """The end of a job, from its ``summary.json``; ``reported``: whether it has a report."""
     rows, tokens, kv = (summary[key] for key in ("rows", "tokens", "kv"))
     time_s, rates = summary["time_s"], summary["throughput"]
-    lines = [
-        f"rows     {rows['ok']:,} ok, {rows['error']:,} failed, in {duration(time_s['total'])} "
-        f"({duration(time_s['load'])} to load)"
-    ]
+    yield Fact(
+        "rows",
+        f"{rows['ok']:,} ok",
+        f", {rows['error']:,} failed, in {duration(time_s['total'])} "
+        f"({duration(time_s['load'])} to load)",
+        tone="bad" if rows["error"] and not rows["ok"] else "good",
+    )
     if rows["error_codes"]:
-        lines.append(f"errors   {_counts(rows['error_codes'])}")
+        yield Fact("errors", _counts(rows["error_codes"]), tone="bad")
     if rows["control_text"]:
-        lines.append(f"note     control tokens as plain text, in {_rows(rows['control_text'])}")
+        yield Fact("note", "control tokens as plain text", f", in {_rows(rows['control_text'])}")
     memory = summary["out_of_memory"]
     if memory["count"]:
-        lines.append(
-            f"note     out of memory in {memory['count']:,} steps; max_num_batched_tokens came "
-            f"down to {memory['max_num_batched_tokens']:,}"
+        yield Fact(
+            "note",
+            f"out of memory in {memory['count']:,} steps",
+            f"; max_num_batched_tokens came down to {memory['max_num_batched_tokens']:,}",
         )
     if tokens["prompt"] and not tokens["output"]:
-        each = f"in prompts, {rates['total_tokens_per_s']:,.0f} per second"
-        lines.append(f"tokens   {tokens['prompt']:,} {each}")
+        each = f", {rates['total_tokens_per_s']:,.0f} per second"
+        yield Fact("tokens", f"{tokens['prompt']:,} in prompts", each)
     else:
-        each = f"{rates['output_tokens_per_s']:,.0f} per second"
-        lines.append(f"tokens   {tokens['output']:,} out, {each}")
+        each = f", {rates['output_tokens_per_s']:,.0f} per second"
+        yield Fact("tokens", f"{tokens['output']:,} out", each)
     if kv["num_blocks"]:
-        lines += [
-            f"pool     {kv['num_blocks']:,} blocks of {kv['block_size']} tokens, "
-            f"{kv['mean_utilization']:.1%} used on average, {kv['peak_utilization']:.1%} at most",
-            f"waste    {kv['mean_waste']:.1%} of the used blocks "
-            f"(reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
-            f"sharing  saved {kv['sharing_saving']:.1%} of the blocks; "
-            f"{kv['prefix_hit_rate']:.1%} of the prompt tokens were there already, "
+        yield Fact(
+            "pool",
+            f"{kv['num_blocks']:,} blocks of {kv['block_size']} tokens",
+            f", {kv['mean_utilization']:.1%} used on average, {kv['peak_utilization']:.1%} at most",
+        )
+        yield Fact(
+            "waste",
+            f"{kv['mean_waste']:.1%} of the used blocks",
+            f" (reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
+        )
+        yield Fact(
+            "sharing",
+            f"saved {kv['sharing_saving']:.1%} of the blocks",
+            f"; {kv['prefix_hit_rate']:.1%} of the prompt tokens were there already, "
             f"of {summary['sharing']['planned_rate']:.1%} that rows have in common",
-        ]
-    where = printable(str(output))
-    return [
-        *lines,
-        f"files    {where}: data/, stats/, summary.json{', report.html' if reported else ''}",
-    ]
+        )
+    made = f"data/, stats/, summary.json{', report.html' if reported else ''}"
+    yield Fact("files", f"{printable(str(output))}:", f" {made}")
 
 
 def _counts(codes: dict[str, int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
@@ -19,7 +18,7 @@ from batchinfer.job.model_facts import model_facts
 from batchinfer.job.output import OutputDir, output_at
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.pipeline import BuildEngine, Job, load
-from batchinfer.job.progress import make_progress, say, summary_lines, too_many_errors
+from batchinfer.job.progress import make_progress, say, too_many_errors
 from batchinfer.job.prompt_columns import check_completions_column, check_prompt_columns
 from batchinfer.job.recovery import from_scratch, recover
 from batchinfer.job.retry import has_errors, reopen
@@ -29,15 +28,13 @@ from batchinfer.job.spec import JobSpec
 from batchinfer.job.stored_manifest import is_stored_whole
 from batchinfer.job.summary import write_summary
 from batchinfer.job.table import output_table
+from batchinfer.job.telling import Report, Telling
 
-Report = Callable[[OutputDir, Callable[[str], None]], bool]
-"""Writes the report; told where to say why there is none. Whether there is one now."""
 _AGAIN = "run the same command again: the part is then made again"
 _STOPPED = {
     False: "stopped; run the same command again to go on",
     True: "stopped; run again without --overwrite, and with output.if_exists: resume, to go on",
 }
-_MAX_DAMAGE_LINES = 5
 
 
 def run_job(
@@ -46,6 +43,7 @@ def run_job(
     overwrite: bool = False,
     retry_errors: bool = False,
     quiet: bool = False,
+    as_json: bool = False,
     build: BuildEngine | None = None,
     report: Report | None = None,
 ) -> ExitCode:
@@ -59,6 +57,7 @@ def run_job(
         overwrite: start over, as with ``output.if_exists: overwrite``.
         retry_errors: run the rows again that ended in an error.
         quiet: print nothing but why the job did not succeed.
+        as_json: print the summary as JSON.
         build: makes the engine, in place of ``batchinfer.build.build_engine``.
         report: writes ``report.html`` of a job that has ended, if it can; None: there is none.
 
@@ -68,13 +67,12 @@ def run_job(
     Raises:
         JobError: the job cannot be run; finished rows stay.
     """
-    job = _look(spec)
+    job, telling = _look(spec), Telling(quiet, as_json, report)
     if_exists = "overwrite" if overwrite else spec.output.if_exists
     if retry_errors and if_exists == "overwrite":
         raise UsageError("--retry-errors keeps the good rows, --overwrite keeps none: choose one")
     if _is_finished(job, if_exists) and not (retry_errors and has_errors(job.out, job.manifest)):
-        if not quiet:
-            say(f"nothing to do: {printable(str(job.out.root))} is finished")
+        telling.nothing_to_do(job.out)
         return ExitCode.OK
     with job.out.locked():
         work = look(job.out, job.manifest, if_exists)
@@ -85,17 +83,12 @@ def run_job(
             work = look(job.out, job.manifest, if_exists)
         if not work.todo:
             with stop_signals():
-                return _finish(job, quiet, report)
-        return _run(job, work, if_exists, quiet, build, report)
+                return _finish(job, telling)
+        return _run(job, work, if_exists, telling, build)
 
 
 def _run(
-    job: Job,
-    work: Work,
-    if_exists: str,
-    quiet: bool,
-    build: BuildEngine | None,
-    report: Report | None,
+    job: Job, work: Work, if_exists: str, telling: Telling, build: BuildEngine | None
 ) -> ExitCode:
     """Make the parts that are not finished."""
     find = from_scratch if work.starts_over else recover
@@ -103,20 +96,19 @@ def _run(
     begins = not len(left.finished) and len(work.todo) == len(job.manifest.parts())
     if job.spec.input.id_column is not None and begins:
         check_unique_ids(job.source, job.spec.input.id_column)
-    if not quiet:
-        lost = {f"what was in {name}": problem for name, problem in left.damaged.items()}
-        _tell_damage({**work.damaged, **lost})
+    lost = {f"what was in {name}": problem for name, problem in left.damaged.items()}
+    telling.damage({**work.damaged, **lost})
     missing = sum(map(len, left.missing))
     with put_off():
         loaded = load(job, build or _default_builder()) if missing else None
     start_over(job.out, work)
     with stop_signals() as stop:
-        with closing(make_progress(missing, quiet=quiet)) as progress:
+        with closing(make_progress(missing, quiet=telling.quiet)) as progress:
             complete = make_parts(job, left, loaded, progress, stop)
         if not complete:
             say(_STOPPED[if_exists == "overwrite"], to_stderr=True)
             return ExitCode.INTERRUPTED
-        return _finish(job, quiet, report)
+        return _finish(job, telling)
 
 
 def _default_builder() -> BuildEngine:
@@ -171,25 +163,13 @@ def _claims_success(out: OutputDir) -> bool:
     return all(out.files.stat(path) is not None for path in (out.success, out.summary))
 
 
-def _tell_damage(damaged: Mapping[str, str]) -> None:
-    for name, problem in list(damaged.items())[:_MAX_DAMAGE_LINES]:
-        say(f"{name} is made again: {problem}", to_stderr=True)
-    if len(damaged) > _MAX_DAMAGE_LINES:
-        say(f"and {len(damaged) - _MAX_DAMAGE_LINES:,} more files", to_stderr=True)
-
-
-def _finish(job: Job, quiet: bool, report: Report | None) -> ExitCode:
+def _finish(job: Job, telling: Telling) -> ExitCode:
     """All parts are made: write the statistics, and _SUCCESS if few enough rows failed."""
     refuse_strays(job.out, job.manifest)
     records = [_record(job, part) for part in job.manifest.parts()]
     warnings: list[str] = []
     summary = write_summary(job.out, job.manifest, records, warnings.append)
-    reported = report is not None and report(job.out, warnings.append)
-    if not quiet:
-        for line in warnings:
-            say(line, to_stderr=True)
-        for line in summary_lines(summary, job.out.root, reported=reported):
-            say(line)
+    telling.end(job.out, summary, warnings)
     job.source.check_unchanged()
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
     if rows["error"] > limit * rows["total"]:

@@ -18,6 +18,7 @@ from batchinfer.job.output import OutputDir
 from batchinfer.job.progress import duration
 from batchinfer.job.recorder import Run, read_run
 from batchinfer.job.row_ids import NO_ROWS, of_part
+from batchinfer.job.screen import Fact, plain
 
 SILENT_S = 60.0
 """A run on another machine that has written nothing for so long, or for three times as long as its
@@ -51,21 +52,29 @@ class Status:
         """For ``--json``."""
         return asdict(self)
 
-    def lines(self) -> Iterator[str]:
+    def facts(self) -> Iterator[Fact]:
         """For people."""
         share = self.rows_done / self.rows_total if self.rows_total else 1.0
-        yield f"state    {self.state.replace('_', ' ')}"
-        yield (
-            f"rows     {self.rows_done:,} of {self.rows_total:,} ({share:.0%}), "
-            f"{self.rows_error:,} failed"
+        tones = {"finished": "good", "finished_with_errors": "bad", "stopped": "bad"}
+        yield Fact("state", self.state.replace("_", " "), tone=tones.get(self.state, ""))
+        yield Fact(
+            "rows",
+            f"{self.rows_done:,} of {self.rows_total:,} ({share:.0%})",
+            f", {self.rows_error:,} failed",
+            share=share,
         )
-        yield f"parts    {self.parts_done:,} of {self.parts_total:,}"
+        yield Fact("parts", f"{self.parts_done:,} of {self.parts_total:,}")
         if self.rows_per_s is not None:
-            yield f"speed    {self.rows_per_s:,.1f} rows/s in the latest of {self.runs:,} runs"
+            latest = f" in the latest of {self.runs:,} runs"
+            yield Fact("speed", f"{self.rows_per_s:,.1f} rows/s", latest)
         if self.eta_s is not None:
-            yield f"left     about {duration(self.eta_s)}"
+            yield Fact("left", f"about {duration(self.eta_s)}")
         if self.pool_use is not None:
-            yield f"pool     {self.pool_use:.0%} of the blocks used"
+            yield Fact("pool", f"{self.pool_use:.0%}", " of the blocks used", share=self.pool_use)
+
+    def lines(self) -> Iterator[str]:
+        """For people, without a terminal."""
+        return plain(self.facts())
 
 
 def read_status(out: OutputDir, now: float) -> Status:

@@ -20,6 +20,7 @@ from batchinfer.job.messages import printable
 from batchinfer.job.output import OutputDir
 from batchinfer.job.parquet_check import first_line, read_part
 from batchinfer.job.part_record import PartRecord
+from batchinfer.job.screen import Fact
 
 MOST_SHOWN = 10
 _FINGERPRINT = b"batchinfer.fingerprint"
@@ -42,16 +43,33 @@ class Verification:
         return {"ok": not self.problems, **asdict(self)}
 
     def lines(self) -> Iterator[str]:
+        """For people, without a terminal."""
+        yield from self._shown()
+        state = "finished" if self.complete else "not finished"
+        parts = f"{self.parts_done:,} of {self.parts_total:,} parts"
+        yield f"{state}: {parts}, {self.rows:,} rows; {self._outcome}"
+
+    def facts(self) -> Iterator[Fact]:
         """For people."""
+        tone = "bad" if self.problems else "good"
+        for problem in self._shown():
+            yield Fact("problem", problem, tone="bad")
+        yield Fact("checked", self._outcome, tone=tone)
+        share = self.parts_done / self.parts_total if self.parts_total else 1.0
+        yield Fact("parts", f"{self.parts_done:,} of {self.parts_total:,}", share=share)
+        yield Fact("rows", f"{self.rows:,}", " in finished parts")
+        yield Fact("state", "finished" if self.complete else "not finished")
+
+    def _shown(self) -> Iterator[str]:
         yield from (printable(problem) for problem in self.problems[:MOST_SHOWN])
         if len(self.problems) > MOST_SHOWN:
             yield f"and {len(self.problems) - MOST_SHOWN:,} more problems"
-        outcome = "all as recorded"
+
+    @property
+    def _outcome(self) -> str:
         if self.problems:  # away: a run takes finished parts of the right size and time for whole
-            outcome = "move the files named away and run the job again to mend it"
-        state = "finished" if self.complete else "not finished"
-        parts = f"{self.parts_done:,} of {self.parts_total:,} parts"
-        yield f"{state}: {parts}, {self.rows:,} rows; {outcome}"
+            return "move the files named away and run the job again to mend it"
+        return "all as recorded"
 
 
 def verify(out: OutputDir) -> Verification:

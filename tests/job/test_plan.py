@@ -17,9 +17,10 @@ from batchinfer.cli import main
 from batchinfer.errors import DeviceError, ExitCode, UsageError
 from batchinfer.job.manifest import Part
 from batchinfer.job.plan import plan_job
-from batchinfer.job.plan_outcome import plan_lines
+from batchinfer.job.plan_outcome import plan_facts
 from batchinfer.job.plan_rows import sampled_parts
 from batchinfer.job.run import run_job
+from batchinfer.job.screen import plain
 from batchinfer.job.spec import JobSpec
 from tests.job.datasets import strings, write_parquet
 from tests.job.job_files import MINIMAL, write_job
@@ -275,7 +276,7 @@ def test_a_dataset_without_rows(tmp_path: Path, model: Path) -> None:
     sums = ("rows", "prompt_tokens", "rows_in_flight", "peak_used_blocks", "time_s", "steps")
     assert {plan[name] for name in sums} == {0}
     assert plan["sampled"] is None
-    assert plan_lines(plan)
+    assert list(plan_facts(plan))
 
 
 def test_a_large_dataset_is_sampled_and_says_so(
@@ -302,7 +303,7 @@ def test_a_large_dataset_is_sampled_and_says_so(
         for name in ("prompt_tokens", "prompt_computed", "time_s", "steps", "output_bytes"):
             assert plan[name] == pytest.approx(whole[name], rel=0.1), name
         assert plan["output_tokens"] == whole["output_tokens"]
-    assert any("from a sample: 400 of 800 rows read" in line for line in plan_lines(less))
+    assert any("from a sample: 400 of 800 rows read" in line for line in plain(plan_facts(less)))
 
 
 def test_a_sample_is_made_of_whole_windows() -> None:

@@ -11,7 +11,9 @@ import pytest
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.progress import Lines, make_progress, say, too_many_errors
 
-HALF_FULL = cast(StepStats, SimpleNamespace(kv_blocks_used=50, kv_blocks_total=100))
+HALF_FULL = cast(
+    StepStats, SimpleNamespace(kv_blocks_used=50, kv_blocks_total=100, kv_blocks_shared=20)
+)
 
 
 def test_a_line_every_thirty_seconds() -> None:
@@ -21,9 +23,9 @@ def test_a_line_every_thirty_seconds() -> None:
         now[0] = float(second)
         progress.update(rows=5, tokens=50, stats=HALF_FULL)
     assert lines == [
-        "35 of 200 rows, 12 tokens/s, pool 50%, about 2 min 21 s left",
-        "65 of 200 rows, 11 tokens/s, pool 50%, about 2 min 05 s left",
-        "95 of 200 rows, 11 tokens/s, pool 50%, about 1 min 39 s left",
+        "35 of 200 rows, 12 tokens/s, pool 50%, shared 40%, about 2 min 21 s left",
+        "65 of 200 rows, 11 tokens/s, pool 50%, shared 40%, about 2 min 05 s left",
+        "95 of 200 rows, 11 tokens/s, pool 50%, shared 40%, about 1 min 39 s left",
     ]
 
 
@@ -32,7 +34,7 @@ def test_no_guess_before_a_row_is_finished() -> None:
     progress = Lines(200, clock=lambda: now[0], write=lines.append)
     now[0] = 31.0
     progress.update(rows=0, tokens=0, stats=HALF_FULL)
-    assert lines == ["0 of 200 rows, 0 tokens/s, pool 50%"]
+    assert lines == ["0 of 200 rows, 0 tokens/s, pool 50%, shared 40%"]
 
 
 class Terminal(io.StringIO):
@@ -51,7 +53,9 @@ def test_a_bar_on_a_terminal_only(
     progress = make_progress(10, quiet=quiet)
     progress.update(rows=10, tokens=30, stats=HALF_FULL)
     progress.close()
-    assert ("10/10 rows" in stream.getvalue() and "pool 50%" in stream.getvalue()) == shows
+    assert (
+        "10/10 rows" in stream.getvalue() and "pool 50%, shared 40%" in stream.getvalue()
+    ) == shows
 
 
 def test_no_stderr_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,103 @@
+"""What commands say about a job: a table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_MOST_COLUMNS = 110
+_BAR_CELLS = 16
+_STYLES = {"good": "green", "bad": "red", "": "bold"}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of what is said. Texts of unknown content are ``printable`` already."""
+
+    label: str
+    value: str
+    """What is to be seen first."""
+    note: str = ""
+    """How the line goes on, its comma or bracket included."""
+    share: float | None = None
+    """Drawn as a bar on a terminal; from 0 to 1."""
+    tone: str = ""
+    """``good``, ``bad`` or neither."""
+
+    @property
+    def line(self) -> str:
+        """The fact as a plain line."""
+        return f"{self.label:<9}{self.value}{self.note}"
+
+
+def plain(facts: Iterable[Fact]) -> Iterator[str]:
+    """The facts as plain lines."""
+    return (fact.line for fact in facts)
+
+
+def shown(title: str, facts: Iterable[Fact], lines: Iterable[str] | None = None) -> str:
+    """The facts as they are shown on stdout: a table if it is a terminal, else plain lines.
+
+    ``NO_COLOR`` is respected.
+
+    Args:
+        title: what they are about; ``printable`` already.
+        facts: what is said.
+        lines: the plain lines, where they say the same in another way.
+    """
+    if not _draws(sys.stdout):
+        return "\n".join(plain(facts) if lines is None else lines)
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(max_width=46)
+    table.add_column(style="dim")
+    for fact in facts:
+        table.add_row(Text(fact.label), _value(fact), Text(_beside(fact.note)))
+    panel = Panel(
+        table, title=Text(title, style="bold"), title_align="left", border_style="dim", expand=False
+    )
+    width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+    screen = Console(file=StringIO(), force_terminal=True, width=width, highlight=False)
+    with screen.capture() as captured:
+        screen.print(panel)
+    return captured.get().rstrip("\n")
+
+
+def _draws(stream: TextIO | None) -> bool:
+    """Whether ``stream`` is a terminal that moves its cursor and has more than ASCII."""
+    try:
+        is_terminal = stream is not None and stream.isatty()
+        encoding = getattr(stream, "encoding", None) or ""
+    except ValueError:  # it is closed
+        return False
+    return is_terminal and os.environ.get("TERM") != "dumb" and "utf" in encoding.lower()
+
+
+def _beside(note: str) -> str:
+    """A note in a column of its own: without what joined it to what it follows."""
+    text = note.strip(",; ")
+    return text[1:-1] if text.startswith("(") and text.endswith(")") else text
+
+
+def _value(fact: Fact) -> Text:
+    from rich.text import Text
+
+    value = (fact.value.removesuffix(":"), _STYLES[fact.tone])
+    if fact.share is None:
+        return Text.assemble(value)
+    full = round(_BAR_CELLS * min(max(fact.share, 0.0), 1.0))
+    empty = _BAR_CELLS - full
+    return Text.assemble(("━" * full, "blue"), ("━" * empty, "bright_black"), " ", value)
