@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "build": COMMON | {"engine", "text", "worker"},
     "build_dry": COMMON | {"engine", "text", "worker", "build"},
     "job": COMMON | {"engine", "text", "build", "build_dry"},
-    "report": COMMON | {"job"},
+    "report": COMMON | {"engine", "job"},
     "llm": COMMON | {"engine", "text", "build", "job", "report"},
     "bench_options": COMMON,
     "bench_dataset": COMMON,

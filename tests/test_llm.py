@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,6 +146,36 @@ def test_stats_are_those_of_the_summary(model: Path) -> None:
     assert tokens["output"] == 16
     assert tokens["prompt"] == tokens["prompt_computed"] + tokens["prompt_cached"]
     assert 0 < kv["peak_used_blocks"] <= 64
+
+
+def test_stats_show_themselves_as_a_table(model: Path) -> None:
+    llm = LLM(model, dtype="float32", num_kv_blocks=64)
+    llm.generate("Hello", GREEDY, use_tqdm=False)
+    stats = llm.stats()
+    assert isinstance(stats, dict)
+    assert json.loads(json.dumps(stats)) == dict(stats)
+    assert re.search(r"num_blocks +64\n", repr(stats))
+    assert "<td style='text-align:left'>num_blocks</td><td>64</td>" in stats._repr_html_()
+
+
+def test_calls_have_a_report(model: Path, tmp_path: Path) -> None:
+    llm = LLM(model, dtype="float32", num_kv_blocks=64)
+    for _ in range(2):
+        llm.generate(["Once upon a time"] * 3, GREEDY, use_tqdm=False)
+    found = llm._calls.findings("m", "d", llm._pool(), {})
+    tokens = llm.stats()["tokens"]
+    assert found.lengths.rows == 6
+    assert found.lengths.sums["output_tokens"] == tokens["output"]
+    assert found.timeline.totals.mean("mean_waste") == pytest.approx(
+        llm.stats()["kv"]["mean_waste"]
+    )
+    path = llm.report(tmp_path / "page.html", price_per_hour=2)
+    html = path.read_text()
+    assert "<svg" in html
+    assert "Calls from Python" in html
+    assert "<script" not in html
+    llm.reset_stats()
+    assert llm._calls.findings("m", "d", llm._pool(), {}).lengths.rows == 0
 
 
 def test_an_interrupted_call_leaves_nothing_behind(

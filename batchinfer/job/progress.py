@@ -61,10 +61,15 @@ class _Silence:
         pass
 
 
-class _Counter:
-    """Rows and tokens so far, and the pool as it is."""
+class Meter:
+    """Rows and tokens so far, and the pool as it is.
 
-    def __init__(self, total: int, clock: Callable[[], float]) -> None:
+    Args:
+        total: rows to run.
+        clock: seconds.
+    """
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total = total
         self.rows = 0
         self.tokens = 0
@@ -74,6 +79,7 @@ class _Counter:
         self._began = clock()
 
     def add(self, rows: int, tokens: int, stats: StepStats | None) -> None:
+        """Take a step, as ``Progress.update`` does."""
         self.rows += rows
         self.tokens += tokens
         if stats is not None:
@@ -82,17 +88,19 @@ class _Counter:
 
     @property
     def elapsed_s(self) -> float:
+        """Time since the beginning."""
         return max(self._clock() - self._began, 1e-9)
 
     @property
     def rates(self) -> str:
+        """Speed and pool, for the end of a progress bar or line."""
         speed = f"{self.tokens / self.elapsed_s:,.0f} tokens/s"
         return f"{speed}, pool {self.pool:.0%}, shared {self.shared:.0%}"
 
 
 class _Bar:
     def __init__(self, total: int) -> None:
-        self._counter = _Counter(total, time.monotonic)
+        self._counter = Meter(total, time.monotonic)
         self._bar = tqdm(total=total, desc="batchinfer", bar_format=_BAR, dynamic_ncols=True)
 
     def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
@@ -119,7 +127,7 @@ class Lines:
         clock: Callable[[], float] = time.monotonic,
         write: Callable[[str], None] = lambda line: say(line, to_stderr=True),
     ) -> None:
-        self._counter = _Counter(total, clock)
+        self._counter = Meter(total, clock)
         self._write = write
         self._next_s = LINE_EVERY_S
 

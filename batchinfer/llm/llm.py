@@ -8,10 +8,11 @@ import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from batchinfer.build import Built, build_engine
 from batchinfer.config import PromptConfig, SamplingParams
@@ -19,6 +20,8 @@ from batchinfer.engine.request import Completion, Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.garbage import long_lived_left_alone
 from batchinfer.job.measures import Measured
+from batchinfer.job.progress import Meter
+from batchinfer.job.recorder import KV_FACTS
 from batchinfer.job.row_params import RowSampling
 from batchinfer.job.rows import RequestMaker
 from batchinfer.llm.arguments import ModelArguments, engine_config, refuse_others
@@ -32,6 +35,10 @@ from batchinfer.llm.prompts import (
     read_conversations,
     read_prompts,
 )
+from batchinfer.llm.stats_table import Stats
+from batchinfer.report.clean import without_secrets
+from batchinfer.report.from_calls import CallLog
+from batchinfer.report.write import check_installed
 from batchinfer.text.grammar import GrammarCompiler, GrammarError
 from batchinfer.text.prompts import Prompt, PromptBuilder
 
@@ -92,7 +99,9 @@ class LLM:
         self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
         self._built = build_engine(choice, engine, log=lambda line: None)
         self._requests = _request_maker(self._built)
+        self._settings = without_secrets({"model": asdict(choice), "engine": asdict(engine)})
         self._measured = Measured(self._built.block_size)
+        self._calls = CallLog()
         self._num_requests = 0
         self._one_call = OneCall()
 
@@ -199,22 +208,41 @@ class LLM:
         """Token ids are below it."""
         return self._built.vocab_size
 
-    def stats(self) -> dict[str, dict[str, float]]:
+    def stats(self) -> Stats:
         """``tokens``, ``throughput`` and ``kv`` of all calls so far, as in ``summary.json``.
 
-        Never waits: of a call that runs, the steps that it is done with count.
+        A dict, which a notebook shows as a table. Never waits: of a call that runs, the steps that
+        it is done with count.
         """
-        measures, built = self._measured.measures(), self._built
-        pool = {
-            "block_size": built.block_size,
-            "num_blocks": built.num_blocks,
-            "bytes_per_block": built.bytes_per_block,
-        }
-        return {**measures, "kv": {**pool, **measures["kv"]}}
+        measures = self._measured.measures()
+        return Stats({**measures, "kv": {**self._pool(), **measures["kv"]}})
+
+    def report(self, path: str | os.PathLike[str], *, price_per_hour: float | None = None) -> Path:
+        """Write an HTML page about all calls so far: memory, speed, lengths. Never waits.
+
+        Args:
+            path: where to write it.
+            price_per_hour: of the machine, to say what the calls cost.
+
+        Raises:
+            UsageError: the packages that draw are not installed.
+            OSError: it cannot be written.
+        """
+        check_installed()
+        from batchinfer.report.page import page
+
+        model, device = str(self._settings["model"]["model"]), self._built.device
+        found = self._calls.findings(model, device, self._pool(), self._settings)
+        Path(path).write_bytes(page(found, price_per_hour).encode())
+        return Path(path)
+
+    def _pool(self) -> dict[str, int]:
+        return {name: getattr(self._built, name) for name in KV_FACTS}
 
     def reset_stats(self) -> None:
         """Begin ``stats`` anew. Never waits: of a call that runs, the steps to come count."""
         self._measured = Measured(self._built.block_size)
+        self._calls = CallLog()
 
     def _prompt(self, item: str | TokenIds) -> Prompt:
         if not isinstance(item, str):
@@ -243,9 +271,10 @@ class LLM:
                 own_seed = one.seed is not None
                 sampling = RowSampling(one if own_seed else replace(one, seed=fresh_seed), own_seed)
                 requests.append(self._request(at, prompt, sampling, numbers[at]))
+        meter = Meter(len(prompts))
         with (
             tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar,
-            closing(self._completions(requests)) as completions,
+            closing(self._completions(requests, meter)) as completions,
             long_lived_left_alone(),
         ):
             bar.update(len(outputs))
@@ -255,11 +284,14 @@ class LLM:
                 assert isinstance(prompt, Prompt)
                 name = self._request_id(at)
                 outputs[at] = finished(name, completion, prompt, self._built.tokenizer)
+                bar.set_postfix_str(meter.rates, refresh=False)
                 bar.update()
         self._num_requests += len(prompts)
         return [outputs[at] for at in range(len(prompts))]
 
-    def _completions(self, requests: list[Request]) -> Generator[Completion, None, None]:
+    def _completions(
+        self, requests: list[Request], meter: Meter
+    ) -> Generator[Completion, None, None]:
         """Run requests to their ends; interrupted, the engine forgets the rest."""
         engine, began = self._built.engine, time.perf_counter()
         try:
@@ -270,7 +302,13 @@ class LLM:
                 now = time.perf_counter()
                 self._measured.seconds += now - began
                 began = now
-                self._measured.add(outcome.stats, [c.stats for c in outcome.completions])
+                rows = [completion.stats for completion in outcome.completions]
+                self._measured.add(outcome.stats, rows)
+                self._calls.add(outcome.stats, rows, self._measured.seconds)
+                made = sum(len(completion.outputs) for completion in outcome.completions)
+                if outcome.stats is not None:
+                    made += outcome.stats.decode_tokens
+                meter.add(len(rows), made, outcome.stats)
                 if outcome.recovered is not None:
                     _LOG.warning("%s", outcome.recovered)
                 yield from outcome.completions
