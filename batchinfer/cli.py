@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from batchinfer.errors import ExitCode, JobError, NotYetError
-from batchinfer.garbage import leave_to_the_system
 from batchinfer.job.signals import ignore_signals, leave_on_signals
 
 if TYPE_CHECKING:
@@ -313,7 +312,6 @@ def main() -> None:
     leave_on_signals()
     code = _exit_code()
     ignore_signals()  # the exit code is settled
-    leave_to_the_system()
     sys.exit(code)
 
 

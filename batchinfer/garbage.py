@@ -39,12 +39,3 @@ def put_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def leave_to_the_system() -> None:
-    """For a process that ends: its collections on the way out look at nothing.
-
-    With torch and transformers loaded they take more than a second, and give back what the system
-    takes anyway.
-    """
-    gc.freeze()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -38,4 +37,3 @@ def process_as_before() -> Iterator[None]:
     for number, handler in before.items():
         signal.signal(number, handler)
     logging.getLogger("batchinfer").setLevel(logging.NOTSET)
-    gc.unfreeze()

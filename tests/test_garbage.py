@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from batchinfer.garbage import leave_to_the_system, long_lived_left_alone, put_off
+from batchinfer.garbage import long_lived_left_alone, put_off
 
 
 def fails_inside() -> None:
@@ -54,11 +54,3 @@ def test_who_has_switched_collections_off_keeps_them_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-def test_a_process_that_ends_collects_nothing_more() -> None:
-    leave_to_the_system()
-    try:
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()

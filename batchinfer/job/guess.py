@@ -17,13 +17,16 @@ from batchinfer.job.source import Source
 
 _LOOKED_AT = 1_000
 """Rows whose values are looked at."""
+_LABEL_BYTES = 40
+"""Longest text of a label."""
 _MOST_IDS = 1 << 24
 """Longest dataset of which an id column is read whole, to see that no value comes twice."""
 
 _CONVERSATIONS = ("messages", "prompt", "conversation", "conversations", "chat", "dialog")
 _TEXTS = (
     *("prompt", "question", "instruction", "query", "input", "text", "problem", "request"),
-    *("message", "document", "content", "article", "passage", "body", "goal"),
+    *("message", "document", "content", "article", "passage", "body", "review", "comment"),
+    *("sentence", "abstract", "goal"),
 )
 _BESIDE_INSTRUCTION = ("input", "document", "context", "text", "passage", "article", "content")
 _TOKEN_IDS = ("prompt_token_ids", "token_ids", "input_ids")
@@ -100,6 +103,16 @@ class _Data:
     def repeats(self, name: str) -> bool:
         """Whether a text mostly comes more than once."""
         return len({row[name] for row in self.rows}) * 2 < len(self.rows)
+
+    def prose(self) -> list[str]:
+        """Columns of text that are neither ids nor labels, which are short and come again."""
+        texts = [name for name in self.texts if not _is_id(name)]
+        return [
+            name for name in texts if not (self.repeats(name) and self._is_short(name))
+        ] or texts
+
+    def _is_short(self, name: str) -> bool:
+        return all(len(row[name] or b"") <= _LABEL_BYTES for row in self.rows)
 
     @property
     def where(self) -> str:
@@ -183,8 +196,8 @@ def _text(data: _Data) -> _Found | None:
     name = data.first(_TEXTS, data.texts)
     if name is not None:
         reason = f"{printable(name)}: the column of text with the most telling name"
-    elif len(others := [text for text in data.texts if text.lower() not in _IDS]) == 1:
-        name, reason = others[0], f"{printable(others[0])}: the only column of text"
+    elif len(others := data.prose()) == 1:
+        name, reason = others[0], f"{printable(others[0])}: the only column of text, but for labels"
     else:
         return None
     system = data.first(_SYSTEM, data.texts)
@@ -202,7 +215,7 @@ def _token_ids(data: _Data) -> _Found | None:
 
 
 def _no_prompt(data: _Data) -> UsageError:
-    choices = [name for name in data.texts if name.lower() not in _IDS] + data.conversations
+    choices = data.prose() + data.conversations
     what = (
         "holds several columns that could be the prompt, and none with a usual name"
         if len(choices) > 1
@@ -239,7 +252,7 @@ def _answered(data: _Data, name: str | None) -> list[str]:
 def _id(data: _Data) -> tuple[str | None, str]:
     named = [name for name, kind in data.types.items() if _may_be_id(kind)]
     exact = [name for name in _IDS if name in (n.lower() for n in named)]
-    ends = [name for name in named if name.lower().endswith(("_id", "_uuid"))]
+    ends = [name for name in named if _is_id(name)]
     candidates = [data.first((name,), named) for name in exact] + ends
     if candidates and data.source.num_rows > _MOST_IDS:
         return None, f"more than {_MOST_IDS:,} rows were not read to see whether ids differ"
@@ -271,6 +284,10 @@ def _is_token_ids(kind: pa.DataType) -> bool:
 
 def _may_be_id(kind: pa.DataType) -> bool:
     return bool(is_text(kind) or pa.types.is_integer(kind))
+
+
+def _is_id(name: str) -> bool:
+    return name.lower() in _IDS or name.lower().endswith(("_id", "_uuid"))
 
 
 def _field_names(kind: pa.DataType) -> set[str]:

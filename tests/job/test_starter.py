@@ -52,6 +52,7 @@ def starter(folder: Path, rows: dict[str, list[Any]] | pa.Table, **asked: Any) -
         ({"Question": ["a"], "answer": ["b"]}, "column", "Question"),
         ({"text": ["a"], "label": [1]}, "column", "text"),
         ({"id": ["x"], "verse": ["a"]}, "column", "verse"),
+        ({"verse": ["a", "b", "c"], "kind": ["x"] * 3, "poem_id": ["p"] * 3}, "column", "verse"),
         ({"context": ["a"], "question": ["b"]}, "template", "{{ context }}\n\n{{ question }}"),
         ({"input_ids": [[1, 2]], "n": [3]}, "token_ids_column", "input_ids"),
         ({"prompt": pa.array(["a"]).dictionary_encode()}, "column", "prompt"),
