@@ -108,7 +108,7 @@ def _lines(asked: Starter, source: Source, guess: Guess) -> Iterator[str]:
     yield "sampling:"
     yield _key("max_tokens", 256, "the most tokens an answer may have")
     yield _key("temperature", 0.0, "0: always the most likely token; 0.7 to 1 for variety")
-    yield "  # n: 8                          # samples for each row"
+    yield "  # n: 8                          # samples for each row; with a temperature above 0"
     yield "output:"
     yield _key("path", _output(asked), "data/, stats/ and summary.json go there")
     renamed = _renamed(source)
