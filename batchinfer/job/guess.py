@@ -125,7 +125,7 @@ class _Data:
             for name, kind in list(self.types.items())[:16]
         ]
         more = len(self.types) - len(shown)
-        return ", ".join(shown) + (f" and {more} more" if more else "")
+        return (", ".join(shown) or "(none)") + (f" and {more} more" if more else "")
 
 
 _Found = tuple[dict[str, Any], list[str]]

@@ -153,9 +153,12 @@ def _model(asked: Starter) -> str:
 
 
 def _output(asked: Starter) -> str:
-    if asked.output is None:
-        return f"out/{asked.job.stem}"
-    return _from_job(asked, asked.output)
+    if asked.output is not None:
+        return _from_job(asked, asked.output)
+    beside, data = asked.job.parent, Path(os.path.abspath(asked.data))
+    if Path(os.path.abspath(beside)).is_relative_to(data):
+        beside = data.parent  # what is written into a folder of data would be read as data
+    return os.path.relpath(beside / "out" / asked.job.stem, asked.job.parent)
 
 
 def _from_job(asked: Starter, path: str) -> str:

@@ -173,6 +173,14 @@ def test_paths_are_seen_from_the_job_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert told[-1] == "run it   batchinfer run jobs/a.yaml"
 
 
+def test_output_is_not_put_among_the_data(tmp_path: Path) -> None:
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    pq.write_table(pa.table({"prompt": ["a"]}), folder / "a.parquet")
+    write_starter(Starter(str(folder), job=folder / "job.yaml"))
+    assert load_job(folder / "job.yaml").output.path == str(tmp_path / "out" / "job")
+
+
 def test_a_file_that_is_there_stays_unless_forced(tmp_path: Path) -> None:
     starter(tmp_path, {"prompt": ["a"]})
     job = tmp_path / "job.yaml"
