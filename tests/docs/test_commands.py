@@ -142,6 +142,8 @@ def _check_yaml(block: Block) -> None:
         load_job(path, variables=variables)
         return
     merged = {**BASE, **data}
+    if data.get("task") == "score":
+        del merged["sampling"]
     if "sampling" in data:
         merged["sampling"] = {**BASE["sampling"], **data["sampling"]}
     Path("part.yaml").write_text(json.dumps(merged))
