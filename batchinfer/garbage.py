@@ -38,4 +38,12 @@ def put_off() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            _make_old()
             gc.enable()
+
+
+def _make_old() -> None:
+    """Let what exists pass for what has survived collections: else the next one walks it all."""
+    if not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()

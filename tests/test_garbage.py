@@ -54,3 +54,11 @@ def test_who_has_switched_collections_off_keeps_them_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_was_made_meanwhile_is_not_walked_by_the_next_collection() -> None:
+    with put_off():
+        made = [[i] for i in range(10_000)]
+    young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
+    assert not young & {id(thing) for thing in made}
+    assert gc.get_freeze_count() == 0
