@@ -46,6 +46,12 @@ class _Content:
     holder: dict[str, Any] | None = None
 
 
+def _awake_or_not() -> float:
+    """Seconds since this machine began, those included in which it slept."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
+
+
 class StoreLock:
     """See ``batchinfer.job.lock.Lock``; in the folder ``state`` of a store.
 
@@ -60,7 +66,7 @@ class StoreLock:
         self,
         objects: Objects,
         state: StorePath,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = _awake_or_not,
         store_time: Callable[[], float] | None = None,
     ) -> None:
         self._objects = objects
