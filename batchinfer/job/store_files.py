@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import PurePath
 from typing import BinaryIO, cast
@@ -35,6 +37,7 @@ class StoreFiles:
     """
 
     flush_every_s = 60.0
+    at_once = 16
 
     def __init__(
         self, objects: Objects, check: Callable[[], None], confirm: Callable[[], None]
@@ -45,6 +48,9 @@ class StoreFiles:
         self._staged: dict[PurePath, bytes] = {}
         self._written: dict[PurePath, Version] = {}
         """Objects as this run has written them."""
+        self._failure: StorageError | None = None
+        """Of a write, after the store was asked for minutes: it ends the run, and is not asked for
+        each of the things again that a run would still like to write at its end."""
 
     def write(self, path: PurePath, data: bytes) -> None:
         """See ``Files``."""
@@ -56,7 +62,7 @@ class StoreFiles:
 
     def append_to(self, path: PurePath) -> BinaryIO:
         """See ``Files``; only the end is kept, and in the store some seconds later."""
-        return cast(BinaryIO, StoreLog(lambda data: self._put(_url(path), data)))
+        return cast(BinaryIO, StoreLog(partial(self._put_unless_failed, _url(path))))
 
     def open(self, path: PurePath) -> BinaryIO:
         """See ``Files``."""
@@ -72,15 +78,17 @@ class StoreFiles:
 
     def rename(self, source: PurePath, target: PurePath) -> None:
         """See ``Files``."""
-        self._put(_url(target), self._staged[source])
+        with self._once_only():
+            self._put(_url(target), self._staged[source])
         del self._staged[source]
 
     def delete(self, path: PurePath) -> None:
         """See ``Files``."""
         for staged in [staged for staged in list(self._staged) if staged.is_relative_to(path)]:
             del self._staged[staged]
-        self._check()
-        self._objects.delete(_url(path))
+        with self._once_only():
+            self._check()
+            self._objects.delete(_url(path))
         for written in [written for written in list(self._written) if written.is_relative_to(path)]:
             del self._written[written]
 
@@ -103,6 +111,20 @@ class StoreFiles:
     def holds(self, directory: PurePath, path: str) -> bool:
         """See ``Files``."""
         return is_url(path) and StorePath(path).is_relative_to(directory)
+
+    @contextmanager
+    def _once_only(self) -> Iterator[None]:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except StorageError as error:
+            self._failure = error
+            raise
+
+    def _put_unless_failed(self, path: StorePath, data: bytes) -> None:
+        if self._failure is None:
+            self._put(path, data)
 
     def _put(self, path: StorePath, data: bytes) -> None:
         self._check()

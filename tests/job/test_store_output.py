@@ -342,11 +342,19 @@ def test_a_store_that_stops_answering_ends_the_run_and_keeps_its_rows(
     monkeypatch.setattr(making, "Behind", AtOnce)
     build, is_down = FakeBuild(max_num_seqs=4), [False]
     build.before_step = lambda step: is_down.__setitem__(0, step > 30)
-    with between(address, lambda _: status if is_down[0] else None) as server:
+    asked: list[str] = []
+
+    def be_down(request: Request) -> int | None:
+        if is_down[0]:
+            asked.append(request.path)
+        return status if is_down[0] else None
+
+    with between(address, be_down) as server:
         point_to(server, monkeypatch)
         with pytest.raises(StorageError, match=rf"cannot write {OUT}/.*{status}") as caught:
             run(spec, build)
     assert len(str(caught.value).splitlines()) <= 2
+    assert len(set(asked)) <= 3, "what cannot be written, and at the end the lock and a log"
     point_to(address, monkeypatch)
     monkeypatch.setattr(store_lock, "LAPSE_S", -1.0)  # nobody could be told that it was let go
     again = Telling()
