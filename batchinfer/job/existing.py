@@ -147,16 +147,21 @@ def _unfinished(
     out: OutputDir, manifest: Manifest, finished: Finished
 ) -> Iterator[tuple[Part, str | None]]:
     """Parts without a record; parts that are not as their record says, with what is wrong."""
-    for part in manifest.parts():
+    claims_success = _is_there(out, out.success)
+
+    def look(part: Part) -> tuple[bool, str | None]:
+        """Whether a part is finished, and what is wrong with it."""
         try:
             if finished(out, part) is not None:
-                continue
-            problem = (
-                f"{out.part_file(part)} has no record" if _is_there(out, out.success) else None
-            )
+                return True, None
         except DataError as error:
-            problem = str(error)
-        yield part, problem
+            return False, str(error)
+        return False, f"{out.part_file(part)} has no record" if claims_success else None
+
+    parts = manifest.parts()
+    for part, (is_finished, problem) in zip(parts, out.of_each(look, parts), strict=True):
+        if not is_finished:
+            yield part, problem
 
 
 def _settle(out: OutputDir, work: Work) -> None:

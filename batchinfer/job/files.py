@@ -55,6 +55,11 @@ class Files(Protocol):
         """How often finished rows are worth a file."""
         ...
 
+    @property
+    def at_once(self) -> int:
+        """How many things it can be asked for at a time, to gain by it."""
+        ...
+
     def write(self, path: PurePath, data: bytes) -> None:
         """Make a file, or replace its content; on disk only after ``sync``."""
         ...
@@ -108,6 +113,7 @@ class LocalFiles:
     """The operating system's files; see ``Files``."""
 
     flush_every_s = 5.0
+    at_once = 1
 
     def write(self, path: PurePath, data: bytes) -> None:
         """See ``Files``."""

@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,6 +33,8 @@ from batchinfer.job.lock import LocalLock, Lock
 from batchinfer.job.manifest import Part
 from batchinfer.job.part_record import PartRecord, parse_record
 from batchinfer.job.place import is_url
+
+T = TypeVar("T")
 
 
 class OutputDir:
@@ -81,6 +84,13 @@ class OutputDir:
             self.files.make_directory(self.state)
         with self.lock.held():
             yield
+
+    def of_each(self, look: Callable[[Part], T], parts: Iterable[Part]) -> list[T]:
+        """What ``look`` finds of each part, in order."""
+        if self.files.at_once == 1:
+            return [look(part) for part in parts]
+        with ThreadPoolExecutor(self.files.at_once) as pool:
+            return list(pool.map(look, parts))
 
     def finished(self, part: Part) -> PartRecord | None:
         """The record of ``part``, all of whose bytes are as it says; None if it has none.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.garbage import put_off
@@ -166,7 +167,7 @@ def _claims_success(out: OutputDir) -> bool:
 def _finish(job: Job, telling: Telling) -> ExitCode:
     """All parts are made: write the statistics, and _SUCCESS if few enough rows failed."""
     refuse_strays(job.out, job.manifest)
-    records = [_record(job, part) for part in job.manifest.parts()]
+    records = job.out.of_each(partial(_record, job), job.manifest.parts())
     warnings: list[str] = []
     summary = write_summary(job.out, job.manifest, records, warnings.append)
     telling.end(job.out, summary, warnings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
 from batchinfer.job.existing import plan_of
-from batchinfer.job.manifest import Manifest
+from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.output import OutputDir
+from batchinfer.job.part_record import PartRecord
 from batchinfer.job.progress import duration
 from batchinfer.job.recorder import Run, read_run
 from batchinfer.job.row_ids import NO_ROWS, of_part
@@ -137,11 +139,8 @@ def _count(out: OutputDir, plan: Manifest, segments: list[pa.Table]) -> tuple[in
     waiting, waiting_failed = (
         np.unique(np.concatenate([NO_ROWS, *some])) for some in (ids, failed)
     )
-    for part in plan.parts():
-        try:
-            record = out.read_record(part)
-        except DataError:
-            record = None
+    parts = plan.parts()
+    for part, record in zip(parts, out.of_each(partial(_record, out), parts), strict=True):
         if record is None:
             done += len(of_part(waiting, part))
             errors += len(of_part(waiting_failed, part))
@@ -150,6 +149,13 @@ def _count(out: OutputDir, plan: Manifest, segments: list[pa.Table]) -> tuple[in
             errors += sum(record.error_codes.values())
             parts_done += 1
     return done, errors, parts_done
+
+
+def _record(out: OutputDir, part: Part) -> PartRecord | None:
+    try:
+        return out.read_record(part)
+    except DataError:
+        return None
 
 
 def _runs(out: OutputDir) -> Iterator[Run]:

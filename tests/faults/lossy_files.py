@@ -39,6 +39,7 @@ class LossyFiles:
     """See ``batchinfer.job.files.Files``; files and folders by absolute path."""
 
     flush_every_s = 0.0
+    at_once = 1
 
     def __init__(self, root: Folder | None = None) -> None:
         self.root = root or Folder()
