@@ -23,7 +23,10 @@ MOST_ROWS, MOST_COLUMNS = 4, 4
 MOST_CODES, OF_EACH_CODE = 12, 3
 MOST_CHARACTERS = 2000
 """Of a value that is handed on; a page shows less."""
-_GENERATED = {task: frozenset(output_columns(("prompt",), task)) for task in ("generate", "score")}
+_GENERATED = {
+    task: frozenset(output_columns(("prompt_logprobs",), task)) for task in ("generate", "score")
+}
+"""Columns that are not shown as what a row is about; a prompt is, kept or generated."""
 
 _READ = {
     "generate": ["generated_text", "outputs.list.element.finish_reason", "num_output_tokens"],

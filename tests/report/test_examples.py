@@ -1,0 +1,48 @@
+"""Rows to look at, of jobs of any kind; and the charts alone, as pictures."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from batchinfer.job.output import OutputDir
+from batchinfer.job.run import run_job
+from batchinfer.report.examples import MOST_CHARACTERS
+from batchinfer.report.from_output import from_output
+from docs.make_pictures import main as make_pictures
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """The output of a job of five parts, with long prompts and other columns."""
+    prompts = [f"{row} " + "x" * 100 for row in range(50)]
+    talks = [[{"role": "user", "content": "hello"}]] * 50
+    columns = {"prompt": prompts, "long": ["y" * 9999] * 50, "talk": talks, "n": range(50)}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    spec = job(tmp_path, sampling={"n": 2})
+    run_job(spec, build=FakeBuild(), quiet=True)
+    return tmp_path / "out"
+
+
+def test_rows_come_from_several_parts(out: Path) -> None:
+    examples = from_output(OutputDir(out), time.time()).examples
+    assert [example.row_id for example in examples] == [0, 10, 20, 30]
+    first = examples[0]
+    assert [name for name, _ in first.inputs] == ["prompt", "long", "talk", "n"]
+    assert len(dict(first.inputs)["long"]) == MOST_CHARACTERS
+    assert "'content': 'hello'" in dict(first.inputs)["talk"]
+    assert first.answer == "0 xxxxxx"
+    assert first.facts == "102 tokens in, 16 out; length x2"
+    assert first.error is None
+
+
+def test_the_charts_alone(out: Path, tmp_path: Path) -> None:
+    make_pictures(str(out), str(tmp_path))
+    for name in ("memory.svg", "pool.svg"):
+        svg = (tmp_path / name).read_text()
+        assert svg.startswith("<svg xmlns=")
+        assert "<path" in svg
