@@ -22,10 +22,6 @@ MAX_MESSAGE_LINES = 12
 _CLICK_INTERRUPTED = 130
 """What click makes of Ctrl-C."""
 
-_NOT_YET_COMMANDS = {
-    "run-batch": "Not yet: run an OpenAI batch file.",
-}
-
 app = typer.Typer(
     help="Run a language model over a whole Parquet dataset.",
     add_completion=False,
@@ -128,6 +124,79 @@ def run(
             as_json=as_json,
             report=None if no_report else report_at_end,
         )
+    raise typer.Exit(int(code))
+
+
+@app.command("run-batch")
+def run_batch(
+    input_file: Annotated[str, typer.Option("-i", "--input-file", help="Requests, one a line.")],
+    output_file: Annotated[str, typer.Option("-o", "--output-file", help="Answers and errors.")],
+    model: Annotated[str, typer.Option("--model", help="Hub id or local directory.")],
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What requests call the model; default: --model.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Of requests that set none; default: to the end."),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Hub id or local directory.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(min=1)] = None,
+    chat_template: Annotated[str | None, typer.Option(help="A file, or none.")] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", help="E.g. '{\"enable_thinking\": false}'.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of requests that bring none.")] = 0,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    block_size: Annotated[int | None, typer.Option(min=1)] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option()] = None,
+    num_kv_blocks: Annotated[int | None, typer.Option(min=1)] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="auto or fp8.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start afresh, whatever was answered before.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Answer an OpenAI batch file; run it again to go on where it stopped."""
+    from batchinfer.crash_log import crash_directory
+    from batchinfer.job.openai.batch_options import BatchOptions, json_object, state_directory
+
+    options = BatchOptions(
+        input_file,
+        output_file,
+        model,
+        tuple(served_model_name or ()),
+        max_tokens,
+        {
+            "revision": revision,
+            "tokenizer": tokenizer,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+        },
+        {
+            "chat_template": chat_template,
+            "chat_template_kwargs": json_object(
+                default_chat_template_kwargs, "--default-chat-template-kwargs"
+            ),
+        },
+        {"seed": seed},
+        {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "block_size": block_size,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "num_kv_blocks": num_kv_blocks,
+            "kv_cache_dtype": kv_cache_dtype,
+        },
+    )
+    if quiet:
+        logging.getLogger("batchinfer").setLevel(logging.ERROR)
+    with crash_directory(state_directory(output_file) / "_batchinfer"):
+        from batchinfer.job.openai.run_batch import run_batch
+
+        code = run_batch(options, overwrite=overwrite, quiet=quiet)
     raise typer.Exit(int(code))
 
 
@@ -293,18 +362,6 @@ def bench(
     from batchinfer.bench import run_bench
 
     run_bench(options, show=_say)
-
-
-def _refuse(context: typer.Context) -> None:
-    raise NotYetError(f"batchinfer {context.info_name}")
-
-
-for _name, _help in _NOT_YET_COMMANDS.items():
-    app.command(
-        _name,
-        help=_help,
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    )(_refuse)
 
 
 def main() -> None:

@@ -266,7 +266,16 @@ def test_a_bug_is_one_line_and_a_log_in_the_output(
         (["run", "x.yaml", "--var", "zork"], "write --var name=text"),
         (["plan", "x.yaml", "--device", "zork"], "no such device; known: h200, h100, a100-80g"),
         (["plan", "x.yaml", "--expect-output-tokens", "0"], "--expect-output-tokens"),
-        (["run-batch", "-i", "a", "-o", "b", "--model", "m"], "not yet: batchinfer run-batch"),
+        (["run-batch", "-i", "a", "-o", "a", "--model", "m"], "the output file is the input"),
+        (["run-batch", "-i", "a", "-o", "s3://a/b", "--model", "m"], "not yet: an output file"),
+        (
+            [
+                *["run-batch", "-i", "a", "-o", "b", "--model", "m"],
+                "--default-chat-template-kwargs",
+                "[1]",
+            ],
+            "must be an object",
+        ),
         (["bench", "--model", "m", "--dtype", "int3"], "--dtype int3: must be one of auto"),
         (["bench", "--model", "m", "--n", "0"], "--n"),
     ],

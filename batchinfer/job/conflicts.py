@@ -55,7 +55,7 @@ def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
     if column is not None and not adapters:
         problem = " is set, but model.adapters names none: give name: folder there"
         raise document.error(("prompt", "adapter_column"), problem)
-    if adapters and column is None:
+    if adapters and column is None and spec.input.format != "openai-batch":
         problem = " are given, but no row runs through them: set prompt.adapter_column"
         raise document.error(("model", "adapters"), problem)
 

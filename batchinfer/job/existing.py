@@ -223,7 +223,7 @@ def _has_finished_rows(out: OutputDir) -> bool:
 def _clear(out: OutputDir) -> None:
     """Delete this program's files: what says they are whole first, the manifest last."""
     delete, entries = out.files.delete, out.files.entries
-    for path in (out.success, out.summary, out.report):
+    for path in (out.success, out.summary, out.report, *out.openai_files):
         delete(path)
     for path in [path for path in entries(out.data) if PART_FILE.fullmatch(path.name)]:
         delete(path)

@@ -22,8 +22,11 @@ MAJOR_VERSION = 0
 _KEYS: Mapping[str, tuple[str, ...] | None] = {
     "task": None,
     # Name, revision and tokenizer are told apart by what they hold: ``model_facts``.
-    "model": ("dtype", "max_model_len", "quantization", "adapters", "trust_remote_code"),
-    "input": ("id_column", "filter", "keep_columns", "limit"),
+    "model": (
+        *("dtype", "max_model_len", "quantization", "adapters", "trust_remote_code"),
+        "served_model_name",
+    ),
+    "input": ("format", "id_column", "filter", "keep_columns", "limit"),
     "prompt": None,
     "sampling": None,
     "accept": None,

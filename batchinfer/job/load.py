@@ -70,6 +70,15 @@ def load_job(
         document.set(("input", "limit"), limit, "--limit")
     if document.get(("name",)) is None:
         document.set(("name",), os.fsencode(path.stem).decode(errors="replace"), source)
+    return checked_job(document, base_dir)
+
+
+def checked_job(document: JobDocument, base_dir: Path) -> JobSpec:
+    """The job that ``document`` describes, its variables filled in; paths are from ``base_dir``.
+
+    Raises:
+        UsageError, NotYetError: as ``load_job``.
+    """
     _apply_preset(document, base_dir)
     _list_single_texts(document)
     spec = _with_absolute_paths(_check(document), base_dir)

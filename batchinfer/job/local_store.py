@@ -10,29 +10,29 @@ import pyarrow as pa
 
 from batchinfer.errors import DataError
 from batchinfer.job.files import FileStat
-from batchinfer.job.store import is_data, is_hidden, no_parquet, not_there
+from batchinfer.job.store import is_data, is_hidden, no_data, not_there
 
 
 class LocalStore:
     """See ``batchinfer.job.store.Store``."""
 
-    def expand(self, entry: str) -> list[str]:
+    def expand(self, entry: str, suffixes: tuple[str, ...]) -> list[str]:
         """See ``Store``."""
         path = Path(entry)
         if path.is_file():
             return [str(path)]
         if path.is_dir():
-            found = _below(path)
+            found = _below(path, suffixes)
         elif glob.has_magic(entry):
             matches = [Path(match) for match in glob.glob(entry, recursive=True)]
             visible = [match for match in matches if not is_hidden(match, path)]
-            found = [f for m in visible for f in (_below(m) if m.is_dir() else [m])]
+            found = [f for m in visible for f in (_below(m, suffixes) if m.is_dir() else [m])]
         elif path.exists():
             raise DataError(f"input.path: {entry} is neither a file nor a folder; give one of them")
         else:
             raise not_there(entry)
         if not found:
-            raise no_parquet(entry)
+            raise no_data(entry, suffixes)
         return [str(file) for file in sorted(set(found))]
 
     def stat(self, path: str) -> FileStat:
@@ -47,9 +47,9 @@ class LocalStore:
         return pa.OSFile(path)
 
 
-def _below(directory: Path) -> list[Path]:
+def _below(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return [
         file
-        for file in directory.rglob("*.parquet")
-        if is_data(file.relative_to(directory).parts) and not file.is_dir()
+        for file in directory.rglob("*")
+        if is_data(file.relative_to(directory).parts, suffixes) and not file.is_dir()
     ]

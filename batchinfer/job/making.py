@@ -14,6 +14,7 @@ from threading import Event
 from batchinfer.errors import JobError, RowError
 from batchinfer.garbage import long_lived_left_alone
 from batchinfer.job.flight import FlightLog
+from batchinfer.job.input_format import BATCH_ROWS
 from batchinfer.job.loop import EngineLoop, Finished
 from batchinfer.job.order import prompt_rows, without_text
 from batchinfer.job.pipeline import Job, Loaded
@@ -22,7 +23,6 @@ from batchinfer.job.recorder import Recorder, package_versions
 from batchinfer.job.recovery import Left
 from batchinfer.job.rows import failed_row
 from batchinfer.job.sink import Sink
-from batchinfer.job.source import BATCH_ROWS
 from batchinfer.job.threads import Ahead, Behind
 from batchinfer.job.token_store import TokenStore
 from batchinfer.job.window import Lot, planned
@@ -149,15 +149,7 @@ class _Phase:
     ) -> Iterator[Lot]:
         """The rows in ``ranges``, in the order they should run, until ``is_over``."""
         spec, parts, loaded = self.job.spec, self.left.parts, self.loaded
-        rows = prompt_rows(
-            self.job.source,
-            parts,
-            loaded.prompts,
-            loaded.params,
-            loaded.adapters,
-            ranges,
-            self.flight.making,
-        )
+        rows = prompt_rows(self.job.source, parts, loaded.reader, ranges, self.flight.making)
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
         if "prompt" not in spec.output.include:
             rows = without_text(rows)

@@ -12,8 +12,8 @@ from typing import Any
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.files import Files, LocalFiles, read_file
 from batchinfer.job.fingerprint import differing_keys
+from batchinfer.job.input_format import InputFile
 from batchinfer.job.messages import listed, printable, shown
-from batchinfer.job.source import InputFile
 
 
 @dataclass(frozen=True, slots=True)

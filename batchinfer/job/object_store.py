@@ -14,25 +14,26 @@ import pyarrow as pa
 
 from batchinfer.job.connection import connect, errors, split
 from batchinfer.job.files import FileStat
-from batchinfer.job.store import is_data, is_hidden, no_parquet, not_there
+from batchinfer.job.store import is_data, is_hidden, no_data, not_there
 
 
 class ObjectStore:
     """See ``batchinfer.job.store.Store``; paths are URLs."""
 
-    def expand(self, entry: str) -> list[str]:
+    def expand(self, entry: str, suffixes: tuple[str, ...]) -> list[str]:
         """See ``Store``."""
         bucket, key = split(entry)
         with errors(entry, "read"):
             if key and not key.endswith("/") and _is_object(bucket, key):
                 return [entry]
-            found = _matching(bucket, key) if glob.has_magic(key) else _data(bucket, key)
+            look = _matching if glob.has_magic(key) else _data
+            found = look(bucket, key, suffixes)
             # Consoles put empty objects for folders, named with a slash that is not listed.
             keys = [name for name, size in found if size or _is_object(bucket, name)]
             if not keys and not any(_keys(bucket, _fixed_part(key))):
                 raise not_there(entry)
         if not keys:
-            raise no_parquet(entry)
+            raise no_data(entry, suffixes)
         return [f"{bucket}/{key}" for key in sorted(keys)]
 
     def stat(self, path: str) -> FileStat:
@@ -107,22 +108,22 @@ def _keys(bucket: str, folder: str) -> Iterator[tuple[str, int]]:
         yield from ((entry["path"], entry["size"]) for entry in batch)
 
 
-def _data(bucket: str, key: str) -> Iterator[tuple[str, int]]:
+def _data(bucket: str, key: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     folder = PurePosixPath(key)
     for found, size in _keys(bucket, key):
         below = PurePosixPath(found).relative_to(folder).parts
-        if below and is_data(below):
+        if below and is_data(below, suffixes):
             yield found, size
 
 
-def _matching(bucket: str, pattern: str) -> Iterator[tuple[str, int]]:
+def _matching(bucket: str, pattern: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     wanted = PurePosixPath(pattern)
     for key, size in _keys(bucket, _fixed_part(pattern)):
         found = PurePosixPath(key)
         if is_hidden(found, wanted):
             continue
         if _matches(found.parts, wanted.parts) or (
-            key.endswith(".parquet")
+            key.endswith(suffixes)
             and any(_matches(folder.parts, wanted.parts) for folder in found.parents)
         ):
             yield key, size

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol
-
-from pyarrow import RecordBatch
 
 from batchinfer.errors import RowError
-from batchinfer.job.columns import python_rows
 from batchinfer.job.failpoints import failpoint
+from batchinfer.job.input_format import BATCH_ROWS, Row, Rows
 from batchinfer.job.manifest import Part
-from batchinfer.job.row_adapters import BASE, RowAdapters
-from batchinfer.job.row_params import COLUMN, RowParams, RowSampling
-from batchinfer.job.source import BATCH_ROWS, Source
+from batchinfer.job.row_adapters import BASE
+from batchinfer.job.row_params import RowSampling
+from batchinfer.job.row_reader import Read, RowReader
+from batchinfer.job.source import Source
 from batchinfer.text.prompts import Prompt
 
 
@@ -38,25 +36,10 @@ class PromptRow:
     """Number of the adapter it runs through."""
 
 
-class Prompts(Protocol):
-    """Makes prompts of rows."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The input columns that ``build`` needs."""
-        ...
-
-    def build(self, rows: Sequence[Mapping[str, object]]) -> list[Prompt | RowError]:
-        """A prompt or an error for each row, in order."""
-        ...
-
-
 def prompt_rows(
     source: Source,
     parts: Sequence[Part],
-    builder: Prompts,
-    params: RowParams | None,
-    adapters: RowAdapters,
+    reader: RowReader,
     ranges: Iterable[range] | None = None,
     making: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda row_ids: nullcontext(),
 ) -> Iterator[list[PromptRow]]:
@@ -65,20 +48,13 @@ def prompt_rows(
     Args:
         source: the dataset.
         parts: parts that hold the rows, in order.
-        builder: makes the prompts.
-        params: makes the rows' sampling parameters; None: rows have none of their own.
-        adapters: knows the rows' adapters.
+        reader: makes the prompts, and knows how rows are sampled and through which adapter.
         ranges: only these rows, in order, each range in one part; None: all.
         making: entered with the rows of each batch while their prompts are made.
     """
-    columns = [*builder.columns]
-    if params is not None and COLUMN in source.schema.names and COLUMN not in columns:
-        columns.append(COLUMN)
-    if adapters.column is not None and adapters.column not in columns:
-        columns.append(adapters.column)
     wanted = [part.rows for part in parts] if ranges is None else list(ranges)
     first_rows = [part.rows.start for part in parts]
-    pieces = source.scan(columns, wanted)
+    pieces = source.rows(reader.columns, wanted)
     for _, of_part in groupby(wanted, key=lambda rows: bisect_right(first_rows, rows.start)):
         missing = sum(map(len, of_part))
         while missing:
@@ -87,43 +63,25 @@ def prompt_rows(
             with making(row_ids):
                 for row_id in row_ids:
                     failpoint(f"prompt-{row_id}")
-                prompts = builder.build(rows)
-            yield [
-                _prompt_row(
-                    row_id,
-                    prompt,
-                    None if params is None else params.of(row.get(COLUMN)),
-                    adapters.of(row),
-                )
-                for row_id, row, prompt in zip(row_ids, rows, prompts, strict=True)
-            ]
+                made = reader.read(rows)
+            yield [_prompt_row(row_id, read) for row_id, read in zip(row_ids, made, strict=True)]
 
 
-def _batch(
-    pieces: Iterator[tuple[int, RecordBatch]], num_rows: int
-) -> tuple[list[int], list[dict[str, Any]]]:
+def _batch(pieces: Iterator[Rows], num_rows: int) -> tuple[list[int], list[Row]]:
     """Row ids and rows of ``num_rows`` or more: prompts of scattered rows are built together."""
     row_ids: list[int] = []
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     while len(rows) < num_rows:
         first_row, piece = next(pieces)
-        row_ids.extend(range(first_row, first_row + piece.num_rows))
-        rows.extend(python_rows(piece))
+        row_ids.extend(range(first_row, first_row + len(piece)))
+        rows.extend(piece)
     return row_ids, rows
 
 
-def _prompt_row(
-    row_id: int,
-    prompt: Prompt | RowError,
-    sampling: RowSampling | RowError | None,
-    adapter: int | RowError,
-) -> PromptRow:
-    if isinstance(prompt, RowError):
-        return PromptRow(row_id, prompt)
-    if isinstance(sampling, RowError):
-        return PromptRow(row_id, sampling)
-    if isinstance(adapter, RowError):
-        return PromptRow(row_id, adapter)
+def _prompt_row(row_id: int, read: Read) -> PromptRow:
+    if isinstance(read, RowError):
+        return PromptRow(row_id, read)
+    prompt, sampling, adapter = read
     return PromptRow(row_id, prompt, sampling, adapter=adapter)
 
 

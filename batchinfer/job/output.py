@@ -68,6 +68,9 @@ class OutputDir:
         self.suspects = self.state / "suspects.json"
         self.manifest = self.state / "manifest.json"
         self.manifest_copy = self.state / "manifest-copy.json"
+        self.openai = root / "openai"
+        self.openai_files = (self.openai / "output.jsonl", self.openai / "errors.jsonl")
+        self.openai_record = self.state / "openai.json"
         self.success = root / "_SUCCESS"
         self.summary = root / "summary.json"
         self.report = root / "report.html"

@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchinfer.config import PromptConfig
 from batchinfer.errors import UsageError
 from batchinfer.job.columns import is_conversation
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.order import Prompts
 from batchinfer.job.output import OutputDir
 from batchinfer.job.row_adapters import RowAdapters
 from batchinfer.job.row_params import RowParams
+from batchinfer.job.row_reader import ColumnReader, Prompts, RowReader
 from batchinfer.job.source import Source
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.table import OutputTable
@@ -40,6 +41,8 @@ class Job:
     table: OutputTable
     manifest: Manifest
     out: OutputDir
+    together: Path | None = None
+    """Where all lines of OpenAI's output and error files go as well, in input order."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,7 @@ class Loaded:
     """A model that is ready to run a job."""
 
     built: Built
-    prompts: Prompts
-    params: RowParams | None
-    """None where rows have none of their own."""
-    adapters: RowAdapters
+    reader: RowReader
     task: Task
     log: Sequence[str]
     """Where the device's memory goes, line by line."""
@@ -73,28 +73,51 @@ def load(job: Job, build: BuildEngine) -> Loaded | None:
     began = time.perf_counter()
     log: list[str] = []
     built = build(job.spec.model, job.spec.engine, log=log.append)
-    prompts = _prompt_builder(job, built)
     grammars = GrammarCompiler(built.tokenizer, built.eos_token_ids, built.vocab_size)
-    scores = job.spec.task == "score"
-    params = None if scores else RowParams(job.spec.sampling, built.vocab_size, grammars)
-    adapters = RowAdapters(job.spec.prompt.adapter_column, built.adapters)
+    reader = _row_reader(job, built, grammars)
     task = make_task(job.spec, built, grammars)
-    return Loaded(built, prompts, params, adapters, task, log, time.perf_counter() - began)
+    return Loaded(built, reader, task, log, time.perf_counter() - began)
 
 
-def _prompt_builder(job: Job, built: Built) -> Prompts:
+def _row_reader(job: Job, built: Built, grammars: GrammarCompiler) -> RowReader:
     spec, schema = job.spec, job.source.schema
-    template = spec.prompt.chat_template
+    make_params = partial(RowParams, spec.sampling, built.vocab_size, grammars)
+    if job.source.format.holds_requests:
+        from batchinfer.job.openai.reader import OpenAIReader
+
+        return OpenAIReader(
+            spec.prompt,
+            lambda config, columns: _prompt_builder(job, built, PromptBuilder, config, columns),
+            make_params(where="body", keeps_logprobs="logprobs" in spec.output.written),
+            spec.model.served_names,
+            built.adapters,
+        )
+    scores = spec.task == "score"
     make: Callable[..., Prompts] = PromptBuilder
-    if spec.task == "score":
+    if scores:
         column = None if spec.score is None else spec.score.completions_column
         make = partial(ScoringBuilder, completions_column=column)
+    conversations = [field.name for field in schema if is_conversation(field.type)]
+    builder = _prompt_builder(job, built, make, spec.prompt, schema.names, conversations)
+    adapters = RowAdapters(spec.prompt.adapter_column, built.adapters)
+    return ColumnReader(builder, None if scores else make_params(), adapters, schema.names)
+
+
+def _prompt_builder(
+    job: Job,
+    built: Built,
+    make: Callable[..., Prompts],
+    config: PromptConfig,
+    columns: Sequence[str],
+    conversation_columns: Sequence[str] = (),
+) -> Prompts:
+    template = config.chat_template
     return make(
-        spec.prompt,
+        config,
         built.tokenizer,
         max_model_len=built.max_model_len,
-        columns=schema.names,
-        conversation_columns=[field.name for field in schema if is_conversation(field.type)],
+        columns=columns,
+        conversation_columns=conversation_columns,
         chat_template_source=None if template in ("auto", "none") else _text_of(template),
         vocab_size=built.vocab_size,
         now=datetime.fromisoformat(job.manifest.planned_at),

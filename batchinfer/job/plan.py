@@ -91,7 +91,7 @@ def _device(name: str) -> Device:
 
 def _look(spec: JobSpec) -> Job:
     """The job, its data and columns checked; the output directory does not matter."""
-    source = open_source(spec.input.paths, spec.input.limit)
+    source = open_source(spec.input.paths, spec.input.limit, spec.input.format)
     check_prompt_columns(spec.prompt, source)
     check_completions_column(spec.score, source)
     manifest = Manifest(
@@ -114,7 +114,7 @@ def _rows(job: Job, built: DryBuilt, census: Census) -> Iterator[list[PromptRow]
         return
     window = job.spec.engine.order_window
     parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
-    rows = prompt_rows(job.source, parts, loaded.prompts, loaded.params, loaded.adapters)
+    rows = prompt_rows(job.source, parts, loaded.reader)
     rows = census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS)
     lots = planned(
         rows,

@@ -6,8 +6,6 @@ and to compress to half.
 
 from __future__ import annotations
 
-import pyarrow.parquet as pq
-
 from batchinfer.job.plan_rows import Census
 from batchinfer.job.source import Source
 from batchinfer.job.spec import JobSpec
@@ -61,15 +59,6 @@ def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Cens
 
 def kept_bytes(source: Source, table: OutputTable) -> int:
     """Compressed bytes of the kept columns in the input files, of as many rows as are selected."""
-    total = 0
-    for file in source.files:
-        metadata = pq.read_metadata(file.path)
-        for group in range(metadata.num_row_groups):
-            columns = metadata.row_group(group)
-            total += sum(
-                columns.column(at).total_compressed_size
-                for at in range(columns.num_columns)
-                if columns.column(at).path_in_schema.partition(".")[0] in table.kept
-            )
+    total = sum(source.format.stored_bytes(file, table.kept) for file in source.files)
     rows = sum(file.num_rows for file in source.files)
     return total * source.num_rows // rows if rows else 0

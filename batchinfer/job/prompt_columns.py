@@ -35,6 +35,8 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
         DataError: the column it names is not there, or of a type that no prompt is made of; or
             the column ``sampling_params`` is of a type that holds no parameters.
     """
+    if source.format.holds_requests:
+        return  # prompts are in them
     names = source.schema.names
     if config.token_ids_column is not None:
         require_column(config.token_ids_column, "prompt.token_ids_column", names)

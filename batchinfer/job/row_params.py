@@ -49,13 +49,28 @@ class RowParams:
         job: the parameters of the job file.
         vocab_size: token ids are below it.
         grammars: compiles what they say of the text.
+        where: what messages call the place of a row's changes.
+        keeps_logprobs: whether log-probabilities are written even if only a row asks for them.
 
     Raises:
         UsageError: the job's own parameters name a token id the model does not have, or a grammar
             that does not go with it.
     """
 
-    def __init__(self, job: SamplingParams, vocab_size: int, grammars: GrammarCompiler) -> None:
+    def __init__(
+        self,
+        job: SamplingParams,
+        vocab_size: int,
+        grammars: GrammarCompiler,
+        where: str = COLUMN,
+        *,
+        keeps_logprobs: bool = False,
+    ) -> None:
+        self._where = where
+        self._kept = {
+            "logprobs": keeps_logprobs or job.logprobs is not None,
+            "prompt_logprobs": job.prompt_logprobs is not None,
+        }
         self._job = _PARAMS.dump_python(job, mode="json")
         self._vocab_size = vocab_size
         self._grammars = grammars
@@ -80,25 +95,25 @@ class RowParams:
         try:
             return self._parsed(_text_of(value))
         except UnicodeDecodeError:
-            return RowError(_CODE, f"{COLUMN} is not valid UTF-8")
+            return RowError(_CODE, f"{self._where} is not valid UTF-8")
         except RecursionError:
-            return RowError(_CODE, f"{COLUMN} is nested too deeply")
+            return RowError(_CODE, f"{self._where} is nested too deeply")
         except (TypeError, _GivenTwiceError) as error:
-            return RowError(_CODE, printable(f"{COLUMN}: {error}"))
+            return RowError(_CODE, printable(f"{self._where}: {error}"))
 
     def _parse(self, text: str) -> RowSampling | RowError:
         try:
             fields = json.loads(text, object_pairs_hook=_object)
         except ValueError as error:
-            return RowError(_CODE, f"{COLUMN} is not JSON: {error}")
+            return RowError(_CODE, f"{self._where} is not JSON: {error}")
         if not isinstance(fields, Mapping):
             what = printable(text, 60)
-            return RowError(_CODE, f"{COLUMN} must be an object of parameters, not {what}")
+            return RowError(_CODE, f"{self._where} must be an object of parameters, not {what}")
         fields = _without_aliases(fields)
-        for name in ("logprobs", "prompt_logprobs"):
-            if name in fields and self._job[name] is None:
+        for name, is_kept in self._kept.items():
+            if name in fields and not is_kept:
                 need = f"sampling.{name} and output.include: [{name}] of the job"
-                return RowError(_CODE, f"{COLUMN}: {name} is given, but needs {need}")
+                return RowError(_CODE, f"{self._where}: {name} is given, but needs {need}")
         for name in ("stop", "bad_words"):
             if isinstance(fields.get(name), str):
                 fields[name] = [fields[name]]
@@ -108,9 +123,9 @@ class RowParams:
             params.check_token_ids(self._vocab_size)
             self._check_grammar(params)
         except ValidationError as error:
-            return _row_error(_problem(error.errors()[0]))
+            return self._row_error(_problem(error.errors()[0]))
         except ValueError as error:
-            return _row_error(str(error))
+            return self._row_error(str(error))
         return RowSampling(params, own_seed="seed" in fields)
 
     def _check_grammar(self, params: SamplingParams) -> None:
@@ -120,10 +135,9 @@ class RowParams:
             except GrammarError as error:
                 raise ValueError(f"{_GRAMMAR}: {error}") from None
 
-
-def _row_error(problem: str) -> RowError:
-    code = _GRAMMAR_CODE if problem.startswith(_GRAMMAR) else _CODE
-    return RowError(code, printable(f"{COLUMN}: {problem}"))
+    def _row_error(self, problem: str) -> RowError:
+        code = _GRAMMAR_CODE if problem.startswith(_GRAMMAR) else _CODE
+        return RowError(code, printable(f"{self._where}: {problem}"))
 
 
 class _GivenTwiceError(Exception):
@@ -169,8 +183,8 @@ def _text_of(value: object) -> str:
         TypeError: it holds a value that JSON cannot, such as a time.
         _GivenTwiceError: a map holds a key twice.
     """
-    if isinstance(value, bytes):
-        return value.decode()
+    if isinstance(value, str | bytes):
+        return value.decode() if isinstance(value, bytes) else value
     return json.dumps(_plain(value), default=_refuse)
 
 

@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.garbage import put_off
@@ -16,6 +17,8 @@ from batchinfer.job.making import make_parts
 from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.messages import printable
 from batchinfer.job.model_facts import model_facts
+from batchinfer.job.openai.export import export
+from batchinfer.job.openai.record import is_there
 from batchinfer.job.output import OutputDir, output_at
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.pipeline import BuildEngine, Job, load
@@ -47,6 +50,7 @@ def run_job(
     as_json: bool = False,
     build: BuildEngine | None = None,
     report: Report | None = None,
+    together: Path | None = None,
 ) -> ExitCode:
     """Run a job, or what is left of it, and write its output directory.
 
@@ -61,6 +65,7 @@ def run_job(
         as_json: print the summary as JSON.
         build: makes the engine, in place of ``batchinfer.build.build_engine``.
         report: writes ``report.html`` of a job that has ended, if it can; None: there is none.
+        together: a file for all of OpenAI's output and error lines, with that ``output.format``.
 
     Returns:
         OK, TOO_MANY_ROW_ERRORS or INTERRUPTED.
@@ -68,7 +73,7 @@ def run_job(
     Raises:
         JobError: the job cannot be run; finished rows stay.
     """
-    job, telling = _look(spec), Telling(quiet, as_json, report)
+    job, telling = replace(_look(spec), together=together), Telling(quiet, as_json, report)
     if_exists = "overwrite" if overwrite else spec.output.if_exists
     if retry_errors and if_exists == "overwrite":
         raise UsageError("--retry-errors keeps the good rows, --overwrite keeps none: choose one")
@@ -120,7 +125,8 @@ def _default_builder() -> BuildEngine:
 
 def _look(spec: JobSpec) -> Job:
     """Check data, columns and model files against the job, without changing anything."""
-    source, out = open_source(spec.input.paths, spec.input.limit), output_at(spec.output.path)
+    source = open_source(spec.input.paths, spec.input.limit, spec.input.format)
+    out = output_at(spec.output.path)
     _refuse_own_output(source, out)
     check_prompt_columns(spec.prompt, source)
     check_completions_column(spec.score, source)
@@ -157,6 +163,8 @@ def _is_finished(job: Job, if_exists: str) -> bool:
     if if_exists == "overwrite" or not _claims_success(job.out):
         return False
     todo = look(job.out, job.manifest, if_exists, OutputDir.seems_finished).todo
+    if _exports(job) and not is_there(job.out, job.together):
+        return False
     return not todo and is_stored_whole(job.out)
 
 
@@ -164,10 +172,16 @@ def _claims_success(out: OutputDir) -> bool:
     return all(out.files.stat(path) is not None for path in (out.success, out.summary))
 
 
+def _exports(job: Job) -> bool:
+    return job.spec.output.format == "openai-batch"
+
+
 def _finish(job: Job, telling: Telling) -> ExitCode:
     """All parts are made: write the statistics, and _SUCCESS if few enough rows failed."""
     refuse_strays(job.out, job.manifest)
     records = job.out.of_each(partial(_record, job), job.manifest.parts())
+    if _exports(job):
+        export(job)
     warnings: list[str] = []
     summary = write_summary(job.out, job.manifest, records, warnings.append)
     telling.end(job.out, summary, warnings)

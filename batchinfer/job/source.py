@@ -1,43 +1,22 @@
-"""The prompt dataset: Parquet files read in order as one table, in bounded memory."""
+"""The prompt dataset: files read in order as one table, in bounded memory."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
-from batchinfer.job.arrow_schema import check_arrow_schema
-from batchinfer.job.columns import check_indices
-from batchinfer.job.input_files import find_files
+from batchinfer.job.input_files import find_files, named_format
+from batchinfer.job.input_format import Format, InputFile, Rows, check_unchanged
 from batchinfer.job.messages import listed, printable, shown
-from batchinfer.job.parquet_footer import check_footer
-from batchinfer.job.store import store_of
 
-BATCH_ROWS = 1024
-"""Most rows read at a time."""
-_MEND = "write it again, or leave it out of input.path"
-_READ_BUFFER = 1 << 20
-_MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PAR1"
-_READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)  # the last: column names
-
-
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """One file of the dataset, as it was when it was planned."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    num_rows: int
-    footer_sha256: str
-    etag: str | None = None
-    """An object store's mark of the content."""
+_Piece = TypeVar("_Piece")
+_Read = Callable[[InputFile, int, Sequence[str], pa.Schema, deque[range]], Iterator[_Piece]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +27,7 @@ class Source:
     schema: pa.Schema
     num_rows: int
     """Rows selected: all, or ``limit``."""
+    format: Format
 
     def require(self, columns: Iterable[str], key: str) -> None:
         """Check that the dataset has ``columns``, which ``key`` of the job file asks for.
@@ -70,7 +50,7 @@ class Source:
         """
         for file in self.files:
             try:
-                _check_unchanged(file)
+                check_unchanged(file)
             except OSError as error:
                 raise DataError(
                     f"{file.path} cannot be read any more: {error.strerror or error}",
@@ -91,161 +71,61 @@ class Source:
             of one range.
 
         Raises:
-            DataError: naming the file and the row group that cannot be read.
+            DataError: naming the file and the place in it that cannot be read.
         """
+        return self._read(self.format.scan, columns, ranges)
+
+    def rows(self, columns: Sequence[str], ranges: Iterable[range]) -> Iterator[Rows]:
+        """The same as Python's values: texts as ``str`` or UTF-8 bytes, a value or a row that
+        cannot be read as a ``RowError``."""
+        return self._read(self.format.rows, columns, ranges)
+
+    def _read(
+        self, read: _Read[_Piece], columns: Sequence[str], ranges: Iterable[range]
+    ) -> Iterator[_Piece]:
         wanted = deque(rows for rows in ranges if len(rows))
         first_rows = accumulate((file.num_rows for file in self.files), initial=0)
         for file, first_row in zip(self.files, first_rows, strict=False):
             if not wanted:
                 return
             if wanted[0].start < first_row + file.num_rows:
-                yield from _scan_file(file, first_row, columns, wanted)
+                yield from read(file, first_row, columns, self.schema, wanted)
 
 
-def open_source(path: str | Sequence[str], limit: int | None = None) -> Source:
+def open_source(
+    path: str | Sequence[str], limit: int | None = None, format_name: str = "auto"
+) -> Source:
     """Find the files behind ``path`` and check that they can be read together.
 
     Args:
-        path: a file, a glob, a directory (searched for ``*.parquet``), or a list of these, local
-            or in an object store.
+        path: a file, a glob, a directory (searched for names that data has), or a list of these,
+            local or in an object store.
         limit: use only this many rows.
+        format_name: ``input.format``.
 
     Raises:
-        DataError: no file, a file that is not readable Parquet, or files of different schemas.
+        DataError: no file, a file that is not readable, or files that do not go together.
         StorageError: an object store does not answer.
+        UsageError: ``auto``, and files are named for two formats.
     """
-    files: list[InputFile] = []
-    schema: pa.Schema | None = None
-    for name in find_files(path):
-        file, file_schema = _read_footer(name)
-        if schema is None:
-            _check_names(file.path, file_schema)
-            schema = file_schema
-        _check_same_schema(files[0] if files else file, schema, file, file_schema)
-        files.append(file)
-    assert schema is not None
+    names = find_files(path, format_name)
+    chosen = _format(named_format(names) if format_name == "auto" else format_name)
+    found = [chosen.inspect(name) for name in names]
+    files = tuple(file for file, _ in found)
+    schema = chosen.common_schema(files, [schema for _, schema in found])
     total = sum(file.num_rows for file in files)
-    return Source(tuple(files), schema, total if limit is None else min(total, limit))
+    return Source(files, schema, total if limit is None else min(total, limit), chosen)
 
 
-def _read_footer(path: str) -> tuple[InputFile, pa.Schema]:
-    store = store_of(path)
-    try:
-        stat = store.stat(path)
-        if stat.size == 0:
-            raise DataError(f"{path} is empty (0 bytes), not a Parquet file; {_MEND}")
-        with store.open(path) as file:
-            with _reader(file) as reader:
-                num_rows, schema = _num_rows(reader.metadata), reader.schema_arrow
-                check_arrow_schema(reader.metadata, schema)
-            footer = _footer(file, stat.size)
-        check_footer(footer)
-    except (*_READ_ERRORS, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read as Parquet: {_first_line(error)}", hint=_MEND
-        ) from error
-    digest = hashlib.sha256(footer).hexdigest()
-    return InputFile(path, stat.size, stat.mtime_ns, num_rows, digest, stat.etag), schema
+def _format(name: str) -> Format:
+    if name == "jsonl":
+        from batchinfer.job.jsonl_input import JsonlFormat
 
+        return JsonlFormat()
+    if name == "openai-batch":
+        from batchinfer.job.openai.lines import OpenAIFormat
 
-def _num_rows(metadata: pq.FileMetaData) -> int:
-    rows: int = sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-    if rows != metadata.num_rows:
-        raise ValueError(f"its row groups have {rows} rows, its footer says {metadata.num_rows}")
-    return rows
+        return OpenAIFormat()
+    from batchinfer.job.parquet_input import ParquetFormat
 
-
-def _footer(file: pa.NativeFile, size: int) -> bytes:
-    file.seek(size - _MAGIC_BYTES)
-    length = int.from_bytes(file.read(4), "little")
-    file.seek(max(0, size - _MAGIC_BYTES - length))
-    return bytes(file.read(length))
-
-
-def _reader(file: pa.NativeFile) -> pq.ParquetFile:
-    return pq.ParquetFile(file, buffer_size=_READ_BUFFER, page_checksum_verification=True)
-
-
-def _scan_file(
-    file: InputFile, first_row: int, columns: Sequence[str], wanted: deque[range]
-) -> Iterator[tuple[int, pa.RecordBatch]]:
-    group, row = 0, first_row
-    try:
-        _check_unchanged(file)
-        with store_of(file.path).open(file.path) as opened, _reader(opened) as reader:
-            for group in range(reader.num_row_groups):
-                stop = row + reader.metadata.row_group(group).num_rows
-                if wanted and wanted[0].start < stop:
-                    for batch in reader.iter_batches(
-                        BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
-                    ):
-                        for column in batch.columns:
-                            check_indices(column)
-                        yield from _cut(batch.select(columns), row, wanted)
-                        row += len(batch)
-                        if not wanted or wanted[0].start >= stop:
-                            break
-                    else:
-                        _check_complete(row, stop)
-                row = stop
-    except _READ_ERRORS as error:
-        raise DataError(
-            f"{file.path}: row group {group} cannot be read: {_first_line(error)}",
-            hint=f"the file is damaged or has changed; {_MEND}",
-        ) from error
-
-
-def _check_unchanged(file: InputFile) -> None:
-    stat = store_of(file.path).stat(file.path)
-    if (stat.size, stat.mtime_ns, stat.etag) != (file.size, file.mtime_ns, file.etag):
-        raise DataError(
-            f"{file.path} was changed while the job ran",
-            hint="put it back and run again, or start over with --overwrite",
-        )
-
-
-def _check_complete(row: int, stop: int) -> None:
-    if row != stop:
-        raise OSError(f"it should have {stop - row} more rows")
-
-
-def _cut(
-    batch: pa.RecordBatch, row: int, wanted: deque[range]
-) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield what ``wanted`` asks of a batch that begins at ``row``; drop ranges it completes."""
-    stop = row + len(batch)
-    while wanted and wanted[0].start < stop:
-        rows = range(max(wanted[0].start, row), min(wanted[0].stop, stop))
-        if rows:
-            yield rows.start, batch.slice(rows.start - row, len(rows))
-        if wanted[0].stop > stop:
-            return
-        wanted.popleft()
-
-
-def _check_names(path: str, schema: pa.Schema) -> None:
-    for name in schema.names:
-        if schema.names.count(name) > 1:
-            raise DataError(f"{path} has more than one column named {shown(name)}; rename one")
-
-
-def _check_same_schema(
-    first: InputFile, first_schema: pa.Schema, file: InputFile, schema: pa.Schema
-) -> None:
-    for name in dict.fromkeys([*first_schema.names, *schema.names]):
-        here, there = (_type_of(s, name) for s in (first_schema, schema))
-        if here != there:
-            raise DataError(
-                f"input files differ in column {shown(name)}:\n"
-                f"  {first.path}: {here or 'no such column'}\n"
-                f"  {file.path}: {there or 'no such column'}",
-                hint="write them again with the same columns, or run them as jobs of their own",
-            )
-
-
-def _type_of(schema: pa.Schema, name: str) -> pa.DataType | None:
-    return schema.field(name).type if name in schema.names else None
-
-
-def _first_line(error: BaseException) -> str:
-    return printable((str(error).splitlines() or [type(error).__name__])[0])
+    return ParquetFormat()

@@ -18,6 +18,7 @@ from batchinfer.config import SCORING, EngineConfig, PromptConfig, SamplingParam
 from batchinfer.job.place import STORES
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_PROMPT_COLUMNS = ("column", "template", "messages", "token_ids_column", "adapter_column")
 _PLANNED_STORES = (*STORES, "hf")
 
 Text = Annotated[str, Field(min_length=1)]
@@ -69,9 +70,13 @@ class ModelSpec(_Section):
     """Not yet."""
     adapters: Mapping[Text, Text] = {}
     """LoRA adapters as peft saves them: a name, and a folder or hub id, each.
-    ``prompt.adapter_column`` says which row runs through which."""
+    ``prompt.adapter_column`` says which row runs through which; requests of OpenAI batch files name
+    one in place of the model."""
     trust_remote_code: bool = False
     """Run code from the model folder. Not yet."""
+    served_model_name: Text | tuple[Text, ...] | None = None
+    """What requests of an OpenAI batch file call the model; the first is what answers call it.
+    null: model.name. In requests the last parts of a name will do."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -84,7 +89,15 @@ class ModelSpec(_Section):
         _check_place("model.name", self.name)
         if self.tokenizer is not None:
             _check_place("model.tokenizer", self.tokenizer)
+        if self.served_model_name == ():
+            raise ValueError("served_model_name is an empty list; name the model, or leave it out")
         return self
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """``served_model_name`` as a tuple, however it was written."""
+        names = self.served_model_name or self.name
+        return (names,) if isinstance(names, str) else names
 
 
 class InputSpec(_Section):
@@ -95,7 +108,7 @@ class InputSpec(_Section):
     order. As loaded:
     absolute; a path that exists is itself, otherwise it is a glob."""
     format: Literal["auto", "parquet", "jsonl", "openai-batch"] = "auto"
-    """auto: by the files' names. jsonl and openai-batch: not yet."""
+    """auto: jsonl where files are named .jsonl or .ndjson (.gz, .zst, .bz2), else parquet."""
     id_column: Text | None = None
     """A column that identifies rows; its values must differ."""
     filter: Text | None = None
@@ -109,7 +122,6 @@ class InputSpec(_Section):
     def _check(self) -> Self:
         _refuse_not_yet(
             {
-                f"input.format: {self.format}": self.format not in ("auto", "parquet"),
                 "input.filter": self.filter is not None,
             }
         )
@@ -131,7 +143,7 @@ class OutputSpec(_Section):
     path: Text
     """Directory for the output, local or a folder in an object store: s3://, gs://."""
     format: Literal["parquet", "openai-batch"] = "parquet"
-    """openai-batch: not yet."""
+    """openai-batch: OpenAI's files besides, openai/output.jsonl and openai/errors.jsonl."""
     rows_per_part: int = Field(default=4096, ge=1)
     """Rows in one output file."""
     if_exists: Literal["resume", "error", "overwrite"] = "resume"
@@ -147,7 +159,6 @@ class OutputSpec(_Section):
     def _check(self) -> Self:
         _refuse_not_yet(
             {
-                f"output.format: {self.format}": self.format != "parquet",
                 "output.explode": self.explode,
             }
         )
@@ -157,6 +168,12 @@ class OutputSpec(_Section):
         if len(set(self.rename.values())) < len(self.rename):
             raise ValueError("rename gives two columns the same name")
         return self
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """``include``, and what the format needs besides."""
+        adds_logprobs = self.format == "openai-batch" and "logprobs" not in self.include
+        return (*self.include, "logprobs") if adds_logprobs else self.include
 
 
 def output_columns(include: Collection[str], task: str = "generate") -> tuple[str, ...]:
@@ -243,6 +260,7 @@ class JobSpec(_Section):
                 "accept": self.accept is not None,
             }
         )
+        self._check_batch()
         if self.task == "score":
             if self.sampling != SCORING:
                 raise ValueError("sampling has no part in task: score; leave it out")
@@ -255,10 +273,10 @@ class JobSpec(_Section):
         if self.score is not None:
             raise ValueError("score needs task: score; set it, or leave score out")
         for name in ("logprobs", "prompt_logprobs"):
-            written, asked = name in self.output.include, getattr(self.sampling, name) is not None
-            if written and not asked:
+            asked = getattr(self.sampling, name) is not None
+            if name in self.output.include and not asked:
                 raise ValueError(f"output.include names {name}, but sampling.{name} is not set")
-            if asked and not written:
+            if asked and name not in self.output.written:
                 raise ValueError(
                     f"sampling.{name} is set, but they are not written; "
                     f"add to the output section: include: [{name}]"
@@ -267,6 +285,21 @@ class JobSpec(_Section):
             if (self.sampling.beam_width or 1) > getattr(self.engine, key):
                 raise ValueError(f"sampling.beam_width is more than engine.{key}; lower it")
         return self
+
+    def _check_batch(self) -> None:
+        if self.input.format == "openai-batch":
+            if self.task == "score":
+                raise ValueError(
+                    "task: score: requests of OpenAI batch files are answered, not scored"
+                )
+            for name in _PROMPT_COLUMNS:
+                if getattr(self.prompt, name) is not None:
+                    raise ValueError(
+                        f"prompt.{name}: with input.format: openai-batch, prompts are in the "
+                        "requests; leave it out"
+                    )
+        elif self.output.format == "openai-batch":
+            raise ValueError("output.format: openai-batch needs input.format: openai-batch")
 
 
 def resolved(spec: JobSpec) -> dict[str, Any]:

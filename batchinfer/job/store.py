@@ -23,8 +23,11 @@ class Store(Protocol):
     place does not answer.
     """
 
-    def expand(self, entry: str) -> list[str]:
-        """Files that an entry of ``input.path`` means, in path order; DataError where none."""
+    def expand(self, entry: str, suffixes: tuple[str, ...]) -> list[str]:
+        """Files that an entry of ``input.path`` means, in path order; DataError where none.
+
+        In folders, those whose names end in one of ``suffixes``.
+        """
         ...
 
     def stat(self, path: str) -> FileStat:
@@ -56,16 +59,15 @@ def is_hidden(match: PurePath, pattern: PurePath) -> bool:
     )
 
 
-def is_data(parts: Sequence[str]) -> bool:
+def is_data(parts: Sequence[str], suffixes: tuple[str, ...]) -> bool:
     """Whether a file of a searched folder is data, by its path below the folder."""
-    return parts[-1].endswith(".parquet") and not any(part.startswith(_HIDDEN) for part in parts)
+    return parts[-1].endswith(suffixes) and not any(part.startswith(_HIDDEN) for part in parts)
 
 
-def no_parquet(entry: str) -> DataError:
+def no_data(entry: str, suffixes: tuple[str, ...]) -> DataError:
     """There are files, or at least a folder, and no data."""
-    return DataError(
-        f"input.path: no Parquet file in {entry}; in a folder, names must end in .parquet"
-    )
+    endings = " or ".join(suffix for suffix in suffixes if suffix.count(".") == 1)
+    return DataError(f"input.path: no data in {entry}; in a folder, names must end in {endings}")
 
 
 def not_there(entry: str) -> DataError:

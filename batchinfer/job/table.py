@@ -38,6 +38,8 @@ _SCORE = [
     ("greedy_match", pa.bool_()),
 ]
 _OPTIONAL_SCORE = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32())}
+RESPONSE_COLUMNS = ("custom_id", "url")
+"""Input columns that OpenAI's output files need."""
 ERROR = pa.struct([("code", pa.string()), ("message", pa.string())])
 
 
@@ -71,7 +73,7 @@ def output_table(source: Source, spec: JobSpec) -> OutputTable:
     """
     kept = _kept_names(source, spec)
     fields_of = _score_fields if spec.task == "score" else _generated_fields
-    generated = pa.schema(list(fields_of(spec.output.include)))
+    generated = pa.schema(list(fields_of(spec.output.written)))
     _check_collisions(kept, set(generated.names))
     fields = [source.schema.field(name) for name in kept]
     kept_schema = pa.schema([pa.field(kept[field.name], field.type) for field in fields])
@@ -114,6 +116,8 @@ def _kept_names(source: Source, spec: JobSpec) -> dict[str, str]:
     if spec.input.id_column is not None:
         source.require([spec.input.id_column], "input.id_column")
         names.append(spec.input.id_column)
+    if spec.output.format == "openai-batch":
+        names += RESPONSE_COLUMNS
     rename = spec.output.rename
     unknown = [name for name in rename if name not in names]
     if unknown:

@@ -64,5 +64,5 @@ def make_task(spec: JobSpec, built: Built, grammars: GrammarCompiler) -> Task:
         return Scoring(built.tokenizer, spec.output.include)
     return Generation(
         RequestMaker(built.tokenizer, built.eos_token_ids, grammars),
-        RowFinisher(built.tokenizer, spec.output.include),
+        RowFinisher(built.tokenizer, spec.output.written),
     )

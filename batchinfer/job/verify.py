@@ -17,6 +17,7 @@ from batchinfer.job.files import read_file
 from batchinfer.job.fingerprint import digest
 from batchinfer.job.manifest import Manifest, Part, read_manifest
 from batchinfer.job.messages import printable
+from batchinfer.job.openai.record import problems as openai_problems
 from batchinfer.job.output import OutputDir
 from batchinfer.job.parquet_check import first_line, read_part
 from batchinfer.job.part_record import PartRecord
@@ -100,7 +101,7 @@ class _Check:
                     rows += len(part.rows)
             except (DataError, ValueError, OSError) as error:
                 problems.append(str(error).splitlines()[0])
-        problems += [*self._of_segments(), *self._of_summary()]
+        problems += [*self._of_segments(), *self._of_summary(), *openai_problems(self._out)]
         total = len(self._plan.parts())
         complete = self._claims_success and parts == total
         return Verification(complete, total, parts, rows, problems)

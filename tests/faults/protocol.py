@@ -16,6 +16,7 @@ from batchinfer.engine.request import RequestStats
 from batchinfer.job.existing import look, prepare
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
+from batchinfer.job.parquet_input import ParquetFormat
 from batchinfer.job.recovery import recover
 from batchinfer.job.retry import reopen
 from batchinfer.job.rows import FinishedRow
@@ -36,7 +37,7 @@ GENERATED = pa.schema(
     ]
 )
 TABLE = OutputTable({}, pa.schema([]), GENERATED)
-SOURCE = Source((), pa.schema([]), NUM_ROWS)
+SOURCE = Source((), pa.schema([]), NUM_ROWS, ParquetFormat())
 FAILING = {1, 4}
 """Rows that end in an error until the model is mended."""
 

@@ -140,7 +140,7 @@ def test_what_is_not_there_is_a_data_error(entry: str, message: str) -> None:
 
 
 def test_a_folder_without_data(prompts: str) -> None:
-    with pytest.raises(DataError, match="no Parquet file in"):
+    with pytest.raises(DataError, match="no data in"):
         find_files(f"{prompts}_tmp/*.txt")
 
 
@@ -150,7 +150,7 @@ def test_an_object_that_stands_for_a_folder_is_no_data(prompts: str, address: st
         mark_folder(address, folder)
     assert values(prompts) == values(prompts.rstrip("/")) == list(range(10))
     assert values(f"{prompts}[se]*") == [7, 8, 9]
-    with pytest.raises(DataError, match="no Parquet file in"):
+    with pytest.raises(DataError, match="no data in"):
         find_files(f"{prompts}empty/")
 
 

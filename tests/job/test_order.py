@@ -11,6 +11,7 @@ from batchinfer.job.manifest import Part
 from batchinfer.job.order import PromptRow, prompt_rows, without_text
 from batchinfer.job.row_adapters import RowAdapters
 from batchinfer.job.row_params import RowParams
+from batchinfer.job.row_reader import ColumnReader
 from batchinfer.job.source import open_source
 from batchinfer.text.prompts import Prompt, PromptBuilder
 from tests.job.datasets import write_parquet
@@ -35,10 +36,9 @@ def test_rows_are_read_and_made_into_prompts(tmp_path: Path) -> None:
     builder = PromptBuilder(
         config, byte_tokenizer(), max_model_len=100, columns=source.schema.names
     )
+    reader = ColumnReader(builder, PARAMS, RowAdapters(), source.schema.names)
     parts = [Part(0, range(2)), Part(2, range(3, 4))]
-    rows = [
-        r for batch in prompt_rows(source, parts, builder, PARAMS, RowAdapters()) for r in batch
-    ]
+    rows = [r for batch in prompt_rows(source, parts, reader) for r in batch]
     assert [r.row_id for r in rows] == [0, 1, 3]
     shown = [r.prompt.code if isinstance(r.prompt, RowError) else r.prompt.text for r in rows]
     assert shown == ["a", "empty_prompt", "d"]

@@ -14,9 +14,9 @@ import pytest
 
 from batchinfer.errors import DataError, LockedError, StorageError
 from batchinfer.job.commit import commit as write_part
+from batchinfer.job.input_format import InputFile
 from batchinfer.job.manifest import Manifest, Part, read_manifest
 from batchinfer.job.output import OutputDir
-from batchinfer.job.source import InputFile
 from batchinfer.job.stats import REQUESTS_SCHEMA
 from tests.job import fakes
 from tests.job.datasets import flip_bit, rot

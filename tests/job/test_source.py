@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input_files import find_files
-from batchinfer.job.source import BATCH_ROWS, open_source
+from batchinfer.job.input_format import BATCH_ROWS
+from batchinfer.job.source import open_source
 from tests.job.datasets import flip_bit, write_parquet
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -26,6 +27,8 @@ def test_there_are_examples() -> None:
         "oversubscribed",
         "structured-output",
         "scoring",
+        "jsonl",
+        "openai-batch",
     }
 
 
@@ -44,3 +47,12 @@ def test_an_example_runs(path: Path, tmp_path: Path) -> None:
             continue
         assert len(row["outputs"]) == spec.sampling.n
         assert row["generated_text"] == row["outputs"][0]["text"]
+
+
+def test_the_openai_example_writes_openais_files(tmp_path: Path) -> None:
+    spec = load_job(JOBS / "openai-batch.yaml", output=str(tmp_path), limit=6)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    lines = (tmp_path / "openai" / "output.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert [answer["response"]["status_code"] for answer in answers] == [200] * 6
+    assert (tmp_path / "openai" / "errors.jsonl").read_bytes() == b""

@@ -1,0 +1,1 @@
+"""OpenAI's batch files: requests in, responses and errors out."""

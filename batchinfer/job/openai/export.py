@@ -1,0 +1,136 @@
+"""A job's OpenAI output files, made of its finished parts: all of a file or none of it.
+
+They hold nothing that the parts do not: where one is missing or damaged, they are made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from datetime import datetime
+from functools import cache
+from pathlib import PurePath
+from typing import Any
+
+import pyarrow as pa
+from pydantic_core import from_json, to_json
+
+from batchinfer.errors import DataError
+from batchinfer.job.files import publish, storage_errors
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.openai.responses import Responses
+from batchinfer.job.output import OutputDir
+from batchinfer.job.parquet_check import first_line
+from batchinfer.job.pipeline import Job
+from batchinfer.job.spec import ModelSpec
+from batchinfer.job.table import RESPONSE_COLUMNS
+
+_GENERATED = ("row_id", "outputs", "num_prompt_tokens", "num_output_tokens", "error")
+
+
+def export(job: Job) -> None:
+    """Write the files of a job, and ``job.together``; every part is finished.
+
+    Raises:
+        DataError: a part cannot be read.
+        StorageError: the file system refuses.
+    """
+    out = job.out
+    with storage_errors(out.openai):
+        out.files.make_directory(out.openai)
+    responses = _responses(job)
+    with ExitStack() as stack:
+        output, errors, *together = (
+            stack.enter_context(closing(_Writing(out, path, out.staging / f"openai-{at}")))
+            for at, path in enumerate((*out.openai_files, *filter(None, [job.together])))
+        )
+        for part in job.manifest.parts():
+            for row in _rows(job, out.part_file(part)):
+                line = to_json(responses.line(row), inf_nan_mode="null") + b"\n"
+                for file in (errors if row["error"] else output, *together):
+                    file.add(line)
+        record = {file.final.name: file.finish() for file in (output, errors)}
+        out.write_json(out.openai_record, record)
+        for file in together:
+            file.finish()
+
+
+class _Writing:
+    """A file that is being made."""
+
+    def __init__(self, out: OutputDir, final: PurePath, staged: PurePath) -> None:
+        self.final = final
+        self._out = out
+        self._staged = staged
+        self._digest = hashlib.sha256()
+        self._size = 0
+        with storage_errors(final):
+            self._file = out.files.create(self._staged)
+
+    def add(self, data: bytes) -> None:
+        with storage_errors(self.final):
+            self._file.write(data)
+        self._digest.update(data)
+        self._size += len(data)
+
+    def finish(self) -> dict[str, Any]:
+        """Make it appear; what it holds."""
+        self.close()
+        publish(self._out.files, self._staged, self.final)
+        return {"size": self._size, "sha256": self._digest.hexdigest()}
+
+    def close(self) -> None:
+        """Write what is left; again: nothing."""
+        with storage_errors(self.final):
+            self._file.close()
+
+
+def _rows(job: Job, path: PurePath) -> Iterator[dict[str, Any]]:
+    """Rows of a finished part, as ``Responses`` takes them."""
+    wanted = [name for name in (*RESPONSE_COLUMNS, "body") if name in job.table.kept]
+    names = {job.table.kept[name]: name for name in wanted}
+    try:
+        table = job.out.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from None
+    for batch in table.select([*names, *_GENERATED]).to_batches(max_chunksize=1024):
+        for row in batch.to_pylist():
+            found = {names.get(name, name): value for name, value in row.items()}
+            yield {**found, "model": _model_of(found.get("body"))}
+
+
+def _model_of(body: str | None) -> str | None:
+    """What a request calls the model; None where it does not, or is no request."""
+    given = None if body is None else from_json(body)
+    model = given.get("model") if isinstance(given, dict) else None
+    return model if isinstance(model, str) else None
+
+
+def _responses(job: Job) -> Responses:
+    return Responses(
+        job.manifest.fingerprint,
+        _created(job.manifest),
+        job.spec.model.served_names[0],
+        cache(_TokenTexts(job.spec.model)),
+    )
+
+
+def _created(manifest: Manifest) -> int:
+    return int(datetime.fromisoformat(manifest.planned_at).timestamp())
+
+
+class _TokenTexts:
+    """Texts of single tokens; the tokenizer is loaded for the first."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self._tokenizer = cache(lambda: _load_tokenizer(model))
+
+    def __call__(self, token_id: int) -> str:
+        return str(self._tokenizer().decode([token_id], skip_special_tokens=False))
+
+
+def _load_tokenizer(model: ModelSpec) -> Any:
+    from batchinfer.build import make_tokenizer  # imports torch
+
+    return make_tokenizer(model)

@@ -1,0 +1,91 @@
+"""Requests of OpenAI batch files, made ready for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from pydantic_core import to_json
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import RowError
+from batchinfer.job.input_format import Row
+from batchinfer.job.openai.requests import ParsedRequest, parse_request
+from batchinfer.job.row_adapters import BASE
+from batchinfer.job.row_params import RowParams
+from batchinfer.job.row_reader import Prompts, Read, ready
+from batchinfer.text.prompts import Prompt
+
+MakeBuilder = Callable[[PromptConfig, Sequence[str]], Prompts]
+
+
+class OpenAIReader:
+    """See ``batchinfer.job.row_reader.RowReader``.
+
+    Conversations go through the chat template. The text of a completion is raw: it has no template,
+    and control tokens in it are control tokens.
+
+    Args:
+        config: the job's ``prompt``.
+        make_builder: makes a builder of prompts: how, and of which columns.
+        params: makes the sampling parameters.
+        served_names: what a request may call the model.
+        adapters: numbers of those that a request may name in its place.
+    """
+
+    columns: tuple[str, ...] = ("custom_id", "method", "url", "body")
+
+    def __init__(
+        self,
+        config: PromptConfig,
+        make_builder: MakeBuilder,
+        params: RowParams,
+        served_names: Sequence[str],
+        adapters: Mapping[str, int],
+    ) -> None:
+        raw = replace(config, system=None, chat_template="none", chat_template_kwargs={})
+        kinds = {
+            "messages": replace(config, column="messages"),
+            "prompt": replace(raw, column="prompt", parse_special_tokens=True),
+            "token_ids": replace(raw, token_ids_column="token_ids", parse_special_tokens=False),
+        }
+        self._builders = {name: make_builder(kind, [name]) for name, kind in kinds.items()}
+        self._params = params
+        self._served_names = served_names
+        self._adapters = adapters
+
+    def read(self, rows: Sequence[Row]) -> list[Read]:
+        """See ``RowReader``."""
+        requests = [self._request(row) for row in rows]
+        made = {
+            source: iter(builder.build(_values(source, requests)))
+            for source, builder in self._builders.items()
+        }
+        return [
+            request
+            if isinstance(request, RowError)
+            else self._ready(next(made[request.source]), request)
+            for request in requests
+        ]
+
+    def _request(self, row: Row) -> ParsedRequest | RowError:
+        if isinstance(row, RowError):
+            return row
+        try:
+            return parse_request(row, self._served_names, self._adapters)
+        except RowError as error:
+            return error
+
+    def _ready(self, prompt: Prompt | RowError, request: ParsedRequest) -> Read:
+        adapter = self._adapters.get(request.model or "", BASE)
+        return ready(prompt, self._params.of(to_json(request.sampling)), adapter)
+
+
+def _values(
+    source: str, requests: Sequence[ParsedRequest | RowError]
+) -> list[Mapping[str, object]]:
+    return [
+        {source: request.value}
+        for request in requests
+        if isinstance(request, ParsedRequest) and request.source == source
+    ]

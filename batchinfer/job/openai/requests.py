@@ -1,0 +1,202 @@
+"""A line of an OpenAI batch file as a prompt and sampling parameters, by their names here.
+
+What changes the answer is either done or refused: a field that is not known, or whose value asks
+for what there is not, makes the line an error. Fields that change nothing are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from batchinfer.config import SamplingParams, field_names
+from batchinfer.errors import RowError
+from batchinfer.job.messages import did_you_mean, listed, printable, shown
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+_LINE = ("custom_id", "method", "url", "body")
+_NO_EFFECT = (
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "priority", "request_id", "stream_options"),
+)
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (True,),
+}
+"""Fields of what is not built, and the values that do not ask for it."""
+_OWN = ("messages", "prompt", "best_of", "logprobs", "top_logprobs")
+_SAMPLING = {*field_names(SamplingParams), "max_completion_tokens", "response_format"}
+_SAMPLING -= {"prompt_logprobs", "logprobs"}  # the first has no place in the answer
+_KNOWN = (*_OWN, *sorted(_SAMPLING), *_NO_EFFECT, *_NEUTRAL)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """What a line asks for."""
+
+    source: str
+    """``messages``, ``prompt`` or ``token_ids``."""
+    value: Any
+    sampling: Mapping[str, Any]
+    """Fields of ``SamplingParams`` that the line gives."""
+    model: str | None = None
+
+
+def parse_request(
+    line: Mapping[str, Any], served_names: Sequence[str], adapters: Collection[str] = ()
+) -> ParsedRequest:
+    """What a line asks for.
+
+    Args:
+        line: the object in the line.
+        served_names: what a body's ``model`` may be.
+        adapters: what it may be as well, in full.
+
+    Raises:
+        RowError: ``invalid_request``, ``unknown_model``, ``unsupported_parameter``,
+            ``bad_sampling_params``, ``empty_prompt``, ``unsupported_content``.
+    """
+    body = _checked_body(line)
+    _check_model(body.get("model"), served_names, adapters)
+    given = {name: value for name, value in body.items() if value is not None}
+    is_chat = line["url"] == CHAT
+    source, value = _messages(given) if is_chat else _prompt(given)
+    _check_known(given)
+    sampling = {name: value for name, value in given.items() if name in _SAMPLING}
+    if sampling.get("max_tokens") == sampling.get("max_completion_tokens"):
+        sampling.pop("max_completion_tokens", None)
+    logprobs = _chat_logprobs(given) if is_chat else _completion_logprobs(given)
+    if logprobs is not None:
+        sampling["logprobs"] = logprobs
+    _check_best_of(given)
+    return ParsedRequest(source, value, sampling, given.get("model"))
+
+
+def is_served(model: str, served_names: Sequence[str]) -> bool:
+    """Whether ``model`` is one of the names, or the last parts of one, like a folder's name."""
+    asked = PurePath(model).parts
+    return any(
+        model == name or (asked and PurePath(name).parts[-len(asked) :] == asked)
+        for name in served_names
+    )
+
+
+def _checked_body(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in line:
+        if name not in _LINE:
+            raise _invalid(f"unknown field {shown(name)}{did_you_mean(name, _LINE)}")
+    custom_id, body = line.get("custom_id"), line.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _invalid(f"custom_id is {shown(custom_id)}; it must be a text that is not empty")
+    if line.get("method") != "POST":
+        raise _invalid(f"method is {shown(line.get('method'))}; it must be POST")
+    if line.get("url") not in (CHAT, COMPLETIONS):
+        raise _invalid(f"url is {shown(line.get('url'))}; it must be {CHAT} or {COMPLETIONS}")
+    if not isinstance(body, Mapping):
+        raise _invalid(f"body is {shown(body)}; it must be an object")
+    return body
+
+
+def _check_model(model: object, served_names: Sequence[str], adapters: Collection[str]) -> None:
+    if model is None:
+        return
+    if not isinstance(model, str):
+        raise _invalid(f"body.model is {shown(model)}; it must be a text")
+    if model not in adapters and not is_served(model, served_names):
+        names = printable(listed((*served_names, *adapters)), 200)
+        raise RowError(
+            "unknown_model",
+            f"body.model is {shown(model)}, and this job runs {names}; "
+            "model.served_model_name gives it other names",
+        )
+
+
+def _messages(body: Mapping[str, Any]) -> tuple[str, Any]:
+    if "prompt" in body:
+        raise _invalid(f"body.prompt is not for {CHAT}; give messages")
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise _invalid(f"body.messages is {shown(messages)}; it must be a list of messages")
+    return "messages", messages
+
+
+def _prompt(body: Mapping[str, Any]) -> tuple[str, Any]:
+    if "messages" in body:
+        raise _invalid(f"body.messages is not for {COMPLETIONS}; give a prompt")
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise RowError(
+                "unsupported_parameter",
+                f"body.prompt holds {len(prompt)} prompts; give each a line of its own",
+            )
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return "prompt", prompt
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return "token_ids", prompt
+    raise _invalid(f"body.prompt is {shown(prompt)}; it must be a text or a list of token ids")
+
+
+def _check_known(body: Mapping[str, Any]) -> None:
+    for name, value in body.items():
+        if name in _NEUTRAL:
+            if not any(type(value) is type(v) and value == v for v in _NEUTRAL[name]):
+                raise RowError(
+                    "unsupported_parameter", f"body.{name} is {shown(value)}: not supported"
+                )
+        elif name not in _KNOWN:
+            raise RowError(
+                "unsupported_parameter",
+                f"body.{printable(name, 60)} is not supported{did_you_mean(name, _KNOWN)}",
+            )
+
+
+def _check_best_of(body: Mapping[str, Any]) -> None:
+    if "best_of" in body and body["best_of"] != body.get("n", 1):
+        raise RowError(
+            "unsupported_parameter", "body.best_of is not supported; leave it out, and set n"
+        )
+
+
+def _chat_logprobs(body: Mapping[str, Any]) -> Any:
+    """``logprobs`` switches them on, ``top_logprobs`` says how many alternatives."""
+    wanted, top = body.get("logprobs", False), body.get("top_logprobs")
+    if not isinstance(wanted, bool):
+        raise _bad(f"logprobs is {shown(wanted)}; it must be true or false")
+    if top is not None and not wanted:
+        raise _bad("top_logprobs needs logprobs: true")
+    return (0 if top is None else top) if wanted else None
+
+
+def _completion_logprobs(body: Mapping[str, Any]) -> Any:
+    """``logprobs`` says how many alternatives."""
+    if "top_logprobs" in body:
+        raise _bad(f"top_logprobs is not for {COMPLETIONS}; give logprobs a number")
+    wanted = body.get("logprobs")
+    if isinstance(wanted, bool):
+        raise _bad(f"logprobs is {shown(wanted)}; for {COMPLETIONS} it must be a number")
+    return wanted
+
+
+def _invalid(message: str) -> RowError:
+    return RowError("invalid_request", message)
+
+
+def _bad(message: str) -> RowError:
+    return RowError("bad_sampling_params", f"body: {message}")
