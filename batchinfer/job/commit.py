@@ -8,6 +8,7 @@ from collections import Counter
 import pyarrow as pa
 
 from batchinfer.errors import StorageError
+from batchinfer.job.explode import first_of_rows
 from batchinfer.job.files import publish, read_file, storage_errors
 from batchinfer.job.manifest import Part
 from batchinfer.job.output import OutputDir, parquet_bytes
@@ -54,8 +55,8 @@ def commit(
     assert stat is not None
     assert requests_stat is not None
     record = PartRecord(
-        table.num_rows,
-        _error_codes(table),
+        len(part.rows),
+        _error_codes(first_of_rows(table)),
         control_text_row_ids,
         stat.size,
         stat.mtime_ns,

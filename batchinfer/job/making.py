@@ -13,6 +13,7 @@ from threading import Event
 
 from batchinfer.errors import JobError, RowError
 from batchinfer.garbage import long_lived_left_alone
+from batchinfer.job.explode import METADATA as EXPLODED
 from batchinfer.job.flight import FlightLog
 from batchinfer.job.input_format import BATCH_ROWS
 from batchinfer.job.loop import EngineLoop, Finished
@@ -174,4 +175,5 @@ def _file_metadata(job: Job) -> dict[str, str]:
         "batchinfer.template_hash": hashlib.sha256(template).hexdigest(),
         "batchinfer.versions": json.dumps(package_versions()),
         "batchinfer.fingerprint": job.manifest.fingerprint,
+        **({EXPLODED: "true"} if job.spec.output.explode else {}),
     }

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.job.explode import first_of_rows
 from batchinfer.job.messages import printable
 
 
@@ -14,7 +15,7 @@ def read_part(data: bytes, rows: range) -> pa.Table:
 
     Args:
         data: the Parquet file.
-        rows: the row ids it must hold, in this order.
+        rows: the row ids it must hold, in this order; where it is exploded, each once or more.
 
     Raises:
         ValueError: what is wrong with it.
@@ -22,7 +23,7 @@ def read_part(data: bytes, rows: range) -> pa.Table:
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         table = file.read(use_threads=False)
-        found = table["row_id"].to_numpy()
+        found = first_of_rows(table.select(["row_id"]))["row_id"].to_numpy()
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(first_line(error)) from None
     if len(found) != len(rows):

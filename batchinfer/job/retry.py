@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.errors import DataError
+from batchinfer.job.explode import whole_rows
 from batchinfer.job.files import storage_errors
 from batchinfer.job.flight import forgive
 from batchinfer.job.manifest import Manifest, Part
@@ -71,7 +72,7 @@ def _good_rows(out: OutputDir, part: Part, record: PartRecord, schema: pa.Schema
     """The rows of a finished part that ended well, as a segment's table."""
     path = out.part_file(part)
     try:
-        table = out.read_table(path)
+        table = whole_rows(out.read_table(path))
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from None
     row_ids = table["row_id"]

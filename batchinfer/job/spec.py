@@ -149,7 +149,7 @@ class OutputSpec(_Section):
     if_exists: Literal["resume", "error", "overwrite"] = "resume"
     """What to do when the directory holds output already."""
     explode: bool = False
-    """One output row per sample. Not yet."""
+    """One output row per sample, in outputs and generated_text; all else is repeated."""
     include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
     """More to write for each row."""
     rename: Mapping[str, Text] = {}
@@ -157,11 +157,6 @@ class OutputSpec(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _refuse_not_yet(
-            {
-                "output.explode": self.explode,
-            }
-        )
         _check_place("output.path", self.path, STORES)
         if len(set(self.include)) < len(self.include):
             raise ValueError("include names something twice")
@@ -262,6 +257,8 @@ class JobSpec(_Section):
         )
         self._check_batch()
         if self.task == "score":
+            if self.output.explode:
+                raise ValueError("output.explode goes with task: generate; leave it out")
             if self.sampling != SCORING:
                 raise ValueError("sampling has no part in task: score; leave it out")
             if "prompt_logprobs" in self.output.include:
@@ -287,6 +284,8 @@ class JobSpec(_Section):
         return self
 
     def _check_batch(self) -> None:
+        if self.output.explode and self.output.format == "openai-batch":
+            raise ValueError("output.explode: OpenAI's files have all choices of a request in one")
         if self.input.format == "openai-batch":
             if self.task == "score":
                 raise ValueError(

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from batchinfer.errors import UsageError
 from batchinfer.job.columns import with_valid_text
+from batchinfer.job.explode import exploded
 from batchinfer.job.messages import listed, shown
 from batchinfer.job.source import Source
 from batchinfer.job.spec import JobSpec
@@ -51,6 +52,8 @@ class OutputTable:
     """Input column: its name in the output."""
     kept_schema: pa.Schema
     generated_schema: pa.Schema
+    explodes: bool = False
+    """Whether there is a row for each sample."""
 
     def columns(self, kept: Sequence[pa.RecordBatch], generated: pa.Table) -> pa.Table:
         """The table of finished rows: ``generated`` and the ``kept`` batches are of the same rows,
@@ -60,7 +63,8 @@ class OutputTable:
             for name, kind in zip(self.kept, self.kept_schema.types, strict=True)
         ]
         schema = pa.schema([*self.kept_schema, *self.generated_schema])
-        return pa.table([*arrays, *generated.columns], schema=schema)
+        table = pa.table([*arrays, *generated.columns], schema=schema)
+        return exploded(table) if self.explodes else table
 
 
 def output_table(source: Source, spec: JobSpec) -> OutputTable:
@@ -77,7 +81,7 @@ def output_table(source: Source, spec: JobSpec) -> OutputTable:
     _check_collisions(kept, set(generated.names))
     fields = [source.schema.field(name) for name in kept]
     kept_schema = pa.schema([pa.field(kept[field.name], field.type) for field in fields])
-    return OutputTable(kept, kept_schema, generated)
+    return OutputTable(kept, kept_schema, generated, spec.output.explode)
 
 
 def _generated_fields(include: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from batchinfer.errors import DataError
 from batchinfer.job.existing import plan_of, strays
+from batchinfer.job.explode import first_of_rows
 from batchinfer.job.files import read_file
 from batchinfer.job.fingerprint import digest
 from batchinfer.job.manifest import Manifest, Part, read_manifest
@@ -130,7 +131,7 @@ class _Check:
         except ValueError as error:
             raise DataError(f"{path}: {error}") from None
         self._check_schema(part, table.schema)
-        failed = pc.sum(pc.equal(table["status"], "error")).as_py() or 0
+        failed = pc.sum(pc.equal(first_of_rows(table)["status"], "error")).as_py() or 0
         if failed != sum(record.error_codes.values()):
             raise DataError(f"{path} has {failed:,} failed rows; its record says otherwise")
 

@@ -1,0 +1,92 @@
+"""One output row per sample (``output.explode``), and back to one per input row.
+
+A row with samples becomes as many rows, each with one of them in ``outputs``, its text in
+``generated_text`` and its tokens in ``num_output_tokens``; all else is repeated. A row without
+samples, which has failed, stays as it is. A part says in its metadata that it is like this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+METADATA = "batchinfer.explode"
+
+
+def is_exploded(table: pa.Table) -> bool:
+    """Whether a part's table has a row for each sample."""
+    return METADATA.encode() in (table.schema.metadata or {})
+
+
+def first_of_rows(table: pa.Table) -> pa.Table:
+    """The first row of each input row, in any part's table."""
+    if not is_exploded(table) or not table.num_rows:
+        return table
+    return table.take(np.flatnonzero(_begins(table["row_id"].to_numpy())))
+
+
+def exploded(table: pa.Table) -> pa.Table:
+    """A row for each sample.
+
+    Args:
+        table: finished rows, with the generated columns.
+    """
+    outputs = _array(table["outputs"])
+    lengths = pc.list_value_length(outputs).to_numpy(zero_copy_only=False)
+    repeats = np.maximum(lengths, 1)
+    has_sample = np.repeat(lengths > 0, repeats)
+    samples = pc.list_flatten(outputs)
+    at = np.cumsum(has_sample) - 1
+    sample_of = pa.array(at, mask=~has_sample)
+    rows = table.take(np.repeat(np.arange(table.num_rows), repeats))
+    ok = pc.equal(_array(rows["status"]), "ok")
+    texts = pc.struct_field(samples, "text").take(sample_of)
+    tokens = pc.struct_field(samples, "num_tokens").take(sample_of)
+    changed = {
+        "outputs": pa.ListArray.from_arrays(_offsets(has_sample), samples),
+        "generated_text": pc.if_else(ok, texts, pa.scalar(None, pa.string())),
+        "num_output_tokens": pc.fill_null(tokens, 0),
+    }
+    return _with(rows, changed)
+
+
+def whole_rows(table: pa.Table) -> pa.Table:
+    """A row for each input row, of a part's table, exploded or not."""
+    if not is_exploded(table) or not table.num_rows:
+        return table
+    begins = np.flatnonzero(_begins(table["row_id"].to_numpy()))
+    outputs = _array(table["outputs"])
+    lengths = pc.list_value_length(outputs).to_numpy(zero_copy_only=False)
+    tokens = _array(table["num_output_tokens"]).to_numpy()
+    counts = np.add.reduceat(lengths, begins)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    changed = {
+        "outputs": pa.ListArray.from_arrays(offsets, pc.list_flatten(outputs)),
+        "num_output_tokens": pa.array(np.add.reduceat(tokens, begins), pa.int32()),
+    }
+    return _with(table.take(begins), changed)
+
+
+def _begins(row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Where another input row begins."""
+    return np.concatenate([[True], row_ids[1:] != row_ids[:-1]])
+
+
+def _offsets(has_sample: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    return np.concatenate([[0], np.cumsum(has_sample)]).astype(np.int32)
+
+
+def _with(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
+    """``table`` with other values in some columns."""
+    arrays = [columns.get(name, table[name]) for name in table.schema.names]
+    return pa.table(
+        [a.cast(f.type) for a, f in zip(arrays, table.schema, strict=True)], schema=table.schema
+    )
+
+
+def _array(column: pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks()
