@@ -104,9 +104,9 @@ class InputSpec(_Section):
     """The rows to run."""
 
     path: str | tuple[str, ...]
-    """File, list of files, glob or directory, local, s3:// or gs://; globs and directories in path
-    order. As loaded:
-    absolute; a path that exists is itself, otherwise it is a glob."""
+    """File, list of files, glob or directory, local, s3://, gs:// or hf://datasets/; globs and
+    directories in path order. As loaded: absolute; a path that exists is itself, otherwise it is a
+    glob."""
     format: Literal["auto", "parquet", "jsonl", "openai-batch"] = "auto"
     """auto: jsonl where files are named .jsonl or .ndjson (.gz, .zst, .bz2), else parquet."""
     id_column: Text | None = None
@@ -128,7 +128,7 @@ class InputSpec(_Section):
         if not self.paths:
             raise ValueError("path is an empty list; name at least one file")
         for path in self.paths:
-            _check_place("input.path", path, STORES)
+            _check_place("input.path", path, (*STORES, "hf"))
         return self
 
     @property

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from batchinfer.errors import DataError
 from batchinfer.job.files import FileStat
-from batchinfer.job.place import is_url
+from batchinfer.job.place import is_url, scheme_of
 
 _HIDDEN = (".", "_")
 
@@ -41,6 +41,10 @@ class Store(Protocol):
 
 def store_of(path: str) -> Store:
     """The place that a path is in."""
+    if scheme_of(path) == "hf":
+        from batchinfer.job.hub_store import HubStore
+
+        return HubStore()
     if is_url(path):
         from batchinfer.job.object_store import ObjectStore  # only where it is asked for
 
