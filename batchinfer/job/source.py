@@ -11,6 +11,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from batchinfer.errors import DataError
+from batchinfer.job.hive import HiveFormat, folder_values
 from batchinfer.job.input_files import find_files, named_format
 from batchinfer.job.input_format import Format, InputFile, Rows, check_unchanged
 from batchinfer.job.messages import listed, printable, shown
@@ -99,7 +100,7 @@ def open_source(
 
     Args:
         path: a file, a glob, a directory (searched for names that data has), or a list of these,
-            local or in an object store.
+            local or in an object store. Folders in it that are named key=value are columns.
         limit: use only this many rows.
         format_name: ``input.format``.
 
@@ -110,6 +111,9 @@ def open_source(
     """
     names = find_files(path, format_name)
     chosen = _format(named_format(names) if format_name == "auto" else format_name)
+    folders = folder_values([path] if isinstance(path, str) else path, names)
+    if any(folders.values()) and not chosen.holds_requests:
+        chosen = HiveFormat(chosen, folders)
     found = [chosen.inspect(name) for name in names]
     files = tuple(file for file, _ in found)
     schema = chosen.common_schema(files, [schema for _, schema in found])

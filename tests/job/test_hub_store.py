@@ -33,7 +33,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        if path == f"/api/{NAME}/revision/main":
+        if path in (f"/api/{NAME}", f"/api/{NAME}/revision/main"):
             self.answer({"id": "org/data", "sha": "0" * 40, "siblings": []})
         elif path.startswith(f"/api/{NAME}/tree/main"):
             self.tree(path.removeprefix(f"/api/{NAME}/tree/main").strip("/"))
@@ -83,6 +83,12 @@ class Hub(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are kept from the real Hub; this one is here."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
 @pytest.fixture
