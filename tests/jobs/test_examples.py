@@ -29,6 +29,7 @@ def test_there_are_examples() -> None:
         "scoring",
         "jsonl",
         "openai-batch",
+        "adapters",
     }
 
 
