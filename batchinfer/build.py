@@ -42,6 +42,8 @@ class ModelChoice(Protocol):
     @property
     def max_model_len(self) -> int | None: ...
     @property
+    def quantization(self) -> str | None: ...
+    @property
     def adapters(self) -> Mapping[str, str]: ...
 
 
@@ -87,6 +89,7 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         dtype=model.dtype,
         device=device,
         max_model_len=model.max_model_len,
+        quantization=model.quantization,
         adapters=model.adapters,
     )
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)

@@ -19,6 +19,7 @@ from batchinfer.worker.loader import choose_max_model_len
 from batchinfer.worker.memory import DeviceMemory, fit_memory, free_host_bytes
 from batchinfer.worker.model_config import load_config
 from batchinfer.worker.model_files import CONFIG_FILES, resolve_folder
+from batchinfer.worker.quantization import check_quantization
 from batchinfer.worker.tokenizer_files import eos_token_ids
 from batchinfer.worker.weights import choose_dtype
 
@@ -53,6 +54,7 @@ def build_dry_engine(
     folder = resolve_folder(model.name, model.revision, CONFIG_FILES)
     loaded_config = load_config(folder)
     config = loaded_config.to_dict()
+    check_quantization(config, model.quantization)
     adapters = read_adapters(model.adapters, loaded_config)
     longest = choose_max_model_len(config, model.max_model_len)
     dtype = choose_dtype(model.dtype, config, {})
@@ -63,7 +65,7 @@ def build_dry_engine(
         kv_cache_dtype=engine.kv_cache_dtype,
         max_model_len=longest,
     )
-    cost = ModelCost.from_config(config, dtype, engine.kv_cache_dtype)
+    cost = ModelCost.from_config(config, dtype, engine.kv_cache_dtype, model.quantization)
     adapter_bytes = sum(adapter.nbytes(cost.element_bytes) for adapter in adapters)
     weight_bytes = cost.weight_bytes + adapter_bytes
     memory = fit_memory(

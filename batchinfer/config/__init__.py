@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from batchinfer.config.engine import EngineConfig, sized_for
 from batchinfer.config.prompt import PromptConfig
+from batchinfer.config.quantization import QUANTIZATIONS
 from batchinfer.config.sampling import (
     HUGE,
     MAX_BEAMS,
@@ -22,6 +23,7 @@ __all__ = [
     "MAX_BEAMS",
     "MAX_LOGPROBS",
     "MAX_SAMPLES",
+    "QUANTIZATIONS",
     "SAMPLING_ALIASES",
     "SCORING",
     "EngineConfig",

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchinfer.engine.layout import Config, KVLayout, text_config
+from batchinfer.engine.quantized import matrix_bytes
 from batchinfer.engine.step import Step
 
 _GIB = 2**30
@@ -113,16 +114,25 @@ class ModelCost:
     activations: int
     """Elements read and written per token and layer between the matrices."""
     element_bytes: int
+    matrix_bytes: float
+    """Bytes of a parameter of the layers' matrices, experts apart: fewer where quantised."""
     kv_bytes: int
     """Bytes of a token's KV, all layers."""
 
     @classmethod
-    def from_config(cls, config: Config, dtype: str, kv_cache_dtype: str = "auto") -> ModelCost:
+    def from_config(
+        cls,
+        config: Config,
+        dtype: str,
+        kv_cache_dtype: str = "auto",
+        quantization: str | None = None,
+    ) -> ModelCost:
         """Read the sizes from a model's config (``config.to_dict()`` or its config.json).
 
         Args:
             dtype: of the weights, by name.
             kv_cache_dtype: as ``KVLayout.from_config``.
+            quantization: ``model.quantization``.
 
         Raises:
             ValueError: as ``KVLayout.from_config``.
@@ -153,15 +163,15 @@ class ModelCost:
             # Two norms with residuals; q, k and v written, rotated and attended; the gated MLP.
             activations=10 * hidden + 6 * queries + 3 * keys + 6 * inner,
             element_bytes=layout.element_bytes,
+            matrix_bytes=matrix_bytes(config, quantization, layout.element_bytes),
             kv_bytes=layout.bytes_per_token,
         )
 
     @property
     def weight_bytes(self) -> int:
         """All parameters; norms and biases are left out."""
-        layer = self.attention_parameters + self.mlp_parameters * (self.experts or 1)
-        total = self.layers * layer + self.head_parameters * (1 if self.tied else 2)
-        return total * self.element_bytes
+        heads = self.head_parameters * (1 if self.tied else 2) * self.element_bytes
+        return round(self.layers * self._layer_bytes(self.experts) + heads)
 
     @property
     def active_parameters(self) -> int:
@@ -174,12 +184,19 @@ class ModelCost:
 
         Experts are taken to be chosen evenly and independently.
         """
-        touched = 1.0
+        touched = 0.0
         if self.experts:
             untouched = (1 - self.experts_per_token / self.experts) ** tokens
             touched = self.experts * (1 - untouched)
-        layer = self.attention_parameters + self.mlp_parameters * touched
-        return self.layers * layer * self.element_bytes
+        return self.layers * self._layer_bytes(touched)
+
+    def _layer_bytes(self, experts: float) -> float:
+        """Bytes of a layer's matrices, so many experts of it."""
+        if self.experts:
+            mlp = self.mlp_parameters * experts * self.element_bytes  # experts are not quantised
+        else:
+            mlp = self.mlp_parameters * self.matrix_bytes
+        return self.attention_parameters * self.matrix_bytes + mlp
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from batchinfer.config import SCORING, EngineConfig, PromptConfig, SamplingParams, ScoreConfig
+from batchinfer.config import (
+    QUANTIZATIONS,
+    SCORING,
+    EngineConfig,
+    PromptConfig,
+    SamplingParams,
+    ScoreConfig,
+)
 from batchinfer.job.place import STORES
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -67,7 +74,8 @@ class ModelSpec(_Section):
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of prompt and output together; null: what the model's config allows."""
     quantization: Text | None = None
-    """Not yet."""
+    """How to quantise the linear layers' weights as they are loaded: int8_weight_only or
+    int4_weight_only (torchao). null: as the checkpoint has them."""
     adapters: Mapping[Text, Text] = {}
     """LoRA adapters as peft saves them: a name, and a folder or hub id, each.
     ``prompt.adapter_column`` says which row runs through which; requests of OpenAI batch files name
@@ -82,7 +90,8 @@ class ModelSpec(_Section):
     def _check(self) -> Self:
         _refuse_not_yet(
             {
-                "model.quantization": self.quantization is not None,
+                f"model.quantization: {self.quantization}": self.quantization is not None
+                and self.quantization not in QUANTIZATIONS,
                 "model.trust_remote_code": self.trust_remote_code,
             }
         )

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchinfer.config import EngineConfig, field_names
+from batchinfer.config import QUANTIZATIONS, EngineConfig, field_names
 from batchinfer.errors import NotYetError
 from batchinfer.typed import take_types
 
 _NOT_YET: Mapping[str, object] = {
-    "quantization": None,
     "trust_remote_code": False,
     "preset": None,
     "pipeline_parallel_size": 1,
@@ -75,6 +74,7 @@ class ModelArguments:
     revision: str | None
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     max_model_len: int | None
+    quantization: str | None
     adapters: Mapping[str, str]
 
     def __post_init__(self) -> None:
@@ -84,6 +84,8 @@ class ModelArguments:
             paths = {name: _as_text(path) for name, path in self.adapters.items()}
             object.__setattr__(self, "adapters", paths)
         take_types(self)
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise NotYetError(f"LLM(quantization={self.quantization!r})")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ValueError(f"max_model_len is {self.max_model_len}; it must be 1 or more")
 

@@ -60,6 +60,7 @@ class LLM:
         revision: of a model on the hub; a tokenizer of its own is its repository's latest.
         dtype: ``auto`` (as saved), ``float32``, ``bfloat16`` or ``float16``.
         max_model_len: longest prompt and output together; default what the model allows.
+        quantization: ``int8_weight_only`` or ``int4_weight_only``; default as saved.
         adapters: LoRA adapters as peft saves them: folder or hub id by name.
         tensor_parallel_size: accepted for compatibility; must be 1.
         engine_keys: keys of the job file's ``engine`` section, e.g. ``block_size=32``.
@@ -80,6 +81,7 @@ class LLM:
         revision: str | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
+        quantization: str | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         tensor_parallel_size: int = 1,
         **engine_keys: Any,
@@ -93,6 +95,7 @@ class LLM:
             revision,
             dtype,  # type: ignore[arg-type]
             max_model_len,
+            quantization,
             adapters or {},  # type: ignore[arg-type]
         )
         # A revision is one of the model's repository.

@@ -21,6 +21,7 @@ from batchinfer.worker.fused_modules import keep_plain_attributes
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import PackedLinear
 from batchinfer.worker.probe_step import probe_step
+from batchinfer.worker.quantization import is_plain
 from batchinfer.worker.transfer import to_device
 
 _TOKENS = (3, 7, 5, 3)
@@ -164,7 +165,7 @@ def _does_the_same(
 
 def _with_sums_in_place(layer: Any) -> nn.Module | None:
     products = (getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None))
-    if not all(type(product) is nn.Linear and product.bias is None for product in products):
+    if not all(is_plain(product) and product.bias is None for product in products):
         return None
     return FusedDecoderLayer(layer)
 

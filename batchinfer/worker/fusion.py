@@ -22,6 +22,7 @@ from batchinfer.engine.layout import KVLayout
 from batchinfer.worker.fused_layers import fuse_layers
 from batchinfer.worker.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.fusion_probe import Call, Probe, rows_agree
+from batchinfer.worker.quantization import is_plain
 
 _NORM_OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
 _SCALES = (2.0**-8, 1.0, 2.0**8, 2.0**16)
@@ -115,14 +116,14 @@ def _is_attention(module: Any) -> bool:
         _is_norm(norm) and len(norm.weight) == module.head_dim
         for norm in (module.q_norm, module.k_norm)
     )
-    return norms_fit and all(type(getattr(module, name)) is nn.Linear for name in projections)
+    return norms_fit and all(is_plain(getattr(module, name)) for name in projections)
 
 
 def _is_gated_mlp(module: Any) -> bool:
     names = ("gate_proj", "up_proj", "down_proj")
     parts = {name for name, _ in module.named_children()}
     return parts in ({*names}, {*names, "act_fn"}) and all(
-        type(getattr(module, name)) is nn.Linear for name in names
+        is_plain(getattr(module, name)) for name in names
     )
 
 

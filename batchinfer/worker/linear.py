@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from batchinfer.kernels.cpu import gemm
+from batchinfer.worker.quantization import is_plain
 
 _PACK_FOR_ROWS = 64  # a hint; the packed weight serves any number of rows
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -109,7 +110,7 @@ def pack_linears(model: nn.Module, dtype: torch.dtype) -> None:
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == dtype and child.weight.numel():
+            if is_plain(child) and child.weight.dtype == dtype and child.weight.numel():
                 setattr(parent, name, PackedLinear(child))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,7 @@ from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.model_config import load_config
 from batchinfer.worker.model_files import check_weights, resolve_folder
 from batchinfer.worker.native_layer import fuse_native_layers
+from batchinfer.worker.quantization import check_quantization, saved_quantization
 from batchinfer.worker.rope import fix_longrope
 from batchinfer.worker.runner import model_bytes
 from batchinfer.worker.self_check import check_model
@@ -62,6 +64,7 @@ def load_model(
     dtype: str = "auto",
     device: torch.device,
     max_model_len: int | None = None,
+    quantization: str | None = None,
     adapters: Mapping[str, str] | None = None,
 ) -> LoadedModel:
     """Check a model folder (or hub id), load its weights and try four tokens.
@@ -69,6 +72,7 @@ def load_model(
     Args:
         dtype: ``auto`` keeps the dtype the weights are saved in.
         max_model_len: None takes what the model's config allows.
+        quantization: how to quantise the weights; None: as they are saved.
         adapters: folder or hub id of LoRA adapters by name; rows run through them by number, in
             this order from 1.
 
@@ -79,18 +83,20 @@ def load_model(
     folder = resolve_folder(name, revision)
     config = load_config(folder)
     values = config.to_dict()
+    check_quantization(values, quantization)
     longest = choose_max_model_len(values, max_model_len)
     _check_vocabulary(folder, config)
     found = read_adapters(adapters or {}, config)
     end_ids = eos_token_ids(folder, values, config.get_text_config().vocab_size)
     dtype = choose_dtype(dtype, values, check_weights(folder))
-    model = load_weights(folder, config, dtype, device)
+    load = partial(load_weights, folder, config, dtype, device, quantization)
+    model = load()
     num_parameters = sum(p.numel() for p in model.parameters())
     layout = KVLayout.from_config(values, block_size=16, dtype=dtype)
     fix_longrope(model, longest)
     check_model(model, layout)
     if not fuse(model, layout, longest):
-        model = load_weights(folder, config, dtype, device)
+        model = load()
         fix_longrope(model, longest)
     if device.type == "cpu":
         pack_linears(model, getattr(torch, dtype))
@@ -114,6 +120,7 @@ def load_model(
             "revision": revision,
             "family": config.model_type,
             "dtype": dtype,
+            "quantization": quantization or saved_quantization(values),
             "parameters": num_parameters,
             "weight_bytes": weight_bytes,
             "max_model_len": longest,

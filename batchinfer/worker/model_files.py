@@ -53,7 +53,7 @@ def resolve_folder(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, refused if it names code to run or quantised weights.
+    """The folder's config.json, refused if it names code to run.
 
     Raises:
         ModelError: missing, not JSON, or one of the above.
@@ -65,11 +65,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(
             f"{folder}/config.json needs the model's own code (auto_map), which is never run; "
             "use a model of a family that transformers has itself"
-        )
-    if config.get("quantization_config"):
-        raise ModelError(
-            f"not yet: {folder} holds quantised weights (quantization_config); "
-            "use the checkpoint they were made from"
         )
     return config
 

@@ -15,6 +15,7 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import PackedLinear
 from batchinfer.worker.out_of_memory import telling
 from batchinfer.worker.prompt_scorer import PromptScorer, WithScores
+from batchinfer.worker.quantization import plain_tensors
 from batchinfer.worker.sampled import Sampled
 
 Sample = Callable[[torch.Tensor, SamplingBatch], Sampled]
@@ -81,6 +82,7 @@ class ModelRunner:
 
 def model_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's parameters, buffers and packed weights; tied ones count once."""
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    held = (*model.parameters(), *model.buffers())
+    tensors = {t.data_ptr(): t.nbytes for one in held for t in plain_tensors(one)}
     packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return sum(tensors.values()) + sum(packed)

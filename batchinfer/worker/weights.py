@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention import ATTENTION_NAME, register
+from batchinfer.worker.quantization import quantize
 from batchinfer.worker.quiet import quiet_transformers
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -43,9 +44,16 @@ def choose_dtype(wanted: str, values: Mapping[str, Any], saved: Mapping[str, str
 
 
 def load_weights(
-    folder: Path, config: PreTrainedConfig, dtype: str, device: torch.device
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    device: torch.device,
+    quantization: str | None = None,
 ) -> torch.nn.Module:
     """transformers' own model of the config, filled from the folder, on the device.
+
+    Args:
+        quantization: a name of ``model.quantization``.
 
     Raises:
         ModelError: the files cannot be read, or are not of the model that the config describes.
@@ -66,6 +74,8 @@ def load_weights(
                 output_loading_info=True,
             )
         _check_complete(folder, found, _misplaced(model, found["unexpected_keys"]))
+        if quantization is not None:
+            quantize(model, quantization, device)
         model = model.to(device).eval().requires_grad_(False)
     except torch.OutOfMemoryError as error:
         raise DeviceError("the model's weights do not fit the device; use a smaller one") from error

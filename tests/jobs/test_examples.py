@@ -30,6 +30,7 @@ def test_there_are_examples() -> None:
         "jsonl",
         "openai-batch",
         "adapters",
+        "quantized",
     }
 
 

@@ -1,0 +1,6 @@
+"""Ways to quantise weights when they are loaded."""
+
+from __future__ import annotations
+
+QUANTIZATIONS = ("int8_weight_only", "int4_weight_only")
+"""Of ``model.quantization``: torchao's names."""

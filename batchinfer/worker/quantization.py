@@ -1,0 +1,173 @@
+"""Quantised weights: made of a checkpoint's own when it is loaded, or loaded as they were saved.
+
+torchao quantises, and multiplies by what it made: the modules stay transformers' own, with weights
+of another kind, so that logits are those of transformers' model with the same quantisation. The
+embedding and the output head keep their dtype, as transformers has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+from batchinfer.errors import ModelError
+
+_SAVED_TYPES = (
+    "Int8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "IntxWeightOnlyConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+)
+"""torchao's configurations of checkpoints that are loaded; each was tried on a CPU."""
+_PLAIN_TYPES = ("torch.dtype", "MappingType", "PerRow", "PerGroup", "PerAxis", "PerTensor")
+_PARTS = ("Algorithm", "Format", "Preference", "Granularity")
+_GROUPS = (128, 64, 32)
+
+
+def check_quantization(config: Mapping[str, Any], wanted: str | None) -> None:
+    """Check what a model's config.json says of quantisation, before anything of it is made.
+
+    Args:
+        config: of the model.
+        wanted: ``model.quantization``.
+
+    Raises:
+        ModelError: naming the method: weights were quantised in a way that is not loaded here, or
+            are to be quantised twice; or torchao is not installed.
+    """
+    saved = config.get("quantization_config")
+    if not saved:
+        if wanted is not None:
+            _require_torchao()
+        return
+    method = saved.get("quant_method") or "a method without a name"
+    if method != "torchao":
+        raise ModelError(
+            f"not yet: the model's weights are quantised by {method} (quantization_config in "
+            "config.json); use the checkpoint they were made from, or one made by torchao"
+        )
+    if wanted is not None:
+        raise ModelError(
+            f"model.quantization is {wanted}, but the model's weights are quantised already; "
+            "leave the key out"
+        )
+    kind = _default_type(saved)
+    name = kind.get("_type")
+    if name not in _SAVED_TYPES:
+        raise ModelError(
+            f"not yet: the model's weights are quantised by torchao's {name}; "
+            f"known: {', '.join(_SAVED_TYPES)}"
+        )
+    for other in _types_in(kind.get("_data")):
+        if other not in _PLAIN_TYPES and not other.endswith(_PARTS):
+            raise ModelError(f"the model's quantization_config holds a {other}, which is unknown")
+    _require_torchao()
+
+
+def saved_quantization(config: Mapping[str, Any]) -> str | None:
+    """How a checkpoint's weights were quantised, by torchao's name for it; None: not at all."""
+    saved = config.get("quantization_config")
+    return str(_default_type(saved).get("_type")) if saved else None
+
+
+def _default_type(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """torchao's configuration in a checkpoint's quantization_config."""
+    kinds = saved.get("quant_type")
+    kind = kinds.get("default") if isinstance(kinds, Mapping) else None
+    return kind if isinstance(kind, Mapping) else {"_type": kinds}
+
+
+def quantize(model: Any, method: str, device: torch.device) -> None:
+    """Quantise a model's linear layers, all but the output head, one after the other.
+
+    Args:
+        model: its weights in the dtype that it is to compute in.
+        method: a name of ``model.quantization``.
+        device: where each is quantised, and stays.
+
+    Raises:
+        ModelError: the model has no such layers, or their shapes or dtype do not allow it.
+    """
+    import torchao.quantization as ao
+
+    head = model.get_output_embeddings()
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head
+    }
+    if not linears:
+        family = model.config.model_type
+        raise ModelError(
+            f"model.quantization: models of the family {family!r} have no linear layers that "
+            "can be quantised"
+        )
+    config = _config(ao, method, device, linears)
+    for name, linear in linears.items():
+        try:
+            ao.quantize_(linear.to(device), config)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # torchao and the operators below it raise of all kinds
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ModelError(
+                f"model.quantization: {method} does not work for {name} in "
+                f"{linear.weight.dtype}: {reason}"
+            ) from error
+
+
+def is_plain(linear: object) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer with numbers for weights, not what they were quantised to."""
+    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, or those that a quantised one is made of."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _config(ao: Any, method: str, device: torch.device, linears: Mapping[str, nn.Linear]) -> Any:
+    """torchao's configuration of a method."""
+    if method == "int8_weight_only":
+        return ao.Int8WeightOnlyConfig(version=2)
+    assert method == "int4_weight_only"
+    group = next(
+        (size for size in _GROUPS if all(one.in_features % size == 0 for one in linears.values())),
+        None,
+    )
+    if group is None:
+        raise ModelError("model.quantization: int4_weight_only needs widths divisible by 32")
+    if device.type == "cuda":
+        return ao.Int4WeightOnlyConfig(group_size=group, int4_packing_format="tile_packed_to_4d")
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+    return PrototypeInt4WeightOnlyConfig(group_size=group, set_inductor_config=False)
+
+
+def _require_torchao() -> None:
+    try:
+        import torchao  # noqa: F401
+    except ImportError:
+        raise ModelError(
+            "quantised weights need torchao: pip install 'batchinfer[quantization]'"
+        ) from None
+
+
+def _types_in(value: Any) -> Iterator[str]:
+    """Names of the classes that a saved configuration is made of."""
+    if isinstance(value, Mapping):
+        if "_type" in value:
+            yield str(value["_type"])
+        for item in value.values():
+            yield from _types_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _types_in(item)
