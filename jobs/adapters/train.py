@@ -26,7 +26,7 @@ QUICKSTART = HERE.parent / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 from make_data import INSTRUCTIONS, Row, training_rows  # noqa: E402
 
-STEPS, ROWS_PER_STEP, RATE = 800, 16, 4e-3
+STEPS, ROWS_PER_STEP, RATE = 400, 16, 4e-3
 NUM_ROWS = 96
 
 
