@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
@@ -84,6 +85,22 @@ def some_findings(texts: tuple[str, ...] = ("plain",), scale: float = 1.0) -> Fi
     )
 
 
+KINDS = {
+    "plain": lambda: some_findings(),
+    "hostile": lambda: some_findings(HOSTILE),
+    "of days": lambda: some_findings(scale=1e4),
+    "without rows": lambda: replace(
+        some_findings(), timeline=Timeline(0.0), lengths=Lengths(), failures=(), examples=()
+    ),
+}
+
+
+@cache
+def page_of(kind: str) -> str:
+    """The page of one of ``KINDS``, drawn once."""
+    return page(KINDS[kind](), price_per_hour=2.0)
+
+
 class Tags(HTMLParser):
     """The elements and attributes of a page, and its text."""
 
@@ -104,7 +121,7 @@ class Tags(HTMLParser):
 
 def test_hostile_texts_are_text() -> None:
     assert len(HOSTILE) == 200
-    plain, hostile = Tags(page(some_findings())), Tags(page(some_findings(HOSTILE)))
+    plain, hostile = Tags(page_of("plain")), Tags(page_of("hostile"))
     assert hostile.names == plain.names
     assert hostile.attributes == plain.attributes
     assert plain.names.isdisjoint({"script", "iframe", "object", "embed", "img", "base", "form"})
@@ -115,7 +132,7 @@ def test_hostile_texts_are_text() -> None:
 
 
 def test_control_characters_are_stripped() -> None:
-    html = page(some_findings(HOSTILE))
+    html = page_of("hostile")
     html.encode()
     assert not re.search(
         "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]", html
@@ -123,7 +140,7 @@ def test_control_characters_are_stripped() -> None:
 
 
 def test_a_page_does_not_grow_with_the_data() -> None:
-    small = page(some_findings())
+    small = page_of("plain")
     many = replace(
         some_findings(tuple(f"{i}" for i in range(30))),
         timeline=some_steps(1e-3, 200_000),
@@ -205,21 +222,11 @@ def browser() -> Iterator[Browser]:
         yield opened
 
 
-KINDS = {
-    "plain": lambda: some_findings(),
-    "hostile": lambda: some_findings(HOSTILE),
-    "of days": lambda: some_findings(scale=1e4),
-    "without rows": lambda: replace(
-        some_findings(), timeline=Timeline(0.0), lengths=Lengths(), failures=(), examples=()
-    ),
-}
-
-
 @needs_chromium
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_a_browser(browser: Browser, tmp_path: Path, kind: str) -> None:
     file = tmp_path / "report.html"
-    file.write_text(page(KINDS[kind](), price_per_hour=2.0), encoding="utf-8")
+    file.write_text(page_of(kind), encoding="utf-8")
     for width, dark in product((400, 1600), (False, True)):
         browser.open(file, width=width, dark=dark)
         assert browser.requests == [file.as_uri()]
@@ -234,7 +241,7 @@ def test_in_a_browser(browser: Browser, tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 def test_charts_have_the_themes_colours(browser: Browser, tmp_path: Path, dark: bool) -> None:
     file = tmp_path / "report.html"
-    file.write_text(page(some_findings()), encoding="utf-8")
+    file.write_text(page_of("plain"), encoding="utf-8")
     browser.open(file, width=1600, dark=dark)
     for name, drawn in CHART.items():
         selector = f"document.querySelector('svg [fill=\"{drawn[0]}\"]')"
@@ -250,7 +257,7 @@ def as_rgb(colour: str) -> str:
 def test_a_layout_problem_would_be_seen(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     broken = "<p style='position:absolute;top:0;left:0'>on top</p><p style='width:2000px'>wide</p>"
-    html = page(some_findings()).replace("<main>", f"<main>{broken}")
+    html = page_of("plain").replace("<main>", f"<main>{broken}")
     file.write_text(html.replace("svg text {", "svg text { font-size: 80px;"), encoding="utf-8")
     browser.open(file, width=400, dark=False)
     problems = "\n".join(browser.layout_problems())
