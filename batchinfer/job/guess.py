@@ -59,6 +59,12 @@ def guess_columns(source: Source, *, prompt: str | None = None, row_id: str | No
         DataError: a column that is named is not there or has not the type, or ``row_id`` has a
             value twice or is null somewhere.
     """
+    if {"custom_id", "url", "body"} <= set(source.schema.names) and prompt is None:
+        where = printable(source.files[0].path, 120)
+        raise UsageError(
+            f"{where} is an OpenAI batch file, which needs no job file",
+            hint="answer it: batchinfer run-batch -i FILE -o ANSWERS.jsonl --model MODEL",
+        )
     data = _Data(source)
     keys, reasons = _named_prompt(data, prompt) if prompt is not None else _prompt(data)
     notes = _answered(data, keys.get("column"))

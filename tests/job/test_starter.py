@@ -108,6 +108,7 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
     ("rows", "words"),
     [
         ({"left": ["a"], "right": ["b"]}, ["several columns", "left (string)", "--prompt-column"]),
+        ({"custom_id": ["a"], "url": ["b"], "body": ["c"]}, ["batchinfer run-batch -i"]),
         ({"n": [1], "x": [0.5]}, ["holds no text", "n (int64), x (double)"]),
         (
             {"conversations": [[{"from": "human", "value": "Hi"}]]},
