@@ -76,7 +76,7 @@ class LoraConfig:
             if value not in (None, False, "none") and value != {} and value != []:
                 raise NotSupportedError(f"{key} is set, which is not supported")
         start = values.get("init_lora_weights", True)
-        if not isinstance(start, bool) and start not in _BASE_KEPT:
+        if not (isinstance(start, bool) or (isinstance(start, str) and start in _BASE_KEPT)):
             raise NotSupportedError(
                 f"init_lora_weights is {start!r}, which changes the base model's weights; "
                 "convert the adapter (peft: path_initial_model_for_weight_conversion)"
@@ -125,7 +125,7 @@ class LoraConfig:
         if indices in (None, []) or isinstance(wanted, str) or name in (wanted or ()):
             return True
         patterns = self._values.get("layers_pattern") or r"[^.]*"
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        for pattern in patterns if isinstance(patterns, list) else [patterns]:
             found = _match(rf".*\.{pattern}\.(\d+)\.", name)
             if found is not None:
                 at = int(found.group(found.re.groups))

@@ -61,9 +61,9 @@ def add_adapters(model: nn.Module, layout: KVLayout, adapters: Sequence[Adapter]
     for number, adapter in enumerate(adapters, start=1):
         try:
             _add(model, number, adapter, weight)
+            _try(model, layout, number, adapter)
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"model.adapters.{adapter.name} does not fit the device") from error
-        _try(model, layout, number, adapter)
 
 
 def _open_up(model: nn.Module) -> None:

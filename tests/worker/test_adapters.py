@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Completion
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.table import SequenceTable
-from batchinfer.errors import ModelError
+from batchinfer.errors import DeviceError, ModelError
+from batchinfer.worker import adapter_targets
 from batchinfer.worker.adapter_targets import LoraConfig, NotSupportedError
 from batchinfer.worker.adapters import LayerInParts
 from batchinfer.worker.attention import make_backend
@@ -328,6 +330,20 @@ def test_experts_are_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path / "model"), device=CPU, adapters={"b": str(tmp_path / "b")})
 
 
+@pytest.mark.parametrize(
+    "at", ["batchinfer.worker.lora._linear", "batchinfer.worker.adapters.forward"]
+)
+def test_an_adapter_that_does_not_fit_is_named(
+    sound: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(at, fail)
+    with pytest.raises(DeviceError, match=r"model\.adapters\.mine does not fit the device"):
+        load_model(str(sound / "model"), device=CPU, adapters={"mine": str(sound / "adapter")})
+
+
 # Which layers a configuration names: as peft has it
 
 NAMES = [f"model.layers.{n}.{part}" for n in (0, 1, 11) for part in ("attn.q_proj", "mlp.up")]
@@ -375,3 +391,13 @@ def test_a_pattern_of_numbers_goes_by_the_first_that_matches() -> None:
 def test_what_is_no_adapter_says_so() -> None:
     with pytest.raises(NotSupportedError, match="peft_type is None"):
         LoraConfig({})
+
+
+@pytest.mark.parametrize("value", [5, -1, 1e300, "x", "(", [], [[1]], [{}], {}, {"a": []}, None])
+def test_values_of_any_type_are_refused_or_understood(value: object) -> None:
+    sound = {"peft_type": "LORA", "target_modules": ["q_proj"], "layers_to_transform": [0]}
+    for key in adapter_targets._UNDERSTOOD:
+        with suppress(NotSupportedError):
+            config = LoraConfig({**sound, key: value})
+            for name in config.targets(NAMES, "lm_head"):
+                config.scale(name)
