@@ -91,8 +91,12 @@ def test_what_is_found_does_not_depend_on_how_it_was_scheduled(
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("max_tokens", [6, 64])
 def test_a_gang_is_preempted_whole_and_goes_on(caching: bool, max_tokens: int) -> None:
-    """Now and then the newest loses its blocks, in whatever state it is."""
-    requests = [beams(row, [row + 1] * 9, 4, max_tokens=30, ignore_eos=True) for row in range(6)]
+    """Now and then the newest loses its blocks, in whatever state it is; what an adapter computed
+    of the same tokens does not serve."""
+    requests = [
+        replace(beams(row, [row // 2] * 9, 4, max_tokens=30, ignore_eos=True), adapter=row % 2)
+        for row in range(6)
+    ]
     engine, _ = fake.make_engine(44, block_size=4, max_tokens=max_tokens, caching=caching)
     for request in requests:
         engine.add_request(request)
