@@ -76,17 +76,20 @@ def add_forced_tokens(
         result: the tokens.
         ends: gets the ends that this brings.
     """
+    tokens, goes_on = result.token_ids.tolist(), (~result.nonfinite & ~ends.at_limit).tolist()
     for at in np.flatnonzero(samples.has_grammar).tolist():
-        sequence, token = sequences[at], int(result.token_ids[at])
+        sequence, token, forced = sequences[at], tokens[at], list[int]()
         state = _state(sequence)
-        if state.error is None and not (result.nonfinite[at] or ends.at_limit[at]):
-            if token in sequence.request.eos_token_ids:
-                ends.stops[at] = token  # before min_tokens, too: nothing else can follow
-            elif at not in ends.stops:
-                _add(sequence, state.take(token), at, ends, table)
-        if state.error is not None:
-            ends.broken[at] = state.error
+        if goes_on[at] and token in sequence.request.eos_token_ids:
+            ends.stops[at] = token  # before min_tokens, too: nothing else can follow
+        elif goes_on[at] and at not in ends.stops:
+            forced = state.take(token)
+        error = state.error  # with this token, or already when its mask was made
+        if error is not None:
+            ends.broken[at] = error
             ends.stops.pop(at, None)
+        elif forced:
+            _add(sequence, forced, at, ends, table)
 
 
 def _add(sequence: Sequence, forced: list[int], at: int, ends: Ends, table: SequenceTable) -> None:
@@ -106,7 +109,7 @@ def _add(sequence: Sequence, forced: list[int], at: int, ends: Ends, table: Sequ
             break
     num_added = len(sequence.output_ids) - before
     ends.lengths[at] += num_added
-    if num_added and sequence.row >= 0:
+    if sequence.row >= 0:
         table.num_tokens[sequence.row] += num_added
         table.last_token[sequence.row] = sequence.output_ids[-1]
 
