@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from batchinfer.config.accept import AcceptConfig
 from batchinfer.config.engine import EngineConfig, sized_for
 from batchinfer.config.prompt import PromptConfig
 from batchinfer.config.quantization import QUANTIZATIONS
@@ -26,6 +27,7 @@ __all__ = [
     "QUANTIZATIONS",
     "SAMPLING_ALIASES",
     "SCORING",
+    "AcceptConfig",
     "EngineConfig",
     "PromptConfig",
     "SamplingParams",
@@ -37,7 +39,11 @@ __all__ = [
 
 
 def field_names(
-    record: type[SamplingParams] | type[PromptConfig] | type[EngineConfig] | type[ScoreConfig],
+    record: type[SamplingParams]
+    | type[PromptConfig]
+    | type[EngineConfig]
+    | type[ScoreConfig]
+    | type[AcceptConfig],
 ) -> tuple[str, ...]:
     """Names a user may write for ``record``, in order."""
     return tuple(entry.name for entry in fields(record))

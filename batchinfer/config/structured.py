@@ -71,7 +71,7 @@ def _of_response_format(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _checked(kind: str, value: Any) -> Any:
     if kind == "json":
-        return _schema_text(value)
+        return schema_text(f"{_NAME} json", value)
     if kind == "choice":
         return _choices(value)
     if kind == "json_object":
@@ -81,21 +81,22 @@ def _checked(kind: str, value: Any) -> Any:
     return _text(kind, value)
 
 
-def _schema_text(value: Any) -> str:
+def schema_text(key: str, value: Any) -> str:
+    """The JSON text of a schema, or of its JSON text, the order of its keys kept.
+
+    Raises:
+        ValueError: naming ``key``, when it is none.
+    """
     try:
-        if isinstance(value, str):
-            value = json.loads(value)
-        if not isinstance(value, Mapping | bool):
-            raise _error(f"json is {shown(value)}; it must be a JSON schema: keys and values")
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        loaded = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(loaded, ensure_ascii=False, allow_nan=False)
     except RecursionError:
-        raise _error("json is nested too deeply") from None
-    except TypeError as error:
-        raise _error(f"json is not JSON: {error}") from None
-    except ValueError as error:
-        if str(error).startswith(_NAME):
-            raise
-        raise _error(f"json is not JSON: {error}") from None
+        raise ValueError(f"{key} is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key} is not JSON: {error}") from None
+    if not isinstance(loaded, Mapping | bool):
+        raise ValueError(f"{key} is {shown(loaded)}; it must be a JSON schema: keys and values")
+    return text
 
 
 def _choices(value: Any) -> list[str]:

@@ -39,6 +39,8 @@ class Request:
     """Prompt tokens that a row after it, in the order they run, begins with as well."""
     scored_from: int = 1
     """With ``params.prompt_logprobs``: the first prompt token whose log-probability is wanted."""
+    first_sample: int = 0
+    """Index of its first sample: further ones of a row begin where those before it end."""
     part: int = 0
     """Which of a row's requests it is, where a row has several."""
     given_token: int | None = None

@@ -60,7 +60,7 @@ class RequestState:
         self.search = BeamSearch(self.request) if self.request.params.beam_width else None
         asks = self.request.params.prompt_logprobs is not None
         self.scores = PromptScores(self.request) if asks else None
-        self.live = [Sequence(self, 0)]
+        self.live = [Sequence(self, self.request.first_sample)]
         return self.live[0]
 
     def note_peak_blocks(self) -> None:

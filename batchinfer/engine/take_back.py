@@ -115,7 +115,7 @@ def _with_new_samples(drawn: Drawn) -> list[Sequence]:
     for leader, count in zip(leaders, drawn.copies.tolist(), strict=True):
         sequences.append(leader)
         for index in range(1, count):
-            sample = Sequence(leader.state, index)
+            sample = Sequence(leader.state, leader.index + index)
             leader.state.live.append(sample)
             sequences.append(sample)
     return sequences

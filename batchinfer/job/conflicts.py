@@ -21,6 +21,7 @@ from batchinfer.job.place import is_url
 from batchinfer.job.spec import JobSpec, output_columns
 from batchinfer.job.store_path import StorePath
 from batchinfer.job.yaml_file import KeyPath
+from batchinfer.text.acceptance import AcceptError, Judge
 from batchinfer.text.chat import compile_chat_template
 from batchinfer.text.conflicts import conflicts
 from batchinfer.text.grammar import GrammarError, check_structured_outputs
@@ -47,6 +48,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
     _check_chat_template_file(spec.prompt.chat_template, document)
     _check_templates(spec.prompt, document)
     _check_grammar(spec, document)
+    _check_accept(spec, document)
     _check_output_names(spec, document)
 
 
@@ -136,6 +138,15 @@ def _check_grammar(spec: JobSpec, document: JobDocument) -> None:
     except GrammarError as error:
         key = ("sampling", "structured_outputs")
         raise document.error(key, f": {printable(str(error), 200)}") from None
+
+
+def _check_accept(spec: JobSpec, document: JobDocument) -> None:
+    if spec.accept is None:
+        return
+    try:
+        Judge(spec.accept)
+    except AcceptError as error:
+        raise document.error(("accept",), f": {printable(str(error), 200)}") from None
 
 
 def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:

@@ -46,6 +46,8 @@ class EngineLoop:
     engine: Engine
     requests: Callable[[PromptRow], Sequence[Request]]
     """Makes a row's requests, numbered by their ``part``."""
+    further: Callable[[PromptRow, Sequence[Completion]], Sequence[Request]]
+    """Makes those that follow from what came of the others."""
     progress: Progress
     stop: Event
     max_waiting: int
@@ -117,5 +119,13 @@ class EngineLoop:
         found.num_left -= 1
         if found.num_left:
             return []
+        completions = [one for one in found.completions if one is not None]
+        more = self.further(found.row, completions)
+        found.completions += [None] * len(more)
+        found.num_left = len(more)
+        for one in more:
+            self.engine.add_request(one)
+        if more:
+            return []
         del self._in_flight[request.row_id]
-        return [(found.row, [one for one in found.completions if one is not None])]
+        return [(found.row, completions)]

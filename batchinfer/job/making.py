@@ -119,6 +119,7 @@ class _Phase:
         loop = EngineLoop(
             built.engine,
             task.requests,
+            task.further,
             self.progress,
             self.stop,
             max_waiting=2 * spec.engine.max_num_seqs,

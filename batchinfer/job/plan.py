@@ -14,6 +14,7 @@ are then scaled to the whole dataset, and ``sampled`` says of how much they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,9 @@ def plan_job(
         UsageError: no such device.
     """
     chosen = None if device is None else _device(device)
+    if spec.accept is not None:  # an upper bound, as max_tokens is
+        most = replace(spec.sampling, n=spec.accept.max_tries)
+        spec = spec.model_copy(update={"sampling": most})
     job = _look(spec)
     from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
 

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from batchinfer.config import (
     SAMPLING_ALIASES,
+    AcceptConfig,
     EngineConfig,
     PromptConfig,
     SamplingParams,
@@ -58,6 +59,7 @@ def known_keys() -> dict[str, tuple[str, ...]]:
         "input": _names(InputSpec),
         "prompt": field_names(PromptConfig),
         "sampling": (*field_names(SamplingParams), *SAMPLING_ALIASES),
+        "accept": field_names(AcceptConfig),
         "score": field_names(ScoreConfig),
         "engine": ("preset", *field_names(EngineConfig)),
         "output": _names(OutputSpec),

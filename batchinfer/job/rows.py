@@ -19,10 +19,13 @@ from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
 from batchinfer.job.row_adapters import BASE
 from batchinfer.job.row_params import RowSampling
+from batchinfer.job.stats import Tally
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import Prompt, PromptTooLongError
 from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
 from batchinfer.text.tokenizer import Tokenizer
+
+_NO_TALLY = Tally()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class FinishedRow:
     has_control_text: bool
     distinct_tokens: int = 0
     """Prompt tokens that no row before it, as they were planned to run, begins with."""
+    tally: Tally = _NO_TALLY
 
 
 class RequestMaker:
@@ -114,7 +118,7 @@ class RowFinisher:
         failed = completion.error_code is not None
         values = {
             "row_id": row.row_id,
-            "generated_text": None if failed else outputs[0]["text"],
+            "generated_text": None if failed or not outputs else outputs[0]["text"],
             "outputs": outputs,
             "num_prompt_tokens": len(prompt.token_ids),
             "num_output_tokens": sum(output["num_tokens"] for output in outputs),

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from batchinfer.config import SCORING
-from batchinfer.engine.request import Completion, Request, RequestStats, TokenIds
+from batchinfer.engine.request import Completion, Request, TokenIds
 from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
 from batchinfer.job.rows import FinishedRow, failed_row, seen_text
+from batchinfer.job.stats import together
 from batchinfer.text.completions import ScoredPrompt
 from batchinfer.text.tokenizer import Tokenizer
 
@@ -80,6 +81,10 @@ class Scoring:
             for part, (tokens, scored_from) in enumerate(sequences)
         ]
 
+    def further(self, row: PromptRow, completions: Sequence[Completion]) -> list[Request]:
+        """None."""
+        return []
+
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
         """The finished row; without completions one that could not run."""
         if isinstance(row.prompt, RowError):
@@ -99,7 +104,8 @@ class Scoring:
         }
         if "prompt" in self._include:
             values["prompt"] = seen_text(prompt, self._tokenizer)
-        stats = _together([c.stats for c in completions if c.stats.prompt_tokens])
+        stats = together([c.stats for c in completions if c.stats.prompt_tokens])
+        stats = stats and replace(stats, output_tokens=0)  # what was drawn was given
         return FinishedRow(values, stats, prompt.has_control_text, row.distinct_tokens)
 
     def _score(self, index: int, judged: _Judged) -> dict[str, Any]:
@@ -138,24 +144,3 @@ def _error(prompt: ScoredPrompt, completions: Sequence[Completion]) -> dict[str,
             where = f"completion {at}: " if prompt.completions else ""
             return {"code": completion.error_code, "message": f"{where}{completion.error_message}"}
     return None
-
-
-def _together(parts: Sequence[RequestStats]) -> RequestStats | None:
-    """What a row's requests took, as one. No output token was drawn; blocks that they share count
-    once, so the most that one of them held is the least that the row did."""
-    if not parts:
-        return None
-    return RequestStats(
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        output_tokens=0,
-        cached_tokens=sum(part.cached_tokens for part in parts),
-        recomputed_tokens=sum(part.recomputed_tokens for part in parts),
-        preemptions=sum(part.preemptions for part in parts),
-        swapped_blocks=sum(part.swapped_blocks for part in parts),
-        peak_blocks=max(part.peak_blocks for part in parts),
-        queue_ms=min(part.queue_ms for part in parts),
-        prefill_ms=max(part.prefill_ms for part in parts),
-        decode_ms=max(part.decode_ms for part in parts),
-        latency_ms=max(part.latency_ms for part in parts),
-        swap_preemptions=sum(part.swap_preemptions for part in parts),
-    )

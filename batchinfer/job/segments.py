@@ -48,7 +48,11 @@ def segment_table(rows: Iterable[FinishedRow], schema: pa.Schema) -> pa.Table:
 def _segment_row(row: FinishedRow) -> dict[str, Any]:
     request = None
     if row.stats is not None:
-        request = {**asdict(row.stats), DISTINCT_TOKENS: row.distinct_tokens}
+        request = {
+            **asdict(row.stats),
+            DISTINCT_TOKENS: row.distinct_tokens,
+            **asdict(row.tally),
+        }
     return {
         **row.values,
         REQUEST_COLUMN: request,

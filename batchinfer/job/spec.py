@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from batchinfer.config import (
     QUANTIZATIONS,
     SCORING,
+    AcceptConfig,
     EngineConfig,
     PromptConfig,
     SamplingParams,
@@ -248,8 +249,8 @@ class JobSpec(_Section):
     sampling: Annotated[SamplingParams, AfterValidator(_seeded)]
     """How the output tokens of a row are chosen. Names and meanings are vLLM's. Required, but left
     out with task: score, which chooses none."""
-    accept: Mapping[str, Any] | None = None
-    """Which samples to keep. Not yet."""
+    accept: AcceptConfig | None = None
+    """Which samples to keep."""
     score: ScoreConfig | None = None
     """What to score, with task: score."""
     engine: EngineConfig = EngineConfig()
@@ -259,11 +260,8 @@ class JobSpec(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _refuse_not_yet(
-            {
-                "accept": self.accept is not None,
-            }
-        )
+        if self.accept is not None:
+            self._check_accept(self.accept)
         self._check_batch()
         if self.task == "score":
             if self.output.explode:
@@ -308,6 +306,22 @@ class JobSpec(_Section):
                     )
         elif self.output.format == "openai-batch":
             raise ValueError("output.format: openai-batch needs input.format: openai-batch")
+
+    def _check_accept(self, accept: AcceptConfig) -> None:
+        if self.task == "score":
+            raise ValueError("accept has no part in task: score, which draws no samples")
+        if accept.k is not None and self.sampling.n > 1:
+            raise ValueError("accept.k and sampling.n both say how many to keep; leave one out")
+        if self.sampling.n > accept.max_tries:
+            raise ValueError("accept.max_tries is less than sampling.n; raise it")
+        _refuse_not_yet(
+            {
+                "accept with sampling.beam_width": self.sampling.beam_width is not None,
+                "accept with output.explode": self.output.explode,
+                "accept with output.format: openai-batch": self.output.format == "openai-batch",
+                "accept with sampling.prompt_logprobs": self.sampling.prompt_logprobs is not None,
+            }
+        )
 
 
 def resolved(spec: JobSpec) -> dict[str, Any]:

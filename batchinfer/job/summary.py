@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import PurePath
 from typing import Any
 
@@ -25,7 +26,7 @@ from batchinfer.job.measures import STEP_COLUMNS, Float, measures, sharing
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.recorder import Run, package_versions, read_run
-from batchinfer.job.stats import DISTINCT_TOKENS, REQUESTS_SCHEMA, STEPS_SCHEMA
+from batchinfer.job.stats import DISTINCT_TOKENS, REQUESTS_SCHEMA, STEPS_SCHEMA, Tally
 
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
 """Where no run has loaded the model, because there are no rows."""
@@ -85,6 +86,7 @@ def write_summary(
         "throughput": measured["throughput"],
         "kv": {**_NO_POOL, **latest.kv, **measured["kv"], **_peaks(runs)},
         "sharing": sharing(tokens["prompt"], sums[DISTINCT_TOKENS], tokens["prompt_computed"]),
+        "accept": {entry.name: sums[entry.name] for entry in fields(Tally)},
         "out_of_memory": _out_of_memory(runs),
         "model": latest.model,
         "device": latest.device,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from batchinfer.engine.request import Completion, Request
+from batchinfer.job.accepting import AcceptedGeneration
 from batchinfer.job.order import PromptRow
 from batchinfer.job.rows import FinishedRow, RequestMaker, RowFinisher
 from batchinfer.job.scoring import Scoring
@@ -22,6 +23,10 @@ class Task(Protocol):
 
     def requests(self, row: PromptRow) -> Sequence[Request]:
         """The requests of a row that can run, at least one; ``Request.part`` counts them."""
+        ...
+
+    def further(self, row: PromptRow, completions: Sequence[Completion]) -> Sequence[Request]:
+        """The requests that follow from what came of a row's requests so far; most often none."""
         ...
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
@@ -53,6 +58,10 @@ class Generation:
         facts = row.row_id, row.prompt, row.sampling, row.shared_later, row.adapter
         return [self._requests.make(*facts)]
 
+    def further(self, row: PromptRow, completions: Sequence[Completion]) -> list[Request]:
+        """None."""
+        return []
+
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
         """See ``Task``."""
         return self._finisher.finish(row, completions[0] if completions else None)
@@ -62,7 +71,8 @@ def make_task(spec: JobSpec, built: Built, grammars: GrammarCompiler) -> Task:
     """The task of a job on its model; ``grammars`` has been asked for those of its rows."""
     if spec.task == "score":
         return Scoring(built.tokenizer, spec.output.include)
-    return Generation(
-        RequestMaker(built.tokenizer, built.eos_token_ids, grammars),
-        RowFinisher(built.tokenizer, spec.output.written),
-    )
+    requests = RequestMaker(built.tokenizer, built.eos_token_ids, grammars)
+    finisher = RowFinisher(built.tokenizer, spec.output.written)
+    if spec.accept is not None:
+        return AcceptedGeneration(spec.accept, requests, finisher, built.tokenizer)
+    return Generation(requests, finisher)

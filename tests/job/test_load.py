@@ -253,7 +253,10 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        (MINIMAL + "accept: {k: 1}", "accept"),
+        (
+            MINIMAL.replace("8}", "8, beam_width: 2}") + "accept: {k: 1}",
+            "accept with sampling.beam",
+        ),
         (MINIMAL + "engine: {deterministic: true}", "engine.deterministic"),
         (MINIMAL.replace("some/model", "{name: m, quantization: fp8}"), "model.quantization"),
         (MINIMAL.replace("some/model", "{name: m, trust_remote_code: true}"), "trust_remote_code"),

@@ -28,12 +28,14 @@ class StoppedWhileReading(Ahead[list[PromptRow]]):
 def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
     stop = Event()
     built = FakeBuild()(None, None, log=lambda line: None)
+    task = Generation(
+        RequestMaker(built.tokenizer, built.eos_token_ids, grammars()),
+        RowFinisher(built.tokenizer, ()),
+    )
     loop = EngineLoop(
         built.engine,
-        Generation(
-            RequestMaker(built.tokenizer, built.eos_token_ids, grammars()),
-            RowFinisher(built.tokenizer, ()),
-        ).requests,
+        task.requests,
+        task.further,
         make_progress(25, quiet=True),
         stop,
         max_waiting=4,

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,6 +37,8 @@ REQUEST_COLUMNS = [
     *("row_id", "prompt_tokens", "output_tokens", "cached_tokens", "recomputed_tokens"),
     *("preemptions", "swapped_blocks", "peak_blocks", "queue_ms", "prefill_ms", "decode_ms"),
     *("latency_ms", "swap_preemptions", "distinct_tokens"),
+    *("samples_tried", "samples_accepted", "samples_rejected"),
+    *("samples_duplicate", "samples_surplus"),
 ]
 SUMMARY_KEYS = {
     "rows": ["total", "ok", "error"],
@@ -47,6 +50,10 @@ SUMMARY_KEYS = {
         *("peak_utilization", "mean_waste", "contiguous_waste", "sharing_saving"),
         *("prefix_hit_rate", "cow_copies", "preemptions", "swapped_blocks"),
         "swap_preemptions",
+    ],
+    "accept": [
+        *("samples_tried", "samples_accepted", "samples_rejected"),
+        *("samples_duplicate", "samples_surplus"),
     ],
     "out_of_memory": ["count", "max_num_batched_tokens"],
     "sharing": [
@@ -342,7 +349,8 @@ def test_measures_without_files_are_those_of_the_summary(tmp_path: Path) -> None
     measured = Measured(block_size=4)
     for step in finished.steps.to_pylist():
         measured.add(cast(StepStats, SimpleNamespace(**step)), [])
-    for row in finished.requests.drop_columns(["row_id", "distinct_tokens"]).to_pylist():
+    names = [field.name for field in fields(RequestStats)]
+    for row in finished.requests.select(names).to_pylist():
         measured.add(None, [RequestStats(**row)])
     measured.seconds = finished.summary["time_s"]["engine"]
     measures = measured.measures()

@@ -1,0 +1,117 @@
+"""Jobs that keep the samples that pass: the same ones however they were run, each counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import ExitCode, UsageError
+from batchinfer.job.load import load_job
+from batchinfer.job.run import run_job
+from tests.models import make_text_model
+
+REGEX = "^[^a-e]*[f-m]"
+CELLS = [None, None, '{"n": 2}', '{"seed": 5}', None, '{"regex": 1}', None, None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("accepting")
+    make_text_model(path / "model")
+    prompts = [f"Row {at} " * (1 + at % 3) for at in range(len(CELLS))]
+    pq.write_table(pa.table({"prompt": prompts, "sampling_params": CELLS}), path / "in.parquet")
+    return path
+
+
+def run(folder: Path, name: str, accept: str, **changes: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The output rows and the summary of a job."""
+    text = (
+        "model: {name: model, dtype: float32}\ninput: {path: in.parquet}\n"
+        "prompt: {chat_template: none}\nsampling: {max_tokens: 6, seed: 3}\n"
+        f"{accept}\nengine: {{num_kv_blocks: 200, max_num_seqs: 16}}\n"
+        f"output: {{path: {name}, rows_per_part: 3}}\nerrors: {{max_error_rate: 0.5}}\n"
+    )
+    job = folder / f"{name}.yaml"
+    job.write_text(text)
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    assert run_job(load_job(job, overrides=overrides), quiet=True) is ExitCode.OK
+    rows = pq.read_table(folder / name / "data").to_pylist()
+    return rows, json.loads((folder / name / "summary.json").read_text())
+
+
+def test_the_first_that_pass_are_kept_and_all_are_counted(folder: Path) -> None:
+    everything, _ = run(folder, "all", "", **{"sampling.n": 16})
+    rows, summary = run(folder, "some", f"accept: {{regex: '{REGEX}', k: 3, dedup: true}}")
+    kept = 0
+    for row, whole, cell in zip(rows, everything, CELLS, strict=True):
+        if row["status"] == "error":
+            assert row["error"]["code"] == "bad_sampling_params"
+            continue
+        wanted = 2 if cell == CELLS[2] else 3
+        candidates = whole["outputs"]
+        if cell == CELLS[2]:  # the row's own n is how many it keeps, not how many there are
+            candidates = [one for one in row["outputs"] if re.search(REGEX, one["text"])]
+        texts = [one["text"] for one in candidates]
+        passing = [
+            one
+            for at, one in enumerate(candidates)
+            if re.search(REGEX, one["text"]) and texts.index(one["text"]) == at
+        ]
+        assert row["outputs"] == passing[:wanted]
+        assert row["generated_text"] == (passing[0]["text"] if passing else None)
+        assert row["num_output_tokens"] == sum(one["num_tokens"] for one in row["outputs"])
+        kept += len(row["outputs"])
+    counts = summary["accept"]
+    assert counts["samples_accepted"] == kept > 0
+    assert counts["samples_rejected"] > 0
+    assert counts["samples_tried"] == sum(counts.values()) - counts["samples_tried"]
+    assert counts["samples_tried"] < 7 * 16
+    requests = pq.read_table(folder / "some" / "stats" / "requests.parquet").to_pylist()
+    assert sum(one["samples_tried"] for one in requests) == counts["samples_tried"]
+
+
+def test_what_is_kept_depends_on_nothing_beside_it(folder: Path) -> None:
+    accept = f"accept: {{regex: '{REGEX}', k: 3}}"
+    first, summary = run(folder, "first", accept)
+    tight = {"engine.num_kv_blocks": 6, "engine.max_num_seqs": 4, "engine.order": "input"}
+    second, other = run(folder, "second", accept, **tight)
+    assert first == second
+    assert summary["accept"] == other["accept"]
+
+
+def test_rows_without_a_sample_that_passes_are_not_errors(folder: Path) -> None:
+    rows, summary = run(folder, "none", "accept: {regex: nothing says this, max_tries: 5}")
+    for row in rows:
+        if row["status"] == "ok":
+            assert (row["outputs"], row["generated_text"]) == ([], None)
+    assert summary["accept"]["samples_rejected"] == summary["accept"]["samples_tried"] == 7 * 5
+
+
+def test_what_is_accepted_is_part_of_the_job(folder: Path) -> None:
+    run(folder, "mine", "accept: {k: 2}")
+    with pytest.raises(Exception, match=r"accept\.k"):
+        run(folder, "mine", "accept: {k: 3}")
+
+
+@pytest.mark.parametrize(
+    ("accept", "changes", "message"),
+    [
+        ("accept: {schema: {type: strnig}}", {}, "line 5: accept: schema is wrong"),
+        ("accept: {regex: '('}", {}, "regex is wrong"),
+        ("accept: {kk: 3}", {}, "unknown key accept.kk; did you mean k"),
+        ("accept: {k: 2}", {"sampling.n": 3}, "accept.k and sampling.n both say how many"),
+        ("accept: {max_tries: 2}", {"sampling.n": 3}, "accept.max_tries is less than sampling.n"),
+    ],
+)
+def test_a_mistake_is_told_before_the_model_loads(
+    folder: Path, accept: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        run(folder, "wrong", accept, **changes)
+    assert message in str(caught.value)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.config import AcceptConfig
+from batchinfer.text.acceptance import AcceptError, Judge, Verdict
+
+A, R, D, S = Verdict
+
+
+def verdicts(texts: list[str], wanted: int = 9, **config: Any) -> list[Verdict]:
+    judge = Judge(AcceptConfig(**config))
+    return judge.judge([(text, len(text)) for text in texts], wanted).verdicts
+
+
+@pytest.mark.parametrize(
+    ("config", "texts", "expected"),
+    [
+        ({}, ["a", "", "a"], [A, A, A]),
+        ({"regex": "b+"}, ["abc", "ac", "b"], [A, R, A]),
+        ({"regex": "^b$"}, ["abc", "b"], [R, A]),
+        ({"min_tokens": 2}, ["a", "ab", "abc"], [R, A, A]),
+        ({"dedup": True}, ["a", "b", "a"], [A, A, D]),
+        ({"dedup": True, "regex": "a"}, ["b", "b", "a", "a"], [R, R, A, D]),
+        (
+            {"schema": {"type": "object", "required": ["a"]}},
+            ['{"a": 1}', "{}", "{", "3", "[" * 100_000],
+            [A, R, R, R, R],
+        ),
+        ({"schema": '{"type": "integer"}', "regex": "3"}, ["3", "4", "x3"], [A, R, R]),
+    ],
+)
+def test_what_passes(config: dict[str, Any], texts: list[str], expected: list[Verdict]) -> None:
+    assert verdicts(texts, **config) == expected
+
+
+@given(st.lists(st.sampled_from("abcd")), st.integers(1, 5), st.booleans())
+def test_the_first_that_pass_are_kept(texts: list[str], wanted: int, dedup: bool) -> None:
+    found = verdicts(texts, wanted, regex="[abc]", dedup=dedup)
+    passing = [at for at, text in enumerate(texts) if text != "d"]
+    if dedup:
+        passing = [at for at in passing if texts.index(texts[at]) == at]
+    assert [at for at, verdict in enumerate(found) if verdict is A] == passing[:wanted]
+    if len(passing) >= wanted:
+        after = passing[wanted - 1] + 1
+        assert set(found[after:]) <= {S}
+        assert S not in found[:after]
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "strnig"}, {"minLength": -1}, {"properties": 3}, {"pattern": "("}]
+)
+def test_a_schema_that_is_wrong(schema: dict[str, Any]) -> None:
+    with pytest.raises(AcceptError, match="schema is wrong"):
+        Judge(AcceptConfig(schema=schema))
+
+
+def test_jsonschema_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(AcceptError, match=r"pip install 'batchinfer\[structured\]'"):
+        Judge(AcceptConfig(schema={}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "("}, "regex is wrong: missing \\)"),
+        ({"schema": "{"}, "schema is not JSON"),
+        ({"k": 0}, "k is 0; it must be 1 to"),
+        ({"k": 17}, "k is 17, more than max_tries, which is 16"),
+        ({"max_tries": 0}, "max_tries is 0; it must be 1 to"),
+        ({"min_tokens": -1}, "min_tokens is -1"),
+    ],
+)
+def test_a_field_out_of_range_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AcceptConfig(**fields)
