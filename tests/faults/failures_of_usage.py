@@ -63,7 +63,6 @@ def _input_in_output(place: Place) -> list[str]:
 
 
 USAGE: dict[str, Failure] = {
-    "a command not built": _command("init", "out"),
     "--shard": _command("run", "job.yaml", "--shard", "0/2"),
     "--set without a value": _command("validate", "job.yaml", "--set", "sampling.top_p"),
     "--set without a key": _command("validate", "job.yaml", "--set", "=3"),
