@@ -7,7 +7,7 @@ samples, which has failed, stays as it is. A part says in its metadata that it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 METADATA = "batchinfer.explode"
+_PIECE_BYTES = 1 << 30
+"""Of what is repeated at a time: one Arrow array holds 2 GiB of text."""
 
 
 def is_exploded(table: pa.Table) -> bool:
@@ -26,7 +28,7 @@ def first_of_rows(table: pa.Table) -> pa.Table:
     """The first row of each input row, in any part's table."""
     if not is_exploded(table) or not table.num_rows:
         return table
-    return table.take(np.flatnonzero(_begins(table["row_id"].to_numpy())))
+    return table.filter(pa.array(_begins(table["row_id"].to_numpy())))  # take joins all chunks
 
 
 def exploded(table: pa.Table) -> pa.Table:
@@ -42,7 +44,7 @@ def exploded(table: pa.Table) -> pa.Table:
     samples = pc.list_flatten(outputs)
     at = np.cumsum(has_sample) - 1
     sample_of = pa.array(at, mask=~has_sample)
-    rows = table.take(np.repeat(np.arange(table.num_rows), repeats))
+    rows = _repeated(table, repeats)
     ok = pc.equal(_array(rows["status"]), "ok")
     texts = pc.struct_field(samples, "text").take(sample_of)
     tokens = pc.struct_field(samples, "num_tokens").take(sample_of)
@@ -68,7 +70,30 @@ def whole_rows(table: pa.Table) -> pa.Table:
         "outputs": pa.ListArray.from_arrays(offsets, pc.list_flatten(outputs)),
         "num_output_tokens": pa.array(np.add.reduceat(tokens, begins), pa.int32()),
     }
-    return _with(table.take(begins), changed)
+    return _with(first_of_rows(table), changed)
+
+
+def _repeated(table: pa.Table, repeats: npt.NDArray[np.integer]) -> pa.Table:
+    """Each row so many times."""
+    pieces, start = list[pa.RecordBatch](), 0
+    for batch in table.to_batches():
+        pieces += _pieces(batch, repeats[start : start + batch.num_rows])
+        start += batch.num_rows
+    return pa.Table.from_batches(pieces, table.schema)
+
+
+def _pieces(batch: pa.RecordBatch, repeats: npt.NDArray[np.integer]) -> Iterator[pa.RecordBatch]:
+    most = int(repeats.max(initial=0))
+    if batch.nbytes * most <= _PIECE_BYTES:
+        yield batch.take(pa.array(np.repeat(np.arange(batch.num_rows), repeats)))
+    elif batch.num_rows > 1:
+        middle = batch.num_rows // 2
+        yield from _pieces(batch[:middle], repeats[:middle])
+        yield from _pieces(batch[middle:], repeats[middle:])
+    else:
+        at_once = max(1, _PIECE_BYTES // batch.nbytes)
+        for done in range(0, most, at_once):
+            yield batch.take(pa.array(np.zeros(min(at_once, most - done), dtype=np.int64)))
 
 
 def _begins(row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.errors import ExitCode
+from batchinfer.job import explode
 from batchinfer.job.explode import METADATA, exploded, first_of_rows, is_exploded, whole_rows
 from batchinfer.job.output import OutputDir
 from batchinfer.job.run import run_job
@@ -67,6 +68,28 @@ def test_rows_taken_apart_and_put_together(kinds: list[tuple[int, bool]]) -> Non
             assert one["generated_text"] == (sample["text"] if good else None)
             assert (one["row_id"], one["kept"]) == (whole["row_id"], whole["kept"])
     assert next(found, None) is None
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, 1000])
+def test_more_than_an_array_holds_goes_into_several(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    rows = [row(at, at % 5, failed=at % 7 == 0) for at in range(NUM_ROWS)]
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    wanted = exploded(table)
+    monkeypatch.setattr(explode, "_PIECE_BYTES", piece_bytes)
+    apart = exploded(pa.concat_tables([table[:7], table[7:]]))
+    assert apart.equals(wanted)
+    assert apart["kept"].num_chunks > 4
+    assert whole_rows(apart).equals(table)
+
+
+def test_rows_are_found_again_among_more_text_than_an_array_holds() -> None:
+    text = pa.array(["x" * (1 << 26)])
+    kept = pa.chunked_array([text] * 40)  # over 2 GiB, in the memory of one
+    row_ids = pa.array([0] * 30 + [1] * 10)
+    table = pa.table({"kept": kept, "row_id": row_ids}).replace_schema_metadata({METADATA: "true"})
+    assert first_of_rows(table)["row_id"].to_pylist() == [0, 1]
 
 
 def spec(tmp_path: Path, **output: Any) -> Any:
