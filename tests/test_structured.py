@@ -140,6 +140,13 @@ def test_rows_beside_them_and_a_small_pool_change_nothing(llm: LLM, model: Path)
             assert one.cumulative_logprob == two.cumulative_logprob == three.cumulative_logprob
 
 
+def test_a_complete_text_ends_before_min_tokens(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, min_tokens=30, structured_outputs={"choice": ["ab"]})
+    (output,) = llm.generate(["a"], params, use_tqdm=False)
+    assert output.error is None
+    assert output.outputs[0].text == "ab"
+
+
 def test_a_bad_grammar_is_told_before_anything_runs(llm: LLM) -> None:
     bad = SamplingParams(structured_outputs={"regex": "("})
     with pytest.raises(ValueError, match=r"prompt 1: structured_outputs: a regular expression"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from batchinfer.config.sampling import MAX_SAMPLES
+from batchinfer.config.sampling import MAX_SAMPLES, SamplingParams
 from batchinfer.config.structured import schema_text
 from batchinfer.config.values import shown
 from batchinfer.typed import take_types
@@ -64,6 +64,17 @@ class AcceptConfig:
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:
             raise ValueError(f"{name} is {shown(getattr(self, name))}; it must be {what}")
+
+    def check(self, params: SamplingParams) -> None:
+        """Check that a row's own parameters go with this.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        if params.beam_width is not None:
+            raise ValueError("beam_width does not go with accept")
+        if params.n > self.max_tries:
+            raise ValueError(f"n is {params.n}, more than accept.max_tries, {self.max_tries}")
 
     def wanted(self, n: int) -> int:
         """How many samples of a row to keep that asks for ``n``."""

@@ -81,7 +81,8 @@ def load(job: Job, build: BuildEngine) -> Loaded | None:
 
 def _row_reader(job: Job, built: Built, grammars: GrammarCompiler) -> RowReader:
     spec, schema = job.spec, job.source.schema
-    make_params = partial(RowParams, spec.sampling, built.vocab_size, grammars)
+    check = None if spec.accept is None else spec.accept.check
+    make_params = partial(RowParams, spec.sampling, built.vocab_size, grammars, check=check)
     if job.source.format.holds_requests:
         from batchinfer.job.openai.reader import OpenAIReader
 

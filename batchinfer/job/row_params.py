@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -51,6 +51,7 @@ class RowParams:
         grammars: compiles what they say of the text.
         where: what messages call the place of a row's changes.
         keeps_logprobs: whether log-probabilities are written even if only a row asks for them.
+        check: raises ValueError of a row's parameters that do not go with the job.
 
     Raises:
         UsageError: the job's own parameters name a token id the model does not have, or a grammar
@@ -65,6 +66,7 @@ class RowParams:
         where: str = COLUMN,
         *,
         keeps_logprobs: bool = False,
+        check: Callable[[SamplingParams], None] | None = None,
     ) -> None:
         self._where = where
         self._kept = {
@@ -74,6 +76,7 @@ class RowParams:
         self._job = _PARAMS.dump_python(job, mode="json")
         self._vocab_size = vocab_size
         self._grammars = grammars
+        self._check = check
         try:
             job.check_token_ids(vocab_size)
             self._check_grammar(job)
@@ -122,6 +125,8 @@ class RowParams:
             params = _PARAMS.validate_json(json.dumps({**self._job, **fields}), strict=True)
             params.check_token_ids(self._vocab_size)
             self._check_grammar(params)
+            if self._check is not None:
+                self._check(params)
         except ValidationError as error:
             return self._row_error(_problem(error.errors()[0]))
         except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -86,25 +86,63 @@ class Judge:
         if self._validator is None:
             return True
         try:
-            return bool(self._validator.is_valid(json.loads(text)))
-        except (ValueError, RecursionError):
+            value = json.loads(text, parse_constant=_no_json)
+            return bool(self._validator.is_valid(value))
+        except (ValueError, RecursionError, ArithmeticError):  # of 1e400, which is infinite
             return False
+
+
+def _no_json(constant: str) -> Any:
+    """Python reads NaN and Infinity, which JSON does not have."""
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _validator(schema: str) -> Any:
     try:
         import jsonschema
         from jsonschema.validators import validator_for
+        from referencing import Registry
+        from referencing.exceptions import Unresolvable
     except ImportError:
         raise AcceptError(
             "schema needs the package jsonschema: pip install 'batchinfer[structured]'"
         ) from None
     loaded = json.loads(schema)
+    dialect = loaded.get("$schema", "") if isinstance(loaded, Mapping) else ""
+    if not isinstance(dialect, str):
+        raise AcceptError("schema is wrong: $schema must be a text")
     kind = validator_for(loaded, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(loaded)
+        _check_references(loaded, kind)
+    except Unresolvable as error:
+        raise AcceptError(
+            f"schema is wrong: it refers to {error.ref}, which is not in it; nothing is fetched"
+        ) from None
     except jsonschema.SchemaError as error:
         raise AcceptError(f"schema is wrong: {error.message}") from None
     except (RecursionError, re.error) as error:
         raise AcceptError(f"schema is wrong: {error or 'it is nested too deeply'}") from None
-    return kind(loaded)
+    return kind(loaded, registry=Registry())  # an empty one, for jsonschema's own fetches
+
+
+def _check_references(schema: Any, kind: Any) -> None:
+    """Look up all that a schema refers to.
+
+    Raises:
+        Unresolvable: something is not there.
+    """
+    from referencing import Registry
+    from referencing.jsonschema import DRAFT202012, specification_with
+
+    specification = specification_with(kind.META_SCHEMA.get("$schema", ""), default=DRAFT202012)
+    whole = specification.create_resource(schema)
+    registry: Registry[Any] = Registry()
+    todo = [(whole, registry.resolver_with_root(whole))]
+    while todo:
+        resource, resolver = todo.pop()
+        if isinstance(resource.contents, Mapping):
+            for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+                if isinstance(to := resource.contents.get(key), str):
+                    resolver.lookup(to)
+        todo += [(part, resolver.in_subresource(part)) for part in resource.subresources()]

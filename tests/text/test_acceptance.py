@@ -33,6 +33,9 @@ def verdicts(texts: list[str], wanted: int = 9, **config: Any) -> list[Verdict]:
             [A, R, R, R, R],
         ),
         ({"schema": '{"type": "integer"}', "regex": "3"}, ["3", "4", "x3"], [A, R, R]),
+        ({"schema": {"multipleOf": 0.5}}, ["1.5", "1e400", "NaN", "[Infinity]"], [A, R, R, R]),
+        ({"schema": {"$ref": "#/$defs/a", "$defs": {"a": {"const": 1}}}}, ["1", "2"], [A, R]),
+        ({"schema": {"items": {"$ref": "#"}}}, ["[[1]]", "["], [A, R]),
     ],
 )
 def test_what_passes(config: dict[str, Any], texts: list[str], expected: list[Verdict]) -> None:
@@ -53,7 +56,16 @@ def test_the_first_that_pass_are_kept(texts: list[str], wanted: int, dedup: bool
 
 
 @pytest.mark.parametrize(
-    "schema", [{"type": "strnig"}, {"minLength": -1}, {"properties": 3}, {"pattern": "("}]
+    "schema",
+    [
+        {"type": "strnig"},
+        {"minLength": -1},
+        {"properties": 3},
+        {"pattern": "("},
+        {"$schema": 5},
+        {"$ref": "#/$defs/none"},
+        {"properties": {"a": {"items": {"$ref": "http://127.0.0.1:9/other.json"}}}},
+    ],
 )
 def test_a_schema_that_is_wrong(schema: dict[str, Any]) -> None:
     with pytest.raises(AcceptError, match="schema is wrong"):
