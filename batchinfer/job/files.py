@@ -68,8 +68,9 @@ class Files(Protocol):
         """Make a file, or empty it, and open it to write it."""
         ...
 
-    def append_to(self, path: PurePath) -> BinaryIO:
-        """Open a file, new or not, to add to its end: each write outlives this process."""
+    def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
+        """Open a file, new or not, to add to its end: each write outlives this process, in a store
+        only if it is asked to be there at once."""
         ...
 
     def open(self, path: PurePath) -> BinaryIO:
@@ -123,8 +124,8 @@ class LocalFiles:
         """See ``Files``."""
         return Path(path).open("wb")
 
-    def append_to(self, path: PurePath) -> BinaryIO:
-        """See ``Files``."""
+    def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
+        """See ``Files``; writes always do."""
         return cast(BinaryIO, Path(path).open("ab", buffering=0))
 
     def open(self, path: PurePath) -> BinaryIO:

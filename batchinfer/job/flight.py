@@ -3,7 +3,8 @@
 ``_batchinfer/in_flight/<run id>`` holds row ids, 8 bytes each: a row's when its prompt is about to
 be made, its complement (``~id``) when that is made, its id again when it is handed to the engine.
 A run that ends in order deletes the file. It is not synced: what matters is that the process dies,
-and what it has written outlives that.
+and what it has written outlives that. In a store it does so some seconds later only, too late for
+a row that kills at once: after a death the next run has each row there before it runs.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ _ROW = np.dtype("<i8")
 
 
 class FlightLog:
-    """Keeps the rows of a run that may be what it dies of."""
+    """Keeps the rows of a run that may be what it dies of.
 
-    def __init__(self, out: OutputDir, run_id: str) -> None:
+    Args:
+        out: the output directory.
+        run_id: the run.
+        at_once: where it is a store, have each row there before it runs; else seconds later.
+    """
+
+    def __init__(self, out: OutputDir, run_id: str, *, at_once: bool = False) -> None:
         self._files = out.files
         self._path = out.in_flight / run_id
         with storage_errors(self._path):
-            self._file = out.files.append_to(self._path)
+            self._file = out.files.append_to(self._path, at_once=at_once)
 
     def note(self, row_ids: Sequence[int]) -> None:
         """Say that these rows are about to be given to the engine.

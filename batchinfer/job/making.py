@@ -75,7 +75,8 @@ def make_parts(
         recorder.loaded(loaded.built, loaded.seconds)
         for line in loaded.log:
             recorder.log(line)
-        with FlightLog(job.out, recorder.run.run_id) as flight:
+        at_once = left.suspicion.is_held
+        with FlightLog(job.out, recorder.run.run_id, at_once=at_once) as flight:
             phase = _Phase(job, left, loaded, recorder, sink, flight, progress, stop)
             for ranges in left.phases():
                 if not phase.run(ranges):

@@ -60,9 +60,10 @@ class StoreFiles:
         """See ``Files``; there when it is closed."""
         return _Staged(lambda data: self.write(path, data))
 
-    def append_to(self, path: PurePath) -> BinaryIO:
-        """See ``Files``; only the end is kept, and in the store some seconds later."""
-        return cast(BinaryIO, StoreLog(partial(self._put_unless_failed, _url(path))))
+    def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
+        """See ``Files``; only the end is kept, and in the store some seconds later, or at once."""
+        put = partial(self._put_unless_failed, _url(path))
+        return cast(BinaryIO, StoreLog(put, at_once=at_once))
 
     def open(self, path: PurePath) -> BinaryIO:
         """See ``Files``."""

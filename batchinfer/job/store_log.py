@@ -24,13 +24,19 @@ class StoreLog(io.RawIOBase):
     Args:
         put: writes the object.
         clock: seconds.
+        at_once: put it with every write.
     """
 
     def __init__(
-        self, put: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic
+        self,
+        put: Callable[[bytes], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        at_once: bool = False,
     ) -> None:
         self._store = put
         self._clock = clock
+        self._at_once = at_once
         self._content = bytearray()
         self._changed = False
         self._put_at = -math.inf
@@ -47,7 +53,7 @@ class StoreLog(io.RawIOBase):
             self._content += data
             del self._content[:-KEPT_BYTES]
             self._changed = True
-            if self._clock() - self._put_at >= EVERY_S:
+            if self._at_once or self._clock() - self._put_at >= EVERY_S:
                 self._put()
         return len(data)
 

@@ -91,6 +91,11 @@ class Suspicion:
         )
 
     @property
+    def is_held(self) -> bool:
+        """Whether a death without progress is remembered: the next must tell which rows ran."""
+        return self.crashes > 0 or bool(self.groups)
+
+    @property
     def rows(self) -> set[int]:
         """All rows it names."""
         return {*self.in_flight, *self.given_up, *(row for group in self.groups for row in group)}

@@ -7,8 +7,8 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -304,6 +304,24 @@ class Dies(Build):
 
         built.engine.add_request = add_or_die
         return built
+
+
+def test_after_a_death_a_store_is_told_of_rows_before_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts(tmp_path)
+    asked, append_to = list[bool](), LocalFiles.append_to
+
+    def note(files: LocalFiles, path: PurePath, *, at_once: bool = False) -> BinaryIO:
+        if path.parent.name == "in_flight":
+            asked.append(at_once)
+        return append_to(files, path, at_once=at_once)
+
+    monkeypatch.setattr(LocalFiles, "append_to", note)
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            run_job(job(tmp_path), build=Dies(0), quiet=True)
+    assert asked == [False, True, True]
 
 
 @pytest.mark.parametrize("row", [0, 17, 39])

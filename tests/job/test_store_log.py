@@ -44,6 +44,15 @@ def test_what_follows_is_put_without_another_write(monkeypatch: pytest.MonkeyPat
     log.close()
 
 
+def test_what_cannot_wait_is_put_with_every_write() -> None:
+    put: list[bytes] = []
+    log = StoreLog(put.append, lambda: 0.0, at_once=True)
+    log.write(b"a")
+    log.write(b"b")
+    assert put == [b"a", b"ab"]
+    log.close()
+
+
 def test_its_end_is_kept() -> None:
     store = Store()
     store.log.write(bytes(KEPT_BYTES))
