@@ -54,7 +54,8 @@ def load() -> ctypes.CDLL | None:
 def _built(compiler: str) -> Path:
     openmp = _openmp_libraries()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
-    parts = [version.stdout, _processor(), *map(str.encode, (*_FLAGS, *openmp))]
+    # The path as well: a wrapper that adds flags tells the version of the compiler it calls.
+    parts = [compiler.encode(), version.stdout, _processor(), *map(str.encode, (*_FLAGS, *openmp))]
     parts += [(_FOLDER / name).read_bytes() for name in (*_SOURCES, *_INCLUDED)]
     name = f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
     for folder in _cache_folders():

@@ -10,6 +10,10 @@ import torch
 
 from batchinfer.kernels.cpu import library, native
 
+_SAME_VERSION = """#!/bin/sh
+while [ $# -gt 0 ]; do [ "$1" = -o ] && touch "$2"; shift; done
+echo "compiler 1.0"
+"""
 compiled = pytest.mark.skipif(library.load() is None, reason="no C compiler here")
 
 
@@ -45,3 +49,16 @@ def test_a_cache_that_others_can_write_to_is_not_used(
     monkeypatch.setattr(library.tempfile, "gettempdir", lambda: str(tmp_path))
     assert library.load.__wrapped__() is not None
     assert not list((tmp_path / "cache" / "batchinfer").iterdir())
+
+
+def test_a_compiler_of_another_path_builds_a_library_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    built = set()
+    for name in ("cc", "cc-with-flags"):
+        compiler = tmp_path / name
+        compiler.write_text(_SAME_VERSION)
+        compiler.chmod(0o755)
+        built.add(library._built(str(compiler)))
+    assert len(built) == 2
