@@ -99,7 +99,12 @@ def build_dry_engine(
         num_blocks=memory.num_blocks,
         bytes_per_block=layout.bytes_per_block,
         device=device.name,
-        model_facts={"name": model.name, "dtype": dtype, "weight_bytes": weight_bytes},
+        model_facts={
+            "name": model.name,
+            "dtype": dtype,
+            "weight_bytes": cost.weight_bytes,
+            "adapter_bytes": adapter_bytes,
+        },
         device_bytes=lambda: weight_bytes + memory.pool_bytes,
         num_host_blocks=memory.num_host_blocks,
         runner=runner,

@@ -95,6 +95,8 @@ def test_a_mixed_job_equals_three_runs_of_peft(folder: Path, tmp_path: Path) -> 
     assert message == "column lora: there is no adapter 'nope'; known: one, two"
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["tokens"]["prompt_cached"] > summary["tokens"]["prompt_computed"]
+    planned = plan_job(spec, device="cpu")
+    assert summary["model"]["adapter_bytes"] == planned["model"]["adapter_bytes"] > 0
 
 
 def test_an_adapter_trained_again_is_another_job(folder: Path, tmp_path: Path) -> None:
@@ -141,9 +143,9 @@ def test_a_plan_counts_adapters(folder: Path, tmp_path: Path) -> None:
         job(tmp_path, folder, model={"adapters": {}}, prompt={"adapter_column": None}),
         device="cpu",
     )
-    extra = planned["model"]["weight_bytes"] - alone["model"]["weight_bytes"]
     parameters = 3 * (4 * (64 + 48 + 48 + 64) + 3 * 4 * 80) + 3 * (4 * 64 + 4 * 80)
-    assert extra == 4 * parameters
+    assert planned["model"]["adapter_bytes"] == 4 * parameters
+    assert planned["model"]["weight_bytes"] == alone["model"]["weight_bytes"]
     assert planned["errors"] == {"unknown_adapter": 2, "invalid_utf8": 1}
     assert planned["prompt_computed"] > alone["prompt_computed"], "adapters share nothing"
 

@@ -117,13 +117,14 @@ def plan_facts(plan: dict[str, Any]) -> Iterator[Fact]:
         f", {plan['prompt_computed']:,} of them to compute; "
         f"{answers} {plan['output_tokens']:,} out",
     )
+    weights = (plan["model"]["weight_bytes"] + plan["model"]["adapter_bytes"]) / 2**30
     pool, swap = (
         plan[name] * plan["bytes_per_block"] / 2**30 for name in ("num_blocks", "num_host_blocks")
     )
     yield Fact(
         "device",
         f"{plan['device']}:",
-        f" weights {plan['model']['weight_bytes'] / 2**30:,.2f} GiB, pool {pool:,.2f} GiB; "
+        f" weights {weights:,.2f} GiB, pool {pool:,.2f} GiB; "
         f"on the host, swap space of at most {swap:,.2f} GiB",
     )
     yield Fact(

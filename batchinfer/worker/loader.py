@@ -123,6 +123,7 @@ def load_model(
             "quantization": quantization or saved_quantization(values),
             "parameters": num_parameters,
             "weight_bytes": weight_bytes,
+            "adapter_bytes": model_bytes(model) - weight_bytes,
             "max_model_len": longest,
         },
     )

@@ -143,6 +143,8 @@ def test_a_grammar_that_gives_up_fails_its_row_alone(make_engine: MakeEngine) ->
     completions, _ = run_all(engine, requests)
     assert completions[1].error_code == "invalid_structured_output"
     assert completions[1].error_message == "too much work"
+    assert completions[1].stats.cached_tokens > 0
+    assert completions[1].stats.recomputed_tokens == 0, "it is not the blocks' fault"
     check({0: completions[0], 2: completions[2]}, {0: good})
 
 
