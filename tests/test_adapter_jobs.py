@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchinfer import LLM, SamplingParams
 from batchinfer.cli import main
+from batchinfer.config import SCORING
 from batchinfer.errors import ExitCode, LockedError
 from batchinfer.job.plan import plan_job
 from batchinfer.job.run import run_job
@@ -97,6 +98,28 @@ def test_a_mixed_job_equals_three_runs_of_peft(folder: Path, tmp_path: Path) -> 
     assert summary["tokens"]["prompt_cached"] > summary["tokens"]["prompt_computed"]
     planned = plan_job(spec, device="cpu")
     assert summary["model"]["adapter_bytes"] == planned["model"]["adapter_bytes"] > 0
+
+
+@torch.inference_mode()
+def test_scores_are_those_of_a_rows_adapter(folder: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    prompt, completion, names = "Some words", " and some more", [None, "one", "two"]
+    table = {"prompt": [prompt] * 3, "choices": [[completion]] * 3, "lora": names}
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    fields = job(tmp_path, folder).model_dump(exclude={"sampling"})
+    fields |= {"task": "score", "score": {"completions_column": "choices"}, "sampling": SCORING}
+    assert run_job(JobSpec.model_validate(fields), quiet=True) is ExitCode.OK
+    ids = AutoTokenizer.from_pretrained(folder / "model")(prompt + completion, return_tensors="pt")
+    for row, name in zip(pq.read_table(tmp_path / "out" / "data").to_pylist(), names, strict=True):
+        alone = AutoModelForCausalLM.from_pretrained(folder / "model")
+        if name is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                alone = PeftModel.from_pretrained(alone, folder / name)
+        logprobs = alone(**ids).logits[0, :-1].log_softmax(dim=-1)
+        wanted = logprobs.gather(1, ids["input_ids"][0, 1:, None])[row["num_prompt_tokens"] - 1 :]
+        assert row["score"][0]["sum_logprob"] == pytest.approx(float(wanted.sum()), abs=1e-3), name
 
 
 def test_an_adapter_trained_again_is_another_job(folder: Path, tmp_path: Path) -> None:
