@@ -120,6 +120,22 @@ def test_what_ends_by_choice_is_valid(llm: LLM, temperature: float) -> None:
     assert ended > 60
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [f"c{number}" for number in range(10_000)],
+        ["a", "ab", 'a"b', "a|b\\n", "é\n"],
+    ],
+    ids=["many", "odd"],
+)
+def test_a_text_of_a_long_list_of_choices_is_one_of_them(llm: LLM, texts: list[str]) -> None:
+    params = SamplingParams(max_tokens=40, n=4, seed=3, structured_outputs={"choice": texts})
+    (output,) = llm.generate(["Choose:"], params, use_tqdm=False)
+    assert output.error is None
+    assert {sample.finish_reason for sample in output.outputs} == {"stop"}
+    assert {sample.text for sample in output.outputs} <= set(texts)
+
+
 def test_rows_beside_them_and_a_small_pool_change_nothing(llm: LLM, model: Path) -> None:
     prompts = [f"A row that says {at} and a little more." for at in range(24)]
     free = SamplingParams(max_tokens=30, seed=5, temperature=1.0, n=2)

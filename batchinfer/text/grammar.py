@@ -212,7 +212,10 @@ def _source(structured_outputs: Mapping[str, Any]) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(value)
     if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
+        # in a terminal: as alternatives of a rule each takes a place in the parser's rows, which
+        # are limited to 2,000, so that long lists fail, some in the midst of a text
+        texts = " | ".join(map(json.dumps, value))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     return LLMatcher.grammar_from_lark(value)
 
 
