@@ -7,6 +7,7 @@ may come from anywhere: patterns in it are matched with a time limit.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -143,8 +144,10 @@ class LoraConfig:
                 number = value
                 break
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number):
-            raise NotSupportedError(f"{default} or {patterns} holds {number!r}, which is no number")
+        if not is_number or not abs(number) <= sys.float_info.max:
+            raise NotSupportedError(
+                f"{default} or {patterns} holds {number!r:.40}, which is no number, or too large"
+            )
         return float(number)
 
 

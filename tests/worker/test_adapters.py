@@ -241,6 +241,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"r": 0}, {}, "a rank of 0"),
         ({"r": "x"}, {}, "r or rank_pattern holds 'x', which is no number"),
         ({"lora_alpha": float("nan")}, {}, "holds nan, which is no number"),
+        ({"lora_alpha": 10**400}, {}, "holds 1000+, which is no number, or too large"),
         ({"rank_pattern": [1]}, {}, "rank_pattern must be numbers by pattern"),
         ({"alpha_pattern": {"(": 1}}, {}, r"the pattern .* is invalid"),
         ({"alpha_pattern": {r"(.|..|.\w)+y": 1}}, {}, "takes too long to match"),
