@@ -44,7 +44,7 @@ def commit(
         out.files.write(staged, parquet_bytes([table]))
         data = read_file(out.files, staged)
     try:
-        read_part(data, part.rows)
+        read_part(data, part)
     except ValueError as error:
         raise StorageError(
             f"{staged} was written and reads back wrong: {error}",
@@ -55,7 +55,7 @@ def commit(
     assert stat is not None
     assert requests_stat is not None
     record = PartRecord(
-        len(part.rows),
+        part.num_rows,
         _error_codes(first_of_rows(table)),
         control_text_row_ids,
         stat.size,

@@ -38,7 +38,7 @@ def check_unique_ids(source: Source, column: str) -> None:
 
 
 def _values(source: Source, column: str) -> Iterator[tuple[int, Hashable]]:
-    for first_row, batch in source.scan([column], [range(source.num_rows)]):
+    for first_row, batch in source.scan([column], [source.rows_there]):
         for row, value in enumerate(python_values(batch.column(0)), first_row):
             if value is None or value != value:  # NaN is the one value that is not itself
                 raise DataError(f"input.id_column: row {row} has no {shown(column)}{_REMEDY}")

@@ -22,6 +22,14 @@ class Part:
 
     index: int
     rows: range
+    """Its row ids, and where a filter is, those between them."""
+    selected: int | None = None
+    """How many of them a filter selects; None: there is none."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows it has when it is finished."""
+        return len(self.rows) if self.selected is None else self.selected
 
     @property
     def name(self) -> str:
@@ -44,13 +52,20 @@ class Manifest:
     rows_per_part: int
     planned_at: str
     """ISO 8601; what chat templates are told the time is, so that a resumed run says the same."""
+    bounds: tuple[int, ...] | None = None
+    """Where a filter is: the first row id of each part, and where the last one ends."""
 
     def parts(self) -> list[Part]:
         """All parts in order; an empty dataset has one without rows."""
         starts = range(0, self.num_rows, self.rows_per_part) or [0]
+        stops = [min(start + self.rows_per_part, self.num_rows) for start in starts]
+        parts = enumerate(zip(starts, stops, strict=True))
+        if self.bounds is None:
+            return [Part(index, range(start, stop)) for index, (start, stop) in parts]
+        ids = zip(self.bounds[:-1], self.bounds[1:], strict=True)
         return [
-            Part(index, range(start, min(start + self.rows_per_part, self.num_rows)))
-            for index, start in enumerate(starts)
+            Part(index, range(first, end), stop - start)
+            for (index, (start, stop)), (first, end) in zip(parts, ids, strict=True)
         ]
 
     def to_json(self) -> bytes:
@@ -91,7 +106,12 @@ def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
         fields["input_paths"] = tuple(map(str, fields["input_paths"]))
         datetime.fromisoformat(fields["planned_at"])
         fields["inputs"] = tuple(InputFile(**file) for file in fields["inputs"])
-        return Manifest(**fields)
+        if fields.get("bounds") is not None:
+            fields["bounds"] = tuple(map(int, fields["bounds"]))
+        manifest = Manifest(**fields)
+        if manifest.bounds is not None:
+            manifest.parts()  # they are as many as it says
+        return manifest
     except FileNotFoundError:
         raise DataError(f"{path} is missing") from None
     except (ValueError, TypeError, KeyError, OSError) as error:

@@ -56,7 +56,7 @@ def prompt_rows(
     first_rows = [part.rows.start for part in parts]
     pieces = source.rows(reader.columns, wanted)
     for _, of_part in groupby(wanted, key=lambda rows: bisect_right(first_rows, rows.start)):
-        missing = sum(map(len, of_part))
+        missing = sum(map(source.count, of_part))
         while missing:
             row_ids, rows = _batch(pieces, min(missing, BATCH_ROWS))
             missing -= len(rows)

@@ -145,7 +145,7 @@ class OutputDir:
         """
         path = self.record(part)
         try:
-            return parse_record(read_file(self.files, path), part.rows)
+            return parse_record(read_file(self.files, path), part)
         except FileNotFoundError:
             return None
         except (OSError, ValueError):

@@ -7,15 +7,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.job.explode import first_of_rows
+from batchinfer.job.manifest import Part
 from batchinfer.job.messages import printable
 
 
-def read_part(data: bytes, rows: range) -> pa.Table:
+def read_part(data: bytes, part: Part) -> pa.Table:
     """Decode all of a part, page checksums verified.
 
     Args:
         data: the Parquet file.
-        rows: the row ids it must hold, in this order; where it is exploded, each once or more.
+        part: which: it must hold its row ids in order; where it is exploded, each once or more.
 
     Raises:
         ValueError: what is wrong with it.
@@ -26,9 +27,10 @@ def read_part(data: bytes, rows: range) -> pa.Table:
         found = first_of_rows(table.select(["row_id"]))["row_id"].to_numpy()
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(first_line(error)) from None
-    if len(found) != len(rows):
-        raise ValueError(f"it has {len(found):,} rows, not {len(rows):,}")
-    if not np.array_equal(found, np.arange(rows.start, rows.stop)):
+    if len(found) != part.num_rows:
+        raise ValueError(f"it has {len(found):,} rows, not {part.num_rows:,}")
+    known = np.concatenate([[part.rows.start - 1], found, [part.rows.stop]])
+    if len(found) and not np.all(np.diff(known) > 0):
         raise ValueError("its rows are not the input's, in input order")
     return table
 

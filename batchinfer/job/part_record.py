@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from batchinfer.job.manifest import Part
+
 
 @dataclass(frozen=True)
 class PartRecord:
@@ -31,8 +33,8 @@ class PartRecord:
         return json.dumps(asdict(self)).encode()
 
 
-def parse_record(data: bytes, rows: range) -> PartRecord:
-    """The record of the part that answers ``rows``; what is damaged must not pass for finished.
+def parse_record(data: bytes, part: Part) -> PartRecord:
+    """The record of ``part``; what is damaged must not pass for finished.
 
     Raises:
         ValueError: it is damaged.
@@ -43,9 +45,9 @@ def parse_record(data: bytes, rows: range) -> PartRecord:
         whole = (
             _are_counts([record.rows, record.size, record.mtime_ns, *failed, *marked])
             and all(isinstance(etag, str | None) for etag in (record.etag, record.requests_etag))
-            and record.rows == len(rows) >= sum(failed)
+            and record.rows == part.num_rows >= sum(failed)
             and len(set(marked)) == len(marked)
-            and all(row_id in rows for row_id in marked)
+            and all(row_id in part.rows for row_id in marked)
         )
     except (TypeError, AttributeError):
         whole = False

@@ -95,7 +95,7 @@ def _device(name: str) -> Device:
 
 def _look(spec: JobSpec) -> Job:
     """The job, its data and columns checked; the output directory does not matter."""
-    source = open_source(spec.input.paths, spec.input.limit, spec.input.format)
+    source = open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
     check_prompt_columns(spec.prompt, source)
     check_completions_column(spec.score, source)
     manifest = Manifest(
@@ -106,6 +106,7 @@ def _look(spec: JobSpec) -> Job:
         num_rows=source.num_rows,
         rows_per_part=spec.output.rows_per_part,
         planned_at=datetime.now().isoformat(timespec="seconds"),
+        bounds=source.bounds(spec.output.rows_per_part),
     )
     out = OutputDir(Path(spec.output.path))
     return Job(spec, source, output_table(source, spec), manifest, out)

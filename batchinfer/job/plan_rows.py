@@ -24,11 +24,11 @@ def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> li
     Rows share prefixes within a window, so a part of the dataset shares as all of it does only if
     it is made of whole windows.
     """
-    if parts[-1].rows.stop <= most_rows:
+    if sum(part.num_rows for part in parts) <= most_rows:
         return list(parts)
-    per_window = max(1, window_rows // max(1, len(parts[0].rows)))
+    per_window = max(1, window_rows // max(1, parts[0].num_rows))
     windows = [parts[at : at + per_window] for at in range(0, len(parts), per_window)]
-    wanted = max(1, most_rows // (per_window * len(parts[0].rows)))
+    wanted = max(1, most_rows // (per_window * parts[0].num_rows))
     chosen = [windows[at * len(windows) // wanted] for at in range(min(wanted, len(windows)))]
     return [part for window in chosen for part in window]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,11 @@ def sorted_row_ids(row_ids: Iterable[int]) -> RowIds:
     return np.unique(np.fromiter(row_ids, dtype=np.int64))
 
 
-def ranges_of(row_ids: RowIds) -> list[range]:
-    """The ranges that ``row_ids`` make up, in order."""
+def ranges_of(row_ids: RowIds, most_apart: int = 1) -> list[range]:
+    """The ranges that ``row_ids`` make up, in order; in one, they are at most so far apart."""
     if not len(row_ids):
         return []
-    runs = np.split(row_ids, np.flatnonzero(np.diff(row_ids) > 1) + 1)
+    runs = np.split(row_ids, np.flatnonzero(np.diff(row_ids) > most_apart) + 1)
     return [range(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
@@ -40,15 +41,18 @@ def ranges_in(parts: Sequence[Part], row_ids: RowIds) -> list[range]:
 
 
 def missing_ranges(parts: Sequence[Part], there: RowIds) -> list[range]:
-    """Rows of ``parts`` that are not ``there``: ranges in order, each of one part."""
+    """Rows of ``parts`` that are not ``there``: ranges in order, each of one part.
+
+    Rows that are not selected may be in them.
+    """
     ranges: list[range] = []
     for part in parts:
         found = of_part(there, part)
         if not len(found):
             ranges.append(part.rows)
-        elif len(found) < len(part.rows):
-            every = np.arange(part.rows.start, part.rows.stop)
-            ranges += ranges_of(np.setdiff1d(every, found, assume_unique=True))
+        elif len(found) < part.num_rows:
+            known = [part.rows.start - 1, *found.tolist(), part.rows.stop]
+            ranges += [range(a + 1, b) for a, b in pairwise(known) if b - a > 1]
     return ranges
 
 

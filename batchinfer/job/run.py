@@ -104,7 +104,7 @@ def _run(
         check_unique_ids(job.source, job.spec.input.id_column)
     lost = {f"what was in {name}": problem for name, problem in left.damaged.items()}
     telling.damage({**work.damaged, **lost})
-    missing = sum(map(len, left.missing))
+    missing = sum(map(job.source.count, left.missing))
     with put_off():
         loaded = load(job, build or _default_builder()) if missing else None
     start_over(job.out, work)
@@ -125,7 +125,7 @@ def _default_builder() -> BuildEngine:
 
 def _look(spec: JobSpec) -> Job:
     """Check data, columns and model files against the job, without changing anything."""
-    source = open_source(spec.input.paths, spec.input.limit, spec.input.format)
+    source = open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
     out = output_at(spec.output.path)
     _refuse_own_output(source, out)
     check_prompt_columns(spec.prompt, source)
@@ -140,6 +140,7 @@ def _look(spec: JobSpec) -> Job:
         source.num_rows,
         spec.output.rows_per_part,
         datetime.now().isoformat(timespec="seconds"),
+        source.bounds(spec.output.rows_per_part),
     )
     return Job(spec, source, table, manifest, out)
 

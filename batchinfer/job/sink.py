@@ -68,7 +68,7 @@ class Sink:
         self._flushed_at = clock()
         self._rows: dict[int, FinishedRow] = {}
         self._first_rows = [part.rows.start for part in parts]
-        self._missing = [len(part.rows) - len(of_part(finished, part)) for part in parts]
+        self._missing = [part.num_rows - len(of_part(finished, part)) for part in parts]
         self._num_written = 0
 
     def add(self, row: FinishedRow) -> None:
@@ -112,7 +112,9 @@ class Sink:
 
     def _write(self, part: Part) -> None:
         self._before_write()
-        in_memory = [row for row_id in part.rows if (row := self._rows.get(row_id))]
+        fewer = min(part.rows, self._rows, key=len)
+        both = [row_id for row_id in fewer if row_id in part.rows and row_id in self._rows]
+        in_memory = [self._rows[row_id] for row_id in both]
         rows = pa.concat_tables(
             [self._segments.rows_of(part), segment_table(in_memory, self._segments.schema)]
         ).sort_by("row_id")
@@ -132,7 +134,7 @@ class Sink:
     def _kept_of(self, part: Part) -> list[pa.RecordBatch]:
         """The part's kept columns; parts are asked for in order, batches end where parts end."""
         batches: list[pa.RecordBatch] = []
-        missing = len(part.rows) if self._table.kept else 0
+        missing = part.num_rows if self._table.kept else 0
         while missing:
             _, batch = next(self._kept)
             batches.append(batch)

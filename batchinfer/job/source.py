@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
@@ -13,11 +13,13 @@ import pyarrow as pa
 from batchinfer.errors import DataError
 from batchinfer.job.hive import HiveFormat, folder_values
 from batchinfer.job.input_files import find_files, named_format
-from batchinfer.job.input_format import Format, InputFile, Rows, check_unchanged
+from batchinfer.job.input_format import Format, InputFile, Row, Rows, check_unchanged
 from batchinfer.job.messages import listed, printable, shown
+from batchinfer.job.selection import Selection, select_rows
 
-_Piece = TypeVar("_Piece")
-_Read = Callable[[InputFile, int, Sequence[str], pa.Schema, deque[range]], Iterator[_Piece]]
+_Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
+_Found = Iterator[tuple[int, _Piece]]
+_Read = Callable[[InputFile, int, Sequence[str], pa.Schema, deque[range]], _Found[_Piece]]
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,25 @@ class Source:
     files: tuple[InputFile, ...]
     schema: pa.Schema
     num_rows: int
-    """Rows selected: all, or ``limit``."""
+    """Rows selected: all, those that meet ``filter``, and of these ``limit``."""
     format: Format
+    selection: Selection | None = None
+    """Which; None: the first ones."""
+
+    @property
+    def rows_there(self) -> range:
+        """Row ids from the first selected row to the last, or more."""
+        if self.selection is None:
+            return range(self.num_rows)
+        return range(sum(file.num_rows for file in self.files))
+
+    def count(self, rows: range) -> int:
+        """How many of the rows in ``rows`` are selected."""
+        return len(rows) if self.selection is None else self.selection.count(rows)
+
+    def bounds(self, rows_per_part: int) -> tuple[int, ...] | None:
+        """``Manifest.bounds`` of these rows."""
+        return None if self.selection is None else self.selection.bounds(rows_per_part)
 
     def require(self, columns: Iterable[str], key: str) -> None:
         """Check that the dataset has ``columns``, which ``key`` of the job file asks for.
@@ -65,11 +84,11 @@ class Source:
 
         Args:
             columns: names of top-level columns; batches have them in this order.
-            ranges: row ids to read, ascending and disjoint.
+            ranges: row ids to read, ascending and disjoint; those not selected are left out.
 
         Yields:
             The row id of a batch's first row, and the batch: at most ``BATCH_ROWS`` rows, all
-            of one range.
+            of one range, that follow each other.
 
         Raises:
             DataError: naming the file and the place in it that cannot be read.
@@ -83,31 +102,41 @@ class Source:
 
     def _read(
         self, read: _Read[_Piece], columns: Sequence[str], ranges: Iterable[range]
-    ) -> Iterator[_Piece]:
-        wanted = deque(rows for rows in ranges if len(rows))
+    ) -> _Found[_Piece]:
+        selection = self.selection
+        chosen = ranges if selection is None else selection.near(ranges)
+        wanted = deque(rows for rows in chosen if len(rows))
         first_rows = accumulate((file.num_rows for file in self.files), initial=0)
         for file, first_row in zip(self.files, first_rows, strict=False):
             if not wanted:
                 return
             if wanted[0].start < first_row + file.num_rows:
-                yield from read(file, first_row, columns, self.schema, wanted)
+                for first, piece in read(file, first_row, columns, self.schema, wanted):
+                    if selection is None:
+                        yield first, piece
+                    else:
+                        yield from selection.of_piece(first, piece)
 
 
 def open_source(
-    path: str | Sequence[str], limit: int | None = None, format_name: str = "auto"
+    path: str | Sequence[str],
+    limit: int | None = None,
+    format_name: str = "auto",
+    condition: str | None = None,
 ) -> Source:
     """Find the files behind ``path`` and check that they can be read together.
 
     Args:
         path: a file, a glob, a directory (searched for names that data has), or a list of these,
             local or in an object store. Folders in it that are named key=value are columns.
-        limit: use only this many rows.
+        limit: use only this many rows, of those that meet the condition.
         format_name: ``input.format``.
+        condition: ``input.filter``; the rows that meet it are found at once.
 
     Raises:
         DataError: no file, a file that is not readable, or files that do not go together.
         StorageError: an object store does not answer.
-        UsageError: ``auto``, and files are named for two formats.
+        UsageError: ``auto``, and files are named for two formats; a condition that is wrong.
     """
     names = find_files(path, format_name)
     chosen = _format(named_format(names) if format_name == "auto" else format_name)
@@ -118,7 +147,11 @@ def open_source(
     files = tuple(file for file, _ in found)
     schema = chosen.common_schema(files, [schema for _, schema in found])
     total = sum(file.num_rows for file in files)
-    return Source(files, schema, total if limit is None else min(total, limit), chosen)
+    if condition is None:
+        return Source(files, schema, total if limit is None else min(total, limit), chosen)
+    whole = Source(files, schema, total, chosen)
+    selection = select_rows(whole, condition, limit)
+    return replace(whole, num_rows=len(selection), selection=selection)
 
 
 def _format(name: str) -> Format:

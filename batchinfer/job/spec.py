@@ -122,19 +122,15 @@ class InputSpec(_Section):
     id_column: Text | None = None
     """A column that identifies rows; its values must differ."""
     filter: Text | None = None
-    """Condition on the rows, pushed down to the Parquet reader. Not yet."""
+    """Condition on a row's columns, in SQL: lang = 'en' and length(text) > 10. Rows that do not
+    meet it, or where it is null, are not run; the others keep their row_id."""
     keep_columns: Literal["*"] | tuple[Text, ...] = "*"
     """Input columns to copy to the output; "*": all."""
     limit: int | None = Field(default=None, ge=0)
-    """Run this many rows from the start."""
+    """Run this many rows from the start, of those that filter selects."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _refuse_not_yet(
-            {
-                "input.filter": self.filter is not None,
-            }
-        )
         if not self.paths:
             raise ValueError("path is an empty list; name at least one file")
         for path in self.paths:

@@ -145,7 +145,7 @@ def _count(out: OutputDir, plan: Manifest, segments: list[pa.Table]) -> tuple[in
             done += len(of_part(waiting, part))
             errors += len(of_part(waiting_failed, part))
         else:
-            done += len(part.rows)
+            done += part.num_rows
             errors += sum(record.error_codes.values())
             parts_done += 1
     return done, errors, parts_done

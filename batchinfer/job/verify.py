@@ -99,7 +99,7 @@ class _Check:
                 if record is not None:
                     self._check_part(part, record)
                     parts += 1
-                    rows += len(part.rows)
+                    rows += part.num_rows
             except (DataError, ValueError, OSError) as error:
                 problems.append(str(error).splitlines()[0])
         problems += [*self._of_segments(), *self._of_summary(), *openai_problems(self._out)]
@@ -127,7 +127,7 @@ class _Check:
         self._out.check(part, record)
         path = self._out.part_file(part)
         try:
-            table = read_part(read_file(self._out.files, path), part.rows)
+            table = read_part(read_file(self._out.files, path), part)
         except ValueError as error:
             raise DataError(f"{path}: {error}") from None
         self._check_schema(part, table.schema)

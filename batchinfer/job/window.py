@@ -85,7 +85,7 @@ def planned(
         StorageError: token ids cannot be kept.
         DataError: what ``batches`` raises, after all rows before it.
     """
-    per_window = max(1, window_rows // max(1, len(parts[0].rows)))
+    per_window = max(1, window_rows // max(1, parts[0].num_rows))
     window_starts = [part.rows.start for part in parts[::per_window]]
     for _, of_window in groupby(batches, key=lambda r: bisect_right(window_starts, r[0].row_id)):
         window = _Window(by_prefix, make_store())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from batchinfer.errors import ExitCode
 from batchinfer.job import explode
 from batchinfer.job.explode import METADATA, exploded, first_of_rows, is_exploded, whole_rows
+from batchinfer.job.manifest import Part
 from batchinfer.job.output import OutputDir
 from batchinfer.job.run import run_job
 from batchinfer.job.verify import verify
@@ -143,9 +144,9 @@ def test_a_part_that_is_not_exploded_may_not_repeat_a_row(tmp_path: Path) -> Non
 
     twice = pa.table({"row_id": [0, 0, 1]})
     with pytest.raises(ValueError, match="3 rows, not 2"):
-        read_part(parquet_bytes([twice]), range(2))
+        read_part(parquet_bytes([twice]), Part(0, range(2)))
     marked = twice.replace_schema_metadata({METADATA: "true"})
-    assert read_part(parquet_bytes([marked]), range(2)).num_rows == 3
+    assert read_part(parquet_bytes([marked]), Part(0, range(2))).num_rows == 3
 
 
 def test_openais_files_have_all_choices_in_one(tmp_path: Path) -> None:

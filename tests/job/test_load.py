@@ -260,7 +260,6 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
         (MINIMAL + "engine: {deterministic: true}", "engine.deterministic"),
         (MINIMAL.replace("some/model", "{name: m, quantization: fp8}"), "model.quantization"),
         (MINIMAL.replace("some/model", "{name: m, trust_remote_code: true}"), "trust_remote_code"),
-        (MINIMAL.replace("prompts.parquet", "x, filter: a > 1"), "input.filter"),
         (MINIMAL.replace("out}", "hf://b/x}"), "output.path: hf://"),
         (MINIMAL.replace("8}", "8, beam_width: 4, stop: [a]}"), "sampling.stop with beam_width"),
     ],
