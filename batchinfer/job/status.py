@@ -94,7 +94,7 @@ def read_status(out: OutputDir, now: float) -> Status:
     done, errors, parts_done = _count(out, plan, segments)
     runs = list(_runs(out))
     run = runs[-1] if runs else Run("", {})
-    state = _state(out, run, done == plan.num_rows, now)
+    state = _state(out, run, errors > 0 and done == plan.num_rows, now)
     speed = run.rows / run.engine_s if run.rows and run.engine_s else None
     running = state == "running"
     return Status(
@@ -112,13 +112,14 @@ def read_status(out: OutputDir, now: float) -> Status:
     )
 
 
-def _state(out: OutputDir, run: Run, all_done: bool, now: float) -> str:
+def _state(out: OutputDir, run: Run, done_with_errors: bool, now: float) -> str:
     if out.files.stat(out.success) is not None:
         return "finished"
     silent = now - run.saved_at >= max(SILENT_S, 3 * out.files.flush_every_s)
     if run.run_id and not run.ended and not silent and not out.lock.holder_is_dead():
         return "running"
-    return "finished_with_errors" if all_done else "stopped"
+    # without errors, a run was cut off just before it wrote _SUCCESS: another one will
+    return "finished_with_errors" if done_with_errors else "stopped"
 
 
 def _segment_rows(out: OutputDir) -> Iterator[pa.Table]:

@@ -118,6 +118,13 @@ def ended_process() -> int:
     return done.pid
 
 
+def test_a_run_cut_off_just_before_the_end_is_stopped(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one", "two"]})
+    assert run_job(job(tmp_path), build=Build(), quiet=True) is ExitCode.OK
+    (tmp_path / "out" / "_SUCCESS").unlink()
+    assert status(tmp_path).state == "stopped"
+
+
 @pytest.mark.parametrize(("limit", "state"), [(1, "finished"), (0.01, "finished_with_errors")])
 def test_a_finished_job(tmp_path: Path, limit: float, state: str) -> None:
     dataset(tmp_path)
