@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.job import source
+from batchinfer.job import parquet_input
 from tests.faults import fuzz_jobs, fuzz_parquet
 from tests.faults.fuzz import Case, run_cases
 from tests.faults.violation import ViolationError
@@ -27,7 +27,8 @@ def test_nothing_is_wrong_slow_or_fatal(case: Case, tmp_path: Path) -> None:
 
 
 def unchecked(number: int, seed: int, folder: Path) -> str:
-    source._reader = partial(pq.ParquetFile, page_checksum_verification=False)  # type: ignore[assignment]
+    unsafe = partial(pq.ParquetFile, page_checksum_verification=False)
+    parquet_input._reader = unsafe  # type: ignore[assignment]
     return fuzz_parquet.case(number, seed, folder)
 
 
