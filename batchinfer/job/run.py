@@ -183,7 +183,7 @@ def _finish(job: Job, telling: Telling) -> ExitCode:
     records = job.out.of_each(partial(_record, job), job.manifest.parts())
     if _exports(job):
         export(job)
-    warnings: list[str] = []
+    warnings = _nothing_selected(job)
     summary = write_summary(job.out, job.manifest, records, warnings.append)
     telling.end(job.out, summary, warnings)
     job.source.check_unchanged()
@@ -193,6 +193,15 @@ def _finish(job: Job, telling: Telling) -> ExitCode:
         return ExitCode.TOO_MANY_ROW_ERRORS
     job.out.write(job.out.success, b"")
     return ExitCode.OK
+
+
+def _nothing_selected(job: Job) -> list[str]:
+    """A line to say where a filter leaves nothing to run: most often it is misspelt."""
+    chosen = job.spec.input
+    if chosen.filter is None or chosen.limit == 0 or job.source.num_rows:
+        return []
+    there = sum(file.num_rows for file in job.source.files)
+    return [f"input.filter selects none of the {there:,} rows"]
 
 
 def _record(job: Job, part: Part) -> PartRecord:

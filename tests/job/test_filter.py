@@ -82,12 +82,13 @@ def test_limit_counts_selected_rows(tmp_path: Path, limit: int, count: int) -> N
     check(tmp_path, ODD_ROWS[:count], texts)
 
 
-def test_no_row_is_a_job_that_is_done(tmp_path: Path) -> None:
+def test_no_row_is_a_job_that_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset(tmp_path)
     build = Build()
     for _ in range(2):
-        assert run_job(spec(tmp_path, "n > 1000"), build=build, quiet=True) is ExitCode.OK
+        assert run_job(spec(tmp_path, "n > 1000"), build=build) is ExitCode.OK
     assert build.count == 0
+    assert capsys.readouterr().err == "input.filter selects none of the 60 rows\n"
     check(tmp_path, [], [])
 
 

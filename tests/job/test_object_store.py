@@ -65,6 +65,12 @@ def test_a_folder_is_read_in_path_order_without_hidden_files(prompts: str) -> No
     assert values(prompts) == values(prompts.rstrip("/")) == list(range(10))
 
 
+def test_rows_of_a_store_are_filtered(prompts: str) -> None:
+    source = open_source(prompts, limit=3, condition="x % 2 = 1 and prompt <> 'row 3'")
+    rows = [(at, b["x"].to_pylist()) for at, b in source.scan(["x"], [source.rows_there])]
+    assert rows == [(1, [1]), (5, [5]), (7, [7])]
+
+
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [
