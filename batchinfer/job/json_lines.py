@@ -22,6 +22,10 @@ _CHUNK = 1 << 20
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put first
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 """How compressed files begin; no line of JSON does."""
+_KINDS = {
+    **{str: "a string", list: "an array", type(None): "null"},
+    **{bool: "true or false", int: "a number", float: "a number"},
+}
 _PLACE = re.compile(r" at line 1 column (\d+)$")
 
 
@@ -74,6 +78,6 @@ def parse_object(line: Line, path: str) -> dict[str, Any]:
         code = "invalid_utf8" if reason.startswith("invalid unicode") else "invalid_json"
         raise RowError(code, f"{where} is not JSON: {reason}") from None
     if not isinstance(value, dict):
-        what = "null" if value is None else f"a {type(value).__name__}"
+        what = _KINDS[type(value)]
         raise RowError("invalid_json", f"{where} is {what}; it must be an object")
     return value

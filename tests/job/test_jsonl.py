@@ -158,7 +158,7 @@ def test_a_bad_line_is_a_row_with_its_code_and_line_number(tmp_path: Path) -> No
         rows(path)[1].message
         == f"{path}, line 3 is not JSON: EOF while parsing a string at byte 11"
     )
-    assert rows(path)[2].message == f"{path}, line 4 is a list; it must be an object"
+    assert rows(path)[2].message == f"{path}, line 4 is an array; it must be an object"
     assert scanned(path) == [{"x": x} for x in [0, *[None] * 7, 3]]
 
 
@@ -309,3 +309,15 @@ def test_a_line_written_again_is_another_input(tmp_path: Path) -> None:
     write(path, {"prompt": "a"}, {"prompt": "c"})
     with pytest.raises(DataError, match=r"x\.jsonl was written again"):
         run_job(job(tmp_path), build=FakeBuild(), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        *[("[1]", "an array"), ('"a"', "a string"), ("null", "null"), ("true", "true or false")],
+        *[("1", "a number"), ("1.5", "a number"), ("1" * 30, "a number"), ("NaN", "a number")],
+    ],
+)
+def test_a_value_that_is_no_object_is_called_as_json_calls_it(text: str, what: str) -> None:
+    with pytest.raises(RowError, match=f"line 7 is {what}; it must be an object"):
+        json_lines.parse_object((7, text.encode()), "a.jsonl")
