@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put first
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 """How compressed files begin; no line of JSON does."""
-_KINDS = {
+_KINDS: dict[type, str] = {
     **{str: "a string", list: "an array", type(None): "null"},
     **{bool: "true or false", int: "a number", float: "a number"},
 }
