@@ -48,7 +48,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
         requests = [out.request_stats(part) for part, _ in records]
     return Findings(
         title=without_secrets(str(job.get("name") or out.root.name)),
-        state=_state(status, job),
+        state=_state(status, job, merged),
         when=_day(latest.saved_at),
         model=without_secrets(str(latest.model.get("name", ""))),
         device=latest.device or "",
@@ -85,9 +85,9 @@ def _runs(out: OutputDir) -> Iterator[Run]:
             yield read_run(out.files, path)
 
 
-def _state(status: Status, job: Mapping[str, Any]) -> str:
-    """Also right of a run that has written all but ``_SUCCESS``."""
-    if status.state != "finished_with_errors":
+def _state(status: Status, job: Mapping[str, Any], merged: bool) -> str:
+    """Also right of a run that has written all but ``_SUCCESS``: the report is written before."""
+    if status.state == "running" or not (merged or status.state == "finished_with_errors"):
         return status.state
     limit = (job.get("errors") or {}).get("max_error_rate", _MAX_ERROR_RATE)
     too_many = status.rows_error > limit * status.rows_total

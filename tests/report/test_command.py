@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -59,6 +60,14 @@ def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         ["_SUCCESS", "_batchinfer", "data", "report.html", "stats", "summary.json"]
     )
+
+
+def test_a_run_without_a_failed_row_has_finished(tmp_path: Path) -> None:
+    """Its report is written before ``_SUCCESS``, without which status calls such a job stopped."""
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "b"]})
+    assert run_job(job(tmp_path), build=FakeBuild(), report=report_here) is ExitCode.OK
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert re.findall(r'class="state[^>]*>([^<]*)<', html) == ["finished"]
 
 
 def report_here(out: OutputDir, tell: Callable[[str], None]) -> bool:
