@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from random import Random
 
+from batchinfer.errors import JobError
 from tests.faults.lossy_files import LossyFiles
 from tests.faults.protocol import (
     FAILING,
@@ -27,7 +29,11 @@ def states_of_a_job(
     yield from ((state, first_run) for state in states)
     for state in random.sample(states, min(2, len(states))):
         again = Job(state.files, random, kept=set(state.kept))
-        yield from ((state, first_run) for state in crash_states(again, first_run, per_change))
+        # Without fsync there are states that no run gets on from: they are among those above.
+        later: list[CrashState] = []
+        with suppress(JobError):
+            later = list(crash_states(again, first_run, per_change))
+        yield from ((state, first_run) for state in later)
     failing = Job(files(), random, failing=set(FAILING))
     failing.run()
     for state in crash_states(failing, retry_run, per_change):

@@ -26,6 +26,11 @@ def test_the_check_sees_it_when_nothing_is_synced() -> None:
     assert count_violations(NeverSynced, FEW, seed=1)["wrong"] > 10
 
 
+@pytest.mark.parametrize("seed", [7, 13])
+def test_a_state_that_no_run_gets_on_from_is_counted_and_the_others_are_tried(seed: int) -> None:
+    assert count_violations(NeverSynced, FEW, seed)["states"] == FEW
+
+
 def test_the_check_sees_it_when_names_are_not_synced() -> None:
     class NamesNotSynced(LossyFiles):
         def sync(self, path: Path) -> None:
