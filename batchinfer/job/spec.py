@@ -23,6 +23,7 @@ from batchinfer.config import (
     SamplingParams,
     ScoreConfig,
 )
+from batchinfer.job.messages import printable
 from batchinfer.job.place import STORES
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -89,10 +90,11 @@ class ModelSpec(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        method = self.quantization
+        unknown = method is not None and method not in QUANTIZATIONS
         _refuse_not_yet(
             {
-                f"model.quantization: {self.quantization}": self.quantization is not None
-                and self.quantization not in QUANTIZATIONS,
+                f"model.quantization: {printable(method or '', 60)}": unknown,
                 "model.trust_remote_code": self.trust_remote_code,
             }
         )

@@ -272,6 +272,15 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path, text: str, names: 
     assert "job.yaml, line" in str(caught.value)
 
 
+def test_a_hostile_value_that_is_not_built_is_shown_escaped(tmp_path: Path) -> None:
+    text = MINIMAL.replace("some/model", '{name: m, quantization: "\\u202e\\n' + "x" * 500 + '"}')
+    with pytest.raises(NotYetError) as caught:
+        load(tmp_path, text)
+    assert "model.quantization: \\u202e\\nxxx" in str(caught.value)
+    assert str(caught.value).replace("\n", "").isprintable()
+    assert len(str(caught.value)) < 400
+
+
 def test_input_in_a_store_is_kept_as_written(tmp_path: Path) -> None:
     text = MINIMAL.replace("prompts.parquet", "[s3://lake/a//b/*.parquet, gs://b/, x]")
     spec = load(tmp_path, text)
