@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import sys
-import traceback
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchinfer.errors import ExitCode, JobError, NotYetError
-from batchinfer.job.signals import ignore_signals, leave_on_signals
+from batchinfer.errors import ExitCode, NotYetError
+from batchinfer.program import run_program, say, to_json
 
 if TYPE_CHECKING:
     from batchinfer.job.spec import JobSpec
-
-MAX_MESSAGE_LINES = 12
-_CLICK_INTERRUPTED = 130
-"""What click makes of Ctrl-C."""
 
 app = typer.Typer(
     help="Run a language model over a whole Parquet dataset.",
@@ -70,7 +62,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        _say(f"batchinfer {version('batchinfer')}")
+        say(f"batchinfer {version('batchinfer')}")
         raise typer.Exit
 
 
@@ -204,7 +196,7 @@ def run_batch(
 def validate(job: JobFile, overrides: Overrides = None, variables: Variables = None) -> None:
     """Check a job file and its templates; needs no data and no weights."""
     _read_job(job, overrides, variables)
-    _say(f"{job}: OK")
+    say(f"{job}: OK")
 
 
 @app.command()
@@ -231,7 +223,7 @@ def plan(
     from batchinfer.job.screen import shown
 
     planned = plan_job(spec, device=device, expect_output_tokens=expect_output_tokens)
-    _say(_as_json(planned) if as_json else shown("plan", plan_facts(planned)))
+    say(to_json(planned) if as_json else shown("plan", plan_facts(planned)))
 
 
 @app.command()
@@ -245,7 +237,7 @@ def status(out: Folder, as_json: AsJson = False) -> None:
     from batchinfer.job.status import read_status
 
     found = read_status(output_at(out), time.time())
-    _say(_as_json(found.data()) if as_json else shown(f"status of {printable(out)}", found.facts()))
+    say(to_json(found.data()) if as_json else shown(f"status of {printable(out)}", found.facts()))
 
 
 @app.command()
@@ -257,8 +249,8 @@ def verify(out: Folder, as_json: AsJson = False) -> None:
     from batchinfer.job.verify import verify as check
 
     found = check(output_at(out))
-    _say(
-        _as_json(found.data())
+    say(
+        to_json(found.data())
         if as_json
         else shown(f"{printable(out)}, verified", found.facts(), found.lines())
     )
@@ -284,7 +276,7 @@ def report(
     from batchinfer.report.write import write_report
 
     path = write_report(output_at(out), time.time(), price_per_hour=price_per_hour, to=output)
-    _say(printable(str(path)))
+    say(printable(str(path)))
 
 
 @app.command()
@@ -292,7 +284,7 @@ def schema() -> None:
     """Print the JSON Schema of the job file, for editors."""
     from batchinfer.job.schema import json_schema
 
-    _say(_as_json(json_schema()))
+    say(to_json(json_schema()))
 
 
 @app.command()
@@ -319,7 +311,7 @@ def init(
     from batchinfer.job.starter import Starter, write_starter
 
     asked = Starter(data, model, output, job, prompt_column, id_column, force)
-    _say("\n".join(write_starter(asked)))
+    say("\n".join(write_starter(asked)))
 
 
 @app.command()
@@ -361,69 +353,9 @@ def bench(
     )
     from batchinfer.bench import run_bench
 
-    run_bench(options, show=_say)
+    run_bench(options, show=say)
 
 
 def main() -> None:
-    """The ``batchinfer`` program: run a command and exit with its code."""
-    leave_on_signals()
-    code = _exit_code()
-    ignore_signals()  # the exit code is settled
-    sys.exit(code)
-
-
-def _exit_code() -> int | str | None:
-    try:
-        app(prog_name="batchinfer")
-    except SystemExit as done:
-        return ExitCode.INTERRUPTED if done.code == _CLICK_INTERRUPTED else done.code
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
-    except JobError as error:
-        _complain(str(error))
-        return error.exit_code
-    except Exception as error:
-        if _is_full_stdout(error):
-            sys.stdout = None  # Python flushes once more at exit; give it nothing to fail on
-            _complain("cannot write to stdout: its disk is full; free space or write elsewhere")
-            return ExitCode.STORAGE
-        _complain(_bug(error))
-        return ExitCode.BUG
-    return ExitCode.OK
-
-
-def _is_full_stdout(error: Exception) -> bool:
-    """Whether ``error`` came of printing: errors about files name the file."""
-    if not isinstance(error, OSError) or error.filename is not None:
-        return False
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _bug(error: Exception) -> str:
-    from batchinfer.crash_log import write_crash_log
-
-    try:
-        return f"batchinfer met a bug; please report it with {write_crash_log(error)}"
-    except OSError:  # nowhere to write: the screen is the last place left
-        return "".join(traceback.format_exception(error))
-
-
-def _as_json(data: Any) -> str:
-    import json
-
-    return json.dumps(data, indent=2)
-
-
-def _say(text: str) -> None:
-    """Print to stdout; whoever closed it has read enough."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # Python flushes once more at exit; give it nothing to fail on.
-        sys.stdout = None
-
-
-def _complain(message: str) -> None:
-    lines = message.splitlines()
-    with suppress(OSError):
-        print("\n".join(lines[:MAX_MESSAGE_LINES]), file=sys.stderr, flush=True)
+    """The ``batchinfer`` program."""
+    run_program(app)

@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "bench_dataset": COMMON,
     "bench": COMMON | {"bench_options", "bench_dataset", "worker", "llm"},
     "crash_log": COMMON,
-    "cli": COMMON | {"job", "report", "bench", "bench_options", "crash_log"},
+    "program": COMMON | {"job", "crash_log"},
+    "cli": COMMON | {"program", "job", "report", "bench", "bench_options", "crash_log"},
     "__init__": {"config", "llm"},
     "__main__": {"cli"},
 }

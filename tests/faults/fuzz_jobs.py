@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from batchinfer.cli import MAX_MESSAGE_LINES
 from batchinfer.errors import ExitCode, JobError
 from batchinfer.job.load import load_job
 from batchinfer.job.variables import parse_variables
+from batchinfer.program import MAX_MESSAGE_LINES
 from tests.faults.job_mutations import WORDS, job_file, options
 from tests.faults.violation import ViolationError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer import cli
+from batchinfer import cli, program
 from batchinfer.errors import ExitCode
 from batchinfer.job.output import OutputDir
 from batchinfer.job.run import run_job
@@ -37,7 +37,7 @@ def hostile_job(tmp_path: Path, **sections: Any) -> None:
 def batchinfer(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["batchinfer", *arguments])
     for name in ("leave_on_signals", "ignore_signals"):
-        monkeypatch.setattr(cli, name, lambda: None)
+        monkeypatch.setattr(program, name, lambda: None)
     with pytest.raises(SystemExit) as caught:
         cli.main()
     return int(caught.value.code or 0)

@@ -1,0 +1,83 @@
+"""What a program does around its commands: it prints, and ends with an exit code."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from batchinfer.errors import ExitCode, JobError
+from batchinfer.job.signals import ignore_signals, leave_on_signals
+
+MAX_MESSAGE_LINES = 12
+_CLICK_INTERRUPTED = 130
+"""What click makes of Ctrl-C."""
+
+
+def run_program(app: Callable[..., object]) -> None:
+    """Run the command that the arguments name, and exit with its code."""
+    leave_on_signals()
+    code = _exit_code(app)
+    ignore_signals()  # the exit code is settled
+    sys.exit(code)
+
+
+def _exit_code(app: Callable[..., object]) -> int | str | None:
+    try:
+        app(prog_name="batchinfer")
+    except SystemExit as done:
+        return ExitCode.INTERRUPTED if done.code == _CLICK_INTERRUPTED else done.code
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except JobError as error:
+        _complain(str(error))
+        return error.exit_code
+    except Exception as error:
+        if _is_full_stdout(error):
+            sys.stdout = None  # Python flushes once more at exit; give it nothing to fail on
+            _complain("cannot write to stdout: its disk is full; free space or write elsewhere")
+            return ExitCode.STORAGE
+        _complain(_bug(error))
+        return ExitCode.BUG
+    return ExitCode.OK
+
+
+def _is_full_stdout(error: Exception) -> bool:
+    """Whether ``error`` came of printing: errors about files name the file."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return False
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _bug(error: Exception) -> str:
+    from batchinfer.crash_log import write_crash_log
+
+    try:
+        return f"batchinfer met a bug; please report it with {write_crash_log(error)}"
+    except OSError:  # nowhere to write: the screen is the last place left
+        return "".join(traceback.format_exception(error))
+
+
+def to_json(data: Any) -> str:
+    """Data as commands print it."""
+    import json
+
+    return json.dumps(data, indent=2)
+
+
+def say(text: str) -> None:
+    """Print to stdout; whoever closed it has read enough."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes once more at exit; give it nothing to fail on.
+        sys.stdout = None
+
+
+def _complain(message: str) -> None:
+    lines = message.splitlines()
+    with suppress(OSError):
+        print("\n".join(lines[:MAX_MESSAGE_LINES]), file=sys.stderr, flush=True)
