@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Connection
 
 RETRY: Mapping[str, Any] = {"max_retries": 8, "retry_timeout": timedelta(minutes=2)}
+IMPATIENT: Mapping[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=10)}
+_LAST_TRY = timedelta(seconds=20)
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 _NOT_GIVEN = (
     *("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError"),
@@ -39,8 +41,12 @@ def split(url: str) -> tuple[str, str]:
 
 
 @cache
-def connect(bucket: str) -> Connection:
+def connect(bucket: str, *, impatient: bool = False) -> Connection:
     """The connection to a bucket, ``s3://name`` or ``gs://name``; one for all who ask.
+
+    Args:
+        bucket: which.
+        impatient: give up within half a minute, in place of some minutes.
 
     Raises:
         UsageError: obstore is not installed.
@@ -52,7 +58,8 @@ def connect(bucket: str) -> Connection:
             f"{printable(bucket)} needs the package obstore: pip install 'batchinfer[s3]'"
         ) from None
     plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
-    options: Any = {"client_options": {"allow_http": plain}, "retry_config": RETRY}
+    client: dict[str, Any] = {"allow_http": plain, **({"timeout": _LAST_TRY} if impatient else {})}
+    options: Any = {"client_options": client, "retry_config": IMPATIENT if impatient else RETRY}
     with errors(bucket, "read"):
         return from_url(bucket, **options)
 

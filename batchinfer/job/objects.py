@@ -1,7 +1,8 @@
 """What an output directory asks of a bucket: whole objects, written only where nobody else has.
 
 Every write says which content it takes the place of: none, or one that its writer has seen. A store
-refuses it where it holds another (``If-None-Match``, ``If-Match``).
+refuses it where it holds another (``If-None-Match``, ``If-Match``). A delete can say no such thing:
+it is given up soon where the store does not answer.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Objects:
 
     def __init__(self, root: StorePath) -> None:
         self._store = connect(root.bucket)
+        self._impatient = connect(root.bucket, impatient=True)
 
     def put(self, path: StorePath, data: bytes, instead_of: Version | None) -> Version | None:
         """Write an object, all of it or nothing.
@@ -83,17 +85,22 @@ class Objects:
         names = {key.rstrip("/").rpartition("/")[2] for key in keys if key != folder.key}
         return [folder / name for name in sorted(names)]
 
-    def delete(self, path: StorePath) -> None:
-        """Delete an object, and those in a folder of that name; none is no error."""
-        with _answers(path, "write"):
-            below = [entry["path"] for some in self._below(path) for entry in some]
-            if below:
-                obstore.delete(self._store, below)
-            with suppress(FileNotFoundError):
-                obstore.delete(self._store, path.key)
+    def keys(self, path: StorePath) -> list[str]:
+        """Keys of an object, and of all in a folder of that name, as far as they are there."""
+        with _answers(path, "read"):
+            lists = list(obstore.list(self._store, path.key))
+        below = [entry["path"] for entries in lists for entry in entries]
+        return below if self.head(path) is None else [*below, path.key]
 
-    def _below(self, folder: StorePath) -> Iterator[Sequence[Any]]:
-        yield from obstore.list(self._store, folder.key)
+    def delete(self, path: StorePath, keys: Sequence[str]) -> None:
+        """Delete objects; one that is gone is no error.
+
+        Args:
+            path: what they are, for messages.
+            keys: some of ``keys(path)``.
+        """
+        with _answers(path, "write"), suppress(FileNotFoundError):
+            obstore.delete(self._impatient, keys)
 
 
 def _version(found: Any) -> Version:

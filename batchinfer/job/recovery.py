@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from batchinfer.job.existing import Work
 from batchinfer.job.flight import assess
 from batchinfer.job.manifest import Part
 from batchinfer.job.output import OutputDir
@@ -44,23 +45,24 @@ class Left:
             yield rest
 
 
-def recover(out: OutputDir, parts: Sequence[Part], generated: pa.Schema) -> Left:
+def recover(out: OutputDir, work: Work, generated: pa.Schema) -> Left:
     """Find what earlier runs have left; call it under the lock.
 
     Args:
         out: the output directory.
-        parts: the parts that are not finished, in order.
+        work: what is to do there.
         generated: the output's generated columns.
 
     Raises:
         StorageError: the directory cannot be written to.
     """
-    segments = Segments(out, parts, generated)
+    segments = Segments(out, work.manifest, work.todo, generated)
     finished, damaged = segments.recover()
-    suspicion = assess(out, missing_ranges(parts, finished))
-    return Left(parts, segments, finished, damaged, suspicion)
+    suspicion = assess(out, missing_ranges(work.todo, finished))
+    return Left(work.todo, segments, finished, damaged, suspicion)
 
 
-def from_scratch(out: OutputDir, parts: Sequence[Part], generated: pa.Schema) -> Left:
+def from_scratch(out: OutputDir, work: Work, generated: pa.Schema) -> Left:
     """Where everything that is there will go first."""
-    return Left(parts, Segments(out, parts, generated), NO_ROWS, {}, Suspicion())
+    segments = Segments(out, work.manifest, work.todo, generated)
+    return Left(work.todo, segments, NO_ROWS, {}, Suspicion())

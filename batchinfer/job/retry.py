@@ -36,8 +36,7 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
         DataError: a part cannot be read.
         StorageError: the directory cannot be written to.
     """
-    parts = plan.parts()
-    segments = Segments(out, parts, generated)
+    segments = Segments(out, plan, plan.parts(), generated)
     segments.recover()
     segments.forget_errors()
     forgive(out)

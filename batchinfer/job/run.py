@@ -98,7 +98,7 @@ def _run(
 ) -> ExitCode:
     """Make the parts that are not finished."""
     find = from_scratch if work.starts_over else recover
-    left = find(job.out, work.todo, job.table.generated_schema)
+    left = find(job.out, work, job.table.generated_schema)
     begins = not len(left.finished) and len(work.todo) == len(job.manifest.parts())
     if job.spec.input.id_column is not None and begins:
         check_unique_ids(job.source, job.spec.input.id_column)

@@ -3,6 +3,10 @@
 A segment holds the rows that finished in a few seconds, sorted by row id, with a row group for each
 part they belong to: making a part reads its rows only. A segment goes when no unfinished part needs
 it. A row may be in two segments (see ``batchinfer.job.retry``); the later one counts.
+
+In a store, what a run sends off just before it freezes may arrive when others have taken over. So a
+segment says which plan it is of, and no two runs give one the same name: what arrives late is no
+plan's but its own, and what is deleted late is nobody else's.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import PurePath
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -22,7 +27,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
 from batchinfer.job.files import storage_errors
-from batchinfer.job.manifest import Part
+from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.output import OutputDir, parquet_bytes
 from batchinfer.job.parquet_check import first_line
 from batchinfer.job.row_ids import NO_ROWS, RowIds
@@ -31,7 +36,8 @@ from batchinfer.job.stats import DISTINCT_TOKENS, REQUEST
 
 REQUEST_COLUMN = "request"
 CONTROL_TEXT_COLUMN = "has_control_text"
-_NAME = re.compile(r"segment-(\d{6,})\.parquet")
+_NAME = re.compile(r"segment-(\d{6,})-\w+\.parquet")
+_PLAN = b"batchinfer.plan"
 
 
 def segment_schema(generated: pa.Schema) -> pa.Schema:
@@ -65,14 +71,19 @@ class Segments:
 
     Args:
         out: the output directory.
+        plan: its plan.
         parts: the parts that are not finished, in order.
         generated: the output's generated columns.
     """
 
-    def __init__(self, out: OutputDir, parts: Sequence[Part], generated: pa.Schema) -> None:
+    def __init__(
+        self, out: OutputDir, plan: Manifest, parts: Sequence[Part], generated: pa.Schema
+    ) -> None:
         self.schema = segment_schema(generated)
         """Columns of a segment."""
         self._out = out
+        self._plan = f"{plan.fingerprint} {plan.planned_at}".encode()
+        self._mine = token_hex(4)
         self._parts = parts
         self._first_rows = [part.rows.start for part in parts]
         self._groups: dict[PurePath, dict[int, int]] = {}
@@ -109,7 +120,7 @@ class Segments:
         Raises:
             StorageError: it cannot be written.
         """
-        table = table.sort_by("row_id")
+        table = table.sort_by("row_id").replace_schema_metadata({_PLAN: self._plan})
         row_ids = table["row_id"].to_numpy()
         parts = [self._part_of(row_id) for row_id in row_ids.tolist()]
         slices, groups, start = [], {}, 0
@@ -119,7 +130,7 @@ class Segments:
             slices.append(table.slice(start, length))
             groups[part.index] = number
             start += length
-        path = self._out.segments / f"segment-{self._next:06d}.parquet"
+        path = self._out.segments / f"segment-{self._next:06d}-{self._mine}.parquet"
         self._next += 1
         self._out.write(path, parquet_bytes(slices))
         self._groups[path] = groups
@@ -178,6 +189,8 @@ class Segments:
             reader = pq.ParquetFile(file, page_checksum_verification=True)
             if not reader.schema_arrow.equals(self.schema):
                 raise ValueError("it has other columns than a segment of this job")
+            if (reader.metadata.metadata or {}).get(_PLAN) != self._plan:
+                raise ValueError("it is of another plan")
             row_ids = reader.read(use_threads=False)["row_id"].to_numpy()
             start = 0
             for group in range(reader.num_row_groups):

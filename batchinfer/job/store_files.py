@@ -3,6 +3,8 @@
 What is staged is in memory; an object appears with all of its bytes, in the place of a rename. A
 run writes over what it has written itself. Where it finds something else, it makes sure that it
 still holds the lock: what it finds then is left over, and not of a run that has taken over since.
+Deletes cannot be tied to what they delete, so a run looks at the lock right before each, deletes
+only what it has found, and gives up before another could have taken over.
 """
 
 from __future__ import annotations
@@ -88,8 +90,10 @@ class StoreFiles:
         for staged in [staged for staged in list(self._staged) if staged.is_relative_to(path)]:
             del self._staged[staged]
         with self._once_only():
-            self._check()
-            self._objects.delete(_url(path))
+            keys = self._objects.keys(_url(path))
+            if keys:
+                self._check()
+                self._objects.delete(_url(path), keys)
         for written in [written for written in list(self._written) if written.is_relative_to(path)]:
             del self._written[written]
 

@@ -7,7 +7,8 @@ runs one gets it. The holder writes it again every few seconds. When it was not 
 
 A holder that was only asleep asks the store before it writes anything, and finds that it was
 passed. What it had sent off just before arrives after that at worst: ``store_files`` sees to it
-that this takes the place of nothing that a later holder has written.
+that this takes the place of nothing that a later holder has written. Only a delete that the store
+gets ``_TRUSTED_S`` after it was sent could hit a later holder's object.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class StoreLock:
         taken = self._objects.put(path, b"", None) is not None
         refused = self._objects.put(path, b"again", None) is None
         found = self._objects.head(path)
-        self._objects.delete(path)
+        self._objects.delete(path, [path.key])
         if not (taken and refused and found):
             raise StorageError(
                 f"the store of {self._place} does not heed If-None-Match, which keeps two runs "

@@ -66,7 +66,7 @@ class Job:
         if retry:
             reopen(self.out, PLAN, GENERATED)
             work = look(self.out, PLAN, "resume")
-        left = recover(self.out, work.todo, GENERATED)
+        left = recover(self.out, work, GENERATED)
         sink = Sink(
             self.out,
             left.parts,

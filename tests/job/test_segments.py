@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,13 +24,14 @@ from tests.job.fakes import begin
 GENERATED = pa.schema(
     [("row_id", pa.int64()), ("text", pa.string()), ("status", pa.string()), ("error", ERROR)]
 )
-PARTS = Manifest("f", {}, (), (), 12, 4, "2026-11-20T10:00:00").parts()
+PLAN = Manifest("f", {}, (), (), 12, 4, "2026-11-20T10:00:00")
+PARTS = PLAN.parts()
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> OutputDir:
     out = OutputDir(tmp_path / "out")
-    begin(out, Manifest("f", {}, (), (), 12, 4, "2026-11-20T10:00:00"), "overwrite")
+    begin(out, PLAN, "overwrite")
     return out
 
 
@@ -42,7 +44,7 @@ def rows(*row_ids: int, status: str = "ok", text: str = "answer") -> pa.Table:
         )
         for row_id in row_ids
     ]
-    return segment_table(finished, Segments(OutputDir(Path()), (), GENERATED).schema)
+    return segment_table(finished, Segments(OutputDir(Path()), PLAN, (), GENERATED).schema)
 
 
 def texts(segments: Segments, part: Part) -> list[tuple[int, str]]:
@@ -51,7 +53,14 @@ def texts(segments: Segments, part: Part) -> list[tuple[int, str]]:
 
 
 def files(out: OutputDir) -> list[str]:
-    return [path.name for path in out.files.entries(out.segments)]
+    """Names of segments; what each run adds to them is cut off."""
+    return [path.name.rpartition("-")[0] for path in out.files.entries(out.segments)]
+
+
+def only_file(out: OutputDir) -> Path:
+    [path] = out.files.entries(out.segments)
+    assert isinstance(path, Path)
+    return path
 
 
 @settings(
@@ -61,10 +70,10 @@ def files(out: OutputDir) -> list[str]:
 def test_what_was_written_is_found_again(out: OutputDir, batches: list[set[int]]) -> None:
     for path in out.files.entries(out.segments):
         path.unlink()
-    segments = Segments(out, PARTS, GENERATED)
+    segments = Segments(out, PLAN, PARTS, GENERATED)
     for number, batch in enumerate(batches):
         segments.add(rows(*batch, text=f"from {number}:"))
-    again = Segments(out, PARTS, GENERATED)
+    again = Segments(out, PLAN, PARTS, GENERATED)
     found, damaged = again.recover()
     assert found.tolist() == sorted(set().union(*batches))
     assert damaged == {}
@@ -75,7 +84,7 @@ def test_what_was_written_is_found_again(out: OutputDir, batches: list[set[int]]
 
 
 def test_statistics_and_marks_come_back(out: OutputDir) -> None:
-    segments = Segments(out, PARTS, GENERATED)
+    segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(5, 4))
     table = segments.rows_of(PARTS[1])
     assert [request["prompt_tokens"] for request in table["request"].to_pylist()] == [4, 5]
@@ -83,11 +92,11 @@ def test_statistics_and_marks_come_back(out: OutputDir) -> None:
 
 
 def test_a_segment_goes_with_the_last_part_that_needs_it(out: OutputDir) -> None:
-    segments = Segments(out, PARTS, GENERATED)
+    segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(0, 9))
     segments.add(rows(1))
     segments.drop(PARTS[0])
-    assert files(out) == ["segment-000000.parquet"]
+    assert files(out) == ["segment-000000"]
     segments.drop(PARTS[1])
     assert texts(segments, PARTS[2]) == [(9, "answer 9")]
     segments.drop(PARTS[2])
@@ -95,14 +104,14 @@ def test_a_segment_goes_with_the_last_part_that_needs_it(out: OutputDir) -> None
 
 
 def test_segments_of_finished_parts_are_deleted_and_no_name_comes_twice(out: OutputDir) -> None:
-    segments = Segments(out, PARTS, GENERATED)
+    segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(0, 9))
     segments.add(rows(1))
-    left = Segments(out, PARTS[1:], GENERATED)
+    left = Segments(out, PLAN, PARTS[1:], GENERATED)
     found, _ = left.recover()
     assert found.tolist() == [9]
     left.add(rows(4))
-    assert files(out) == ["segment-000000.parquet", "segment-000002.parquet"]
+    assert files(out) == ["segment-000000", "segment-000002"]
 
 
 @pytest.mark.parametrize(
@@ -115,30 +124,43 @@ def test_segments_of_finished_parts_are_deleted_and_no_name_comes_twice(out: Out
     ],
 )
 def test_a_damaged_segment_is_told_of_and_deleted(out: OutputDir, harm) -> None:
-    segments = Segments(out, PARTS, GENERATED)
+    segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(0))
+    harmed = only_file(out)
     segments.add(rows(1))
-    harm(out.segments / "segment-000000.parquet")
-    found, damaged = Segments(out, PARTS, GENERATED).recover()
+    harm(harmed)
+    found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
     assert found.tolist() == [1]
-    assert list(damaged) == ["segment-000000.parquet"]
-    assert files(out) == ["segment-000001.parquet"]
+    assert list(damaged) == [harmed.name]
+    assert files(out) == ["segment-000001"]
 
 
 def test_a_segment_that_is_harmed_while_the_job_runs(out: OutputDir) -> None:
-    segments = Segments(out, PARTS, GENERATED)
+    segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(0))
-    (out.segments / "segment-000000.parquet").write_bytes(b"zork")
-    with pytest.raises(DataError, match=r"segment-000000\.parquet cannot be read"):
+    only_file(out).write_bytes(b"zork")
+    with pytest.raises(DataError, match=r"segment-000000-\w+\.parquet cannot be read"):
         segments.rows_of(PARTS[0])
 
 
 def test_errors_are_forgotten_and_nothing_else(out: OutputDir) -> None:
-    segments = Segments(out, PARTS, GENERATED)
+    segments = Segments(out, PLAN, PARTS, GENERATED)
     mixed = pa.concat_tables([rows(0, 9), rows(1, 8, status="error")])
     for table in (mixed, rows(2), rows(3, status="error")):
         segments.add(table)
     segments.forget_errors()
-    found, _ = Segments(out, PARTS, GENERATED).recover()
+    found, _ = Segments(out, PLAN, PARTS, GENERATED).recover()
     assert found.tolist() == [0, 2, 9]
     assert texts(segments, PARTS[2]) == [(9, "answer 9")]
+
+
+def test_what_arrives_late_from_another_plan_is_not_taken_for_this_ones(out: OutputDir) -> None:
+    """As from a run that was frozen while this one was begun, with the same columns."""
+    for late in (replace(PLAN, fingerprint="g"), replace(PLAN, planned_at="2026-11-20T10:00:01")):
+        Segments(out, late, PARTS, GENERATED).add(rows(0, text="other"))
+    Segments(out, PLAN, PARTS, GENERATED).add(rows(1))
+    assert len(files(out)) == 3, "none has taken the place of another"
+    found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
+    assert found.tolist() == [1]
+    assert list(damaged.values()) == ["it is of another plan"] * 2
+    assert len(files(out)) == 1

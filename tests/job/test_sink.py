@@ -47,6 +47,7 @@ class Fixture:
         spec = job(path, output={"rows_per_part": rows_per_part})
         source = open_source(spec.input.paths)
         manifest = Manifest("f", {}, (), source.files, num_rows, rows_per_part, NOW)
+        self.plan = manifest
         self.out = OutputDir(path / "out")
         self.parts = [
             part for part in begin(self.out, manifest, "overwrite") if part.index not in done
@@ -54,7 +55,7 @@ class Fixture:
         self.commits = 0
         self.table = table = output_table(source, spec)
         self.now = 0.0
-        self.segments = Segments(self.out, self.parts, table.generated_schema)
+        self.segments = Segments(self.out, manifest, self.parts, table.generated_schema)
         self.sink = Sink(
             self.out,
             self.parts,
@@ -72,7 +73,7 @@ class Fixture:
 
     def segment_rows(self) -> list[int]:
         """Rows on disk that are in no part yet."""
-        segments = Segments(self.out, self.parts, self.table.generated_schema)
+        segments = Segments(self.out, self.plan, self.parts, self.table.generated_schema)
         return segments.recover()[0].tolist()
 
     def files(self) -> list[Path]:
@@ -220,10 +221,11 @@ def test_no_kept_column(tmp_path: Path) -> None:
     spec = job(tmp_path, input={"path": str(tmp_path / "in"), "keep_columns": []})
     source = open_source(spec.input.paths)
     out = OutputDir(tmp_path / "out")
-    begin(out, Manifest("f", {}, (), source.files, 2, 2, NOW))
+    plan = Manifest("f", {}, (), source.files, 2, 2, NOW)
+    begin(out, plan)
     table = output_table(source, spec)
     parts = [Part(0, range(2))]
-    segments = Segments(out, parts, table.generated_schema)
+    segments = Segments(out, plan, parts, table.generated_schema)
     sink = Sink(out, parts, segments, NO_ROWS, table, source, {}, lambda: None)
     for row_id in (1, 0):
         sink.add(finished(row_id))

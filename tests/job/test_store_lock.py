@@ -169,6 +169,55 @@ def test_what_dead_runs_have_left_is_written_over(state: StorePath) -> None:
     assert Objects(state).get(path)[0] == b"once more"
 
 
+def test_what_it_would_delete_it_looks_for_before_it_looks_at_the_lock(state: StorePath) -> None:
+    """So that between that look and the delete nothing takes long."""
+    sleeper = Run(state)
+    sleeper.lock.acquire()
+    path = state.parent / "_SUCCESS"
+    sleeper.write(path, b"")
+    passer = Run(state, LAPSE_S + 10)
+
+    def fall_asleep(keys: list[str]) -> list[str]:
+        sleeper.now += LAPSE_S
+        passer.lock.acquire()
+        passer.write(path, b"right")
+        return keys
+
+    objects = sleeper.files._objects
+    found = objects.keys(path)
+    objects.keys = lambda path: fall_asleep(found)  # type: ignore[method-assign]
+    with pytest.raises(LockedError):
+        sleeper.files.delete(path)
+    assert Objects(state).get(path)[0] == b"right"
+
+
+def test_what_is_not_there_is_not_deleted(
+    state: StorePath, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deletes: list[str] = []
+
+    def note(request: Request) -> None:
+        if request.method == "DELETE" or "?delete" in request.path:
+            deletes.append(request.path)
+
+    with between(server, note) as address:
+        point_to(address, monkeypatch)
+        run = Run(state)
+        run.lock.acquire()
+        deletes.clear()
+        run.files.delete(state.parent / "_SUCCESS")
+        assert deletes == []
+        run.write(state.parent / "_SUCCESS", b"")
+        run.files.delete(state.parent / "_SUCCESS")
+        assert len(deletes) == 1
+    point_to(server, monkeypatch)
+
+
+def test_a_delete_is_given_up_before_another_run_could_take_over() -> None:
+    longest = connection.IMPATIENT["retry_timeout"] + connection._LAST_TRY
+    assert longest.total_seconds() < LAPSE_S - store_lock._TRUSTED_S
+
+
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"fence": "x"}', b'{"fence": 1, "no": 2}'])
 def test_a_damaged_lock_is_somebodys_until_it_lapses(state: StorePath, data: bytes) -> None:
     Objects(state).put(state / HOLDER, data, None)

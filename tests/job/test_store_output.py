@@ -206,7 +206,7 @@ def test_a_run_that_was_taken_for_dead_commits_nothing_more(
 ) -> None:
     monkeypatch.setattr(sink, "FLUSH_ROWS", 1)
     monkeypatch.setattr(store_lock, "_TRUSTED_S", 0.0)
-    monkeypatch.setattr(store_lock, "LAPSE_S", -1.0)  # whoever comes takes over
+    monkeypatch.setattr(store_lock, "LAPSE_S", -60.0)  # whoever comes takes over
     first, left = FakeBuild(max_num_seqs=2), {}
 
     def be_passed(step: int) -> None:
@@ -220,6 +220,42 @@ def test_a_run_that_was_taken_for_dead_commits_nothing_more(
     assert objects(KEY) == left
     rows()
     assert run(spec) is ExitCode.OK
+
+
+def test_what_a_frozen_run_had_sent_off_is_not_taken_for_rows_of_the_next_job(
+    spec: JobSpec, tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink, "FLUSH_ROWS", 4)
+    monkeypatch.setattr(making, "Behind", AtOnce)
+    monkeypatch.setattr(store_lock, "_TRUSTED_S", 0.0)
+    monkeypatch.setattr(store_lock, "LAPSE_S", -60.0)  # whoever comes takes over
+    next_job = job(tmp_path, output={"path": OUT}, sampling={"max_tokens": 3})
+    stopped = FakeBuild(max_num_seqs=4)
+    late: list[str] = []
+
+    def stop(step: int) -> None:
+        if step == 1:
+            raise StorageError("stopped")
+
+    def freeze(request: Request) -> None:
+        """The first segment is under way while the next job begins, and is stopped."""
+        if request.method == "PUT" and "/segments/" in request.path and not late:
+            late.append(request.path.rpartition("/")[2])
+            with pytest.raises(StorageError, match="stopped"):
+                run(next_job, stopped, overwrite=True)
+
+    stopped.before_step = stop
+    with between(address, freeze) as server:
+        point_to(server, monkeypatch)
+        with pytest.raises(LockedError, match="another run has taken over"):
+            run(spec, FakeBuild(max_num_seqs=4))
+    point_to(address, monkeypatch)
+    assert late[0] in objects(f"{KEY}/_batchinfer/segments")
+    assert run(next_job) is ExitCode.OK
+    parts = objects(f"{KEY}/data").values()
+    table = pa.concat_tables(pq.read_table(BytesIO(part)) for part in parts)
+    assert table["generated_text"].to_pylist() == [p[:3] for p in table["prompt"].to_pylist()]
+    assert late[0] not in objects(f"{KEY}/_batchinfer/segments")
 
 
 @pytest.mark.parametrize("damage", ["deleted", "changed", "record", "longer", "statistics"])
@@ -363,7 +399,7 @@ def test_a_store_that_stops_answering_ends_the_run_and_keeps_its_rows(
     assert len(str(caught.value).splitlines()) <= 2
     assert len(set(asked)) <= 3, "what cannot be written, and at the end the lock and a log"
     point_to(address, monkeypatch)
-    monkeypatch.setattr(store_lock, "LAPSE_S", -1.0)  # nobody could be told that it was let go
+    monkeypatch.setattr(store_lock, "LAPSE_S", -60.0)  # nobody could be told that it was let go
     again = Telling()
     assert run(spec, again) is ExitCode.OK
     assert 0 < len(again.ran) < NUM_ROWS
