@@ -1,6 +1,15 @@
-"""``python -m batchinfer``: the same as the ``batchinfer`` program."""
+"""The ``batchinfer`` program, in a process of its own; also ``python -m batchinfer``."""
 
-from batchinfer.cli import main
+from batchinfer.lean import leave_out_unused
+
+
+def main() -> None:
+    """Start the program without what it never uses."""
+    leave_out_unused()
+    from batchinfer.cli import main as run_commands
+
+    run_commands()
+
 
 if __name__ == "__main__":
     main()

@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "program": COMMON | {"job", "crash_log"},
     "cli": COMMON | {"program", "job", "report", "bench", "bench_options", "crash_log"},
     "__init__": {"config", "llm"},
-    "__main__": {"cli"},
+    "lean": set(),
+    "__main__": {"cli", "lean"},
 }
 HEAVY = {
     "engine": {"torch", "transformers", "tokenizers", "pyarrow", "polars", "pathlib"},

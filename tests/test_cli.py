@@ -27,6 +27,7 @@ from batchinfer.errors import (
 )
 from batchinfer.job.run import run_job
 from batchinfer.job.spec import JobSpec
+from batchinfer.lean import UNUSED
 from batchinfer.report.at_end import report_at_end
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
@@ -154,6 +155,16 @@ def test_it_runs_as_a_module() -> None:
 
 
 # Commands
+
+
+def test_a_run_leaves_out_what_it_never_uses(tmp_path: Path) -> None:
+    job = Path(__file__).parent.parent / "jobs" / "quickstart.yaml"
+    options = ["--limit", "1", "--output", str(tmp_path / "out"), "--no-report"]
+    command = [sys.executable, "-X", "importtime", "-m", "batchinfer", "run", str(job), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.split()[-1].partition(".")[0] for line in done.stderr.splitlines() if line}
+    assert {"torch", "transformers"} <= imported
+    assert not imported & set(UNUSED)
 
 
 def test_version(batchinfer: Run) -> None:
