@@ -35,10 +35,6 @@ from batchinfer.job.table import output_table
 from batchinfer.job.telling import Report, Telling
 
 _AGAIN = "run the same command again: the part is then made again"
-_STOPPED = {
-    False: "stopped; run the same command again to go on",
-    True: "stopped; run again without --overwrite, and with output.if_exists: resume, to go on",
-}
 
 
 def run_job(
@@ -112,7 +108,7 @@ def _run(
         with closing(make_progress(missing, quiet=telling.quiet)) as progress:
             complete = make_parts(job, left, loaded, progress, stop)
         if not complete:
-            say(_STOPPED[if_exists == "overwrite"], to_stderr=True)
+            telling.stopped(job.out, overwrites=if_exists == "overwrite")
             return ExitCode.INTERRUPTED
         return _finish(job, telling)
 

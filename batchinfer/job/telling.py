@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,10 @@ from batchinfer.job.screen import shown
 Report = Callable[[OutputDir, Callable[[str], None]], bool]
 """Writes the report; told where to say why there is none. Whether there is one now."""
 _MAX_DAMAGE_LINES = 5
+_AGAIN = {
+    False: "the same command again",
+    True: "again without --overwrite, and with output.if_exists: resume,",
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,13 @@ class Telling:
             say(f"{name} is made again: {problem}", to_stderr=True)
         if len(damaged) > _MAX_DAMAGE_LINES:
             say(f"and {len(damaged) - _MAX_DAMAGE_LINES:,} more files", to_stderr=True)
+
+    def stopped(self, out: OutputDir, *, overwrites: bool) -> None:
+        """It was interrupted. The report is left to who wants it: there are seconds to end in."""
+        say(f"stopped; run {_AGAIN[overwrites]} to go on", to_stderr=True)
+        if not self.quiet:
+            place = shlex.quote(printable(str(out.root)))
+            say(f"batchinfer report {place} shows how far it came", to_stderr=True)
 
     def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
         """All parts are made: write the report, say what came of the job."""

@@ -650,13 +650,17 @@ def test_an_output_that_is_in_use(tmp_path: Path, build: FakeBuild) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_the_run_after_the_step_and_the_next_run_goes_on(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = numbered(tmp_path)
     build = FakeBuild(max_num_seqs=4)
     build.before_step = lambda step: os.kill(os.getpid(), number) if step == 25 else None
     spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
     assert run_job(spec, build=build) is ExitCode.INTERRUPTED
+    assert capsys.readouterr().err.endswith(
+        "stopped; run the same command again to go on\n"
+        f"batchinfer report {tmp_path / 'out'} shows how far it came\n"
+    )
     done = [path.name for path in sorted((tmp_path / "out" / "data").iterdir())]
     assert done == ["part-00000.parquet"]
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -671,7 +675,9 @@ def test_a_stopped_overwrite_says_how_to_go_on(
     numbered(tmp_path)
     build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
     assert run_job(job(tmp_path), build=build, overwrite=True, quiet=True) is ExitCode.INTERRUPTED
-    assert "run again without --overwrite" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "run again without --overwrite" in error
+    assert "batchinfer report" not in error  # --quiet
 
 
 def test_a_signal_after_success_comes_too_late(
