@@ -37,8 +37,8 @@ class Lock(Protocol):
         """
         ...
 
-    def holder_is_dead(self) -> bool:
-        """Whether the last to hold it is known to be no more.
+    def holder_lives(self) -> bool | None:
+        """Whether a process is known to hold it, or is known to have died with it; None: neither.
 
         The lock itself is not tried: a run that begins just then would find it held.
         """
@@ -74,25 +74,25 @@ class LocalLock:
                 self._holder.unlink(missing_ok=True)
             lock.release()
 
-    def holder_is_dead(self) -> bool:
-        """See ``Lock``; False where it was on another machine, or let go in order."""
+    def holder_lives(self) -> bool | None:
+        """See ``Lock``; None where it was on another machine, or let go in order."""
         try:
-            return process_is_dead(json.loads(self._holder.read_bytes()))
+            return process_lives(json.loads(self._holder.read_bytes()))
         except (OSError, ValueError):
-            return False
+            return None
 
 
-def process_is_dead(found: object) -> bool:
-    """Whether what ``this_process`` once said was of a process of this machine's that is no more.
+def process_lives(found: object) -> bool | None:
+    """Whether there still is the process that ``this_process`` once said ``found`` of.
 
-    False also where that cannot be told.
+    None where that cannot be told: it was on another machine, or this one has started anew.
     """
     try:
-        machine = (found["host"], found["boot_id"])  # type: ignore[index]
-        is_here = machine == (socket.gethostname(), _boot_id())
-        return is_here and _started(found["pid"]) != found["started"]  # type: ignore[index]
+        if (found["host"], found["boot_id"]) != (socket.gethostname(), _boot_id()):  # type: ignore[index]
+            return None
+        return bool(_started(found["pid"]) == found["started"])  # type: ignore[index]
     except (TypeError, KeyError):
-        return False
+        return None
 
 
 def this_process() -> dict[str, int | float | str | None]:

@@ -32,8 +32,8 @@ class Status:
     """Where a job stands."""
 
     state: str
-    """``running``, ``stopped``, ``finished``, or ``finished_with_errors``: more rows failed than
-    the job allows."""
+    """``running`` (also while the model loads), ``stopped``, ``finished``, or
+    ``finished_with_errors``: more rows failed than the job allows."""
     rows_total: int
     rows_done: int
     """Rows that will not run again."""
@@ -44,7 +44,7 @@ class Status:
     rows_per_s: float | None
     """Of the latest run; None before it has finished a row."""
     eta_s: float | None
-    """None unless it is running."""
+    """None unless it is running, and has a speed."""
     pool_use: float | None
     """Used share of the KV blocks in the latest run's last step."""
     saved_at: float | None
@@ -94,9 +94,11 @@ def read_status(out: OutputDir, now: float) -> Status:
     done, errors, parts_done = _count(out, plan, segments)
     runs = list(_runs(out))
     run = runs[-1] if runs else Run("", {})
-    state = _state(out, run, errors > 0 and done == plan.num_rows, now)
+    lives = out.lock.holder_lives()
+    silent = now - run.saved_at >= max(SILENT_S, 3 * out.files.flush_every_s)
+    computing = bool(run.run_id) and not run.ended and not silent and lives is not False
+    state = _state(out, computing or lives is True, errors > 0 and done == plan.num_rows)
     speed = run.rows / run.engine_s if run.rows and run.engine_s else None
-    running = state == "running"
     return Status(
         state=state,
         rows_total=plan.num_rows,
@@ -106,17 +108,16 @@ def read_status(out: OutputDir, now: float) -> Status:
         parts_done=parts_done,
         runs=len(runs),
         rows_per_s=speed,
-        eta_s=(plan.num_rows - done) / speed if speed and running else None,
-        pool_use=run.used_blocks / run.kv["num_blocks"] if run.kv and running else None,
+        eta_s=(plan.num_rows - done) / speed if speed and computing else None,
+        pool_use=run.used_blocks / run.kv["num_blocks"] if run.kv and computing else None,
         saved_at=run.saved_at if runs else None,
     )
 
 
-def _state(out: OutputDir, run: Run, done_with_errors: bool, now: float) -> str:
+def _state(out: OutputDir, running: bool, done_with_errors: bool) -> str:
     if out.files.stat(out.success) is not None:
         return "finished"
-    silent = now - run.saved_at >= max(SILENT_S, 3 * out.files.flush_every_s)
-    if run.run_id and not run.ended and not silent and not out.lock.holder_is_dead():
+    if running:
         return "running"
     # without errors, a run was cut off just before it wrote _SUCCESS: another one will
     return "finished_with_errors" if done_with_errors else "stopped"

@@ -24,7 +24,7 @@ from secrets import token_hex
 from typing import Any
 
 from batchinfer.errors import JobError, LockedError, StorageError
-from batchinfer.job.lock import HOLDER, named, process_is_dead, this_process
+from batchinfer.job.lock import HOLDER, named, process_lives, this_process
 from batchinfer.job.messages import printable
 from batchinfer.job.objects import Found, Objects, Version
 from batchinfer.job.store_path import StorePath
@@ -155,13 +155,13 @@ class StoreLock:
                     self._write(_Content(self._content.fence), self._version)
             self._version = None
 
-    def holder_is_dead(self) -> bool:
+    def holder_lives(self) -> bool | None:
         """See ``Lock``; by this machine's clock."""
         found = self._read()
         if found is None or found[0].token is None:
-            return False
+            return None
         content, stat = found
-        return _is_dead(content.holder) or time.time() - stat.stat.mtime_ns / 1e9 > LAPSE_S
+        return not (_is_dead(content.holder) or time.time() - stat.stat.mtime_ns / 1e9 > LAPSE_S)
 
     @property
     def _place(self) -> str:
@@ -233,7 +233,7 @@ def _holder() -> dict[str, Any]:
 
 def _is_dead(holder: dict[str, Any] | None) -> bool:
     """Whether a holder was a process among this one's, and is no more."""
-    return (holder or {}).get("pids") == _pid_namespace() and process_is_dead(holder)
+    return (holder or {}).get("pids") == _pid_namespace() and process_lives(holder) is False
 
 
 def _pid_namespace() -> str:

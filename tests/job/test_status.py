@@ -66,12 +66,14 @@ def test_a_stopped_job(tmp_path: Path) -> None:
     assert next(found.lines()) == "state    stopped"
 
 
-def test_a_job_that_was_killed_stops_running_after_a_while(tmp_path: Path) -> None:
+def test_a_job_that_was_killed_elsewhere_stops_running_after_a_while(tmp_path: Path) -> None:
     dataset(tmp_path)
+    holder = tmp_path / "out" / "_batchinfer" / HOLDER
     seen: list[Status] = []
 
     def look(step: int) -> None:
         if step == 0:
+            holder.write_text(json.dumps({**json.loads(holder.read_text()), "host": "another"}))
             seen.extend([status(tmp_path), status(tmp_path, later_s=SILENT_S + 1)])
 
     run_job(job(tmp_path, **ONE_PART), build=Build(look), quiet=True)
@@ -92,6 +94,23 @@ def test_a_job_that_was_killed_on_this_machine_has_stopped_at_once(tmp_path: Pat
 
     run_job(job(tmp_path, **ONE_PART), build=Build(look), quiet=True)
     assert seen == ["running", "stopped", "stopped", "running"]
+
+
+def test_a_job_runs_while_its_model_loads(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    seen: list[Status] = []
+
+    def build(*arguments: Any, **keywords: Any) -> Any:
+        seen.append(status(tmp_path))
+        return Build(stop_at(10) if len(seen) == 1 else lambda step: None)(*arguments, **keywords)
+
+    spec = job(tmp_path, **ONE_PART)
+    assert run_job(spec, build=build, quiet=True) is ExitCode.INTERRUPTED
+    assert status(tmp_path).state == "stopped"
+    assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+    assert [found.state for found in seen] == ["running", "running"]
+    assert seen[0].rows_done == 0
+    assert seen[1].eta_s is seen[1].pool_use is None, "what is known is of the run before"
 
 
 def test_a_clock_that_is_set_does_not_stop_a_job(

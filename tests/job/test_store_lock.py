@@ -231,16 +231,16 @@ def test_a_holder_that_died_here_holds_nothing(
 ) -> None:
     first = Run(state)
     first.lock.acquire()
-    assert not first.lock.holder_is_dead()
+    assert first.lock.holder_lives()
     holder = {**store_lock._holder(), "started": -1.0}
     data = json.dumps({"fence": 7, "token": "x", "beat": 2, "holder": holder}).encode()
     found = Objects(state).head(state / HOLDER)
     assert found
     Objects(state).put(state / HOLDER, data, found.version)
-    assert first.lock.holder_is_dead()
+    assert first.lock.holder_lives() is False
     with monkeypatch.context() as patch:
         patch.setattr(store_lock, "_pid_namespace", lambda: "another container's")
-        assert not first.lock.holder_is_dead(), "its processes cannot be seen from here"
+        assert first.lock.holder_lives(), "its processes cannot be seen from here"
     Run(state).lock.acquire()
     assert content(state)["fence"] == 8
 
