@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 import numpy as np
 
 from batchinfer.config import EngineConfig
 from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
-from batchinfer.engine.request import Request
 from batchinfer.engine.roofline import (
     PERFECT,
     WELL_BUILT,
@@ -172,36 +168,3 @@ def make_dry_engine(
     scheduler = Scheduler(pool, table, config.max_num_batched_tokens, victims)
     engine = Engine(scheduler, runner, lambda: runner.seconds, runs_ahead=device.is_gpu)
     return engine, runner
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadSeconds:
-    """How long a workload takes, in seconds."""
-
-    bound: float
-    """At the device's limits, one operator after another."""
-    expected: float
-    """On a well-built engine."""
-
-
-def workload_seconds(
-    model: ModelCost,
-    device: Device,
-    requests: Iterable[Request],
-    config: EngineConfig,
-    *,
-    num_blocks: int,
-    max_model_len: int,
-) -> WorkloadSeconds:
-    """Time of the engine's own schedule for ``requests``, all queued at once.
-
-    Each of their samples runs to ``max_tokens``.
-    """
-    engine, runner = make_dry_engine(
-        config, model, device, num_blocks=num_blocks, max_model_len=max_model_len
-    )
-    for request in requests:
-        engine.add_request(request)
-    while engine.num_unfinished:
-        engine.step()
-    return WorkloadSeconds(runner.bound_s, runner.seconds)

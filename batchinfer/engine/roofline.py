@@ -265,19 +265,6 @@ def step_seconds(
     )
 
 
-def decode_step_seconds(
-    model: ModelCost,
-    device: Device,
-    *,
-    sequences: int,
-    context: int,
-    efficiency: Efficiency = PERFECT,
-) -> float:
-    """Seconds of a step in which each of ``sequences`` at ``context`` tokens computes one more."""
-    work = StepWork(sequences, sequences, decode_context=sequences * context)
-    return step_seconds(model, device, work, efficiency)
-
-
 def _first(config: Config, *names: str) -> int:
     """The first of these numbers that the config has; 0 if none."""
     return next((int(config[name]) for name in names if config.get(name)), 0)

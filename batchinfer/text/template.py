@@ -81,12 +81,3 @@ def compile_template(source: str, key: str = "prompt.template") -> RowTemplate:
         UsageError: the template has a syntax error or reaches for Python's internals.
     """
     return RowTemplate(source, key)
-
-
-def template_columns(source: str, key: str = "prompt.template") -> set[str]:
-    """Columns that a row template reads, found without running it.
-
-    Raises:
-        UsageError: as for ``compile_template``.
-    """
-    return set(compile_template(source, key).columns())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from batchinfer.config import EngineConfig, SamplingParams
-from batchinfer.engine.dry_run import END_TOKEN, make_dry_engine, workload_seconds
+from batchinfer.engine.dry_run import END_TOKEN, make_dry_engine
 from batchinfer.engine.request import Request
 from batchinfer.engine.roofline import DEVICES, ModelCost
 from tests.engine.fake import make_request, run_all
@@ -93,16 +93,16 @@ def test_a_published_workload_takes_what_it_should() -> None:
     output tokens per second with operators one after another, 9,500 on a well-built engine."""
     requests = list(uniform_lengths(256, 100, 1024))
     output = sum(request.params.max_tokens for request in requests)
-    seconds = workload_seconds(
+    engine, runner = make_dry_engine(
+        EngineConfig(),
         ModelCost.from_config(LLAMA_8B, "bfloat16"),
         DEVICES["h200"],
-        requests,
-        EngineConfig(),
         num_blocks=20_000,
         max_model_len=4096,
     )
-    assert output / seconds.bound == pytest.approx(12_400, rel=0.05)
-    assert output / seconds.expected == pytest.approx(9_500, rel=0.05)
+    run_all(engine, requests)
+    assert output / runner.bound_s == pytest.approx(12_400, rel=0.05)
+    assert output / runner.seconds == pytest.approx(9_500, rel=0.05)
 
 
 def test_waste_at_these_lengths_is_under_one_percent() -> None:

@@ -12,7 +12,6 @@ from batchinfer.engine.roofline import (
     WELL_BUILT,
     ModelCost,
     StepWork,
-    decode_step_seconds,
     step_seconds,
 )
 from batchinfer.engine.step_builder import build_step, sampled_rows
@@ -59,7 +58,7 @@ def test_weights_are_what_transformers_makes_of_the_config(family: str) -> None:
 def test_small_steps_read_the_weights_and_large_ones_compute() -> None:
     model = qwen3_8b()
     matrices = model.weight_bytes - model.head_parameters * 2  # but for the embedding
-    one = decode_step_seconds(model, H200, sequences=1, context=1)
+    one = step_seconds(model, H200, StepWork(1, 1, decode_context=1))
     assert one == pytest.approx(matrices / H200.bandwidth, rel=0.01)
     chunk = StepWork(tokens=8192, logits_rows=0, decode_context=0)
     flops = 2 * model.active_parameters * 8192
@@ -70,7 +69,8 @@ def test_small_steps_read_the_weights_and_large_ones_compute() -> None:
 def test_decodes_read_their_context() -> None:
     model = qwen3_8b()
     short, long = (
-        decode_step_seconds(model, H200, sequences=256, context=context) for context in (1, 2049)
+        step_seconds(model, H200, StepWork(256, 256, decode_context=256 * context))
+        for context in (1, 2049)
     )
     assert long - short == pytest.approx(256 * 2048 * model.kv_bytes / H200.bandwidth, rel=1e-6)
 

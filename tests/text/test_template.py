@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchinfer.errors import RowError, UsageError
-from batchinfer.text.template import compile_template, template_columns
+from batchinfer.text.template import compile_template
 
 ROW = {"x": "hello {{ y }}", "words": ["a", "b"], "n": 3}
 
@@ -44,7 +44,7 @@ def test_templates_render_as_in_jinja(source: str, text: str) -> None:
 def test_columns_are_found_without_running() -> None:
     source = "{% set a = n %}{{ a }}{% for w in words %}{{ w }}{% endfor %}{{ range(2) }}{{ x.y }}"
 
-    assert template_columns(source) == {"n", "words", "x"}
+    assert compile_template(source).columns() == {"n", "words", "x"}
 
 
 def test_a_column_named_like_a_builtin_is_a_column_if_the_data_has_it() -> None:
