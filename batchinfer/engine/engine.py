@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from batchinfer.engine.in_flight import InFlight, note_drawn
-from batchinfer.engine.prompt_scores import scored_spans, scored_tokens, take_back_scores
 from batchinfer.engine.recovery import Recovered, recover
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.runner import OutOfMemory, Runner
 from batchinfer.engine.schedule import Schedule
 from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.scored_spans import scored_spans, scored_tokens, take_back_scores
 from batchinfer.engine.sequence import RequestState
 from batchinfer.engine.shared_prefix import PrefixTree
 from batchinfer.engine.stats import StepStats, note_tokens, step_stats

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.engine.prompt_scores import ScoredSpan
 from batchinfer.engine.runner import Pending
+from batchinfer.engine.scored_spans import ScoredSpan
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import Bool, Int32, Int64
 from batchinfer.engine.table import Rows, SequenceTable

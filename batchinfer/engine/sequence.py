@@ -58,10 +58,15 @@ class RequestState:
         """
         self.finished.clear()
         self.search = BeamSearch(self.request) if self.request.params.beam_width else None
-        asks = self.request.params.prompt_logprobs is not None
-        self.scores = PromptScores(self.request) if asks else None
+        self.scores = self._no_scores()
         self.live = [Sequence(self, self.request.first_sample)]
         return self.live[0]
+
+    def _no_scores(self) -> PromptScores | None:
+        request, num_top = self.request, self.request.params.prompt_logprobs
+        if num_top is None:
+            return None
+        return PromptScores(num_top, request.logits_from, request.num_prompt_tokens - 1)
 
     def note_peak_blocks(self) -> None:
         """Call before the row gives up blocks: between two such moments it only gains."""

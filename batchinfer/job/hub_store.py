@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.errors import StorageError
+from batchinfer.job.data_names import is_data, is_hidden, no_data, not_there
 from batchinfer.job.files import FileStat
 from batchinfer.job.messages import printable
-from batchinfer.job.store import is_data, is_hidden, no_data, not_there
 
 _SCHEME = "hf://"
 

@@ -9,8 +9,8 @@ from stat import S_ISREG
 import pyarrow as pa
 
 from batchinfer.errors import DataError
+from batchinfer.job.data_names import is_data, is_hidden, no_data, not_there
 from batchinfer.job.files import FileStat
-from batchinfer.job.store import is_data, is_hidden, no_data, not_there
 
 
 class LocalStore:

@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.job.connection import connect, errors, split
+from batchinfer.job.data_names import is_data, is_hidden, no_data, not_there
 from batchinfer.job.files import FileStat
-from batchinfer.job.store import is_data, is_hidden, no_data, not_there
 
 
 class ObjectStore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -11,9 +11,6 @@ import pyarrow as pa
 from batchinfer.job.condition import Condition
 from batchinfer.job.input_format import BATCH_ROWS, Row
 from batchinfer.job.row_ids import NO_ROWS, RowIds, ranges_of
-
-if TYPE_CHECKING:
-    from batchinfer.job.source import Source
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
 
@@ -56,22 +53,22 @@ class Selection:
         return self._row_ids[first:stop]
 
 
-def select_rows(source: Source, condition: str, limit: int | None) -> Selection:
-    """The rows that meet a condition, reading its columns once.
+def select_rows(
+    condition: Condition, pieces: Iterable[tuple[int, pa.RecordBatch]], limit: int | None
+) -> Selection:
+    """The rows that meet a condition; no more is read than that takes.
 
     Args:
-        source: the whole dataset.
         condition: ``input.filter``.
+        pieces: the condition's columns of the whole dataset, each with its first row's id.
         limit: the first so many; None: all.
 
     Raises:
-        UsageError: the condition is wrong, or wrong for this data.
-        DataError: a file cannot be read.
+        UsageError: the condition is wrong for this data.
     """
-    meets = Condition(condition, source.schema)
     found, num_rows = [NO_ROWS], 0
-    for first_row, batch in source.scan(meets.columns, [source.rows_there]):
-        found.append(first_row + np.flatnonzero(meets.holds(batch)))
+    for first_row, batch in pieces:
+        found.append(first_row + np.flatnonzero(condition.holds(batch)))
         num_rows += len(found[-1])
         if limit is not None and num_rows >= limit:
             break

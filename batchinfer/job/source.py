@@ -11,6 +11,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from batchinfer.errors import DataError
+from batchinfer.job.condition import Condition
 from batchinfer.job.hive import HiveFormat, folder_values
 from batchinfer.job.input_files import find_files, named_format
 from batchinfer.job.input_format import Format, InputFile, Row, Rows, check_unchanged
@@ -150,7 +151,8 @@ def open_source(
     if condition is None:
         return Source(files, schema, total if limit is None else min(total, limit), chosen)
     whole = Source(files, schema, total, chosen)
-    selection = select_rows(whole, condition, limit)
+    meets = Condition(condition, schema)
+    selection = select_rows(meets, whole.scan(meets.columns, [whole.rows_there]), limit)
     return replace(whole, num_rows=len(selection), selection=selection)
 
 
