@@ -232,7 +232,7 @@ def status(out: Folder, as_json: AsJson = False) -> None:
     import time
 
     from batchinfer.job.messages import printable
-    from batchinfer.job.output import output_at
+    from batchinfer.job.output_place import output_at
     from batchinfer.job.screen import shown
     from batchinfer.job.status import read_status
 
@@ -244,7 +244,7 @@ def status(out: Folder, as_json: AsJson = False) -> None:
 def verify(out: Folder, as_json: AsJson = False) -> None:
     """Check the files of an output directory: checksums, rows, columns, fingerprint."""
     from batchinfer.job.messages import printable
-    from batchinfer.job.output import output_at
+    from batchinfer.job.output_place import output_at
     from batchinfer.job.screen import shown
     from batchinfer.job.verify import verify as check
 
@@ -272,7 +272,7 @@ def report(
     import time
 
     from batchinfer.job.messages import printable
-    from batchinfer.job.output import output_at
+    from batchinfer.job.output_place import output_at
     from batchinfer.report.write import write_report
 
     path = write_report(output_at(out), time.time(), price_per_hour=price_per_hour, to=output)

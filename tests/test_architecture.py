@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,28 @@ def test_arrows_point_one_way(plane: str, path: Path) -> None:
             allowed = MAY_IMPORT[plane] | {plane}
             known = target in MAY_IMPORT
             assert not known or target in allowed, f"{plane} must not import {target}"
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    """Not even inside functions: what is imported is the lower of the two."""
+    paths = {_module(path): path for _, path in MODULES}
+    graph = {
+        name: {
+            taken for whole in imported(path) if (taken := _known(whole, paths)) not in ("", name)
+        }
+        for name, path in paths.items()
+    }
+    list(TopologicalSorter(graph).static_order())  # CycleError names the circle
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _known(name: str, paths: Mapping[str, Path]) -> str:
+    """The module that an import of ``name``, or of a name in it, reads; "" if it is not ours."""
+    return next((n for n in (name, name.rpartition(".")[0]) if n in paths), "")
 
 
 def test_the_top_level_kernels_are_not_a_package() -> None:

@@ -32,7 +32,6 @@ from batchinfer.job.files import (
 from batchinfer.job.lock import LocalLock, Lock
 from batchinfer.job.manifest import Part
 from batchinfer.job.part_record import PartRecord, parse_record
-from batchinfer.job.place import is_url
 
 T = TypeVar("T")
 
@@ -209,19 +208,6 @@ class OutputDir:
     def record(self, part: Part) -> PurePath:
         """File of a finished part's record."""
         return self.parts / f"{part.name}.json"
-
-
-def output_at(path: str) -> OutputDir:
-    """The output directory that ``output.path`` names, on this machine or in an object store.
-
-    Raises:
-        UsageError: it cannot be one.
-    """
-    if is_url(path):
-        from batchinfer.job.store_output import output_in_store  # only where it is asked for
-
-        return output_in_store(path)
-    return OutputDir(Path(path))
 
 
 def parquet_bytes(row_groups: Sequence[pa.Table]) -> bytes:

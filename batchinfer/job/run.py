@@ -19,7 +19,8 @@ from batchinfer.job.messages import printable
 from batchinfer.job.model_facts import model_facts
 from batchinfer.job.openai.export import export
 from batchinfer.job.openai.record import is_there
-from batchinfer.job.output import OutputDir, output_at
+from batchinfer.job.output import OutputDir
+from batchinfer.job.output_place import output_at
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.pipeline import BuildEngine, Job, load
 from batchinfer.job.progress import make_progress, say, too_many_errors

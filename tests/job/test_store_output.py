@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from batchinfer.cli import app
 from batchinfer.errors import DataError, ExitCode, LockedError, StorageError, UsageError
 from batchinfer.job import connection, making, sink, store_lock
-from batchinfer.job.output import OutputDir, output_at
+from batchinfer.job.output import OutputDir
+from batchinfer.job.output_place import output_at
 from batchinfer.job.run import run_job
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.store_files import StoreFiles

@@ -1,21 +1,28 @@
-"""Output directories in object stores."""
+"""Where an output directory is: on this machine, or in an object store."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from batchinfer.errors import UsageError
 from batchinfer.job.connection import connect
 from batchinfer.job.messages import printable
 from batchinfer.job.output import OutputDir
-from batchinfer.job.place import STORES, scheme_of
+from batchinfer.job.place import STORES, is_url, scheme_of
 from batchinfer.job.store_path import StorePath
 
 
-def output_in_store(url: str) -> OutputDir:
-    """The output directory at ``s3://bucket/folder`` or ``gs://bucket/folder``.
+def output_at(path: str) -> OutputDir:
+    """The output directory that ``output.path`` names.
 
     Raises:
-        UsageError: no store is meant, or what reads stores is not installed.
+        UsageError: it cannot be one, or what reads stores is not installed.
     """
+    return _in_store(path) if is_url(path) else OutputDir(Path(path))
+
+
+def _in_store(url: str) -> OutputDir:
+    """The output directory at ``s3://bucket/folder`` or ``gs://bucket/folder``."""
     root = StorePath(url)
     if scheme_of(url) not in STORES or len(root.parts) < 3:
         raise UsageError(f"{printable(url)} is not a place that output can be in; name a folder")
