@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
-import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,15 +14,14 @@ from tqdm.auto import tqdm
 
 from batchinfer.build import Built, build_engine
 from batchinfer.config import PromptConfig, SamplingParams
-from batchinfer.engine.request import Completion, Request, TokenIds
+from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.garbage import long_lived_left_alone
-from batchinfer.job.measures import Measured
 from batchinfer.job.progress import Meter
-from batchinfer.job.recorder import KV_FACTS
 from batchinfer.job.row_params import RowSampling
 from batchinfer.job.rows import RequestMaker
 from batchinfer.llm.arguments import ModelArguments, engine_config, refuse_others
+from batchinfer.llm.calls import Calls
 from batchinfer.llm.one_call import OneCall
 from batchinfer.llm.outputs import BeamSearchParams, RequestOutput, finished, refused
 from batchinfer.llm.prompts import (
@@ -37,15 +34,12 @@ from batchinfer.llm.prompts import (
 )
 from batchinfer.llm.stats_table import Stats
 from batchinfer.report.clean import without_secrets
-from batchinfer.report.from_calls import CallLog
 from batchinfer.report.write import check_installed
 from batchinfer.text.grammar import GrammarCompiler, GrammarError
 from batchinfer.text.prompts import Prompt, PromptBuilder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_LOG = logging.getLogger(__name__)
 
 
 class LLM:
@@ -103,8 +97,7 @@ class LLM:
         self._built = build_engine(choice, engine, log=lambda line: None)
         self._requests = _request_maker(self._built)
         self._settings = without_secrets({"model": asdict(choice), "engine": asdict(engine)})
-        self._measured = Measured(self._built.block_size)
-        self._calls = CallLog()
+        self._calls = Calls(self._built)
         self._num_requests = 0
         self._one_call = OneCall()
 
@@ -217,8 +210,7 @@ class LLM:
         A dict, which a notebook shows as a table. Never waits: of a call that runs, the steps that
         it is done with count.
         """
-        measures = self._measured.measures()
-        return Stats({**measures, "kv": {**self._pool(), **measures["kv"]}})
+        return self._calls.stats()
 
     def report(self, path: str | os.PathLike[str], *, price_per_hour: float | None = None) -> Path:
         """Write an HTML page about all calls so far: memory, speed, lengths. Never waits.
@@ -234,18 +226,13 @@ class LLM:
         check_installed()
         from batchinfer.report.page import page
 
-        model, device = str(self._settings["model"]["model"]), self._built.device
-        found = self._calls.findings(model, device, self._pool(), self._settings)
+        found = self._calls.findings(str(self._settings["model"]["model"]), self._settings)
         Path(path).write_bytes(page(found, price_per_hour).encode())
         return Path(path)
 
-    def _pool(self) -> dict[str, int]:
-        return {name: getattr(self._built, name) for name in KV_FACTS}
-
     def reset_stats(self) -> None:
         """Begin ``stats`` anew. Never waits: of a call that runs, the steps to come count."""
-        self._measured = Measured(self._built.block_size)
-        self._calls = CallLog()
+        self._calls.reset()
 
     def _prompt(self, item: str | TokenIds) -> Prompt:
         if not isinstance(item, str):
@@ -277,7 +264,7 @@ class LLM:
         meter = Meter(len(prompts))
         with (
             tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar,
-            closing(self._completions(requests, meter)) as completions,
+            closing(self._calls.run(requests, meter)) as completions,
             long_lived_left_alone(),
         ):
             bar.update(len(outputs))
@@ -291,33 +278,6 @@ class LLM:
                 bar.update()
         self._num_requests += len(prompts)
         return [outputs[at] for at in range(len(prompts))]
-
-    def _completions(
-        self, requests: list[Request], meter: Meter
-    ) -> Generator[Completion, None, None]:
-        """Run requests to their ends; interrupted, the engine forgets the rest."""
-        engine, began = self._built.engine, time.perf_counter()
-        try:
-            for request in requests:
-                engine.add_request(request)
-            while engine.num_unfinished:
-                outcome = engine.step()
-                now = time.perf_counter()
-                self._measured.seconds += now - began
-                began = now
-                rows = [completion.stats for completion in outcome.completions]
-                self._measured.add(outcome.stats, rows)
-                self._calls.add(outcome.stats, rows, self._measured.seconds)
-                made = sum(len(completion.outputs) for completion in outcome.completions)
-                if outcome.stats is not None:
-                    made += outcome.stats.decode_tokens
-                meter.add(len(rows), made, outcome.stats)
-                if outcome.recovered is not None:
-                    _LOG.warning("%s", outcome.recovered)
-                yield from outcome.completions
-        finally:
-            engine.abort_all()
-            self._measured.seconds += time.perf_counter() - began
 
     def _request(self, at: int, prompt: Prompt, sampling: RowSampling, adapter: int) -> Request:
         try:

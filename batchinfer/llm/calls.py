@@ -1,0 +1,82 @@
+"""What the calls of an ``LLM`` have in common: the engine they run on, and the numbers of all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from batchinfer.build import Built
+from batchinfer.engine.request import Completion, Request
+from batchinfer.job.measures import Measured
+from batchinfer.job.progress import Meter
+from batchinfer.job.recorder import KV_FACTS
+from batchinfer.llm.stats_table import Stats
+from batchinfer.report.findings import Findings
+from batchinfer.report.from_calls import CallLog
+
+_LOG = logging.getLogger(__name__)
+
+
+class Calls:
+    """Runs the requests of one call at a time; what they came to may be asked for meanwhile.
+
+    Args:
+        built: the engine, and what there is to know of it.
+    """
+
+    def __init__(self, built: Built) -> None:
+        self._engine = built.engine
+        self._device = built.device
+        self._pool: dict[str, int] = {name: getattr(built, name) for name in KV_FACTS}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the numbers anew; of a call that runs, the steps to come count."""
+        self._measured = Measured(self._pool["block_size"])
+        self._log = CallLog()
+
+    def run(self, requests: Sequence[Request], meter: Meter) -> Generator[Completion, None, None]:
+        """Run requests to their ends; interrupted, the engine forgets the rest.
+
+        Args:
+            requests: of one call.
+            meter: told of each step, for a progress bar.
+        """
+        engine, began = self._engine, time.perf_counter()
+        try:
+            for request in requests:
+                engine.add_request(request)
+            while engine.num_unfinished:
+                outcome = engine.step()
+                now = time.perf_counter()
+                self._measured.seconds += now - began
+                began = now
+                rows = [completion.stats for completion in outcome.completions]
+                self._measured.add(outcome.stats, rows)
+                self._log.add(outcome.stats, rows, self._measured.seconds)
+                made = sum(len(completion.outputs) for completion in outcome.completions)
+                if outcome.stats is not None:
+                    made += outcome.stats.decode_tokens
+                meter.add(len(rows), made, outcome.stats)
+                if outcome.recovered is not None:
+                    _LOG.warning("%s", outcome.recovered)
+                yield from outcome.completions
+        finally:
+            engine.abort_all()
+            self._measured.seconds += time.perf_counter() - began
+
+    def stats(self) -> Stats:
+        """See ``LLM.stats``."""
+        measures = self._measured.measures()
+        return Stats({**measures, "kv": {**self._pool, **measures["kv"]}})
+
+    def findings(self, model: str, settings: Mapping[str, Any]) -> Findings:
+        """What a report on the calls so far is about.
+
+        Args:
+            model: its name.
+            settings: sections, their keys and values.
+        """
+        return self._log.findings(model, self._device, self._pool, settings)
