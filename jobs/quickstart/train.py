@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from make_data import INSTRUCTIONS, TASKS, Row, Values, copying_row, make_row, training_rows
+from make_data import INSTRUCTIONS, TASKS, Row, copying_row, make_row, training_rows
+from office_values import Values
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

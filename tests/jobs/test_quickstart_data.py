@@ -22,7 +22,9 @@ MODEL = QUICKSTART / "model"
 
 @cache
 def script(name: str) -> ModuleType:
-    """Import one of the quickstart's scripts; the folder is not a package."""
+    """Import one of the quickstart's scripts; the folder is not a package, but theirs."""
+    if str(QUICKSTART) not in sys.path:
+        sys.path.append(str(QUICKSTART))
     spec = importlib.util.spec_from_file_location(f"quickstart_{name}", QUICKSTART / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
