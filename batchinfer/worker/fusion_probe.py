@@ -148,8 +148,7 @@ class _Watcher:
         asked = self.take()
         if asked is None:
             return [given]
-        caches = self.cache.key(asked.layer), self.cache.value(asked.layer)
-        written = [cache[0, :, : len(_TOKENS)].clone() for cache in caches]
+        written = [block[:, : len(_TOKENS)] for block in self.cache.read(asked.layer, 0)]
         return [asked.query, *written, *([given] if with_output else [])]
 
 

@@ -71,13 +71,23 @@ class KVCache:
         return self._places[layer][0]
 
     def key(self, layer: int) -> torch.Tensor:
-        """Keys of a layer: [slot, kv_head, block_size, key_width], strided."""
+        """Keys of a layer: [slot, kv_head, block_size, key_width], strided.
+
+        On a CPU the elements of a block may lie otherwise; ``read`` tells them by position.
+        """
         return self._view(self._offset(layer), self.layout.key_width)
 
     def value(self, layer: int) -> torch.Tensor:
-        """Values of a layer: [slot, kv_head, block_size, value_width], strided."""
+        """Values of a layer: [slot, kv_head, block_size, value_width], strided; see ``key``."""
         offset = self._offset(layer) + self._value_offset
         return self._view(offset, self.layout.value_width)
+
+    def read(self, layer: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of a block's keys and values: [kv_head, block_size, width] of either."""
+        key, value = self.key(layer)[slot], self.value(layer)[slot]
+        if not self.pool.is_cuda and native.supports(self.pool.dtype):
+            return native.read_keys(key), native.read_values(value)
+        return key.clone(), value.clone()
 
     def write(
         self,

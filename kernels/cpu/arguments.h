@@ -31,7 +31,7 @@ typedef struct {
     const int64_t *slot_mapping;                 /* [T] slot * block_size + offset */
     int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
     int64_t keys_slot_stride, keys_head_stride, values_slot_stride, values_head_stride;
-    int32_t num_tokens, num_kv_heads, key_width, value_width, block_size, element_size;
+    int32_t num_tokens, num_kv_heads, key_width, value_width, block_size;
 } write_args;
 
 typedef struct {

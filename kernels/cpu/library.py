@@ -28,7 +28,7 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = ("paged_attention.c", "row_ops.c", "gemm.c", "decoder_layer.c", "sampling.c")
 _INCLUDED = (
-    *("arguments.h", "elements.h", "vectors.h", "attend_plan.h"),
+    *("arguments.h", "elements.h", "vectors.h", "attend_plan.h", "blocks.h"),
     *("attend.inc", "attend_plain.inc", "attend_pairs.inc", "row_ops.inc", "gemm.inc"),
 )
 # Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.

@@ -1,4 +1,8 @@
-"""The C kernels of this folder, called through ctypes: paged attention, and writing the KV pool.
+"""The C kernels of this folder, called through ctypes: paged attention, and the KV pool it reads.
+
+Inside a block of the pool keys and values lie as the processor multiplies them (``blocks.h``): only
+``kv_write`` and ``row_ops.rotary_write`` put them there, and ``read_keys`` and ``read_values`` tell
+them by position.
 
 Where there is no C compiler ``supports`` says no, and the worker takes torch operations.
 """
@@ -9,7 +13,7 @@ import ctypes
 
 import torch
 
-from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, load
+from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, SUFFIX, load
 
 _ATTEND = {torch.float32: "attend_f32", torch.bfloat16: "attend_bf16"}
 
@@ -38,7 +42,7 @@ class _WriteArgs(ctypes.Structure):
         *((name, INT64) for name in ("keys_slot_stride", "keys_head_stride")),
         *((name, INT64) for name in ("values_slot_stride", "values_head_stride")),
         *((name, INT32) for name in ("num_tokens", "num_kv_heads", "key_width", "value_width")),
-        *((name, INT32) for name in ("block_size", "element_size")),
+        ("block_size", INT32),
     )
 
 
@@ -49,8 +53,8 @@ def supports(dtype: torch.dtype) -> bool:
 
 def paged_attention(
     query: torch.Tensor,  # [T, Hq, Dk], last dimension contiguous
-    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dk], last two contiguous
-    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv], last two contiguous
+    key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dk], as kv_write wrote it
+    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv], as kv_write wrote it
     block_tables: torch.Tensor,  # [S, max_blocks] int32, contiguous
     query_starts: torch.Tensor,  # [S + 1] int32
     context_lens: torch.Tensor,  # [S] int32
@@ -147,6 +151,32 @@ def kv_write(
         *key_cache.stride()[:2],
         *value_cache.stride()[:2],
         *(len(key), key_cache.shape[1], key_cache.shape[3], value_cache.shape[3]),
-        *(key_cache.shape[2], key.element_size()),
+        key_cache.shape[2],
     )
-    library.write_kv(ctypes.byref(arguments))
+    getattr(library, f"write_kv_{SUFFIX[key_cache.dtype]}")(ctypes.byref(arguments))
+
+
+def read_keys(
+    cache: torch.Tensor,  # [..., block_size, Dk], as ``kv_write`` wrote it
+) -> torch.Tensor:
+    """The keys by position, [..., block_size, Dk]: a copy."""
+    *blocks, size, width = cache.shape
+    if width % 2 or not _in_pairs(cache.dtype):
+        return cache.reshape(*blocks, width, size).transpose(-1, -2).contiguous()
+    return cache.reshape(*blocks, width // 2, size, 2).transpose(-2, -3).reshape(cache.shape)
+
+
+def read_values(
+    cache: torch.Tensor,  # [..., block_size, Dv], as ``kv_write`` wrote it
+) -> torch.Tensor:
+    """The values by position, [..., block_size, Dv]: a copy."""
+    *blocks, size, width = cache.shape
+    if size % 2 or not _in_pairs(cache.dtype):
+        return cache.clone()
+    return cache.reshape(*blocks, size // 2, width, 2).transpose(-1, -2).reshape(cache.shape)
+
+
+def _in_pairs(dtype: torch.dtype) -> bool:
+    library = load()
+    assert library is not None
+    return dtype == torch.bfloat16 and bool(library.lies_in_pairs())

@@ -1,10 +1,10 @@
-/* What a layer does to each token on its own, for CPUs, compiled on first use by native.py.
+/* What a layer does to each token on its own, and the KV write, for CPUs, compiled on first use by native.py.
 
    A row's bits depend on that row alone: sums run in an order that its width decides, and no loop
    crosses from one row into the next. Arithmetic is in float32, rounded once at the end. */
 
 #include "arguments.h"
-#include "elements.h"
+#include "blocks.h"
 
 #define MAX_HEAD_WIDTH 1024 /* native.MAX_HEAD_WIDTH */
 #define LANES 32            /* running sums of one row */

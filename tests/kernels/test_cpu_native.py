@@ -17,19 +17,25 @@ from batchinfer.kernels.cases import (
     build_write,
 )
 from batchinfer.kernels.cpu import library, native
+from tests.kernels.stored import store
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
 DTYPES = tuple(TOLERANCE)
+
+_ODD_WIDTHS = AttentionCase(
+    "odd_widths", ((7, 30), (1, 57), (64, 64)), key_width=13, value_width=11, sliding_window=20
+)
+_ODD_BLOCKS = replace(_ODD_WIDTHS, name="odd_widths_and_blocks", block_size=3)
 
 compiled = pytest.mark.skipif(library.load() is None, reason="no C compiler here")
 
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, _ODD_WIDTHS, _ODD_BLOCKS], ids=str)
 def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
-    inputs = build_attention(case, "cpu", dtype)
-    got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
+    got, expected = (build_attention(case, "cpu", dtype).with_fresh_out() for _ in range(2))
+    store(got["key_cache"], got["value_cache"])
     for name in ("max_query_len", "max_context_len", "num_splits"):
         got.pop(name, None)  # launch hints of the GPU kernel
     native.paged_attention(**got)
@@ -40,12 +46,19 @@ def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> N
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", WRITE_CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [*WRITE_CASES, WriteCase("odd_widths_and_blocks", 7, 3, 13, 11, 3)], ids=str
+)
 def test_write_equals_its_twin(case: WriteCase, dtype: torch.dtype) -> None:
     got, arguments = build_write(case, "cpu", dtype)
     native.kv_write(**arguments)
-    expected, arguments = build_write(case, "cpu", dtype)
-    reference.kv_write(**arguments)
+    expected, twins = build_write(case, "cpu", dtype)
+    reference.kv_write(**twins)
+    for name, read in (("key_cache", native.read_keys), ("value_cache", native.read_values)):
+        torch.testing.assert_close(
+            read(arguments[name]), twins[name], rtol=0, atol=0, equal_nan=True
+        )
+        arguments[name].copy_(twins[name])
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -173,6 +186,7 @@ def test_later_tokens_cannot_spoil_earlier_ones() -> None:
     """Not even with NaN in the same block."""
     pool = torch.randn(1, 2, 1, 16, 64)
     pool[:, :, :, 9:] = torch.nan
+    store(pool[:, 0], pool[:, 1])
     query, out = torch.randn(12, 3, 64), torch.empty(12, 3, 64)
     starts, lens = torch.tensor([0, 12]).int(), torch.tensor([12]).int()
     table = torch.zeros(1, 1, dtype=torch.int32)
