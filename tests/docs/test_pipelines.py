@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.load import load_job
+from batchinfer.job.status import Status
 from batchinfer.job.yaml_file import parse_yaml
 from tests.docs.pages import ROOT, Block, blocks
 
@@ -51,6 +54,12 @@ def test_the_job_file_is_valid(tmp_path: Path) -> None:
     job.write_text(the("yaml", "# daily.yaml").text)
     spec = load_job(job, variables={"ds": "2026-11-20"})
     assert spec.input.paths == (str(tmp_path / "lake/prompts/dt=2026-11-20"),)
+
+
+def test_every_key_of_status_is_told() -> None:
+    section = PAGE.read_text().partition("## Watching a job")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert re.findall(r"`(\w+)`", " ".join(cells)) == [field.name for field in fields(Status)]
 
 
 def run_script(block: Block, folder: Path, codes: list[int]) -> tuple[int, list[str]]:
