@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -178,6 +178,7 @@ def summary_facts(
     else:
         each = f", {rates['output_tokens_per_s']:,.0f} per second"
         yield Fact("tokens", f"{tokens['output']:,} out", each)
+    yield from _samples(summary["accept"])
     if kv["num_blocks"]:
         yield Fact(
             "pool",
@@ -197,6 +198,22 @@ def summary_facts(
         )
     made = f"data/, stats/, summary.json{', report.html' if reported else ''}"
     yield Fact("files", f"{printable(str(output))}:", f" {made}")
+
+
+def _samples(tally: Mapping[str, int]) -> Iterator[Fact]:
+    """What became of the samples that ``accept`` judged."""
+    if not tally["samples_tried"]:
+        return
+    others = [
+        (tally["samples_rejected"], "did not pass"),
+        (tally["samples_duplicate"], "had the text of one that was kept"),
+        (tally["samples_surplus"], "were more than was asked for"),
+    ]
+    yield Fact(
+        "samples",
+        f"{tally['samples_accepted']:,} kept of {tally['samples_tried']:,} drawn",
+        "".join(f"; {count:,} {what}" for count, what in others if count),
+    )
 
 
 def _counts(codes: dict[str, int]) -> str:

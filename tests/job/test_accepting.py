@@ -13,7 +13,9 @@ import pytest
 
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.load import load_job
+from batchinfer.job.progress import summary_facts
 from batchinfer.job.run import run_job
+from batchinfer.job.screen import plain
 from tests.models import make_text_model
 
 REGEX = "^[^a-e]*[f-m]"
@@ -93,6 +95,8 @@ def test_rows_without_a_sample_that_passes_are_not_errors(folder: Path) -> None:
         if row["status"] == "ok":
             assert (row["outputs"], row["generated_text"]) == ([], None)
     assert summary["accept"]["samples_rejected"] == summary["accept"]["samples_tried"] == 7 * 5
+    told = plain(summary_facts(summary, folder))
+    assert "samples  0 kept of 35 drawn; 35 did not pass" in list(told)
 
 
 def test_what_is_accepted_is_part_of_the_job(folder: Path) -> None:
