@@ -32,6 +32,7 @@ _ADVICE = {
     errno.EROFS: "use --output for a directory that can be written to",
     errno.EACCES: "mend the permissions, or use --output for another directory",
     errno.EPERM: "mend the permissions, or use --output for another directory",
+    errno.EISDIR: "a folder is where a file must be: move it away",
     errno.EEXIST: "a file is where a folder must be: move it away",
     errno.ENOTDIR: "a file is where a folder must be: move it away",
 }

@@ -75,21 +75,25 @@ def digest(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Keys whose values differ between two ``fingerprint_facts``, like ``sampling.top_p``."""
-    return sorted(_differing("", before, after))
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, tuple[object, object]]:
+    """Keys whose values differ between two ``fingerprint_facts``, like ``sampling.top_p``, in
+    order; and both values, None where there is none."""
+    found = dict(_differing("", before, after))
+    return {key: found[key] for key in sorted(found)}
 
 
-def _differing(prefix: str, before: Any, after: Any) -> Iterator[str]:
+def _differing(prefix: str, before: Any, after: Any) -> Iterator[tuple[str, tuple[object, object]]]:
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in before.keys() | after.keys():
             path = f"{prefix}.{key}" if prefix else key
             if key not in before or key not in after:
-                yield path
+                yield path, (before.get(key), after.get(key))
             else:
                 yield from _differing(path, before[key], after[key])
     elif before != after:
-        yield prefix
+        yield prefix, (before, after)
 
 
 def _digest_of(path: Path) -> str:

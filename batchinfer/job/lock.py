@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from batchinfer.errors import LockedError
 from batchinfer.job.files import storage_errors
 from batchinfer.job.messages import printable
+from batchinfer.job.stored_json import parse
 
 LOCK, HOLDER = "lock", "lock.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -77,7 +78,7 @@ class LocalLock:
     def holder_lives(self) -> bool | None:
         """See ``Lock``; None where it was on another machine, or let go in order."""
         try:
-            return process_lives(json.loads(self._holder.read_bytes()))
+            return process_lives(parse(self._holder.read_bytes()))
         except (OSError, ValueError):
             return None
 
@@ -125,7 +126,7 @@ def _boot_id() -> str:
 
 def _held_by(holder: Path) -> str:
     try:
-        return named(json.loads(holder.read_bytes()))
+        return named(parse(holder.read_bytes()))
     except (OSError, ValueError):
         return ""  # it has the lock, and has not written this yet
 

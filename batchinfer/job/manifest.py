@@ -11,9 +11,10 @@ from typing import Any
 
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.files import Files, LocalFiles, read_file
-from batchinfer.job.fingerprint import differing_keys
+from batchinfer.job.fingerprint import differences
 from batchinfer.job.input_format import InputFile
 from batchinfer.job.messages import listed, printable, shown
+from batchinfer.job.stored_json import parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
         DataError: it is damaged or missing.
     """
     try:
-        fields = json.loads(read_file(files or LocalFiles(), path))
+        fields = parse(read_file(files or LocalFiles(), path))
         fields["input_paths"] = tuple(map(str, fields["input_paths"]))
         datetime.fromisoformat(fields["planned_at"])
         fields["inputs"] = tuple(InputFile(**file) for file in fields["inputs"])
@@ -119,17 +120,13 @@ def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    keys = differing_keys(old, new)
-    if len(keys) > 1:
-        return listed(keys)
-    return ", ".join(f"{key} was {_at(old, key)}, is {_at(new, key)}" for key in keys)
-
-
-def _at(facts: Mapping[str, Any], key: str) -> str:
-    value: Any = facts
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return shown(value)
+    """What differs; what models hold is named like keys of the section."""
+    found = {key.removeprefix("model_facts."): both for key, both in differences(old, new).items()}
+    if len(found) > 1:
+        return listed(list(found))
+    return ", ".join(
+        f"{key} was {shown(was)}, is {shown(now)}" for key, (was, now) in found.items()
+    )
 
 
 def _changed_files(old: Sequence[InputFile], new: Sequence[InputFile]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from batchinfer.job.manifest import Part
+from batchinfer.job.stored_json import parse
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def parse_record(data: bytes, part: Part) -> PartRecord:
         ValueError: it is damaged.
     """
     try:
-        record = PartRecord(**json.loads(data))
+        record = PartRecord(**parse(data))
         failed, marked = record.error_codes.values(), record.control_text_row_ids
         whole = (
             _are_counts([record.rows, record.size, record.mtime_ns, *failed, *marked])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import time
@@ -20,6 +19,7 @@ from batchinfer.job.files import Files, read_file, storage_errors
 from batchinfer.job.output import OutputDir
 from batchinfer.job.spec import JobSpec, resolved
 from batchinfer.job.stats import STEPS_SCHEMA, StepRow, StepSampler
+from batchinfer.job.stored_json import parse
 
 if TYPE_CHECKING:
     from batchinfer.build import Built
@@ -73,7 +73,7 @@ def read_run(files: Files, path: PurePath) -> Run:
         OSError: it cannot be read.
     """
     try:
-        run = Run(**json.loads(read_file(files, path)))
+        run = Run(**parse(read_file(files, path)))
         seconds = [run.load_s + 0.0, run.total_s + 0.0, run.peak_used_blocks + 0.0]
         sizes = [run.kv[name] + 0 for name in KV_FACTS] if run.kv else []
         sizes += [run.out_of_memory + 0, (run.max_num_batched_tokens or 0) + 0]

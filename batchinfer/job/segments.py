@@ -4,20 +4,22 @@ A segment holds the rows that finished in a few seconds, sorted by row id, with 
 part they belong to: making a part reads its rows only. A segment goes when no unfinished part needs
 it. A row may be in two segments (see ``batchinfer.job.retry``); the later one counts.
 
+A segment's name ends in a hash of its bytes: page checksums say nothing of the rest of a file.
+
 In a store, what a run sends off just before it freezes may arrive when others have taken over. So a
-segment says which plan it is of, and no two runs give one the same name: what arrives late is no
-plan's but its own, and what is deleted late is nobody else's.
+segment says which plan it is of, and other rows have another name: what arrives late is taken for
+no other plan's, and what is deleted late is nobody else's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import PurePath
-from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
-from batchinfer.job.files import storage_errors
+from batchinfer.job.files import Files, read_file, storage_errors
 from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.output import OutputDir, parquet_bytes
 from batchinfer.job.parquet_check import first_line
@@ -36,7 +38,7 @@ from batchinfer.job.stats import DISTINCT_TOKENS, REQUEST
 
 REQUEST_COLUMN = "request"
 CONTROL_TEXT_COLUMN = "has_control_text"
-_NAME = re.compile(r"segment-(\d{6,})-\w+\.parquet")
+_NAME = re.compile(r"segment-(\d{6,})-([0-9a-f]+)\.parquet")
 _PLAN = b"batchinfer.plan"
 
 
@@ -66,6 +68,19 @@ def _segment_row(row: FinishedRow) -> dict[str, Any]:
     }
 
 
+def read_segment(files: Files, path: PurePath) -> bytes:
+    """All bytes of a segment, which are as they were written.
+
+    Raises:
+        ValueError: they are others.
+        OSError: it cannot be read.
+    """
+    data, named = read_file(files, path), _NAME.fullmatch(path.name)
+    if named is None or _digest(data) != named.group(2):
+        raise ValueError("it holds other bytes than were written (its hash differs)")
+    return data
+
+
 class Segments:
     """The segments of an output directory.
 
@@ -83,7 +98,6 @@ class Segments:
         """Columns of a segment."""
         self._out = out
         self._plan = f"{plan.fingerprint} {plan.planned_at}".encode()
-        self._mine = token_hex(4)
         self._parts = parts
         self._first_rows = [part.rows.start for part in parts]
         self._groups: dict[PurePath, dict[int, int]] = {}
@@ -130,9 +144,10 @@ class Segments:
             slices.append(table.slice(start, length))
             groups[part.index] = number
             start += length
-        path = self._out.segments / f"segment-{self._next:06d}-{self._mine}.parquet"
+        data = parquet_bytes(slices)
+        path = self._out.segments / f"segment-{self._next:06d}-{_digest(data)}.parquet"
         self._next += 1
-        self._out.write(path, parquet_bytes(slices))
+        self._out.write(path, data)
         self._groups[path] = groups
 
     def rows_of(self, part: Part) -> pa.Table:
@@ -185,8 +200,8 @@ class Segments:
     def _read_groups(self, path: PurePath) -> dict[Part, tuple[int, RowIds]]:
         """Row group and row ids of each unfinished part, all of the segment having been checked."""
         groups: dict[Part, tuple[int, RowIds]] = {}
-        with self._out.files.open(path) as file:
-            reader = pq.ParquetFile(file, page_checksum_verification=True)
+        data = read_segment(self._out.files, path)
+        with pq.ParquetFile(pa.BufferReader(data)) as reader:
             if not reader.schema_arrow.equals(self.schema):
                 raise ValueError("it has other columns than a segment of this job")
             if (reader.metadata.metadata or {}).get(_PLAN) != self._plan:
@@ -211,3 +226,7 @@ class Segments:
                 f"{path} cannot be read: {first_line(error)}",
                 hint="run the same command again: its rows are then computed again",
             ) from error
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -28,6 +28,7 @@ from batchinfer.job.lock import HOLDER, named, process_lives, this_process
 from batchinfer.job.messages import printable
 from batchinfer.job.objects import Found, Objects, Version
 from batchinfer.job.store_path import StorePath
+from batchinfer.job.stored_json import parse
 
 HEARTBEAT_S = 15.0
 LAPSE_S = 90.0
@@ -206,7 +207,7 @@ class StoreLock:
         except FileNotFoundError:
             return None
         try:
-            fields = json.loads(data)
+            fields = parse(data)
             return _Content(int(fields.pop("fence")), **fields), found
         except (ValueError, TypeError, KeyError, AttributeError):
             return _Content(0, "damaged"), found  # somebody's; it lapses

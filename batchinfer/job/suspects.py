@@ -9,8 +9,12 @@ A row is given up only when the process has died twice while it ran alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from batchinfer.job.stored_json import parse
 
 CRASHES_TO_SUSPECT = 2
 DEATHS_TO_GIVE_UP = 2
@@ -108,13 +112,20 @@ class Suspicion:
 def suspicion_from(data: bytes) -> Suspicion:
     """What ``to_json`` made; no suspicion where that is damaged."""
     try:
-        fields = json.loads(data)
+        fields = parse(data)
         for name in ("in_flight", "given_up"):
-            fields[name] = tuple(map(int, fields[name]))
-        fields["groups"] = tuple(tuple(map(int, group)) for group in fields["groups"])
+            fields[name] = _group(fields[name])
+        fields["groups"] = tuple(map(_group, fields["groups"]))
+        for name in ("crashes", "deaths"):
+            fields[name] = int(fields[name])
         return Suspicion(**fields)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return Suspicion()
+
+
+def _group(rows: Iterable[object]) -> Group:
+    """Row ids as they were stored."""
+    return tuple(np.array(list(rows), dtype=np.int64).tolist())
 
 
 def _halves(rows: Group) -> tuple[Group, ...]:

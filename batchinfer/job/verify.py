@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,6 +22,8 @@ from batchinfer.job.output import OutputDir
 from batchinfer.job.parquet_check import first_line, read_part
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.screen import Fact
+from batchinfer.job.segments import read_segment
+from batchinfer.job.stored_json import parse
 
 MOST_SHOWN = 10
 _FINGERPRINT = b"batchinfer.fingerprint"
@@ -146,10 +147,10 @@ class _Check:
     def _of_segments(self) -> Iterator[str]:
         for path in self._out.files.entries(self._out.segments):
             try:
-                self._out.read_table(path)
+                read_segment(self._out.files, path)
             except FileNotFoundError:
                 continue  # a running job has put it into a part
-            except (OSError, pa.ArrowException) as error:
+            except (OSError, ValueError) as error:
                 yield f"{path} cannot be read: {first_line(error)}"
 
     def _of_summary(self) -> Iterator[str]:
@@ -157,7 +158,7 @@ class _Check:
             return
         found: dict[str, Any] = {}
         with suppress(OSError, ValueError):
-            found = json.loads(read_file(self._out.files, self._out.summary))
+            found = parse(read_file(self._out.files, self._out.summary))
         try:
             if found["fingerprint"] != self._plan.fingerprint:
                 yield f"{self._out.summary} is of another job (its fingerprint differs)"

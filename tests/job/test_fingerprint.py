@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.errors import UsageError
-from batchinfer.job.fingerprint import differing_keys, fingerprint, fingerprint_facts
+from batchinfer.job.fingerprint import differences, fingerprint, fingerprint_facts
 from batchinfer.job.load import load_job
 from batchinfer.job.spec import JobSpec
 from tests.job.job_files import write_job
@@ -43,7 +43,7 @@ def test_what_changes_the_output_changes_the_fingerprint(tmp_path: Path, overrid
     before, after = job(tmp_path), job(tmp_path, override)
     assert fingerprint(before, MODEL) != fingerprint(after, MODEL)
     facts = [fingerprint_facts(spec, MODEL) for spec in (before, after)]
-    [key] = differing_keys(*facts)
+    [key] = differences(*facts)
     assert key.startswith(override.partition("=")[0])
 
 
@@ -87,14 +87,14 @@ def test_an_adapter_is_known_by_what_it_holds_not_by_its_place(tmp_path: Path) -
     other = MODEL | {"adapters": {"a": {"adapter_config.json": "456"}}}
     assert fingerprint(here, facts) == fingerprint(there, facts)
     both = fingerprint_facts(here, facts), fingerprint_facts(here, other)
-    assert differing_keys(*both) == ["model.adapters.a.adapter_config.json"]
+    assert list(differences(*both)) == ["model.adapters.a.adapter_config.json"]
 
 
 def test_other_weights_are_another_job(tmp_path: Path) -> None:
     spec = job(tmp_path)
     other = {**MODEL, "weights": "xyz"}
     assert fingerprint(spec, MODEL) != fingerprint(spec, other)
-    assert differing_keys(fingerprint_facts(spec, MODEL), fingerprint_facts(spec, other)) == [
+    assert list(differences(fingerprint_facts(spec, MODEL), fingerprint_facts(spec, other))) == [
         "model_facts.weights"
     ]
 
@@ -118,9 +118,9 @@ def test_facts_survive_json_and_name_each_difference(tmp_path: Path) -> None:
     before = fingerprint_facts(
         job(tmp_path, "sampling.logit_bias={5: 1}", "output.rename={a: b}"), MODEL
     )
-    assert differing_keys(json.loads(json.dumps(before)), before) == []
+    assert list(differences(json.loads(json.dumps(before)), before)) == []
     after = fingerprint_facts(job(tmp_path, "sampling.n=2", "input.limit=1"), MODEL)
-    assert differing_keys(before, after) == [
+    assert list(differences(before, after)) == [
         "input.limit",
         "output.rename.a",
         "sampling.logit_bias",

@@ -33,7 +33,7 @@ MANIFEST = Manifest(
     "2026-11-20T10:00:00",
 )
 RECORD = {"rows": 10, "error_codes": {"x": 1}, "control_text_row_ids": [3]}
-TORN = [b"", b"{", b"[]", b'{"rows": 10}']
+TORN = [b"", b"{", b"[]", b'{"rows": 10}', b"[" * 100_000]
 IMPOSSIBLE: list[dict[str, Any]] = [
     {"rows": 9},
     {"rows": 10.0},
@@ -71,6 +71,15 @@ def empty(path: Path) -> None:
 def begun(out: OutputDir) -> Path:
     """The file of the first part, the only one that is finished."""
     return commit(out, begin(out)[0])
+
+
+def test_what_a_model_holds_is_named_where_it_differs() -> None:
+    was, now = (
+        replace(MANIFEST, fingerprint=tag, job={"model_facts": {"model": {"config.json": tag}}})
+        for tag in ("a1", "b2")
+    )
+    with pytest.raises(LockedError, match=r'What differs: model\.config\.json was "a1", is "b2"\n'):
+        was.check_same_job(now, "/out")
 
 
 def test_parts_cover_the_rows_in_order() -> None:

@@ -135,6 +135,18 @@ def test_a_damaged_segment_is_told_of_and_deleted(out: OutputDir, harm) -> None:
     assert files(out) == ["segment-000001"]
 
 
+def test_no_byte_of_a_segment_can_change_unseen(out: OutputDir) -> None:
+    """Also where no page is: row counts and places are in the footer."""
+    Segments(out, PLAN, PARTS, GENERATED).add(rows(0, 9))
+    path = only_file(out)
+    data = path.read_bytes()
+    for at in range(0, len(data), 97):
+        path.write_bytes(data)
+        flip_bit(path, at)
+        found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
+        assert (found.tolist(), list(damaged)) == ([], [path.name])
+
+
 def test_a_segment_that_is_harmed_while_the_job_runs(out: OutputDir) -> None:
     segments = Segments(out, PLAN, PARTS, GENERATED)
     segments.add(rows(0))

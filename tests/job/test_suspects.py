@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from batchinfer.job.suspects import Suspicion, suspicion_from
@@ -98,5 +100,9 @@ def test_finished_rows_are_above_suspicion() -> None:
 def test_it_is_stored_and_a_damaged_one_is_none() -> None:
     suspicion = Suspicion(1, (1, 2), ((3, 4), (5,)), 1, (6,), "run-00007")
     assert suspicion_from(suspicion.to_json()) == suspicion
-    for data in (b"", b"[]", b'{"groups": 3}', suspicion.to_json()[:-4]):
+    stored = json.loads(suspicion.to_json())
+    absurd = ({"crashes": "x"}, {"in_flight": [1e30]}, {"groups": [[10**20]]}, {"deaths": None})
+    others = [json.dumps(stored | fields).encode() for fields in absurd]
+    torn = (b"", b"[]", b"[" * 100_000, b'{"groups": 3}', suspicion.to_json()[:-4])
+    for data in (*torn, *others):
         assert suspicion_from(data) == Suspicion()

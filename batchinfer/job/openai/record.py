@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from batchinfer.job.files import read_file, sha256_of
 from batchinfer.job.output import OutputDir
+from batchinfer.job.stored_json import parse
 
 
 def is_there(out: OutputDir, together: Path | None) -> bool:
@@ -38,7 +38,7 @@ def problems(out: OutputDir) -> Iterator[str]:
 
 def _read(out: OutputDir) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        record = json.loads(read_file(out.files, out.openai_record))
+        record = parse(read_file(out.files, out.openai_record))
         return record if isinstance(record, dict) else {}
     return {}
 
