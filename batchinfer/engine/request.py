@@ -143,6 +143,8 @@ class RequestStats:
     latency_ms: float = 0.0
     swap_preemptions: int = 0
     """Preemptions after which what was computed was kept, on the host if need be."""
+    deduplicated: int = 0
+    """1 for a row that took what an equal one came to, and nothing else."""
 
 
 @dataclass(slots=True)

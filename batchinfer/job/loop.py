@@ -15,6 +15,7 @@ from batchinfer.job.failpoints import failpoint
 from batchinfer.job.order import PromptRow
 from batchinfer.job.progress import Progress
 from batchinfer.job.threads import Ahead, Behind
+from batchinfer.job.twins import Twins, for_twin
 
 _WAIT_S = 0.1  # for rows, before looking whether to stop
 
@@ -54,6 +55,8 @@ class EngineLoop:
     """Rows queued in the engine, so that it can look ahead; the others wait outside it."""
     admit: Callable[[list[int]], None]
     """Told which rows are about to be given to the engine."""
+    twins: Twins
+    """Knows which rows need not run, because an equal one does."""
 
     def __post_init__(self) -> None:
         self._in_flight: dict[int, _Open] = {}
@@ -77,7 +80,7 @@ class EngineLoop:
     def _feed(self, rows: Ahead[list[PromptRow]]) -> list[PromptRow]:
         """Queue rows in the engine; give back those that cannot run."""
         failed: list[PromptRow] = []
-        while self.engine.num_waiting < self.max_waiting:
+        while self.engine.num_waiting < self.max_waiting and not self.twins.is_full:
             idle = not self.engine.num_unfinished and not failed
             batch = rows.take(_WAIT_S if idle else 0)
             if batch is None:
@@ -90,6 +93,8 @@ class EngineLoop:
         self.admit([row.row_id for row in rows])
         for row in rows:
             failpoint(f"row-{row.row_id}")
+            if self.twins.join(row):
+                continue
             requests = self.requests(row)
             count = len(requests)
             self._in_flight[row.row_id] = _Open(row, [None] * count, count)
@@ -112,7 +117,7 @@ class EngineLoop:
         return Finished(done, outcome.stats, outcome.recovered)
 
     def _finished_by(self, completion: Completion) -> list[tuple[PromptRow, list[Completion]]]:
-        """The row that this was missing of, if it was."""
+        """The row that this was missing of, if it was, and those that waited for it."""
         request = completion.request
         found = self._in_flight[request.row_id]
         found.completions[request.part] = completion
@@ -128,4 +133,5 @@ class EngineLoop:
         if more:
             return []
         del self._in_flight[request.row_id]
-        return [(found.row, completions)]
+        waited = self.twins.leave(request.row_id)
+        return [(found.row, completions), *((row, for_twin(row, completions)) for row in waited)]

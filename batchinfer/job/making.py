@@ -26,6 +26,7 @@ from batchinfer.job.rows import failed_row
 from batchinfer.job.sink import Sink
 from batchinfer.job.threads import Ahead, Behind
 from batchinfer.job.token_store import TokenStore
+from batchinfer.job.twins import Twins
 from batchinfer.job.window import Lot, planned
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
@@ -125,6 +126,7 @@ class _Phase:
             self.stop,
             max_waiting=2 * spec.engine.max_num_seqs,
             admit=self.flight.note,
+            twins=Twins(),
         )
 
         def write(finished: Finished) -> None:

@@ -74,7 +74,7 @@ def measures(
     }
 
 
-def sharing(prompt: float, distinct: float, computed: float) -> dict[str, float]:
+def sharing(prompt: float, distinct: float, computed: float, deduplicated: int) -> dict[str, float]:
     """``sharing`` of ``summary.json``: what rows have in common, and what came of it.
 
     Args:
@@ -82,6 +82,7 @@ def sharing(prompt: float, distinct: float, computed: float) -> dict[str, float]
         distinct: of these, tokens of the prefix trees of the windows that rows were planned in;
             an engine that shares all it can computes these, and of equal prompts the last token.
         computed: of these, tokens computed at first admission; recomputing is not counted.
+        deduplicated: rows that took what an equal one came to.
     """
     return {
         "prompt_tokens": prompt,
@@ -89,6 +90,7 @@ def sharing(prompt: float, distinct: float, computed: float) -> dict[str, float]
         "planned_rate": 1 - distinct / prompt if prompt else 0.0,
         "achieved_rate": 1 - computed / prompt if prompt else 0.0,
         "achieved_of_planned": distinct / computed if computed else 1.0,
+        "deduplicated_rows": deduplicated,
     }
 
 

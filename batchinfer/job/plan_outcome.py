@@ -64,6 +64,7 @@ class Outcome:
                 round(prompt * scale),
                 round(census.distinct_tokens * scale),
                 round((prompt - cached) * scale),
+                round(simulation.deduplicated * of_steps),
             ),
             "preemptions": round(kv["preemptions"] * of_steps),
             "num_host_blocks": self.built.num_host_blocks,
@@ -89,7 +90,8 @@ class Outcome:
     def _simulated(self) -> float:
         """Share of the rows' tokens that was drawn."""
         wanted = self.census.drawn_tokens - self.simulation.refused_drawn_tokens
-        return 1.0 if self.complete else self.built.runner.samples_drawn / wanted
+        done = self.built.runner.samples_drawn + self.simulation.deduplicated_drawn_tokens
+        return 1.0 if self.complete else done / wanted
 
     def _sampled(self) -> dict[str, float]:
         """How much of the job was looked at."""
@@ -160,6 +162,9 @@ def _notes(plan: dict[str, Any]) -> Iterator[Fact]:
         yield Fact("note", "control tokens as plain text", where)
     if plan["truncated"]:
         yield Fact("note", "prompts cut to max_model_len", f", in {plan['truncated']:,} rows")
+    equal = plan["sharing"]["deduplicated_rows"]
+    if equal:
+        yield Fact("note", f"{equal:,} rows equal to others", ", not computed again")
     sampled = plan["sampled"]
     if sampled:
         yield Fact(

@@ -10,11 +10,12 @@ from functools import lru_cache
 from batchinfer.config import SamplingParams
 from batchinfer.engine.dry_run import END_TOKEN, DryRunner
 from batchinfer.engine.engine import Engine
-from batchinfer.engine.request import Request
+from batchinfer.engine.request import Completion, Request
 from batchinfer.errors import RowError
 from batchinfer.job.measures import Measured
 from batchinfer.job.order import PromptRow
 from batchinfer.job.task import Task
+from batchinfer.job.twins import Twins, for_twin
 from batchinfer.text.prompts import Prompt
 
 MAX_STEPS = 50_000
@@ -128,6 +129,10 @@ class Simulation:
     def __post_init__(self) -> None:
         self.measured = Measured(self.engine.scheduler.pool.block_size)
         """Steps, and rows that were finished."""
+        self.deduplicated = 0
+        """Rows that were not run, because an equal one was."""
+        self.deduplicated_drawn_tokens = 0
+        self._twins = Twins()
         self.refused: Counter[str] = Counter()
         """Rows that the engine refused, by code."""
         self._refused_rows: set[int] = set()
@@ -147,7 +152,7 @@ class Simulation:
         """
         exhausted = False
         while not exhausted or self.engine.num_unfinished:
-            while not exhausted and self.engine.num_waiting < self.max_waiting:
+            while not exhausted and self._is_hungry:
                 batch = next(batches, None)
                 exhausted = batch is None
                 self._add(batch or [])
@@ -161,9 +166,13 @@ class Simulation:
         """Sequences with blocks, weighted by time."""
         return self._running_ms / 1e3 / self.runner.seconds if self.steps else 0.0
 
+    @property
+    def _is_hungry(self) -> bool:
+        return self.engine.num_waiting < self.max_waiting and not self._twins.is_full
+
     def _add(self, batch: list[PromptRow]) -> None:
         for row in batch:
-            if not isinstance(row.prompt, RowError):
+            if not isinstance(row.prompt, RowError) and not self._twins.join(row):
                 for request in self.lengths.requests(row):
                     self.engine.add_request(request)
 
@@ -171,12 +180,14 @@ class Simulation:
         if not self.engine.num_unfinished:
             return
         outcome = self.engine.step()
-        self.measured.add(outcome.stats, [row.stats for row in outcome.completions])
+        twins = [twin for one in outcome.completions for twin in self._twins_of(one)]
+        done = [*outcome.completions, *twins]
+        self.measured.add(outcome.stats, [row.stats for row in done])
         if outcome.stats is not None:
             self.steps += 1
             self.peak_running = max(self.peak_running, outcome.stats.num_running)
             self._running_ms += outcome.stats.num_running * outcome.stats.step_ms
-        for completion in outcome.completions:
+        for completion in done:
             if completion.error_code is not None:
                 request = completion.request
                 tokens, params = request.num_prompt_tokens, request.params
@@ -186,3 +197,13 @@ class Simulation:
                 self.refused_prompt_tokens += tokens
                 self.refused_output_tokens += self.lengths.output_tokens(tokens, params)
                 self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
+
+    def _twins_of(self, completion: Completion) -> Iterator[Completion]:
+        """The same for the rows that waited for it; only rows of one request have such."""
+        request = completion.request
+        for row in self._twins.leave(request.row_id):
+            if completion.error_code is None:
+                tokens, params = request.num_prompt_tokens, request.params
+                self.deduplicated += 1
+                self.deduplicated_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
+            yield from for_twin(row, [completion])

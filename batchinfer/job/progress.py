@@ -165,6 +165,9 @@ def summary_facts(
         yield Fact("errors", _counts(rows["error_codes"]), tone="bad")
     if rows["control_text"]:
         yield Fact("note", "control tokens as plain text", f", in {_rows(rows['control_text'])}")
+    equal = summary["sharing"]["deduplicated_rows"]
+    if equal:
+        yield Fact("note", f"{_rows(equal)} equal to others", ", not computed again")
     memory = summary["out_of_memory"]
     if memory["count"]:
         yield Fact(

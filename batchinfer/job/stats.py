@@ -151,4 +151,5 @@ def together(parts: Sequence[RequestStats]) -> RequestStats | None:
         decode_ms=max(part.decode_ms for part in parts),
         latency_ms=max(part.latency_ms for part in parts),
         swap_preemptions=sum(part.swap_preemptions for part in parts),
+        deduplicated=max(part.deduplicated for part in parts),
     )

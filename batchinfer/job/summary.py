@@ -85,7 +85,12 @@ def write_summary(
         },
         "throughput": measured["throughput"],
         "kv": {**_NO_POOL, **latest.kv, **measured["kv"], **_peaks(runs)},
-        "sharing": sharing(tokens["prompt"], sums[DISTINCT_TOKENS], tokens["prompt_computed"]),
+        "sharing": sharing(
+            tokens["prompt"],
+            sums[DISTINCT_TOKENS],
+            tokens["prompt_computed"],
+            sums["deduplicated"],
+        ),
         "accept": {entry.name: sums[entry.name] for entry in fields(Tally)},
         "out_of_memory": _out_of_memory(runs),
         "model": latest.model,

@@ -10,6 +10,7 @@ from batchinfer.job.progress import make_progress
 from batchinfer.job.rows import RequestMaker, RowFinisher
 from batchinfer.job.task import Generation
 from batchinfer.job.threads import Ahead, Behind
+from batchinfer.job.twins import Twins
 from tests.job.fakes import FakeBuild, grammars
 
 
@@ -40,6 +41,7 @@ def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
         stop,
         max_waiting=4,
         admit=lambda row_ids: None,
+        twins=Twins(),
     )
     written: list[Finished] = []
     with StoppedWhileReading(stop) as rows, Behind(written.append, depth=1) as writer:

@@ -81,6 +81,13 @@ def samples() -> tuple[Columns, dict[str, Any]]:
     return columns, {"sampling": {"n": 8, "temperature": 1.0}}
 
 
+def equal_rows() -> tuple[Columns, dict[str, Any]]:
+    prompts = texts(7, 60, 16, 128) * 3
+    cells = up_to(48, prompts[:60]) * 3
+    columns = {"prompt": prompts, "sampling_params": cells}
+    return columns, {"sampling": {"temperature": 0.0}}
+
+
 def small_steps_in_input_order() -> tuple[Columns, dict[str, Any]]:
     engine = {
         "order": "input",
@@ -98,7 +105,11 @@ def stored_in_fp8() -> tuple[Columns, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "workload", [mixed_lengths, shared_prefix, samples, small_steps_in_input_order, stored_in_fp8]
+    "workload",
+    [
+        *(mixed_lengths, shared_prefix, samples, equal_rows),
+        *(small_steps_in_input_order, stored_in_fp8),
+    ],
 )
 def test_a_plan_is_what_the_run_then_does(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, workload: Any
@@ -120,6 +131,7 @@ def test_a_plan_is_what_the_run_then_does(
     assert plan["preemptions"] == kv["preemptions"]
     assert plan["sharing"] == pytest.approx(summary["sharing"], rel=0.01)
     assert plan["sharing"]["distinct_tokens"] == summary["sharing"]["distinct_tokens"]
+    assert plan["sharing"]["deduplicated_rows"] == (120 if workload is equal_rows else 0)
     assert plan["steps"] == pytest.approx(len(steps["step"]), rel=0.05)
     exact = {name: plan[f"{name}_tokens"] for name in ("prompt", "output")}
     assert exact == {name: tokens[name] for name in ("prompt", "output")}

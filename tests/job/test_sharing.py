@@ -65,6 +65,7 @@ def test_sharing_achieved_of_what_is_possible(
         "planned_rate": 1 - possible / tokens["prompt"],
         "achieved_rate": 1 - tokens["prompt_computed"] / tokens["prompt"],
         "achieved_of_planned": possible / tokens["prompt_computed"],
+        "deduplicated_rows": 0,
     }
 
 

@@ -36,7 +36,7 @@ STEP_COLUMNS = [
 REQUEST_COLUMNS = [
     *("row_id", "prompt_tokens", "output_tokens", "cached_tokens", "recomputed_tokens"),
     *("preemptions", "swapped_blocks", "peak_blocks", "queue_ms", "prefill_ms", "decode_ms"),
-    *("latency_ms", "swap_preemptions", "distinct_tokens"),
+    *("latency_ms", "swap_preemptions", "deduplicated", "distinct_tokens"),
     *("samples_tried", "samples_accepted", "samples_rejected"),
     *("samples_duplicate", "samples_surplus"),
 ]
@@ -58,7 +58,7 @@ SUMMARY_KEYS = {
     "out_of_memory": ["count", "max_num_batched_tokens"],
     "sharing": [
         *("prompt_tokens", "distinct_tokens", "planned_rate", "achieved_rate"),
-        "achieved_of_planned",
+        *("achieved_of_planned", "deduplicated_rows"),
     ],
 }
 
