@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import regex
 
 from batchinfer.config.sampling import MAX_SAMPLES, SamplingParams
 from batchinfer.config.structured import schema_text
@@ -31,7 +32,8 @@ class AcceptConfig:
     }
 
     regex: str | None = None
-    """Python's: the text must have a match in it; ^ and $ tie it to the ends."""
+    """Python's: the text must have a match in it; ^ and $ tie it to the ends. A search that takes
+    over half a second finds none."""
     schema: Mapping[str, Any] | str | None = None
     """A JSON schema, or its JSON text: the text must be JSON that it allows."""
     min_tokens: int = 0
@@ -51,8 +53,8 @@ class AcceptConfig:
             object.__setattr__(self, "schema", schema_text("schema", self.schema))
         if self.regex is not None:
             try:
-                re.compile(self.regex)
-            except (re.error, RecursionError, OverflowError) as error:
+                regex.compile(self.regex)
+            except (regex.error, RecursionError, OverflowError) as error:
                 raise ValueError(f"regex is wrong: {error}") from None
         self._require("min_tokens", 0 <= self.min_tokens < 2**31, "0 to 2**31 - 1")
         most = f"1 to {MAX_SAMPLES}"

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache, partial
 from typing import Any
 
+import regex
+
 from batchinfer.config import AcceptConfig
+
+MAX_SEARCH_S = 0.5
+"""Processor time in which a regular expression must find its match."""
+MAX_BACKTRACKS = 1_000_000
+"""Steps back that a pattern of a schema may take in a text."""
 
 
 class AcceptError(ValueError):
@@ -53,7 +61,10 @@ class Judge:
 
     def __init__(self, config: AcceptConfig) -> None:
         self._config = config
-        self._regex = None if config.regex is None else re.compile(config.regex)
+        self._has_match = None
+        if config.regex is not None:  # remembered: a sample is judged again with those after it
+            pattern = regex.compile(config.regex)
+            self._has_match = lru_cache(maxsize=1024)(partial(_has_match, pattern))
         self._validator = None if config.schema is None else _validator(str(config.schema))
 
     def judge(self, samples: Iterable[tuple[str, int]], wanted: int) -> RowVerdicts:
@@ -81,14 +92,14 @@ class Judge:
     def _passes(self, text: str, num_tokens: int) -> bool:
         if num_tokens < self._config.min_tokens:
             return False
-        if self._regex is not None and self._regex.search(text) is None:
+        if self._has_match is not None and not self._has_match(text):
             return False
         if self._validator is None:
             return True
         try:
-            value = json.loads(text, parse_constant=_no_json)
+            value = json.loads(text, parse_constant=_no_json, parse_float=_number)
             return bool(self._validator.is_valid(value))
-        except (ValueError, RecursionError, ArithmeticError):  # of 1e400, which is infinite
+        except (ValueError, RecursionError):
             return False
 
 
@@ -97,52 +108,35 @@ def _no_json(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _validator(schema: str) -> Any:
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _has_match(pattern: regex.Pattern[str], text: str) -> bool:
     try:
-        import jsonschema
-        from jsonschema.validators import validator_for
-        from referencing import Registry
-        from referencing.exceptions import Unresolvable
+        return pattern.search(text, timeout=MAX_SEARCH_S) is not None
+    except TimeoutError:
+        return False
+
+
+def _validator(schema: str) -> Any:
+    """Patterns in it are ECMAScript's, matched in linear time where they allow that, else with a
+    bound on the work; nothing is fetched."""
+    try:
+        import jsonschema_rs
     except ImportError:
         raise AcceptError(
-            "schema needs the package jsonschema: pip install 'batchinfer[structured]'"
+            "schema needs the package jsonschema-rs: pip install 'batchinfer[structured]'"
         ) from None
-    loaded = json.loads(schema)
-    dialect = loaded.get("$schema", "") if isinstance(loaded, Mapping) else ""
-    if not isinstance(dialect, str):
-        raise AcceptError("schema is wrong: $schema must be a text")
-    kind = validator_for(loaded, default=jsonschema.Draft202012Validator)
+    options = jsonschema_rs.FancyRegexOptions(backtrack_limit=MAX_BACKTRACKS)
     try:
-        kind.check_schema(loaded)
-        _check_references(loaded, kind)
-    except Unresolvable as error:
-        raise AcceptError(
-            f"schema is wrong: it refers to {error.ref}, which is not in it; nothing is fetched"
-        ) from None
-    except jsonschema.SchemaError as error:
+        return jsonschema_rs.validator_for(
+            json.loads(schema), offline=True, validate_formats=False, pattern_options=options
+        )
+    except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as error:
         raise AcceptError(f"schema is wrong: {error.message}") from None
-    except (RecursionError, re.error) as error:
+    except (ValueError, RecursionError) as error:
         raise AcceptError(f"schema is wrong: {error or 'it is nested too deeply'}") from None
-    return kind(loaded, registry=Registry())  # an empty one, for jsonschema's own fetches
-
-
-def _check_references(schema: Any, kind: Any) -> None:
-    """Look up all that a schema refers to.
-
-    Raises:
-        Unresolvable: something is not there.
-    """
-    from referencing import Registry
-    from referencing.jsonschema import DRAFT202012, specification_with
-
-    specification = specification_with(kind.META_SCHEMA.get("$schema", ""), default=DRAFT202012)
-    whole = specification.create_resource(schema)
-    registry: Registry[Any] = Registry()
-    todo = [(whole, registry.resolver_with_root(whole))]
-    while todo:
-        resource, resolver = todo.pop()
-        if isinstance(resource.contents, Mapping):
-            for key in ("$ref", "$dynamicRef", "$recursiveRef"):
-                if isinstance(to := resource.contents.get(key), str):
-                    resolver.lookup(to)
-        todo += [(part, resolver.in_subresource(part)) for part in resource.subresources()]

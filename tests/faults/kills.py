@@ -27,8 +27,9 @@ from tests.faults.outputs import InFolder, Output
 from tests.faults.violation import ViolationError
 
 KINDS = ("runs", "steps", "segments", "requests", "data", "parts")
+_ANSWER = ("row_id", "generated_text", "status", "outputs")
 STAGES = ("staged", "synced", "renamed", "durable")
-Answers = list[tuple[int, str | None, str]]
+Answers = list[tuple[int, str | None, str, object]]
 
 
 @dataclass
@@ -225,7 +226,7 @@ class Killer:
         row_ids = table["row_id"].to_numpy()
         if not np.array_equal(row_ids, np.arange(len(row_ids))):
             raise ViolationError("rows are lost, duplicated or out of order")
-        columns = (table[name].to_pylist() for name in ("row_id", "generated_text", "status"))
+        columns = (table[name].to_pylist() for name in _ANSWER)
         return list(zip(*columns, strict=True))
 
 

@@ -14,7 +14,7 @@ from batchinfer.job.spec import JobSpec
 from tests.faults.children import Pace
 from tests.faults.kills import Killer
 from tests.job.datasets import write_parquet
-from tests.job.fakes import FakeBuild, job
+from tests.job.fakes import FakeBuild, drawn, job
 
 POISON = 17
 
@@ -34,6 +34,23 @@ def kill_at_named_points(folder: Path) -> dict[str, object]:
     points = list(killer.named_points())
     for at in range(0, len(points), 3):
         killer.kill_at(points[at + at // 3 % 3], random)
+    return {"points": len(points), "jobs": killer.outcome.jobs, "kills": killer.outcome.kills}
+
+
+def kill_while_accepting(folder: Path) -> dict[str, object]:
+    """The same with samples that are drawn, judged and drawn on; some points only."""
+    spec = echo_job(folder)
+    asked = {"regex": "^.b", "k": 2, "max_tries": 9, "dedup": True}
+    spec = JobSpec.model_validate(
+        {**spec.model_dump(by_alias=True), "accept": asked, "sampling": {"max_tokens": 6}}
+    )
+    build = FakeBuild(max_num_seqs=8, next_token=drawn)
+    killer = Killer(folder, spec, build, Pace(1e9, 4))
+    killer.run_unbroken()
+    random = Random(1)
+    points = list(killer.named_points())[1::9]
+    for point in points:
+        killer.kill_at(point, random)
     return {"points": len(points), "jobs": killer.outcome.jobs, "kills": killer.outcome.kills}
 
 
@@ -65,7 +82,10 @@ def stop_and_race(folder: Path) -> dict[str, object]:
 
 if __name__ == "__main__":
     found = []
-    for scenario in (kill_at_named_points, kill_by_a_row, kill_by_a_prompt, stop_and_race):
+    for scenario in (
+        *(kill_at_named_points, kill_by_a_row, kill_by_a_prompt, stop_and_race),
+        kill_while_accepting,
+    ):
         place = Path(sys.argv[1]) / scenario.__name__
         place.mkdir()
         found.append(scenario(place))

@@ -46,6 +46,12 @@ def test_a_stop_is_exit_75_and_of_two_runs_one_wins(found: list[dict[str, Any]])
     assert found[3] == {"stops": 3, "races": [[0, 7], [0, 7]]}
 
 
+def test_the_same_samples_are_accepted_after_kills(found: list[dict[str, Any]]) -> None:
+    accepting = found[4]
+    assert accepting["jobs"] == accepting["points"] >= 4
+    assert accepting["kills"] >= accepting["points"]
+
+
 def test_a_failpoint_does_nothing_unless_it_is_asked_for() -> None:
     code = "from batchinfer.job.failpoints import failpoint\nfailpoint('x')\nfailpoint('x')"
     for value, expected in ((None, 0), ("x:3", 0), ("y:1", 0), ("x:2", -9)):

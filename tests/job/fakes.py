@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,10 @@ from batchinfer.job.output import OutputDir
 from batchinfer.job.spec import JobSpec
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.tokenizer import Tokenizer
-from tests.engine.fake import EOS, make_engine
+from tests.engine.fake import EOS, NextToken, make_engine
 
 EOS_TEXT = "<eos>"
+LETTERS = (EOS, 66, 67, 68, 69)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -49,6 +51,12 @@ def echo(context: bytes, stream: int, sample: int, position: int) -> int:
     return int(tokens[position]) if 2 * position < len(tokens) else EOS
 
 
+def drawn(context: bytes, stream: int, sample: int, position: int) -> int:
+    """One of four letters or the end of the text, by all that it may depend on."""
+    found = zlib.crc32(context + bytes(f"{stream}/{sample}/{position}", "ascii")) % 5
+    return LETTERS[found]
+
+
 @dataclass
 class FakeBuilt:
     """What ``build_engine`` returns, around a fake runner."""
@@ -72,9 +80,12 @@ class FakeBuilt:
 class FakeBuild:
     """Builds echo engines, and counts them."""
 
-    def __init__(self, num_blocks: int = 128, max_num_seqs: int = 16) -> None:
+    def __init__(
+        self, num_blocks: int = 128, max_num_seqs: int = 16, next_token: NextToken = echo
+    ) -> None:
         self.num_blocks = num_blocks
         self.max_num_seqs = max_num_seqs
+        self.next_token = next_token
         self.count = 0
         self.before_step: Callable[[int], None] = lambda number: None
 
@@ -86,7 +97,7 @@ class FakeBuild:
             4,
             max_num_seqs=self.max_num_seqs,
             max_model_len=256,
-            next_token=echo,
+            next_token=self.next_token,
         )
         run, steps = runner.run, iter(range(1_000_000))
 

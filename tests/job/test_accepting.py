@@ -10,12 +10,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from batchinfer.engine.engine import Engine
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.load import load_job
 from batchinfer.job.progress import summary_facts
 from batchinfer.job.run import run_job
 from batchinfer.job.screen import plain
+from batchinfer.job.spec import JobSpec
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, FakeBuilt, drawn, job
 from tests.models import make_text_model
 
 REGEX = "^[^a-e]*[f-m]"
@@ -87,6 +93,54 @@ def test_what_is_kept_depends_on_nothing_beside_it(folder: Path) -> None:
     second, other = run(folder, "second", accept, **tight)
     assert first == second
     assert summary["accept"] == other["accept"]
+
+
+class Kept(FakeBuild):
+    """Remembers the engine it has built."""
+
+    engine: Engine
+
+    def __call__(self, *arguments: Any, **options: Any) -> FakeBuilt:
+        built = super().__call__(*arguments, **options)
+        self.engine = built.engine
+        return built
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    regex=st.sampled_from(["", "^a", "b", "cc", "^$", "never"]),
+    wanted=st.integers(1, 5),
+    max_tries=st.integers(5, 20),
+    dedup=st.booleans(),
+    prompts=st.lists(st.sampled_from(["a", "ab", "a longer one", "", "x" * 30]), min_size=1),
+    num_blocks=st.integers(12, 60),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+def test_all_blocks_come_home_whatever_is_accepted(
+    tmp_path_factory: pytest.TempPathFactory,
+    regex: str,
+    wanted: int,
+    max_tries: int,
+    dedup: bool,
+    prompts: list[str],
+    num_blocks: int,
+    temperature: float,
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("leaks")
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    sampling = {"max_tokens": 6, "temperature": temperature}
+    fields = job(tmp_path, sampling=sampling, errors={"max_error_rate": 1.0})
+    accept = {"regex": regex, "k": wanted, "max_tries": max_tries, "dedup": dedup}
+    spec = JobSpec.model_validate({**fields.model_dump(by_alias=True), "accept": accept})
+    build = Kept(num_blocks, next_token=drawn)
+    assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+    if any(prompts):
+        pool = build.engine.scheduler.pool
+        assert pool.num_used == pool.num_shared == 0
+        assert pool.num_available == pool.num_blocks
+        build.engine.scheduler.check_invariants()
+    counts = json.loads((tmp_path / "out" / "summary.json").read_text())["accept"]
+    assert counts["samples_tried"] == sum(counts.values()) - counts["samples_tried"]
 
 
 def test_rows_without_a_sample_that_passes_are_not_errors(folder: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.config import AcceptConfig
+from batchinfer.text import acceptance
 from batchinfer.text.acceptance import AcceptError, Judge, Verdict
 
 A, R, D, S = Verdict
@@ -36,10 +38,25 @@ def verdicts(texts: list[str], wanted: int = 9, **config: Any) -> list[Verdict]:
         ({"schema": {"multipleOf": 0.5}}, ["1.5", "1e400", "NaN", "[Infinity]"], [A, R, R, R]),
         ({"schema": {"$ref": "#/$defs/a", "$defs": {"a": {"const": 1}}}}, ["1", "2"], [A, R]),
         ({"schema": {"items": {"$ref": "#"}}}, ["[[1]]", "["], [A, R]),
+        ({"schema": {"format": "date"}}, ['"no date"', '"\\ud800"'], [A, R]),
     ],
 )
 def test_what_passes(config: dict[str, Any], texts: list[str], expected: list[Verdict]) -> None:
     assert verdicts(texts, **config) == expected
+
+
+SLOW = "a" * 60 + "b"
+
+
+@pytest.mark.parametrize("pattern", ["^(a|aa)+$", r"^(?=(a|aa)+$)", r"^(a|b|ab)*\1$(?!x)"])
+def test_a_search_that_would_take_years_ends(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    monkeypatch.setattr(acceptance, "MAX_SEARCH_S", 0.01)
+    assert verdicts([SLOW, "aa", SLOW], regex=pattern) == [R, A, R]
+    for schema in ({"pattern": pattern}, {"propertyNames": {"pattern": pattern}}):
+        judged = verdicts([json.dumps(SLOW), json.dumps({SLOW: 1}), '{"aa": 1}'], schema=schema)
+        assert judged == ([R, A, A] if "pattern" in schema else [A, R, A])
+    schema = {"patternProperties": {pattern: True}, "additionalProperties": False}
+    assert verdicts([json.dumps({SLOW: 1}), '{"aa": 1}'], schema=schema) == [R, A]
 
 
 @given(st.lists(st.sampled_from("abcd")), st.integers(1, 5), st.booleans())
@@ -73,7 +90,7 @@ def test_a_schema_that_is_wrong(schema: dict[str, Any]) -> None:
 
 
 def test_jsonschema_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    monkeypatch.setitem(sys.modules, "jsonschema_rs", None)
     with pytest.raises(AcceptError, match=r"pip install 'batchinfer\[structured\]'"):
         Judge(AcceptConfig(schema={}))
 
