@@ -1,7 +1,7 @@
 """Columns that the names of folders hold: ``lang=en/year=2026/x.parquet``, as Hive writes them.
 
 Folders below the one that ``input.path`` names count, or from the first wildcard of a glob on. A
-column that files have themselves is read from them.
+column that a file has itself is read from it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,17 @@ class HiveFormat:
         self._inner = inner
         self._values = values
         self._types: dict[str, pa.DataType] = {}
+        """Of the columns of folders that no file has itself."""
+        self._held: dict[str, dict[str, object]] = {}
+        """Of each file: the columns that it has from its folders, and their values."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
         """See ``Format``."""
         return self._inner.inspect(path)
 
     def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
-        """See ``Format``; DataError where some files are in folders that others are not in."""
+        """See ``Format``; DataError where some files are in folders that others are not in, or a
+        folder says what cannot be among the values that other files have there."""
         schema = self._inner.common_schema(files, schemas)
         names = [name for name in self._values[files[0].path] if name not in schema.names]
         for file in files:
@@ -66,6 +70,13 @@ class HiveFormat:
         }
         for name, kind in self._types.items():
             schema = schema.append(pa.field(name, kind))
+        for file, own in zip(files, schemas, strict=True):
+            values = self._values[file.path].items()
+            self._held[file.path] = {
+                name: _typed(file.path, name, value, schema.field(name).type)
+                for name, value in values
+                if name not in own.names
+            }
         return schema
 
     def scan(
@@ -77,10 +88,11 @@ class HiveFormat:
         wanted: deque[range],
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """See ``Format``."""
-        own, held = self._own(columns, schema), self._held(file)
+        held = self._held[file.path]
+        own = self._own(columns, schema, held)
         for first, batch in self._inner.scan(file, first_row, own, schema, wanted):
             arrays = [
-                pa.repeat(pa.scalar(held[name], self._types[name]), len(batch))
+                pa.repeat(pa.scalar(held[name], schema.field(name).type), len(batch))
                 if name in held
                 else batch.column(name)
                 for name in columns
@@ -96,7 +108,8 @@ class HiveFormat:
         wanted: deque[range],
     ) -> Iterator[Rows]:
         """See ``Format``."""
-        own, held = self._own(columns, schema), self._held(file)
+        held = self._held[file.path]
+        own = self._own(columns, schema, held)
         for first, rows in self._inner.rows(file, first_row, own, schema, wanted):
             yield first, [_with(row, held) for row in rows]
 
@@ -104,14 +117,12 @@ class HiveFormat:
         """See ``Format``."""
         return self._inner.stored_bytes(file, columns)
 
-    def _own(self, columns: Sequence[str], schema: pa.Schema) -> list[str]:
-        """Columns to read of the files: one at least, which says how many rows there are."""
-        own = [name for name in columns if name not in self._types]
+    def _own(
+        self, columns: Sequence[str], schema: pa.Schema, held: Mapping[str, object]
+    ) -> list[str]:
+        """Columns to read of a file: one at least, which says how many rows there are."""
+        own = [name for name in columns if name not in held]
         return own or [name for name in schema.names if name not in self._types][:1]
-
-    def _held(self, file: InputFile) -> dict[str, str | int | None]:
-        values = self._values[file.path]
-        return {name: _typed(values[name], kind) for name, kind in self._types.items()}
 
 
 def _base(entry: str) -> PurePosixPath:
@@ -145,8 +156,15 @@ def _is_int(text: str) -> bool:
         return False
 
 
-def _typed(value: str | None, kind: pa.DataType) -> str | int | None:
-    return int(value) if value is not None and pa.types.is_integer(kind) else value
+def _typed(file: str, name: str, value: str | None, kind: pa.DataType) -> object:
+    """What a folder says of a column, as a value of the column's type."""
+    try:
+        return None if value is None else pa.scalar(value).cast(kind).as_py()
+    except pa.ArrowException:
+        raise DataError(
+            f"{file}: its folder says {name}={value}, where rows of other files hold {kind}",
+            hint=f"give these rows a {name} of their own, or rename the folder",
+        ) from None
 
 
 def _with(row: Row, held: Mapping[str, object]) -> Row:

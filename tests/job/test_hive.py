@@ -84,6 +84,19 @@ def test_json_lines_in_folders(tmp_path: Path) -> None:
     assert rows(tmp_path / "in", "lang") == [{"lang": lang} for lang in ("de", "de", "en", "en")]
 
 
+def test_files_that_lack_a_column_which_others_have_get_it_from_their_folder(
+    tmp_path: Path,
+) -> None:
+    for k, row in ((1, {"prompt": "a", "k": 7}), (2, {"prompt": "b"})):
+        (tmp_path / f"k={k}").mkdir()
+        (tmp_path / f"k={k}" / "x.jsonl").write_text(json.dumps(row))
+    assert [row["k"] for row in rows(tmp_path)] == [7, 2]
+    assert rows(tmp_path, "k") == [{"k": 7}, {"k": 2}]
+    (tmp_path / "k=2").rename(tmp_path / "k=x")
+    with pytest.raises(DataError, match=r"k=x/x\.jsonl: its folder says k=x, where .* int64"):
+        open_source(str(tmp_path))
+
+
 def test_a_job_uses_and_keeps_them(lake: Path, tmp_path: Path) -> None:
     spec = job(tmp_path, prompt={"column": None, "template": "{{ year }} {{ prompt }}"})
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
