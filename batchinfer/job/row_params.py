@@ -112,7 +112,7 @@ class RowParams:
         if not isinstance(fields, Mapping):
             what = printable(text, 60)
             return RowError(_CODE, f"{self._where} must be an object of parameters, not {what}")
-        fields = _without_aliases(fields)
+        fields = {name: _whole(value) for name, value in _without_aliases(fields).items()}
         for name, is_kept in self._kept.items():
             if name in fields and not is_kept:
                 need = f"sampling.{name} and output.include: [{name}] of the job"
@@ -166,6 +166,14 @@ def _without_aliases(fields: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and given.setdefault(name, written) != written:
             raise _GivenTwiceError(f"{given[name]} and {written} mean the same; keep one")
     return {name: fields[written] for name, written in given.items()}
+
+
+def _whole(value: Any) -> Any:
+    """A whole number that was written as a float, as columns are that hold nulls or fractions."""
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if whole else value
 
 
 def _problem(detail: ErrorDetails) -> str:

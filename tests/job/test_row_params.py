@@ -54,6 +54,16 @@ def test_decimals_are_numbers() -> None:
     assert sampling({"temperature": Decimal("0.25")}).params.temperature == 0.25
 
 
+@pytest.mark.parametrize("value", [{"max_tokens": 2.0, "n": 3.0}, b'{"max_tokens": 2.0, "n": 3}'])
+def test_whole_numbers_may_be_written_as_floats(value: object) -> None:
+    params = sampling(value).params
+    assert (params.max_tokens, params.n) == (2, 3)
+    assert isinstance(params.max_tokens, int)
+    assert sampling({"stop_token_ids": [7.0], "temperature": 1.0}).params.stop_token_ids == (7,)
+    assert isinstance(PARAMS.of({"max_tokens": 2.5}), RowError)
+    assert isinstance(PARAMS.of({"max_tokens": 1e300}), RowError)
+
+
 def test_a_map_of_biases() -> None:
     assert sampling({"logit_bias": [(3, 1.5)]}).params.logit_bias == {3: 1.5}
 
