@@ -54,8 +54,7 @@ class Condition:
 
     def __init__(self, text: str, schema: pa.Schema) -> None:
         self._text = text
-        _check_functions(text)
-        self._expression = _parsed(text)
+        self._expression = parsed(text)
         names = list(dict.fromkeys(self._expression.meta.root_names()))
         for name in names:
             if name not in schema.names:
@@ -97,7 +96,13 @@ class Condition:
             raise _refused(self._text, error) from None
 
 
-def _parsed(text: str) -> pl.Expr:
+def parsed(text: str) -> pl.Expr:
+    """A condition on columns that are not known yet.
+
+    Raises:
+        UsageError: it is none, whatever the columns.
+    """
+    _check_functions(text)
     import polars as pl
 
     try:

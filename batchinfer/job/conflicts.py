@@ -15,6 +15,7 @@ from pathlib import Path, PurePath
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import UsageError
+from batchinfer.job.condition import parsed
 from batchinfer.job.document import JobDocument, dotted
 from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.place import is_url
@@ -43,6 +44,7 @@ def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
         problem = ": model.name is a local folder, which has no revisions; leave the key out"
         raise document.error(("model", "revision"), problem)
     _check_adapters(spec, document)
+    _check_filter(spec.input.filter, document)
     for key, problem in conflicts(spec.prompt):
         raise document.error(tuple(key.split(".")), f" {problem}")
     _check_chat_template_file(spec.prompt.chat_template, document)
@@ -60,6 +62,16 @@ def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
     if adapters and column is None and spec.input.format != "openai-batch":
         problem = " are given, but no row runs through them: set prompt.adapter_column"
         raise document.error(("model", "adapters"), problem)
+
+
+def _check_filter(condition: str | None, document: JobDocument) -> None:
+    if condition is None:
+        return
+    try:
+        parsed(condition)
+    except UsageError as error:
+        where = document.origin(("input", "filter"))
+        raise UsageError(f"{where}: {error}") from None
 
 
 def _check_output_place(output: str, place: str, document: JobDocument) -> None:

@@ -247,6 +247,13 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
     )
 
 
+def test_a_filter_that_is_no_condition_is_found_without_data(tmp_path: Path) -> None:
+    text = MINIMAL.replace("prompts.parquet}", "prompts.parquet, filter: lenght(lang) > 1}")
+    assert complaint(tmp_path, text) == (
+        "job.yaml, line 2: input.filter: lenght() is no function of one row; did you mean length?"
+    )
+
+
 # Not yet
 
 
