@@ -9,6 +9,7 @@ import torch
 
 from batchinfer.engine.step import Step
 from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu.decoder_layer import StepArgs
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.variant import AttentionVariant
 
@@ -49,9 +50,9 @@ class NativeAttention:
         options = self._options(variant)
         return native.attention_args(query, *self._context(layer), out=out, **options)
 
-    def point_to_step(self, layer: int, arguments: native.AttentionArgs) -> None:
-        """Change what differs between two steps of as many tokens."""
-        tables, (starts, lens) = self._tables[self._cache.group(layer)], self._lens
+    def point_to_step(self, group: int, arguments: StepArgs) -> None:
+        """Say what a layer group's attention is called with in this step."""
+        tables, (starts, lens) = self._tables[group], self._lens
         arguments.block_tables, arguments.query_starts = tables.data_ptr(), starts.data_ptr()
         arguments.context_lens = lens.data_ptr()
         arguments.table_width, arguments.num_sequences = tables.shape[1], len(lens)

@@ -9,7 +9,7 @@ from torch import nn
 
 from batchinfer.engine.layout import KVLayout
 from batchinfer.kernels.cpu import gemm, row_ops
-from batchinfer.kernels.cpu.decoder_layer import LayerArgs, decoder_layer, supports
+from batchinfer.kernels.cpu.decoder_layer import LayerArgs, StepArgs, decoder_layer, supports
 from batchinfer.worker.attention import ForwardContext, current_context
 from batchinfer.worker.fused_layers import swap_layers
 from batchinfer.worker.fused_modules import (
@@ -55,29 +55,27 @@ class NativeDecoderLayer(nn.Module):
             options["position_embeddings"] = position_embeddings
             out: torch.Tensor = self.layer(hidden_states, **options)
             return out
-        hidden = hidden_states[0]
-        cos, sin = (x[0].contiguous() for x in position_embeddings)
-        self._workspace.reserve(len(hidden))
-        generation = self._workspace.generation
-        shape = len(hidden), context.cache, generation, torch.get_num_threads()
-        if shape != self._made_for:
+        workspace = self._workspace
+        step = workspace.step_of(context, position_embeddings, self.layer.self_attn.layer)
+        made_for = context.cache, workspace.generation
+        if made_for != self._made_for:
             try:
-                self._arguments = self._make_arguments(hidden, cos, sin, context)
+                self._arguments = self._make_arguments(hidden_states[0], context)
             except (MemoryError, RuntimeError):
-                self._workspace.release()  # a smaller step must not ask for as much again
+                workspace.release()  # a smaller step must not ask for as much again
                 raise
-            self._made_for = shape
-        else:
-            self._point_to(hidden, cos, sin, context)
-        decoder_layer(self._arguments, hidden.dtype)
+            self._made_for = made_for
+        step.hidden = hidden_states.data_ptr()
+        decoder_layer(self._arguments, step, hidden_states.dtype)
         return hidden_states
 
-    def _make_arguments(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext
-    ) -> LayerArgs:
-        layer, cache = self.layer, context.cache
+    def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> LayerArgs:
+        """For every step over this pool and workspace; what differs is in ``StepArgs``."""
+        layer, cache, backend = self.layer, context.cache, context.backend
+        assert isinstance(backend, NativeAttention)
         attention, mlp = layer.self_attn, layer.mlp
         count, width, workspace = len(hidden), cache.layout.key_width, self._workspace
+        hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))  # of one row it may be any
         normed = workspace.take_factor("normed", hidden.shape[1])[:count]
         qkv = workspace.take("qkv", attention.qkv_proj.out_features)[:count]
         attended = workspace.take_factor("attended", attention.o_proj.in_features)[:count]
@@ -88,11 +86,11 @@ class NativeDecoderLayer(nn.Module):
             _norm(layer.input_layernorm, hidden, normed),
             _product(attention.qkv_proj, normed, qkv),
             row_ops.rotary_write_args(
-                *(qkv, cos, sin, cache.key(attention.layer), cache.value(attention.layer)),
+                *(qkv, *workspace.rotary, cache.key(attention.layer), cache.value(attention.layer)),
                 context.slot_mapping(attention.layer),
                 **head_norm_options(attention.head_norms()),
             ),
-            _backend(context).arguments(
+            backend.arguments(
                 attention.layer, query, attention.variant, out=attended.view(count, -1, width)
             ),
             _product(attention.o_proj, attended, hidden, adds=True),
@@ -101,19 +99,6 @@ class NativeDecoderLayer(nn.Module):
             row_ops.silu_mul_args(gate_up, out=gated),
             _product(mlp.down_proj, gated, hidden, adds=True),
         )
-
-    def _point_to(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: ForwardContext
-    ) -> None:
-        """Change what differs between two steps of as many tokens."""
-        arguments, at = self._arguments, hidden.data_ptr()
-        arguments.attention_norm.x = arguments.mlp_norm.x = at
-        arguments.o.out = arguments.down.out = at
-        rotary = arguments.rotary
-        rotary.cos, rotary.sin = cos.data_ptr(), sin.data_ptr()
-        layer = self.layer.self_attn.layer
-        rotary.slot_mapping = context.slot_mapping(layer).data_ptr()
-        _backend(context).point_to_step(layer, arguments.attention)
 
 
 class Workspace:
@@ -129,6 +114,41 @@ class Workspace:
         self._num_rows = 0  # tokens there is room for
         self._empty = torch.empty(0, dtype=dtype)
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self.rotary = self._empty, self._empty
+        """Cosines and sines of the step, [T, rotary width]."""
+        self._of: tuple[object, object] = None, None  # what the steps were made of
+        self._steps: dict[int, StepArgs] = {}  # by layer group
+
+    def step_of(
+        self,
+        context: ForwardContext,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+    ) -> StepArgs:
+        """What layers are called with in this step, made once for all; there is room for it."""
+        if self._of[0] is not context or self._of[1] is not position_embeddings:
+            cos, sin = position_embeddings
+            self.rotary = cos[0].contiguous(), sin[0].contiguous()
+            self.reserve(len(self.rotary[0]))
+            self._steps.clear()
+            self._of = context, position_embeddings
+        group = context.cache.group(layer)
+        if group not in self._steps:
+            self._steps[group] = self._make_step(context, layer, group)
+        return self._steps[group]
+
+    def _make_step(self, context: ForwardContext, layer: int, group: int) -> StepArgs:
+        cos, sin = self.rotary
+        step = StepArgs(
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            slot_mapping=context.slot_mapping(layer).data_ptr(),
+            num_tokens=len(cos),
+            num_threads=torch.get_num_threads(),
+        )
+        assert isinstance(context.backend, NativeAttention)
+        context.backend.point_to_step(group, step)
+        return step
 
     def reserve(self, num_rows: int) -> None:
         """Make room for ``num_rows`` tokens; what was taken before may go."""
@@ -141,6 +161,7 @@ class Workspace:
         self.generation += 1
         self._num_rows = 0
         self._buffers.clear()
+        self._of = None, None
 
     def take(self, name: str, width: int) -> torch.Tensor:
         """Uninitialised, contiguous [rows, width]; the same to everyone who asks for it."""
@@ -183,11 +204,6 @@ def _fits(layer: Any, dtype: torch.dtype) -> bool:
     return all(type(norm) is FusedRMSNorm and norm.weight.dtype == dtype for norm in norms) and all(
         type(product) is PackedLinear and product.own is not None for product in products
     )
-
-
-def _backend(context: ForwardContext) -> NativeAttention:
-    assert isinstance(context.backend, NativeAttention)
-    return context.backend
 
 
 def _norm(norm: FusedRMSNorm, x: torch.Tensor, out: torch.Tensor) -> row_ops.RMSNormArgs:

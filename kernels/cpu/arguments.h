@@ -111,6 +111,15 @@ typedef struct {
     gemm_args down;
 } layer_args;
 
+typedef struct { /* what layer_args holds of the step, which all layers have in common */
+    void *hidden; /* [num_tokens, hidden width], contiguous */
+    const void *cos, *sin;
+    const int64_t *slot_mapping;
+    const int32_t *block_tables, *query_starts, *context_lens, *order, *shared_lens;
+    int64_t table_width;
+    int32_t num_tokens, num_sequences, num_threads;
+} step_args;
+
 int attend_f32(const attention_args *);
 int attend_bf16(const attention_args *);
 void gemm_f32(const gemm_args *);
