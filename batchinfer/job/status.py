@@ -67,7 +67,7 @@ class Status:
         )
         yield Fact("parts", f"{self.parts_done:,} of {self.parts_total:,}")
         if self.rows_per_s is not None:
-            latest = f" in the latest of {self.runs:,} runs"
+            latest = f" in the latest of {self.runs:,} runs" if self.runs > 1 else ""
             yield Fact("speed", f"{self.rows_per_s:,.1f} rows/s", latest)
         if self.eta_s is not None:
             yield Fact("left", f"about {duration(self.eta_s)}")

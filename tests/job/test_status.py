@@ -53,7 +53,9 @@ def test_while_a_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert last.eta_s == pytest.approx((40 - last.rows_done) / last.rows_per_s)
     assert last.pool_use is not None
     assert 0 < last.pool_use < 1
-    assert "about" in "\n".join(last.lines())
+    told = "\n".join(last.lines())
+    assert "about" in told
+    assert "in the latest of" not in told, "there is one run"
 
 
 def test_a_stopped_job(tmp_path: Path) -> None:
