@@ -86,8 +86,8 @@ def _runs(out: OutputDir) -> Iterator[Run]:
 
 
 def _state(status: Status, job: Mapping[str, Any], merged: bool) -> str:
-    """Also right of a run that has written all but ``_SUCCESS``: the report is written before."""
-    if status.state == "running" or not (merged or status.state == "finished_with_errors"):
+    """A run that has written all but ``_SUCCESS`` writes the report before it ends."""
+    if not (merged or status.state == "finished_with_errors"):
         return status.state
     limit = (job.get("errors") or {}).get("max_error_rate", _MAX_ERROR_RATE)
     too_many = status.rows_error > limit * status.rows_total
