@@ -191,7 +191,8 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
     """Neither mix with nor delete what another program, or a person, has put here."""
     found = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
     if not begun:  # then nothing here is this program's
-        named = (out.success, out.summary, *(out.stats / name for name in _STATS_FILES))
+        told = (out.success, out.summary, out.report, *out.openai_files)
+        named = (*told, *(out.stats / name for name in _STATS_FILES))
         found = [*out.files.entries(out.data), *(path for path in named if _is_there(out, path))]
     if found:
         origin = "is no output of batchinfer" if begun else f"is there without {out.manifest.name}"
@@ -232,7 +233,7 @@ def _clear(out: OutputDir) -> None:
     keep = {out.manifest, out.state / LOCK, out.state / HOLDER}
     for path in [path for path in entries(out.state) if path not in keep]:
         delete(path)
-    for directory in (out.root, out.data, out.stats, out.state):
+    for directory in (out.root, out.data, out.stats, out.openai, out.state):
         if _is_there(out, directory):
             out.files.sync(directory)  # or old parts might come back beside a new manifest
     delete(out.manifest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchinfer.errors import UsageError
+from batchinfer.errors import StorageError, UsageError
 from batchinfer.job.connection import connect
 from batchinfer.job.messages import printable
 from batchinfer.job.output import OutputDir
@@ -17,8 +17,22 @@ def output_at(path: str) -> OutputDir:
 
     Raises:
         UsageError: it cannot be one, or what reads stores is not installed.
+        StorageError: the way there cannot be followed.
     """
-    return _in_store(path) if is_url(path) else OutputDir(Path(path))
+    return _in_store(path) if is_url(path) else _on_this_machine(path)
+
+
+def _on_this_machine(path: str) -> OutputDir:
+    out = OutputDir(Path(path))
+    try:
+        for inside in (out.success, out.manifest):
+            out.files.stat(inside)
+    except OSError as error:
+        raise StorageError(
+            f"cannot look into {printable(path)}: {error.strerror}",
+            hint="mend that, or name another directory",
+        ) from None
+    return out
 
 
 def _in_store(url: str) -> OutputDir:

@@ -17,6 +17,7 @@ from batchinfer.job.commit import commit as write_part
 from batchinfer.job.input_format import InputFile
 from batchinfer.job.manifest import Manifest, Part, read_manifest
 from batchinfer.job.output import OutputDir
+from batchinfer.job.output_place import output_at
 from batchinfer.job.stats import REQUESTS_SCHEMA
 from tests.job import fakes
 from tests.job.datasets import flip_bit, rot
@@ -283,16 +284,27 @@ def test_if_exists_error(out: OutputDir) -> None:
 
 @pytest.mark.parametrize("if_exists", ["resume", "overwrite"])
 @pytest.mark.parametrize(
-    "name", ["data/precious.csv", "data/part-00000.parquet", "summary.json", "_SUCCESS"]
+    "name",
+    [
+        *("data/precious.csv", "data/part-00000.parquet", "stats/steps.parquet", "summary.json"),
+        *("report.html", "openai/errors.jsonl", "_SUCCESS"),
+    ],
 )
 def test_files_of_unknown_origin_are_neither_mixed_with_nor_deleted(
     out: OutputDir, if_exists: str, name: str
 ) -> None:
-    out.data.mkdir(parents=True)
+    (out.root / name).parent.mkdir(parents=True)
     (out.root / name).write_text("precious")
     with pytest.raises(LockedError, match=rf"{name} is there without manifest\.json"):
         begin(out, if_exists=if_exists)
     assert (out.root / name).read_text() == "precious"
+
+
+def test_a_way_that_leads_nowhere_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    for name, reason in (("circle", "Too many levels"), ("n" * 300, "too long")):
+        with pytest.raises(StorageError, match=rf"cannot look into .*/{name[:99]}.*: .*{reason}"):
+            output_at(str(tmp_path / name / "out"))
 
 
 @pytest.mark.parametrize("name", ["notes.csv", "part-00000"])
