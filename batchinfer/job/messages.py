@@ -1,4 +1,4 @@
-"""How values and texts of unknown content are shown in messages: short, on one line, harmless."""
+"""How values and texts are shown in messages: short, on one line, harmless."""
 
 from __future__ import annotations
 
@@ -31,3 +31,17 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The end of a sentence about an unknown name: the nearest known one, else all of them."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else f"; known: {listed(known)}"
+
+
+def counted_rows(count: int) -> str:
+    """So many rows, in words."""
+    return f"{count:,} row" if count == 1 else f"{count:,} rows"
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

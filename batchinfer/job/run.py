@@ -10,6 +10,7 @@ from pathlib import Path
 
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.garbage import put_off
+from batchinfer.job.ending import too_many_errors
 from batchinfer.job.existing import Work, look, prepare, refuse_strays, start_over
 from batchinfer.job.fingerprint import fingerprint, fingerprint_facts
 from batchinfer.job.ids import check_unique_ids
@@ -23,7 +24,7 @@ from batchinfer.job.output import OutputDir
 from batchinfer.job.output_place import output_at
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.pipeline import BuildEngine, Job, load
-from batchinfer.job.progress import make_progress, say, too_many_errors
+from batchinfer.job.progress import make_progress, say
 from batchinfer.job.prompt_columns import check_completions_column, check_prompt_columns
 from batchinfer.job.recovery import from_scratch, recover
 from batchinfer.job.retry import has_errors, reopen

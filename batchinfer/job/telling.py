@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchinfer.job.ending import summary_facts
 from batchinfer.job.files import read_file
 from batchinfer.job.messages import printable
 from batchinfer.job.output import OutputDir
-from batchinfer.job.progress import say, summary_facts
+from batchinfer.job.progress import say
 from batchinfer.job.screen import shown
 
 Report = Callable[[OutputDir, Callable[[str], None]], bool]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.engine import Engine
 from batchinfer.errors import ExitCode, UsageError
+from batchinfer.job.ending import summary_facts
 from batchinfer.job.load import load_job
-from batchinfer.job.progress import summary_facts
 from batchinfer.job.run import run_job
 from batchinfer.job.screen import plain
 from batchinfer.job.spec import JobSpec
