@@ -19,6 +19,7 @@ SUMS = (
     "swap_preemptions",
     "swapped_blocks",
     "distinct_tokens",
+    "deduplicated",
 )
 TIMES = ("queue_ms", "prefill_ms", "decode_ms", "latency_ms")
 COLUMNS = (*SUMS, *TIMES)

@@ -144,6 +144,8 @@ def sharing_caption(found: Findings) -> str:
     said = f"{_percent(found.prefix_hit_rate)} of the prompt tokens did not have to be computed"
     if found.planned_rate:
         said += f", of {_percent(found.planned_rate)} that rows have in common"
+    if equal := found.lengths.sums["deduplicated"]:
+        said += f". {_count(equal, 'rows')} took what equal ones came to"
     copies = found.timeline.totals.cow_copies
     said += ". Rows that begin alike, and the samples of a row, hold the same blocks"
     return said + (

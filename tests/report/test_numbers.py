@@ -24,6 +24,7 @@ from batchinfer.report.lengths import COLUMNS as REQUEST_COLUMNS
 from batchinfer.report.lengths import SUMS, Lengths
 from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS
 from batchinfer.report.timeline import FLOWS, POINTS, Timeline
+from batchinfer.report.words import sharing_caption
 from tests.job.datasets import write_parquet
 from tests.job.fakes import AtOnce, FakeBuild, job
 from tests.job.test_resume import Build, stop_at
@@ -112,6 +113,14 @@ def test_a_job_without_rows_has_none(tmp_path: Path) -> None:
     assert (found.timeline.totals.steps, found.lengths.rows) == (0, 0)
     assert found.lengths.bars("prompt_tokens") is None
     assert found.lengths.time_s("latency_ms", 0.5) == 0.0
+
+
+def test_equal_rows_are_told(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["the same"] * 30 + ["other"]})
+    run_job(job(tmp_path), build=FakeBuild(), quiet=True)
+    found = findings(tmp_path)
+    assert found.lengths.sums["deduplicated"] == 29
+    assert "29 rows took what equal ones came to" in sharing_caption(found)
 
 
 def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
