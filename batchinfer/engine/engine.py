@@ -31,6 +31,13 @@ class StepOutcome:
     recovered: Recovered | None = None
     """What became of a step that the device had no memory for."""
 
+    @property
+    def output_tokens(self) -> int:
+        """How many it adds to the output: a sample's last token, which is never computed on, counts
+        when the sample is handed back."""
+        last = sum(len(completion.outputs) for completion in self.completions)
+        return last + (0 if self.stats is None else self.stats.decode_tokens)
+
 
 class Engine:
     """Schedules requests over a runner.

@@ -109,11 +109,7 @@ class EngineLoop:
         outcome = self.engine.step()
         for completion in outcome.completions:
             done += self._finished_by(completion)
-        # The last token of a sample is never computed on: it counts when the sample is done.
-        tokens = sum(len(completion.outputs) for completion in outcome.completions)
-        if outcome.stats is not None:
-            tokens += outcome.stats.decode_tokens
-        self.progress.update(len(done), tokens, outcome.stats)
+        self.progress.update(len(done), outcome.output_tokens, outcome.stats)
         return Finished(done, outcome.stats, outcome.recovered)
 
     def _finished_by(self, completion: Completion) -> list[tuple[PromptRow, list[Completion]]]:

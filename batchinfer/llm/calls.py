@@ -56,10 +56,7 @@ class Calls:
                 rows = [completion.stats for completion in outcome.completions]
                 self._measured.add(outcome.stats, rows)
                 self._log.add(outcome.stats, rows, self._measured.seconds)
-                made = sum(len(completion.outputs) for completion in outcome.completions)
-                if outcome.stats is not None:
-                    made += outcome.stats.decode_tokens
-                meter.add(len(rows), made, outcome.stats)
+                meter.add(len(rows), outcome.output_tokens, outcome.stats)
                 if outcome.recovered is not None:
                     _LOG.warning("%s", outcome.recovered)
                 yield from outcome.completions

@@ -360,3 +360,15 @@ def test_logprobs_come_only_to_rows_that_asked(make_engine: MakeEngine) -> None:
     assert bare is not None
     assert bare[1].top == ()
     assert completions[1].outputs[0].cumulative_logprob == pytest.approx(-2.0)
+
+
+def test_steps_tell_the_output_tokens_they_add(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(64, 4)
+    for row in range(5):
+        engine.add_request(make_request(row, [1, 2, 3], max_tokens=row + 1, n=2))
+    told = made = 0
+    while engine.num_unfinished:
+        outcome = engine.step()
+        told += outcome.output_tokens
+        made += sum(len(one.token_ids) for done in outcome.completions for one in done.outputs)
+    assert told == made == 2 * (1 + 2 + 3 + 4 + 5)
