@@ -122,11 +122,10 @@ def largest_errors(folder: Path, runner: Watched, completion: Completion) -> dic
     assert runner.step is not None
     table = torch.from_numpy(runner.step.block_tables[0]).long()
     differences = [
-        stored[table].transpose(1, 2).flatten(0, 1)[: len(tokens) - 1] - expected[0].transpose(0, 1)
+        stored.transpose(1, 2).flatten(0, 1)[: len(tokens) - 1] - expected[0].transpose(0, 1)
         for layer, entry in enumerate(found.past_key_values.layers)
-        for expected, stored in (
-            (entry.keys, runner.cache.key(layer)),
-            (entry.values, runner.cache.value(layer)),
+        for expected, stored in zip(
+            (entry.keys, entry.values), runner.cache.read(layer, table), strict=True
         )
     ]
     kv = max(float(difference.abs().max()) for difference in differences)

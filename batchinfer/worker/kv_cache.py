@@ -82,9 +82,9 @@ class KVCache:
         offset = self._offset(layer) + self._value_offset
         return self._view(offset, self.layout.value_width)
 
-    def read(self, layer: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of a block's keys and values: [kv_head, block_size, width] of either."""
-        key, value = self.key(layer)[slot], self.value(layer)[slot]
+    def read(self, layer: int, slots: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of the keys and values of a block, [kv_head, block_size, width], or of several."""
+        key, value = self.key(layer)[slots], self.value(layer)[slots]
         if not self.pool.is_cuda and native.supports(self.pool.dtype):
             return native.read_keys(key), native.read_values(value)
         return key.clone(), value.clone()
