@@ -15,7 +15,6 @@ from pathlib import Path, PurePath
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import UsageError
-from batchinfer.job.condition import parsed
 from batchinfer.job.document import JobDocument, dotted
 from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.place import is_url
@@ -67,6 +66,8 @@ def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
 def _check_filter(condition: str | None, document: JobDocument) -> None:
     if condition is None:
         return
+    from batchinfer.job.condition import parsed  # imports pyarrow and Polars
+
     try:
         parsed(condition)
     except UsageError as error:
