@@ -53,11 +53,18 @@ def resolve_folder(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, refused if it names code to run.
+    """The folder's config.json, refused if it names code to run or an adapter lies beside it.
 
     Raises:
         ModelError: missing, not JSON, or one of the above.
     """
+    if (folder / "adapter_config.json").exists():
+        # transformers would put the adapter on the model, or not, as peft is installed or not
+        raise ModelError(
+            f"{folder} holds an adapter (adapter_config.json)",
+            hint="name the base model's folder here and this one in model.adapters, "
+            "or a model that the adapter is merged into",
+        )
     config = read_json(folder / "config.json")
     if config is None:
         raise ModelError(f"{folder} is no model folder: it has no config.json")

@@ -84,7 +84,7 @@ def load_weights(
         raise ModelError(
             f"{folder}: the safetensors files are damaged ({reason}); fetch the model again"
         ) from error
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{folder}: the weights cannot be loaded: {reason}") from error
     assert isinstance(model, torch.nn.Module)

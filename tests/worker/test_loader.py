@@ -216,6 +216,16 @@ def test_layers_that_only_predict_further_ahead_are_spare(tmp_path: Path) -> Non
         load(tmp_path)
 
 
+@pytest.mark.parametrize("kept", [("config.json",), ()])
+def test_an_adapter_in_the_models_folder_is_refused(llama: Path, kept: tuple[str, ...]) -> None:
+    change_json(llama / "adapter_config.json", base_model_name_or_path="some/base")
+    if "config.json" not in kept:
+        (llama / "config.json").unlink()
+    with pytest.raises(ModelError, match="holds an adapter") as caught:
+        load(llama)
+    assert "model.adapters" in str(caught.value)
+
+
 def test_nothing_in_the_folder_is_executed(llama: Path, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     (llama / "evil.py").write_text(f"open({str(witness)!r}, 'w')\nclass Model: pass\n")
