@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import regex
-
 from batchinfer.config.sampling import MAX_SAMPLES, SamplingParams
+from batchinfer.config.search import has_match
 from batchinfer.config.structured import schema_text
 from batchinfer.config.values import shown
 from batchinfer.typed import take_types
@@ -32,8 +31,8 @@ class AcceptConfig:
     }
 
     regex: str | None = None
-    """Python's: the text must have a match in it; ^ and $ tie it to the ends. A search that takes
-    over half a second finds none."""
+    """Rust's, without look-around and back-references: the text must have a match in it; ^ and $
+    tie it to the ends."""
     schema: Mapping[str, Any] | str | None = None
     """A JSON schema, or its JSON text: the text must be JSON that it allows."""
     min_tokens: int = 0
@@ -53,8 +52,8 @@ class AcceptConfig:
             object.__setattr__(self, "schema", schema_text("schema", self.schema))
         if self.regex is not None:
             try:
-                regex.compile(self.regex)
-            except (regex.error, RecursionError, OverflowError) as error:
+                has_match(self.regex, "")
+            except ValueError as error:
                 raise ValueError(f"regex is wrong: {error}") from None
         self._require("min_tokens", 0 <= self.min_tokens < 2**31, "0 to 2**31 - 1")
         most = f"1 to {MAX_SAMPLES}"

@@ -10,12 +10,9 @@ from enum import Enum
 from functools import lru_cache, partial
 from typing import Any
 
-import regex
-
 from batchinfer.config import AcceptConfig
+from batchinfer.config.search import has_match
 
-MAX_SEARCH_S = 0.5
-"""Processor time in which a regular expression must find its match."""
 MAX_BACKTRACKS = 1_000_000
 """Steps back that a pattern of a schema may take in a text."""
 
@@ -63,8 +60,7 @@ class Judge:
         self._config = config
         self._has_match = None
         if config.regex is not None:  # remembered: a sample is judged again with those after it
-            pattern = regex.compile(config.regex)
-            self._has_match = lru_cache(maxsize=1024)(partial(_has_match, pattern))
+            self._has_match = lru_cache(maxsize=1024)(partial(has_match, config.regex))
         self._validator = None if config.schema is None else _validator(str(config.schema))
 
     def judge(self, samples: Iterable[tuple[str, int]], wanted: int) -> RowVerdicts:
@@ -113,13 +109,6 @@ def _number(text: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{text} is too large")
     return value
-
-
-def _has_match(pattern: regex.Pattern[str], text: str) -> bool:
-    try:
-        return pattern.search(text, timeout=MAX_SEARCH_S) is not None
-    except TimeoutError:
-        return False
 
 
 def _validator(schema: str) -> Any:
