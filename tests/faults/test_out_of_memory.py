@@ -128,11 +128,20 @@ def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize("call", [0, 1, 4])
+_FAILURES = {
+    "layer": (native_layer, "decoder_layer", (0, 1, 4)),
+    "attention": (native, "attention_args", (0, 1, 2)),  # once for each of the three layers
+    "sampling": (native_sampling, "draw", (0, 1, 4)),
+}
+
+
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [(native_layer, "decoder_layer"), (native, "attention_args"), (native_sampling, "draw")],
-    ids=["layer", "attention", "sampling"],
+    ("module", "name", "call"),
+    [
+        pytest.param(module, name, call, id=f"{kind}-{call}")
+        for kind, (module, name, calls) in _FAILURES.items()
+        for call in calls
+    ],
 )
 def test_a_c_kernel_without_memory_is_no_worse(
     tmp_path: Path,

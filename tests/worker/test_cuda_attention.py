@@ -46,10 +46,16 @@ def begun(
 
 def begin(step: Step, *, fp8: bool = False) -> tuple[CudaAttention, Any, torch.Tensor]:
     torch.manual_seed(0)
-    cache = KVCache(replace(LAYOUT, fp8=fp8), 32, torch.device("cpu"), torch.float32)
-    cache.pool[:32].copy_(torch.randn(32, cache.pool.shape[1]))
+    by_position, own = (
+        KVCache(replace(LAYOUT, fp8=fp8), 32, torch.device("cpu"), torch.float32) for _ in range(2)
+    )
+    by_position.pool[:32].copy_(torch.randn(32, by_position.pool.shape[1]))
+    for layer in range(LAYOUT.num_layers):
+        blocks = by_position.key(layer)[:32], by_position.value(layer)[:32]
+        rows = [block.float().transpose(1, 2).flatten(0, 1) for block in blocks]
+        own.write(layer, *rows, torch.arange(len(rows[0])))
     tensors = to_device(_device_arrays(step), torch.device("cpu"))
-    backends = CudaAttention(cache), make_backend(cache)
+    backends = CudaAttention(by_position), make_backend(own)
     for backend in backends:
         backend.begin_step(step, tensors)
     return *backends, torch.randn(step.num_tokens, 4, 16)
