@@ -70,18 +70,22 @@ class NativeDecoderLayer(nn.Module):
         return hidden_states
 
     def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> LayerArgs:
-        """For every step over this pool and workspace; what differs is in ``StepArgs``."""
+        """For every step over this pool and workspace; what differs is in ``StepArgs``.
+
+        Of whole buffers: of one row torch tells no stride that rows of a longer step lie at, and
+        a step with more rows than a buffer has makes another.
+        """
         layer, cache, backend = self.layer, context.cache, context.backend
         assert isinstance(backend, NativeAttention)
         attention, mlp = layer.self_attn, layer.mlp
-        count, width, workspace = len(hidden), cache.layout.key_width, self._workspace
+        width, workspace = cache.layout.key_width, self._workspace
         hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))  # of one row it may be any
-        normed = workspace.take_factor("normed", hidden.shape[1])[:count]
-        qkv = workspace.take("qkv", attention.qkv_proj.out_features)[:count]
-        attended = workspace.take_factor("attended", attention.o_proj.in_features)[:count]
-        gate_up = workspace.take("gate_up", mlp.gate_up_proj.out_features)[:count]
-        gated = workspace.take_factor("gated", mlp.down_proj.in_features)[:count]
-        query = qkv[:, : attended.shape[1]].view(count, -1, width)
+        normed = workspace.take_factor("normed", hidden.shape[1])
+        qkv = workspace.take("qkv", attention.qkv_proj.out_features)
+        attended = workspace.take_factor("attended", attention.o_proj.in_features)
+        gate_up = workspace.take("gate_up", mlp.gate_up_proj.out_features)
+        gated = workspace.take_factor("gated", mlp.down_proj.in_features)
+        query = qkv[:, : attended.shape[1]].view(len(qkv), -1, width)
         return LayerArgs(
             _norm(layer.input_layernorm, hidden, normed),
             _product(attention.qkv_proj, normed, qkv),
@@ -91,7 +95,8 @@ class NativeDecoderLayer(nn.Module):
                 **head_norm_options(attention.head_norms()),
             ),
             backend.arguments(
-                attention.layer, query, attention.variant, out=attended.view(count, -1, width)
+                *(attention.layer, query, attention.variant),
+                out=attended.view(len(qkv), -1, width),
             ),
             _product(attention.o_proj, attended, hidden, adds=True),
             _norm(layer.post_attention_layernorm, hidden, normed),

@@ -43,7 +43,7 @@ def fused(family: str, **changes: Any) -> tuple[torch.nn.Module, KVLayout, int]:
 class Run:
     """Two sequences over one pool, and what transformers makes of the first's every position."""
 
-    def __init__(self, family: str, layout: KVLayout) -> None:
+    def __init__(self, family: str, layout: KVLayout, **changes: Any) -> None:
         rng = np.random.default_rng(0)
         ids = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in LENGTHS]
         self.cache = KVCache(layout, 8, torch.device("cpu"), torch.float32)
@@ -51,7 +51,9 @@ class Run:
         self.first, self.second = map(self.maker.sequence, ids)
         with torch.inference_mode():
             self.expected = [
-                tiny_model(family)(input_ids=torch.tensor([row]), use_cache=False).logits[0]
+                tiny_model(family, **changes)(
+                    input_ids=torch.tensor([row]), use_cache=False
+                ).logits[0]
                 for row in ids
             ]
 
@@ -90,7 +92,31 @@ def test_logits_stay_those_of_transformers(family: str, count: int) -> None:
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_steps_go_on_after_one_that_failed_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room", [0, 1, 16])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("qwen3", {"num_attention_heads": 64, "intermediate_size": 1024})],
+    ids=["dense", "padded"],  # rows of 1024 floats are kept apart
+)
+def test_steps_over_a_pool_whose_first_was_of_a_single_token(
+    family: str, changes: dict[str, int], room: int
+) -> None:
+    """In a workspace that has room for so many tokens."""
+    model, layout, _ = fused(family, **changes)
+    workspace = next(x for x in model.modules() if isinstance(x, NativeDecoderLayer))._workspace
+    workspace.release()
+    workspace.reserve(room)
+    run = Run(family, layout, **changes)
+    for start, count in ((0, 1), (1, 2), (3, 3), (6, 4)):
+        got = run.logits(model, (run.first, count))
+        expected = run.expected[0][start : start + count]
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("counts", [(4,), (1, 4)], ids=str)
+def test_steps_go_on_after_one_that_failed_in_the_middle(
+    counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Later layers have not seen that the workspace moved."""
     model, layout, _ = fused("llama")
     run = Run("llama", layout)
@@ -99,8 +125,8 @@ def test_steps_go_on_after_one_that_failed_in_the_middle(monkeypatch: pytest.Mon
         patch.setattr(native_layer, "decoder_layer", _no_memory)
         with pytest.raises(MemoryError):
             run.logits(model, (run.second, 20))
-    got = run.logits(model, (run.first, 4))
-    torch.testing.assert_close(got, run.expected[0][4:8], atol=1e-4, rtol=1e-4)
+    got = torch.cat([run.logits(model, (run.first, count)) for count in counts])
+    torch.testing.assert_close(got, run.expected[0][4 : 4 + len(got)], atol=1e-4, rtol=1e-4)
     layers = [module for module in model.modules() if isinstance(module, NativeDecoderLayer)]
     assert len({layer._arguments.qkv.out for layer in layers}) == 1
 
