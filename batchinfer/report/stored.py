@@ -102,7 +102,8 @@ def read_lengths(
     for path in segments:
         for batch in batches(out, path, ["row_id", REQUEST_COLUMN]):
             ran = done.left_out(batch).column(REQUEST_COLUMN).drop_null()
-            lengths.add({name: _values(ran.field(name)) for name in REQUEST_COLUMNS})
+            taken = pa.RecordBatch.from_struct_array(ran)
+            lengths.add({name: _column(taken, name) for name in REQUEST_COLUMNS})
     return lengths
 
 
@@ -124,8 +125,7 @@ def _by_run(batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
 
 
 def _column(batch: pa.RecordBatch, name: str) -> Float:
-    return _values(batch.column(name))
-
-
-def _values(array: pa.Array) -> Float:
-    return np.asarray(array.to_numpy(zero_copy_only=False), dtype=np.float64)
+    """A column's values; zeros for one that there was not yet when the job ran."""
+    if name not in batch.schema.names:
+        return np.zeros(len(batch))
+    return np.asarray(batch.column(name).to_numpy(zero_copy_only=False), dtype=np.float64)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -121,6 +122,29 @@ def test_equal_rows_are_told(tmp_path: Path) -> None:
     found = findings(tmp_path)
     assert found.lengths.sums["deduplicated"] == 29
     assert "29 rows took what equal ones came to" in sharing_caption(found)
+
+
+@pytest.mark.parametrize("stop", [-1, 60])
+def test_what_was_not_measured_yet_when_the_job_ran_is_zero(tmp_path: Path, stop: int) -> None:
+    dataset(tmp_path)
+    run_job(job(tmp_path, **LENIENT), build=Build(stop_at(stop)), quiet=True)
+    before = findings(tmp_path)
+    for path in (tmp_path / "out").rglob("*.parquet"):
+        table = pq.read_table(path)
+        if "request" in table.column_names:
+            at = table.column_names.index("request")
+            taken = table["request"].combine_chunks()
+            fields = [field for field in taken.type if field.name != "deduplicated"]
+            values = [taken.field(field.name) for field in fields]
+            older = pa.StructArray.from_arrays(values, fields=fields, mask=taken.is_null())
+            pq.write_table(table.set_column(at, "request", older), path)
+        for name in {"deduplicated", "swapped_blocks"}.intersection(table.column_names):
+            table = table.drop_columns([name])
+            pq.write_table(table, path)
+    found = findings(tmp_path)
+    assert found.lengths.rows == before.lengths.rows > 0
+    assert found.timeline.totals.steps == before.timeline.totals.steps > 0
+    assert found.lengths.sums["deduplicated"] == 0
 
 
 def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
