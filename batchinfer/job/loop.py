@@ -80,7 +80,7 @@ class EngineLoop:
     def _feed(self, rows: Ahead[list[PromptRow]]) -> list[PromptRow]:
         """Queue rows in the engine; give back those that cannot run."""
         failed: list[PromptRow] = []
-        while self.engine.num_waiting < self.max_waiting and not self.twins.is_full:
+        while self.engine.num_waiting < self.max_waiting:
             idle = not self.engine.num_unfinished and not failed
             batch = rows.take(_WAIT_S if idle else 0)
             if batch is None:

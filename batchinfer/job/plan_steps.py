@@ -168,7 +168,7 @@ class Simulation:
 
     @property
     def _is_hungry(self) -> bool:
-        return self.engine.num_waiting < self.max_waiting and not self._twins.is_full
+        return self.engine.num_waiting < self.max_waiting
 
     def _add(self, batch: list[PromptRow]) -> None:
         for row in batch:

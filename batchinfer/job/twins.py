@@ -20,7 +20,8 @@ from batchinfer.job.order import PromptRow
 from batchinfer.text.prompts import Prompt
 
 MAX_WAITING = 4096
-"""Rows that wait for others, at most: these are in memory, and millions may be equal."""
+"""Rows that wait for others, at most: these are in memory, and millions may be equal. More of them
+are run: their prompt is computed already, and the engine never lacks rows for those that wait."""
 
 _ASKED = tuple(entry.name for entry in fields(SamplingParams) if entry.name != "seed")
 
@@ -62,11 +63,6 @@ class Twins:
         self._num_waiting = 0
         self._asked: tuple[SamplingParams, str] | None = None
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no more rows should come until some have left."""
-        return self._num_waiting >= MAX_WAITING
-
     def join(self, row: PromptRow) -> bool:
         """Have a row wait for its twin in the engine; else, rows to come may wait for it.
 
@@ -80,6 +76,8 @@ class Twins:
         first = self._of_work.get(work)
         if first is None:
             self._of_work[work] = self._of_row[row.row_id] = _First(work)
+            return False
+        if self._num_waiting >= MAX_WAITING:
             return False
         first.twins.append(replace(row, prompt=replace(row.prompt, token_ids=first.work.token_ids)))
         self._num_waiting += 1

@@ -146,7 +146,22 @@ def test_only_so_many_rows_wait_for_others(tmp_path: Path, monkeypatch: pytest.M
     assert run_job(equal_rows(tmp_path, 600), build=build, quiet=True) is ExitCode.OK
     texts = pq.read_table(tmp_path / "out" / "data")["generated_text"].to_pylist()
     assert texts == ["the same"] * 600
-    assert 1 <= len(build.ran) < 10
+    saved = summary(tmp_path / "out")["sharing"]["deduplicated_rows"]
+    assert len(build.ran) + saved == 600
+    assert saved >= 1
+
+
+def test_more_than_may_wait_are_run_and_stop_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twins, "MAX_WAITING", 2)
+    prompts = ["the same"] * 5 + [f"other {at}" for at in range(20)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    build = Build()
+    assert run_job(job(tmp_path, engine={"order": "input"}), build=build, quiet=True) is ExitCode.OK
+    assert build.ran == [0, *range(3, 25)]
+    texts = pq.read_table(tmp_path / "out" / "data")["generated_text"].to_pylist()
+    assert texts == [prompt[:8] for prompt in prompts]
 
 
 def test_rows_that_wait_for_one_that_dies_run_again(tmp_path: Path) -> None:
