@@ -93,8 +93,7 @@ class EngineLoop:
         self.admit([row.row_id for row in rows])
         for row in rows:
             failpoint(f"row-{row.row_id}")
-            if self.twins.join(row):
-                continue
+        for row in self.twins.to_run(rows):
             requests = self.requests(row)
             count = len(requests)
             self._in_flight[row.row_id] = _Open(row, [None] * count, count)

@@ -171,10 +171,10 @@ class Simulation:
         return self.engine.num_waiting < self.max_waiting
 
     def _add(self, batch: list[PromptRow]) -> None:
-        for row in batch:
-            if not isinstance(row.prompt, RowError) and not self._twins.join(row):
-                for request in self.lengths.requests(row):
-                    self.engine.add_request(request)
+        rows = [row for row in batch if not isinstance(row.prompt, RowError)]
+        for row in self._twins.to_run(rows):
+            for request in self.lengths.requests(row):
+                self.engine.add_request(request)
 
     def _step(self) -> None:
         if not self.engine.num_unfinished:

@@ -63,6 +63,15 @@ class Twins:
         self._num_waiting = 0
         self._asked: tuple[SamplingParams, str] | None = None
 
+    def to_run(self, rows: Sequence[PromptRow]) -> list[PromptRow]:
+        """Those of ``rows``, which come next, that must run; the others wait for their twins.
+
+        A row's prompt is not needed later by twins that take what it comes to: who needs it is
+        whoever comes after the last of them.
+        """
+        to_run = [row for row in rows if not self.join(row)]
+        return [self._as_the_last(row) for row in to_run]
+
     def join(self, row: PromptRow) -> bool:
         """Have a row wait for its twin in the engine; else, rows to come may wait for it.
 
@@ -91,6 +100,12 @@ class Twins:
         del self._of_work[first.work]
         self._num_waiting -= len(first.twins)
         return first.twins
+
+    def _as_the_last(self, row: PromptRow) -> PromptRow:
+        first = self._of_row.get(row.row_id)
+        if first is None or not first.twins:
+            return row
+        return replace(row, shared_later=first.twins[-1].shared_later)
 
     def _text(self, params: SamplingParams) -> str:
         """All that is asked for but the seed, which nothing is drawn with."""

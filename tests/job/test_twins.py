@@ -39,6 +39,22 @@ PARAMS = [
 ]
 
 
+class Planned(Build):
+    """Notes how much of each prompt rows after it are said to need."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        built = super().__call__(*arguments, **options)
+        self.later: dict[int, int] = {}
+        add = built.engine.add_request
+
+        def add_and_note(request: Any) -> None:
+            self.later[request.row_id] = request.shared_later
+            add(request)
+
+        built.engine.add_request = add_and_note
+        return built
+
+
 def summary(out: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((out / "summary.json").read_bytes())
     return data
@@ -162,6 +178,21 @@ def test_more_than_may_wait_are_run_and_stop_no_others(
     assert build.ran == [0, *range(3, 25)]
     texts = pq.read_table(tmp_path / "out" / "data")["generated_text"].to_pylist()
     assert texts == [prompt[:8] for prompt in prompts]
+
+
+@pytest.mark.parametrize("order", ["input", "prefix"])
+def test_prompts_are_not_kept_for_rows_that_take_what_another_came_to(
+    tmp_path: Path, order: str
+) -> None:
+    prompts = ["same prompt", *["same words"] * 3, *["last words"] * 3]
+    cells = [None] * 4 + ['{"temperature": 1.0}'] * 2 + [None]
+    columns = {"prompt": prompts, "sampling_params": pa.array(cells, pa.string())}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    spec = job(tmp_path, engine={"order": order})
+    build = Planned()
+    assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+    drawn = len("last words")
+    assert build.later == {0: len("same "), 1: 0, 4: drawn, 5: drawn, 6: 0}
 
 
 def test_rows_that_wait_for_one_that_dies_run_again(tmp_path: Path) -> None:
