@@ -92,15 +92,20 @@ class Objects:
         below = [entry["path"] for entries in lists for entry in entries]
         return below if self.head(path) is None else [*below, path.key]
 
-    def delete(self, path: StorePath, keys: Sequence[str]) -> None:
+    def delete(self, path: StorePath, keys: Sequence[str]) -> bool:
         """Delete objects; one that is gone is no error.
 
         Args:
             path: what they are, for messages.
             keys: some of ``keys(path)``.
+
+        Returns:
+            Whether all of them are; if not, one was gone, and others may be there still.
         """
         with _answers(path, "write"), suppress(FileNotFoundError):
             obstore.delete(self._impatient, keys)
+            return True
+        return False
 
 
 def _version(found: Any) -> Version:

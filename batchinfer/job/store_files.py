@@ -90,12 +90,23 @@ class StoreFiles:
         for staged in [staged for staged in list(self._staged) if staged.is_relative_to(path)]:
             del self._staged[staged]
         with self._once_only():
-            keys = self._objects.keys(_url(path))
-            if keys:
-                self._check()
-                self._objects.delete(_url(path), keys)
+            self._delete_all(_url(path))
         for written in [written for written in list(self._written) if written.is_relative_to(path)]:
             del self._written[written]
+
+    def _delete_all(self, path: StorePath) -> None:
+        """Another that deletes the same may be ahead with some of it, never for long."""
+        for _ in range(_TIMES):
+            keys = self._objects.keys(path)
+            if not keys:
+                return
+            self._check()
+            if self._objects.delete(path, keys):
+                return
+        raise StorageError(
+            f"cannot delete {printable(str(path))}: the store says that what it lists is not there",
+            hint="see to the store, then run again: finished rows are kept",
+        )
 
     def make_directory(self, path: PurePath) -> None:
         """See ``Files``; a store has none."""

@@ -191,6 +191,35 @@ def test_what_it_would_delete_it_looks_for_before_it_looks_at_the_lock(state: St
     assert Objects(state).get(path)[0] == b"right"
 
 
+@pytest.mark.parametrize("num_gone", [1, 3, 1000])
+def test_one_that_is_gone_leaves_none_of_the_others(
+    state: StorePath, server: str, monkeypatch: pytest.MonkeyPatch, num_gone: int
+) -> None:
+    deletes: list[str] = []
+
+    def answer(request: Request) -> int | None:
+        if request.method != "DELETE" and "?delete" not in request.path:
+            return None
+        deletes.append(request.path)
+        return 404 if len(deletes) <= num_gone else None
+
+    folder = state.parent / "staging"
+    with between(server, answer) as address:
+        point_to(address, monkeypatch)
+        run = Run(state)
+        run.lock.acquire()
+        for name in "abc":
+            run.write(folder / name, b"")
+        deletes.clear()
+        if num_gone < 1000:
+            run.files.delete(folder)
+            assert run.files.entries(folder) == []
+        else:
+            with pytest.raises(StorageError, match="says that what it lists is not there"):
+                run.files.delete(folder)
+    point_to(server, monkeypatch)
+
+
 def test_what_is_not_there_is_not_deleted(
     state: StorePath, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
