@@ -31,7 +31,7 @@ class AcceptConfig:
     }
 
     regex: str | None = None
-    """Rust's, without look-around and back-references: the text must have a match in it; ^ and $
+    """RE2's, without look-around and back-references: the text must have a match in it; ^ and $
     tie it to the ends."""
     schema: Mapping[str, Any] | str | None = None
     """A JSON schema, or its JSON text: the text must be JSON that it allows."""

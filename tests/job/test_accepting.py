@@ -163,7 +163,7 @@ def test_what_is_accepted_is_part_of_the_job(folder: Path) -> None:
     ("accept", "changes", "message"),
     [
         ("accept: {schema: {type: strnig}}", {}, "line 5: accept: schema is wrong"),
-        ("accept: {regex: 'a(?=b)'}", {}, "line 5: accept.regex is wrong: look-around"),
+        ("accept: {regex: 'a(?=b)'}", {}, "line 5: accept.regex is wrong: invalid perl operator"),
         ("accept: {kk: 3}", {}, "unknown key accept.kk; did you mean k"),
         ("accept: {k: 2}", {"sampling.n": 3}, "accept.k and sampling.n both say how many"),
         ("accept: {max_tries: 2}", {"sampling.n": 3}, "accept.max_tries is less than sampling.n"),
