@@ -203,3 +203,35 @@ def test_rows_that_wait_for_one_that_dies_run_again(tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "out" / "data")
     assert table["generated_text"].to_pylist() == ["the same"] * 30
     assert summary(tmp_path / "out")["sharing"]["deduplicated_rows"] == 29
+
+
+@pytest.mark.parametrize("end", ["stop", "die"])
+def test_rows_that_wait_are_not_lost_with_a_run(tmp_path: Path, end: str) -> None:
+    """Those that wait count as in flight: what kills the process is likely in all of them."""
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["poison"] * 3 + list("abcdef")})
+    spec = job(tmp_path, errors={"max_error_rate": 1.0})
+    if end == "stop":
+        assert run_job(spec, build=Build(stop_at(2)), quiet=True) is ExitCode.INTERRUPTED
+        assert not list((tmp_path / "out" / "_batchinfer" / "in_flight").iterdir())
+    deaths = 0
+    while True:
+        build = Build()
+
+        def die_of_poison(step: int, build: Build = build) -> None:
+            if not {0, 1, 2}.isdisjoint(build.ran):
+                raise MemoryError
+
+        if end == "die":
+            build.before_step = die_of_poison
+        try:
+            assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+            break
+        except MemoryError:
+            deaths += 1
+    rows = pq.read_table(tmp_path / "out" / "data").to_pylist()
+    assert [row["generated_text"] for row in rows[3:]] == list("abcdef")
+    if end == "stop":
+        assert [row["generated_text"] for row in rows[:3]] == ["poison"] * 3
+    else:
+        assert {row["error"]["code"] for row in rows[:3]} == {"crashed_engine"}
+        assert deaths <= 12, "14 if rows that wait were not in flight"
