@@ -21,7 +21,10 @@ first steps would pay for it in page faults (on a virtual machine 7 % of a short
 
 
 class KVCache:
-    """Keys and values of every block, ``[slot, layer, key or value, kv_head, token, width]``.
+    """Keys and values of every block, ``[slot, layer, key or value, kv_head]``.
+
+    A KV head's are ``[token, width]``; where the C kernels for a CPU read them they lie otherwise
+    (``kernels/cpu/blocks.h``), in as many elements.
 
     A slot holds the layers of one layer group; a layer's place is among those of its group.
 

@@ -8,7 +8,7 @@
 typedef struct {
     const void *query; /* [T, Hq, Dk] */
     void *out;         /* [T, Hq, Dv], the last two contiguous */
-    const void *keys;  /* [slot, Hkv, block_size, Dk] */
+    const void *keys;  /* [slot, Hkv] blocks; how they lie inside: blocks.h */
     const void *values;
     const int32_t *block_tables; /* [S, table_width] */
     const int32_t *query_starts; /* [S + 1] */
@@ -27,7 +27,7 @@ typedef struct {
 
 typedef struct {
     const void *key, *value;                     /* [T, Hkv, Dk], [T, Hkv, Dv] */
-    void *keys, *values;
+    void *keys, *values;                         /* [slot, Hkv] blocks as in blocks.h */
     const int64_t *slot_mapping;                 /* [T] slot * block_size + offset */
     int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
     int64_t keys_slot_stride, keys_head_stride, values_slot_stride, values_head_stride;
@@ -54,7 +54,7 @@ typedef struct {
     void *qkv;                   /* [T, (Hq + 2 * Hkv) * width] */
     const void *cos, *sin;       /* [T, rotary_width], contiguous */
     const void *q_norm, *k_norm; /* [width] or NULL */
-    void *keys, *values;         /* [slot, Hkv, block_size, width] */
+    void *keys, *values;         /* [slot, Hkv] blocks as in blocks.h */
     const int64_t *slot_mapping; /* [T] slot * block_size + offset; negative: skip the token */
     int64_t token_stride;        /* in elements, as all strides here */
     int64_t keys_slot_stride, keys_head_stride, values_slot_stride, values_head_stride;
