@@ -8,6 +8,7 @@ much work in a step is in error.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ _WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """Between the parts of JSON, unless told otherwise: as json.dumps writes it, with and without an
 indent. Endless whitespace, which JSON allows, is what small models get stuck in."""
 _BYTES = 256
+_FEW_CORES = 4
+"""Up to here masks are made one after the other: the threads that the model's products have just
+used still spin, and others would wait for them. On 2 cores that took up to 1.8 times as long."""
 
 
 class GrammarError(ValueError):
@@ -42,13 +46,13 @@ class CompiledGrammar:
 
     Args:
         matcher: at the beginning of a text; copied for each sample.
-        executor: the threads that make masks.
+        executor: the threads that make masks, if it is worth having some.
         eos_token_id: ends a text that is complete.
         num_words: of 32 tokens each, in a mask.
     """
 
     def __init__(
-        self, matcher: LLMatcher, executor: LLExecutor, eos_token_id: int, num_words: int
+        self, matcher: LLMatcher, executor: LLExecutor | None, eos_token_id: int, num_words: int
     ) -> None:
         self._matcher = matcher
         self._executor = executor
@@ -61,14 +65,18 @@ class CompiledGrammar:
 
     def masks(self, states: Sequence[GrammarState]) -> npt.NDArray[np.int32]:
         """What may come next in each sample, [len(states), words] (see ``Grammar``)."""
-        from llguidance.numpy import fill_next_token_bitmask_par
+        from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         masks = np.zeros((len(states), self._num_words), dtype=np.int32)
         matchers = []
         for at, state in enumerate(states):
             assert isinstance(state, _State)
             matchers.append((state.matcher, at))
-        fill_next_token_bitmask_par(self._executor, matchers, masks)
+        if self._executor is not None:
+            fill_next_token_bitmask_par(self._executor, matchers, masks)
+        else:
+            for matcher, at in matchers:
+                fill_next_token_bitmask(matcher, masks, at)
         return masks
 
 
@@ -136,7 +144,7 @@ class GrammarCompiler:
             matcher, executor, self._eos_token_ids[0], _num_words(self._num_tokens)
         )
 
-    def _for_model(self) -> tuple[LLTokenizer, LLExecutor]:
+    def _for_model(self) -> tuple[LLTokenizer, LLExecutor | None]:
         """llguidance's tokenizer, which takes a second to make of a large one, and its threads."""
         _require_llguidance()
         from llguidance import LLExecutor, LLTokenizer
@@ -149,7 +157,7 @@ class GrammarCompiler:
             )
         except ValueError as error:
             raise GrammarError(f"not with this model's tokenizer: {_line(str(error))}") from None
-        return tokenizer, LLExecutor()
+        return tokenizer, LLExecutor() if (os.cpu_count() or 1) > _FEW_CORES else None
 
 
 def check_structured_outputs(structured_outputs: Mapping[str, Any]) -> None:

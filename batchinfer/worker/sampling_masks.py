@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import Int32
+from batchinfer.kernels.cpu import native, row_ops
 from batchinfer.worker.transfer import to_device
 
 
@@ -22,6 +23,9 @@ def forbid_masked(logits: Tensor, rows: Int32, masks: Int32, chunk: int) -> None
             token beyond the last word may not.
         chunk: rows to work on at a time.
     """
+    if not logits.is_cuda and native.supports(logits.dtype):
+        row_ops.forbid_masked(logits, torch.from_numpy(rows), torch.from_numpy(masks))
+        return
     words = -(-logits.shape[1] // 32)
     lacking = max(words - masks.shape[1], 0)
     masks = np.pad(masks, ((0, 0), (0, lacking)))[:, :words]

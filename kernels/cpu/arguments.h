@@ -87,6 +87,14 @@ typedef struct {
 } row_stats_args;
 
 typedef struct {
+    void *logits;         /* [rows, width] */
+    const int32_t *rows;  /* [num_masked] of these, each once */
+    const uint32_t *masks; /* [num_masked, words] bit i % 32 of word i / 32: token i may come */
+    int64_t num_masked, row_stride, width, words;
+    int32_t num_threads;
+} mask_args;
+
+typedef struct {
     const float *logits;   /* [D, vocab] */
     const float *maximum;  /* [D] of each row; one that is not finite is skipped */
     const float *temperature, *min_p, *top_p; /* [D] */

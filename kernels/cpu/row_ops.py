@@ -40,6 +40,14 @@ class _RowStatsArgs(ctypes.Structure):
     )
 
 
+class _MaskArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("logits", "rows", "masks")),
+        *((name, INT64) for name in ("num_masked", "row_stride", "width", "words")),
+        ("num_threads", INT32),
+    )
+
+
 class RotaryWriteArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("qkv", "cos", "sin", "q_norm", "k_norm")),
@@ -108,6 +116,21 @@ def row_stats(
         *(len(logits), logits.stride(0), logits.shape[1], torch.get_num_threads()),
     )
     _function("row_stats", logits.dtype)(ctypes.byref(arguments))
+
+
+def forbid_masked(
+    logits: torch.Tensor,  # [R, V], last dimension contiguous
+    rows: torch.Tensor,  # [M] int32, of the R, each once
+    masks: torch.Tensor,  # [M, words] int32, contiguous
+) -> None:
+    """Set logits to -inf where bit ``i % 32`` of word ``i // 32`` is not set, and beyond the last
+    word, in place."""
+    arguments = _MaskArgs(
+        *(tensor.data_ptr() for tensor in (logits, rows, masks)),
+        *(len(rows), logits.stride(0), logits.shape[1], masks.shape[1]),
+        torch.get_num_threads(),
+    )
+    _function("forbid_masked", logits.dtype)(ctypes.byref(arguments))
 
 
 def rotary_write(

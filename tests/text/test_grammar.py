@@ -57,11 +57,15 @@ def text_of(
     return None
 
 
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    (ids,) = tokenizer.encode_batch([text], add_special_tokens=False, parse_special_tokens=False)
+    return ids.tolist()
+
+
 def accepts(grammar: CompiledGrammar, tokenizer: Tokenizer, eos: int, text: str) -> bool:
     """Whether a text can be written, token by token."""
-    (ids,) = tokenizer.encode_batch([text], add_special_tokens=False, parse_special_tokens=False)
     state, forced = grammar.begin(), list[int]()
-    for token in [*ids.tolist(), eos]:
+    for token in [*ids_of(tokenizer, text), eos]:
         if forced:
             if forced.pop(0) != token:
                 return False
@@ -134,10 +138,8 @@ def test_an_indent_is_allowed() -> None:
 def test_what_must_follow_is_told() -> None:
     grammar = BYTES.compile(asked(choice=["yes", "no"]))
     state = grammar.begin()
-    (ids,) = byte_tokenizer().encode_batch(
-        ["yes"], add_special_tokens=False, parse_special_tokens=False
-    )
-    assert state.take(int(ids[0])) == [*ids[1:].tolist(), 0]
+    first, *others = ids_of(byte_tokenizer(), "yes")
+    assert state.take(first) == [*others, 0]
 
 
 def test_ends_are_allowed_where_the_text_is_complete() -> None:
@@ -187,3 +189,20 @@ def test_llguidance_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
         check_structured_outputs(asked(regex="a"))
     with pytest.raises(GrammarError, match=r"pip install 'batchinfer\[structured\]'"):
         GrammarCompiler(byte_tokenizer(), frozenset({0}), 257).compile(asked(regex="a"))
+
+
+@pytest.mark.parametrize("cores", [1, 64])
+def test_masks_are_the_same_however_many_cores_there_are(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    tokenizer = byte_tokenizer()
+    compiler = GrammarCompiler(tokenizer, frozenset({0}), 257)
+    grammar = compiler.compile(asked(choice=["av", "aw", "cx", "cz"]))
+    states = [grammar.begin() for _ in range(3)]
+    for state, text in zip(states[1:], "ac", strict=True):
+        state.take(ids_of(tokenizer, text)[0])
+    masks = grammar.masks(states).view(np.uint8)
+    tokens = [np.flatnonzero(np.unpackbits(mask, bitorder="little")) for mask in masks]
+    texts = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in tokens]
+    assert texts == ["ac", "vw", "xz"]
