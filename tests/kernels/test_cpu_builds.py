@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.kernels import reference
-from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase, build_attention
+from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase
 from batchinfer.kernels.cpu import library, native
-from tests.kernels.stored import store
-from tests.kernels.test_cpu_native import _ODD_BLOCKS, _ODD_WIDTHS, TOLERANCE
+from tests.kernels.cpu_attention import ODD_CASES, TOLERANCE, check_attention
 
 _WITHOUT = {
     "no_pairs": ("-mno-avx512bf16",),
@@ -47,18 +45,6 @@ def lesser(
 
 @pytest.mark.usefixtures("lesser")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", [*ATTENTION_CASES[::8], _ODD_WIDTHS, _ODD_BLOCKS], ids=str)
+@pytest.mark.parametrize("case", [*ATTENTION_CASES[::8], *ODD_CASES], ids=str)
 def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
-    got, expected = (build_attention(case, "cpu", dtype).with_fresh_out() for _ in range(2))
-    by_position = got["key_cache"].clone(), got["value_cache"].clone()
-    store(got["key_cache"], got["value_cache"])
-    torch.testing.assert_close(native.read_keys(got["key_cache"]), by_position[0], equal_nan=True)
-    torch.testing.assert_close(
-        native.read_values(got["value_cache"]), by_position[1], equal_nan=True
-    )
-    for name in ("max_query_len", "max_context_len", "num_splits"):
-        got.pop(name, None)  # launch hints of the GPU kernel
-    native.paged_attention(**got)
-    reference.paged_attention(**expected)
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
+    check_attention(case, dtype)

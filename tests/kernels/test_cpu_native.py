@@ -9,39 +9,25 @@ import torch
 
 from batchinfer.kernels import reference
 from batchinfer.kernels.cases import (
-    ATTENTION_CASES,
     WRITE_CASES,
     AttentionCase,
     WriteCase,
-    build_attention,
     build_write,
 )
 from batchinfer.kernels.cpu import library, native
+from tests.kernels.cpu_attention import CASES, TOLERANCE, check_attention
 from tests.kernels.stored import store
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
 DTYPES = tuple(TOLERANCE)
-
-_ODD_WIDTHS = AttentionCase(
-    "odd_widths", ((7, 30), (1, 57), (64, 64)), key_width=13, value_width=11, sliding_window=20
-)
-_ODD_BLOCKS = replace(_ODD_WIDTHS, name="odd_widths_and_blocks", block_size=3)
 
 compiled = pytest.mark.skipif(library.load() is None, reason="no C compiler here")
 
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*ATTENTION_CASES, _ODD_WIDTHS, _ODD_BLOCKS], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
-    got, expected = (build_attention(case, "cpu", dtype).with_fresh_out() for _ in range(2))
-    store(got["key_cache"], got["value_cache"])
-    for name in ("max_query_len", "max_context_len", "num_splits"):
-        got.pop(name, None)  # launch hints of the GPU kernel
-    native.paged_attention(**got)
-    reference.paged_attention(**expected)
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
+    check_attention(case, dtype)
 
 
 @compiled

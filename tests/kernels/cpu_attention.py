@@ -1,0 +1,34 @@
+"""The C kernels' attention beside its twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from batchinfer.kernels import reference
+from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase, build_attention
+from batchinfer.kernels.cpu import native
+from tests.kernels.stored import store
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
+
+_ODD_WIDTHS = AttentionCase(
+    "odd_widths", ((7, 30), (1, 57), (64, 64)), key_width=13, value_width=11, sliding_window=20
+)
+ODD_CASES = (_ODD_WIDTHS, replace(_ODD_WIDTHS, name="odd_widths_and_blocks", block_size=3))
+CASES = (*ATTENTION_CASES, *ODD_CASES)
+
+
+def check_attention(case: AttentionCase, dtype: torch.dtype) -> None:
+    """Of the build that is loaded; what its blocks hold is read back by position, too."""
+    got, expected = (build_attention(case, "cpu", dtype).with_fresh_out() for _ in range(2))
+    store(got["key_cache"], got["value_cache"])
+    for name, read in (("key_cache", native.read_keys), ("value_cache", native.read_values)):
+        torch.testing.assert_close(read(got[name]), expected[name], equal_nan=True)
+    for name in ("max_query_len", "max_context_len", "num_splits"):
+        got.pop(name, None)  # launch hints of the GPU kernel
+    native.paged_attention(**got)
+    reference.paged_attention(**expected)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
