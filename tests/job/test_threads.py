@@ -11,7 +11,7 @@ from batchinfer.job.threads import Ahead, Behind
 def drain(ahead: Ahead[int]) -> list[int]:
     items = []
     while not ahead.exhausted:
-        item = ahead.take(10)
+        item = ahead.take(60)
         if item is not None:
             items.append(item)
     return items
@@ -33,7 +33,7 @@ def test_it_runs_no_further_ahead_than_its_depth() -> None:
 
     with Ahead(numbers(), depth=2) as ahead:
         for taken in range(50):
-            assert ahead.take(10) == taken
+            assert ahead.take(60) == taken
             # taken, two in the queue, one in the thread's hand
             assert len(made) <= taken + 1 + 3
 
@@ -44,17 +44,18 @@ def test_an_error_comes_after_the_items_before_it() -> None:
         raise ValueError("bad row group")
 
     with Ahead(numbers(), depth=5) as ahead:
-        assert ahead.take(10) == 1
+        assert ahead.take(60) == 1
         with pytest.raises(ValueError, match="bad row group"):
             drain(ahead)
         assert not ahead.exhausted
 
 
 def test_leaving_early_stops_the_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with Ahead(iter(int, 1), depth=1) as endless:
-        assert endless.take(10) == 0
-    assert threading.active_count() == before
+        assert endless.take(60) == 0
+    # Not counted: threads that others have left may end meanwhile.
+    assert set(threading.enumerate()) <= before
 
 
 def test_everything_is_consumed_in_order() -> None:
@@ -131,10 +132,10 @@ def test_it_knows_whether_more_is_wanted() -> None:
         yield 2
 
     with Ahead(numbers(), depth=3, wanted=wanted) as ahead:
-        assert ahead.take(10) == 1
+        assert ahead.take(60) == 1
         assert not wanted.is_set(), "one was there"
         assert ahead.take(0) is None
         assert wanted.is_set()
         go_on.set()
-        assert ahead.take(10) == 2
+        assert ahead.take(60) == 2
         assert not wanted.is_set()
