@@ -171,7 +171,7 @@ def test_what_cannot_be_compiled_is_told_in_a_line(name: str) -> None:
             compile_it(asked(**BAD[name]))
         assert "\n" not in str(caught.value)
         assert "<state>" not in str(caught.value)
-    assert time.process_time() - began < 20  # of hours, if nothing bounded it
+    assert time.process_time() - began < 120  # of hours, if nothing bounded it
 
 
 def test_work_is_bounded_while_a_text_is_made() -> None:

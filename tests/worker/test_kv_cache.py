@@ -136,7 +136,7 @@ def test_measuring_a_copy_leaves_the_pool_as_it_was() -> None:
     cache = make(num_host_blocks=3)
     cache.pool.copy_(torch.randn_like(cache.pool))
     before = cache.pool.clone()
-    assert 0 < cache.host.measure() < 1
+    assert 0 < cache.host.measure() < 60
     assert torch.equal(cache.pool, before)
 
 
