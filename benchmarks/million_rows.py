@@ -1,6 +1,6 @@
 """A job of many short rows through everything but a model: memory, resume, cost of commits.
 
-    python benchmarks/million_rows.py [--rows 1000000] [--folder DIR]
+    python benchmarks/million_rows.py [--rows 1000000] [--folder DIR] [--slack 1]
 
 Reading, prompts, tokens, scheduling, texts, segments, parts and records are the real ones; the
 engine's runner draws one token at once. The job is killed at nine tenths (kill -9), then run to
@@ -16,7 +16,8 @@ Prints, and exits 1 where one is missed:
 The allocators' heaps take some half a million rows to settle: until then their free space grows by
 2 MB per 100,000 rows, while what is in use (Python's objects, malloc, Arrow) stays as it is to
 0.2 MB. So kill late. Small jobs (below a quarter of a million rows) end before that: they print the
-numbers and are held to the last two only.
+numbers and are held to the last two only. What is measured in seconds may be ``--slack`` times as
+much: on a machine that does other things too it says little.
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--kill-at", type=float, default=0.9, help="share of the rows done by then")
     parser.add_argument("--folder", type=Path, help="for data and output; kept")
+    parser.add_argument("--slack", type=float, default=1.0, help="factor on bounds of time")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
@@ -220,13 +222,13 @@ def main() -> int:
     process = start(folder)
     if process.wait():
         raise SystemExit(f"the job ended with {process.returncode}")
-    right = report(folder, options.rows, killed_s)
+    right = report(folder, options.rows, killed_s, options.slack)
     if options.folder is None:
         shutil.rmtree(folder)
     return 0 if right else 1
 
 
-def report(folder: Path, num_rows: int, killed_s: float) -> bool:
+def report(folder: Path, num_rows: int, killed_s: float, slack: float) -> bool:
     """Print what was found; whether all is as it must be."""
     facts = json.loads((folder / "run.json").read_text())
     summary = json.loads((folder / "out" / "summary.json").read_text())
@@ -247,8 +249,8 @@ def report(folder: Path, num_rows: int, killed_s: float) -> bool:
     return (
         summary["rows"]["ok"] == num_rows
         and (num_rows < SETTLED_ROWS or slope < MOST_MB_PER_100K_ROWS)
-        and facts["first_step_s"] < MOST_RESUME_S
-        and share < MOST_COMMIT_SHARE
+        and facts["first_step_s"] < slack * MOST_RESUME_S
+        and share < slack * MOST_COMMIT_SHARE
     )
 
 
