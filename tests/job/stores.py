@@ -25,9 +25,19 @@ BUCKET = "lake"
 LAKE = f"s3://{BUCKET}"
 SECRET = "not-for-any-artefact"
 _SERVER = """
-import sys, urllib.request
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+import sys, threading, urllib.request
+from moto.moto_server import threaded_moto_server as moto
+
+class OneAtATime(moto.DomainDispatcherApplication):
+    # A store decides about a condition and writes in one; moto's threads meet in between.
+    mutex = threading.Lock()
+
+    def __call__(self, *request):
+        with self.mutex:
+            return super().__call__(*request)
+
+moto.DomainDispatcherApplication = OneAtATime
+server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
 url = "http://%s:%d" % server.get_host_and_port()
 urllib.request.urlopen(urllib.request.Request(url + "/BUCKET", method="PUT"))
@@ -60,12 +70,12 @@ def environment(address: str) -> dict[str, str]:
 
 
 def point_to(address: str, patch: pytest.MonkeyPatch) -> None:
-    """Have this process use the server, and not wait for it long."""
+    """Have this process use the server, and not ask again often: time is no measure here."""
     connection.connect.cache_clear()
     for name, value in environment(address).items():
         patch.setenv(name, value)
     pause = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5)}
-    retry = {"max_retries": 4, "retry_timeout": timedelta(seconds=5), "backoff": pause}
+    retry = {"max_retries": 4, "retry_timeout": timedelta(seconds=60), "backoff": pause}
     patch.setattr(connection, "RETRY", retry)
 
 
