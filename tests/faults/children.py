@@ -64,6 +64,11 @@ class Child:
         sent = time.monotonic()
         return self.wait(), time.monotonic() - sent
 
+    def has_ended(self) -> bool:
+        """Whether it has; ``wait`` still tells how."""
+        seen = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.pid, seen) is not None
+
     def wait(self) -> int:
         """Its exit status."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -92,8 +97,11 @@ def start(
         retry_errors: run the rows again that ended in an error.
     """
     log = folder / "log"
+    # What is sent to a process that has not come to ``around`` yet waits for what that says of it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return Child(pid, log)
     code = 99
     try:
@@ -105,6 +113,7 @@ def start(
         sink.FLUSH_ROWS = pace.rows
         _tell_finished(folder / "finished")
         around()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         code = int(run_job(spec, build=build, quiet=True, retry_errors=retry_errors))  # type: ignore[arg-type]
     except JobError as error:
         print(error)

@@ -29,6 +29,8 @@ from tests.faults.violation import ViolationError
 KINDS = ("runs", "steps", "segments", "requests", "data", "parts")
 _ANSWER = ("row_id", "generated_text", "status", "outputs")
 STAGES = ("staged", "synced", "renamed", "durable")
+_HELD_S = 120.0
+"""Longest that a run is held for another to end: where both go on, neither does."""
 Answers = list[tuple[int, str | None, str, object]]
 
 
@@ -124,12 +126,24 @@ class Killer:
         return waited
 
     def race(self) -> list[int]:
-        """Start two runs of one job at once; their exit statuses, sorted."""
+        """Start two runs of one job at once; their exit statuses, sorted.
+
+        One that writes its first part waits there until the other has ended: else that may begin
+        so late that it finds nothing to do.
+        """
         self._begin()
         places = [self._place / name for name in ("one", "other")]
         for place in places:
             place.mkdir()
-        runs = [start(self._job(), self.build, self.pace, place) for place in places]
+        go_on = self._place / "go on"
+        runs = [
+            start(self._job(), self.build, self.pace, place, around=lambda: _hold_until(go_on))
+            for place in places
+        ]
+        until = time.monotonic() + _HELD_S
+        while not any(run.has_ended() for run in runs) and time.monotonic() < until:
+            time.sleep(0.002)
+        go_on.touch()
         codes = sorted(run.wait() for run in runs)
         self._check(self._run(600.0))
         return codes
@@ -240,3 +254,15 @@ def _count_to(path: Path) -> None:
         failpoint(name)
 
     files.failpoint = tell
+
+
+def _hold_until(path: Path) -> None:
+    """Wait at the first part until a file is there."""
+    failpoint = files.failpoint
+
+    def wait(name: str) -> None:
+        while name == "data-staged" and not path.exists():
+            time.sleep(0.002)
+        failpoint(name)
+
+    files.failpoint = wait
