@@ -88,15 +88,19 @@ class Browser:
         self._session: str | None = None
         self.requests: list[str] = []
         """What the page has asked for, since it was opened."""
-        self._loaded = False
+        self._loaded: set[str] = set()
+        """Documents that are complete."""
 
     def __enter__(self) -> Self:
-        targets = self._call("Target.getTargets")["targetInfos"]
-        target = next(t["targetId"] for t in targets if t["type"] == "page")
+        target = None
+        while target is None:  # a slow browser answers before it has its page
+            targets = self._call("Target.getTargets")["targetInfos"]
+            target = next((t["targetId"] for t in targets if t["type"] == "page"), None)
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Network", "Runtime"):
             self._call(f"{domain}.enable")
+        self._call("Page.setLifecycleEventsEnabled", enabled=True)
         return self
 
     def __exit__(
@@ -113,7 +117,7 @@ class Browser:
 
     def open(self, path: Path, *, width: int, dark: bool) -> None:
         """Load a file at a width in pixels, in a theme."""
-        self.requests, self._loaded = [], False
+        self.requests = []
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._call(
@@ -123,8 +127,9 @@ class Browser:
             deviceScaleFactor=1,
             mobile=False,
         )
-        self._call("Page.navigate", url=path.resolve().as_uri())
-        while not self._loaded:
+        # Not any page that has loaded: the blank one of the beginning may be late.
+        document = self._call("Page.navigate", url=path.resolve().as_uri())["loaderId"]
+        while document not in self._loaded:
             self._receive()
 
     def evaluate(self, expression: str) -> Any:
@@ -166,5 +171,6 @@ class Browser:
         message: dict[str, Any] = json.loads(line)
         if message.get("method") == "Network.requestWillBeSent":
             self.requests.append(message["params"]["request"]["url"])
-        self._loaded |= message.get("method") == "Page.loadEventFired"
+        if message.get("method") == "Page.lifecycleEvent" and message["params"]["name"] == "load":
+            self._loaded.add(message["params"]["loaderId"])
         return message
