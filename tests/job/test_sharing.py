@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
@@ -181,15 +182,24 @@ def test_the_next_window_is_there_before_the_last_one_drains(
 def test_the_engine_starts_before_a_large_window_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
-    has_started, batches = Event(), []
+    has_started, batches, hungry = Event(), [], []
     build_prompts = PromptBuilder.build
+
+    def noting(*arguments: Any, is_hungry: Callable[[], bool], **options: Any) -> Iterator[Lot]:
+        hungry.append(is_hungry)
+        return planned(*arguments, is_hungry=is_hungry, **options)
 
     def build(self: PromptBuilder, rows: Any) -> Any:
         batches.append(len(rows))
+        if len(batches) == 1:  # the thread that takes rows may not have begun yet
+            until = time.monotonic() + _LONG_S
+            while not hungry[0]() and time.monotonic() < until:
+                time.sleep(0.001)
         if len(batches) == 2:
             assert has_started.wait(_LONG_S), "the engine waits for the whole window"
         return build_prompts(self, rows)
 
+    monkeypatch.setattr(making, "planned", noting)
     monkeypatch.setattr(PromptBuilder, "build", build)
     texts(tmp_path, 2100)
     fake = FakeBuild(num_blocks=512)
