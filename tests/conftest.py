@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 if not torch.cuda.is_available():
     # Read when triton is first imported, which transformers does.
@@ -20,6 +21,9 @@ torch.set_num_threads(1)
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("repeatable")
+# Among what Hypothesis tries are the constants of whatever modules of ours are imported by then.
+# Which those are depends on the tests before, so another worker would try other examples.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.fixture(autouse=True)
