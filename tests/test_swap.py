@@ -65,7 +65,8 @@ def run(
         num_blocks, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=num_host_blocks
     )
     table = SequenceTable(256, loaded.max_model_len, BLOCK_SIZE)
-    scheduler = Scheduler(pool, table, 512, Victims(preemption, cache.host.measure()))
+    # As long as a copy takes here. Measured on a busy machine it may take longer than computing.
+    scheduler = Scheduler(pool, table, 512, Victims(preemption, block_copy_s=1e-6))
     scheduler.packing.lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))
     for request in requests():
