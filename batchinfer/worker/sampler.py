@@ -112,20 +112,26 @@ def _choose_all(
     for part in split(batch, edited, logits.shape[1], chunk):
         arrays = {"samples": part.samples, "distributions": part.distributions}
         on = to_device(arrays, logits.device)
-        own = _rows_of(logits, batch.logits_rows[part.heads])
+        heads = batch.logits_rows[part.heads]
+        if not edited[part.heads].any() and _draws_natively(logits):
+            drawn = _draw_natively(logits, stats.maximum, heads, batch, part, bits[part.samples])
+            token_ids[on["samples"]] = drawn
+            continue
+        own = _rows_of(logits, heads)
         if edited[part.heads].any():
             own = own.clone()
             edit_logits(own, batch, part.heads)
-        maximum = own.amax(1, keepdim=True)
+        maximum = own.amax(1)
         if part.greedy:
             chosen = own.argmax(1)[on["distributions"]]
         elif _draws_natively(own):
-            chosen = _draw_natively(own, maximum, batch, part, bits[part.samples])
+            each = np.arange(len(own), dtype=np.int32)
+            chosen = _draw_natively(own, maximum, each, batch, part, bits[part.samples])
         else:
-            weights = _weights(own, maximum, batch, part)
+            weights = _weights(own, maximum[:, None], batch, part)
             chosen = _draw(weights, part, bits[part.samples])
         token_ids[on["samples"]] = chosen
-        finite[on["samples"]] &= maximum.isfinite()[:, 0][on["distributions"]]
+        finite[on["samples"]] &= maximum.isfinite()[on["distributions"]]
     return token_ids.masked_fill_(~finite, 0), finite
 
 
@@ -142,15 +148,23 @@ def _draws_natively(logits: Tensor) -> bool:
 
 
 def _draw_natively(
-    logits: Tensor, maximum: Tensor, batch: SamplingBatch, part: Part, bits: Int64
+    logits: Tensor, maximum: Tensor, rows: Int32, batch: SamplingBatch, part: Part, bits: Int64
 ) -> Tensor:
     """Token ids [k], one row at a time in C: what ``_weights`` and ``_draw`` give, at a tenth of
-    the time. ``exp`` differs in its last bit, which moves one token in some millions."""
+    the time. ``exp`` differs in its last bit, which moves one token in some millions.
+
+    Args:
+        logits: [R, V].
+        maximum: [R] of each row.
+        rows: [D] which of the R each distribution is of.
+        batch, part: the samples.
+        bits: [k] uniform in [0, 2**RANDOM_BITS).
+    """
     chosen = torch.zeros(len(part.samples), dtype=torch.int64)
     arrays = {name: getattr(batch, name)[part.heads] for name in _DISTRIBUTION}
     starts = np.searchsorted(part.distributions, np.arange(len(part.heads) + 1))
-    on = to_device({**arrays, "starts": starts.astype(np.int64), "bits": bits}, logits.device)
-    native_sampling.draw(logits, maximum[:, 0], **on, out=chosen)
+    arrays |= {"rows": rows.astype(np.int64), "starts": starts.astype(np.int64), "bits": bits}
+    native_sampling.draw(logits, maximum, **to_device(arrays, logits.device), out=chosen)
     return chosen
 
 

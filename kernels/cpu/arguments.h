@@ -95,16 +95,24 @@ typedef struct {
 } mask_args;
 
 typedef struct {
-    const float *logits;   /* [D, vocab] */
-    const float *maximum;  /* [D] of each row; one that is not finite is skipped */
+    const void *logits;    /* [R, vocab] */
+    const int64_t *rows;   /* [D] which of the R each distribution is of */
+    const float *maximum;  /* [R] of each row; one that is not finite is skipped */
     const float *temperature, *min_p, *top_p; /* [D] */
     const int32_t *top_k;  /* [D] 0 = all */
     const int64_t *starts; /* [D + 1] first sample of each distribution */
     const int64_t *bits;   /* [samples] uniform in [0, 2^24) */
     int64_t *token_ids;    /* [samples] */
     int64_t num_distributions, row_stride, vocab;
-    int32_t num_threads;
+    int32_t num_threads, is_bf16; /* the logits are: else float */
 } draw_args;
+
+typedef struct {
+    const uint64_t *seed, *stream;         /* [count] */
+    const int32_t *sample_index, *position; /* [count] */
+    int64_t *bits;                         /* [count] */
+    int64_t count;
+} random_args;
 
 /* A pre-norm layer: hidden += attention(norm(hidden)), then hidden += mlp(norm(hidden)). */
 typedef struct {

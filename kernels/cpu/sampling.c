@@ -59,6 +59,7 @@ typedef struct {
     float *sorted;    /* the same, being sorted */
     int64_t *weights; /* [vocab] */
     uint64_t *keys;   /* [vocab + 1] */
+    float *row;       /* [vocab] */
 } scratch;
 
 /* The largest of `count` neighbours; none is NaN. */
@@ -115,9 +116,12 @@ static inline int64_t target(int64_t total, int64_t bits) {
 static int64_t weigh_all(
     const draw_args *a, int64_t d, const float *x, float top, const scratch *s) {
     const float temperature = a->temperature[d], min_p = a->min_p[d];
-    int64_t total = 0;
-    for (int64_t i = 0; i < a->vocab; i++) s->weights[i] = weight(x[i], top, temperature, min_p);
-    for (int64_t i = 0; i < a->vocab; i++) total += s->weights[i];
+    const int64_t vocab = a->vocab; /* a store might change a->vocab, and then nothing vectorises */
+    int64_t *weights = s->weights, total = 0;
+    for (int64_t i = 0; i < vocab; i++) {
+        weights[i] = weight(x[i], top, temperature, min_p);
+        total += weights[i];
+    }
     return total;
 }
 
@@ -176,6 +180,16 @@ static void draw_from_kept(
     }
 }
 
+/* A row of logits, widened into the scratch unless it is of floats. */
+static const float *row_of(const draw_args *a, int64_t d, const scratch *s) {
+    const int64_t start = a->rows[d] * a->row_stride;
+    if (!a->is_bf16) return (const float *)a->logits + start;
+    const uint16_t *x = (const uint16_t *)a->logits + start;
+    float *row = s->row;
+    for (int64_t i = 0, vocab = a->vocab; i < vocab; i++) row[i] = from_bf16(x[i]);
+    return row;
+}
+
 /* 0, or 1 where there is no memory. */
 int draw(const draw_args *a) {
     const int64_t vocab = a->vocab, groups = (vocab + GROUP - 1) / GROUP;
@@ -183,20 +197,41 @@ int draw(const draw_args *a) {
 #pragma omp parallel num_threads(a->num_threads)
     {
         scratch s = {malloc((groups + 1) * sizeof(float)), malloc((groups + 1) * sizeof(float)),
-                     malloc(vocab * sizeof(int64_t)), malloc((vocab + 1) * sizeof(uint64_t))};
-        const int all = s.maxima && s.sorted && s.weights && s.keys;
+                     malloc(vocab * sizeof(int64_t)), malloc((vocab + 1) * sizeof(uint64_t)),
+                     malloc(vocab * sizeof(float))};
+        const int all = s.maxima && s.sorted && s.weights && s.keys && s.row;
         if (!all) failed = 1;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t d = 0; d < a->num_distributions; d++) {
-            const float *x = a->logits + d * a->row_stride, top = a->maximum[d];
+            const float top = a->maximum[a->rows[d]];
             const int filtered = (a->top_k[d] > 0 && a->top_k[d] < vocab) || a->top_p[d] < 1.0f;
             if (!all || !isfinite(top)) continue;
-            (filtered ? draw_from_kept : draw_from_all)(a, d, x, top, &s);
+            (filtered ? draw_from_kept : draw_from_all)(a, d, row_of(a, d, &s), top, &s);
         }
         free(s.maxima);
         free(s.sorted);
         free(s.weights);
         free(s.keys);
+        free(s.row);
     }
     return failed;
+}
+
+/* Philox-4x32-10 (Salmon et al. 2011), as worker/philox.py has it. */
+void random_bits(const random_args *a) {
+    for (int64_t k = 0; k < a->count; k++) {
+        uint32_t c0 = (uint32_t)a->stream[k], c1 = (uint32_t)(a->stream[k] >> 32);
+        uint32_t c2 = (uint32_t)a->sample_index[k], c3 = (uint32_t)a->position[k];
+        uint32_t low_key = (uint32_t)a->seed[k], high_key = (uint32_t)(a->seed[k] >> 32);
+        for (int round = 0; round < 10; round++) {
+            const uint64_t p = 0xD2511F53ull * c0, q = 0xCD9E8D57ull * c2;
+            c0 = (uint32_t)(q >> 32) ^ c1 ^ low_key;
+            c1 = (uint32_t)q;
+            c2 = (uint32_t)(p >> 32) ^ c3 ^ high_key;
+            c3 = (uint32_t)p;
+            low_key += 0x9E3779B9u;
+            high_key += 0xBB67AE85u;
+        }
+        a->bits[k] = c0 >> (32 - RANDOM_BITS);
+    }
 }

@@ -11,22 +11,31 @@ from batchinfer.kernels.cpu.library import INT32, INT64, POINTER, load
 
 class _DrawArgs(ctypes.Structure):
     _fields_ = (
-        *((name, POINTER) for name in ("logits", "maximum", "temperature", "min_p", "top_p")),
-        *((name, POINTER) for name in ("top_k", "starts", "bits", "token_ids")),
+        *((name, POINTER) for name in ("logits", "rows", "maximum", "temperature", "min_p")),
+        *((name, POINTER) for name in ("top_p", "top_k", "starts", "bits", "token_ids")),
         *((name, INT64) for name in ("num_distributions", "row_stride", "vocab")),
-        ("num_threads", INT32),
+        *((name, INT32) for name in ("num_threads", "is_bf16")),
+    )
+
+
+class _RandomArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("seed", "stream", "sample_index", "position", "bits")),
+        ("count", INT64),
     )
 
 
 def draw_bytes(vocab: int) -> int:
-    """Bytes that ``draw`` takes for its own use: a weight and a key of each token, a thread."""
-    return torch.get_num_threads() * vocab * 16
+    """Bytes that ``draw`` takes for its own use: of each token a weight, a key and its logit, a
+    thread."""
+    return torch.get_num_threads() * vocab * 20
 
 
 def draw(
-    logits: torch.Tensor,  # [D, V] float32, last dimension contiguous
-    maximum: torch.Tensor,  # [D] float32, the largest of each row
+    logits: torch.Tensor,  # [R, V] float32 or bfloat16, last dimension contiguous
+    maximum: torch.Tensor,  # [R] float32, the largest of each row
     *,
+    rows: torch.Tensor,  # [D] int64, which of the R each distribution is of
     temperature: torch.Tensor,  # [D] float32, over 0
     min_p: torch.Tensor,  # [D] float32
     top_p: torch.Tensor,  # [D] float32
@@ -43,9 +52,26 @@ def draw(
     library = load()
     assert library is not None
     arguments = _DrawArgs(
-        *(tensor.data_ptr() for tensor in (logits, maximum, temperature, min_p, top_p)),
-        *(tensor.data_ptr() for tensor in (top_k, starts, bits, out)),
-        *(len(logits), logits.stride(0), logits.shape[1], torch.get_num_threads()),
+        *(tensor.data_ptr() for tensor in (logits, rows, maximum, temperature, min_p)),
+        *(tensor.data_ptr() for tensor in (top_p, top_k, starts, bits, out)),
+        *(len(rows), logits.stride(0), logits.shape[1], torch.get_num_threads()),
+        logits.dtype == torch.bfloat16,
     )
     if library.draw(ctypes.byref(arguments)):
         raise MemoryError("no memory for the workspace of sampling")
+
+
+def random_bits(
+    seed: torch.Tensor,  # [K] 64-bit words
+    stream: torch.Tensor,  # [K] 64-bit words
+    sample_index: torch.Tensor,  # [K] int32
+    position: torch.Tensor,  # [K] int32
+    *,
+    out: torch.Tensor,  # [K] int64
+) -> None:
+    """A uniform number in [0, 2**24) for each key; all tensors are contiguous. Twin: ``philox``."""
+    library = load()
+    assert library is not None
+    tensors = (seed, stream, sample_index, position, out)
+    arguments = _RandomArgs(*(tensor.data_ptr() for tensor in tensors), len(out))
+    library.random_bits(ctypes.byref(arguments))

@@ -29,6 +29,7 @@ def drawn(
     sampling.draw(
         logits[None],
         logits.amax()[None],
+        rows=torch.tensor([0]),
         temperature=torch.tensor([temperature]),
         min_p=torch.tensor([min_p]),
         top_p=torch.tensor([top_p]),
@@ -110,28 +111,29 @@ def test_a_row_without_a_finite_maximum_is_skipped() -> None:
         assert drawn(torch.tensor([value, value]), [5]) == [0]
 
 
-def test_a_row_is_drawn_from_alone_as_in_company() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_is_drawn_from_alone_as_in_company(dtype: torch.dtype) -> None:
+    """Wherever it is, and bfloat16 as the float32 that it is."""
     torch.manual_seed(0)
-    logits = torch.randn(40, 700)
+    logits = torch.randn(45, 700).to(dtype)
+    rows = torch.randperm(45)[:40]
     bits = torch.randint(0, 2**RANDOM_BITS, (80,))
     out = torch.zeros(80, dtype=torch.int64)
-    top_k = torch.arange(40, dtype=torch.int32)
+    top_k, top_p = torch.arange(40, dtype=torch.int32), torch.linspace(0.1, 1.0, 40)
     sampling.draw(
         logits,
-        logits.amax(1),
+        logits.amax(1).float(),
+        rows=rows,
         temperature=torch.ones(40),
         min_p=torch.zeros(40),
-        top_p=torch.linspace(0.1, 1.0, 40),
+        top_p=top_p,
         top_k=top_k,
         starts=torch.arange(0, 82, 2),
         bits=bits,
         out=out,
     )
-    for row in range(40):
-        alone = drawn(
-            logits[row],
-            bits[2 * row : 2 * row + 2].tolist(),
-            top_p=float(torch.linspace(0.1, 1.0, 40)[row]),
-            top_k=row,
-        )
-        assert out[2 * row : 2 * row + 2].tolist() == alone
+    for at, row in enumerate(rows.tolist()):
+        pair = slice(2 * at, 2 * at + 2)
+        own = logits[row].float()
+        alone = drawn(own, bits[pair].tolist(), top_p=float(top_p[at]), top_k=at)
+        assert out[pair].tolist() == alone

@@ -433,7 +433,7 @@ def test_half_precision_logits_count_as_their_float32_values(dtype: torch.dtype)
     [
         {"temperature": 0.0, "logprobs": 20},
         {"top_p": 0.9, "temperature": 1e4, "repetition": 1.2, "prompt": [1], "output": [2]},
-        {"top_k": 4999},
+        {"top_k": 4999, "bias": {1: 1.0}},
     ],
 )
 def test_takes_no_more_memory_than_is_planned(
