@@ -82,12 +82,11 @@ def test_little_of_the_pool_is_wasted(tmp_path: Path) -> None:
     spec = shared_job(tmp_path, "prefix")
     assert run_job(spec, quiet=True, build=DrawingBuild(num_blocks=20_000)) is ExitCode.OK
     steps = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")
-    used, live, weights = (
-        steps[name].to_numpy() for name in ("kv_blocks_used", "kv_tokens_live", "step_ms")
-    )
+    used, live = (steps[name].to_numpy() for name in ("kv_blocks_used", "kv_tokens_live"))
     waste = 1 - live / (used * BLOCK_SIZE)
     assert waste == pytest.approx(steps["kv_waste"].to_numpy())
-    assert 0.005 < np.average(waste, weights=weights) <= 0.01
+    # By the blocks of each step, not by its time, which depends on what else the machine does.
+    assert 0.005 < np.average(waste, weights=used) <= 0.01
     assert sum(output for _, output in lengths) == summary(tmp_path)["tokens"]["output"]
 
 
