@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,11 @@ FAMILIES = {  # groups of full attention, groups with windows
     "gemma3_text": (1, 2),
     "gpt_oss": (1, 1),
     "cohere2": (1, 2),
+    "qwen2": (1, 1),  # whose layers are one call on processors that have it
+}
+_MIXED = ["full_attention", "sliding_attention"] * 2
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _MIXED}
 }
 
 
@@ -37,7 +43,7 @@ FAMILIES = {  # groups of full attention, groups with windows
 def test_a_long_row_holds_what_its_windows_see(family: str, tmp_path: Path) -> None:
     """85 blocks of full attention, 3 of each window (10 to 11 while the prompt is computed)."""
     full, windowed = FAMILIES[family]
-    changes = {} if full != windowed else {"num_hidden_layers": 4}
+    changes = CHANGES.get(family, {}) | ({} if full != windowed else {"num_hidden_layers": 4})
     folder = make_checkpoint(family, tmp_path, **changes)
     loaded = load_model(str(folder), device=CPU)
     layout = loaded.layout(SIZE)
@@ -67,7 +73,7 @@ def test_a_long_row_holds_what_its_windows_see(family: str, tmp_path: Path) -> N
 
 @torch.inference_mode()
 def _assert_greedy(
-    family: str, changes: dict[str, int], prompt: np.ndarray, output: np.ndarray
+    family: str, changes: dict[str, Any], prompt: np.ndarray, output: np.ndarray
 ) -> None:
     """Every token is the one transformers would take after those before it, but for ties."""
     ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))[None]

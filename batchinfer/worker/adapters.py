@@ -19,7 +19,7 @@ from batchinfer.worker.fused_layers import FusedDecoderLayer
 from batchinfer.worker.fused_modules import keep_plain_attributes
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.lora import Factors, LoraSum
-from batchinfer.worker.native_layer import NativeDecoderLayer
+from batchinfer.worker.native_layer import NativeDecoderLayers
 from batchinfer.worker.probe_step import probe_step
 
 _TOKENS = (3, 7)
@@ -31,11 +31,11 @@ class LayerInParts(nn.Module):
     Only there can something be added between two of its products.
     """
 
-    def __init__(self, layer: NativeDecoderLayer) -> None:
+    def __init__(self, layer: NativeDecoderLayers) -> None:
         super().__init__()
         keep_plain_attributes(self, layer)
         self.whole = layer
-        self.parts = FusedDecoderLayer(layer.layer)
+        self.parts = FusedDecoderLayer(layer.layers[0])
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """[1, T, hidden], which is changed, and returned."""
@@ -69,7 +69,7 @@ def add_adapters(model: nn.Module, layout: KVLayout, adapters: Sequence[Adapter]
 def _open_up(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, NativeDecoderLayer):
+            if isinstance(child, NativeDecoderLayers):
                 setattr(parent, name, LayerInParts(child))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +11,16 @@ from torch import nn
 
 from batchinfer.engine.layout import KVLayout
 from batchinfer.kernels.cpu import gemm, row_ops
-from batchinfer.kernels.cpu.decoder_layer import LayerArgs, StepArgs, decoder_layer, supports
-from batchinfer.worker.attention import ForwardContext, current_context
+from batchinfer.kernels.cpu.decoder_layer import (
+    LayerArgs,
+    StepArgs,
+    array_of_layers,
+    array_of_steps,
+    decoder_layers,
+    supports,
+)
+from batchinfer.worker.attention import ForwardContext, current_context, make_backend
+from batchinfer.worker.forward import forward
 from batchinfer.worker.fused_layers import swap_layers
 from batchinfer.worker.fused_modules import (
     FusedAttention,
@@ -18,67 +28,84 @@ from batchinfer.worker.fused_modules import (
     FusedRMSNorm,
     keep_plain_attributes,
 )
+from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import PackedLinear
 from batchinfer.worker.native_attention import NativeAttention
+from batchinfer.worker.probe_step import probe_step
 from batchinfer.worker.row_ops import head_norm_options
 
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, [1, T, rotary width]."""
+_TOKENS = (3, 7, 5, 3)
 
-class NativeDecoderLayer(nn.Module):
-    """A pre-norm layer, one call: without it, Python takes a tenth of a decode step.
 
-    Every number is computed as in the layer it was made of, but that the two products are added
+class NativeDecoderLayers(nn.Module):
+    """Pre-norm layers that follow each other, one call: else Python takes a tenth of a decode step.
+
+    Every number is computed as in the layers they were made of, but that the two products are added
     to the hidden state before they are rounded. Over a pool that the C kernels do not read (of
-    float8) that layer runs itself.
+    float8) those layers run themselves.
 
     Args:
-        layer: made of fused modules, its products with packed weights.
+        layers: made of fused modules, their products with packed weights.
         workspace: shared by the layers of a model.
     """
 
-    def __init__(self, layer: Any, workspace: Workspace) -> None:
+    def __init__(self, layers: Sequence[Any], workspace: Workspace) -> None:
         super().__init__()
-        keep_plain_attributes(self, layer)
-        self.layer = layer
-        self._workspace = workspace
-        self._arguments = LayerArgs()
+        keep_plain_attributes(self, layers[0])
+        self.layers = nn.ModuleList(layers)
+        self.workspace = workspace
+        self._groups: dict[int, int] = {}  # of layers: one that is in it
+        self._arguments, self._steps = array_of_layers([]), array_of_steps([])
         self._made_for: tuple[object, ...] = ()
 
     def forward(
         self,
         hidden_states: torch.Tensor,  # [1, T, hidden], contiguous
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin [1, T, rotary width]
+        position_embeddings: Rotary,
         **options: Any,
     ) -> torch.Tensor:
         """[1, T, hidden], in the memory of ``hidden_states``."""
-        context = current_context()
+        context, workspace = current_context(), self.workspace
         if not isinstance(context.backend, NativeAttention):
             options["position_embeddings"] = position_embeddings
-            out: torch.Tensor = self.layer(hidden_states, **options)
-            return out
-        workspace = self._workspace
-        step = workspace.step_of(context, position_embeddings, self.layer.self_attn.layer)
+            for layer in self.layers:
+                hidden_states = layer(hidden_states, **options)
+            return hidden_states
+        workspace.begin_step(context, position_embeddings)
         made_for = context.cache, workspace.generation
         if made_for != self._made_for:
             try:
-                self._arguments = self._make_arguments(hidden_states[0], context)
+                self._make_arguments(hidden_states[0], context)
             except (MemoryError, RuntimeError):
                 workspace.release()  # a smaller step must not ask for as much again
                 raise
             self._made_for = made_for
-        step.hidden = hidden_states.data_ptr()
-        decoder_layer(self._arguments, step, hidden_states.dtype)
+        for group, number in self._groups.items():
+            workspace.step_of(group, number).hidden = hidden_states.data_ptr()
+        decoder_layers(self._arguments, self._steps, hidden_states.dtype)
         return hidden_states
 
-    def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> LayerArgs:
-        """For every step over this pool and workspace; what differs is in ``StepArgs``.
+    def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
+        """For every step over this pool and workspace; what differs is in ``StepArgs``."""
+        layers: list[Any] = [*self.layers]
+        numbers = [layer.self_attn.layer for layer in layers]
+        groups = [context.cache.group(number) for number in numbers]
+        self._groups = dict(zip(groups, numbers, strict=True))
+        self._arguments = array_of_layers(
+            [self._arguments_of(layer, hidden, context) for layer in layers]
+        )
+        steps = [self.workspace.step_of(*pair) for pair in zip(groups, numbers, strict=True)]
+        self._steps = array_of_steps(steps)
 
-        Of whole buffers: of one row torch tells no stride that rows of a longer step lie at, and
-        a step with more rows than a buffer has makes another.
-        """
-        layer, cache, backend = self.layer, context.cache, context.backend
+    def _arguments_of(self, layer: Any, hidden: torch.Tensor, context: ForwardContext) -> LayerArgs:
+        """Of whole buffers: of one row torch tells no stride that rows of a longer step lie at, and
+        a step with more rows than a buffer has makes another."""
+        cache, backend = context.cache, context.backend
         assert isinstance(backend, NativeAttention)
         attention, mlp = layer.self_attn, layer.mlp
-        width, workspace = cache.layout.key_width, self._workspace
+        width, workspace = cache.layout.key_width, self.workspace
         hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))  # of one row it may be any
         normed = workspace.take_factor("normed", hidden.shape[1])
         qkv = workspace.take("qkv", attention.qkv_proj.out_features)
@@ -121,39 +148,41 @@ class Workspace:
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self.rotary = self._empty, self._empty
         """Cosines and sines of the step, [T, rotary width]."""
-        self._of: tuple[object, object] = None, None  # what the steps were made of
-        self._steps: dict[int, StepArgs] = {}  # by layer group
+        self._of: tuple[ForwardContext, Rotary] | None = None  # the step that layers run in
+        self._steps: dict[int, StepArgs] = {}  # by layer group, where they stay
+        self._told: set[int] = set()  # groups whose steps are of this step
 
-    def step_of(
-        self,
-        context: ForwardContext,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        layer: int,
-    ) -> StepArgs:
-        """What layers are called with in this step, made once for all; there is room for it."""
-        if self._of[0] is not context or self._of[1] is not position_embeddings:
-            cos, sin = position_embeddings
-            self.rotary = cos[0].contiguous(), sin[0].contiguous()
-            self.reserve(len(self.rotary[0]))
-            self._steps.clear()
-            self._of = context, position_embeddings
-        group = context.cache.group(layer)
-        if group not in self._steps:
-            self._steps[group] = self._make_step(context, layer, group)
-        return self._steps[group]
+    def begin_step(self, context: ForwardContext, position_embeddings: Rotary) -> None:
+        """Make room, unless layers before have done so in this step."""
+        if self._of and self._of[0] is context and self._of[1] is position_embeddings:
+            return
+        cos, sin = position_embeddings
+        self.rotary = cos[0].contiguous(), sin[0].contiguous()
+        self.reserve(len(self.rotary[0]))
+        self._told.clear()
+        self._of = context, position_embeddings
 
-    def _make_step(self, context: ForwardContext, layer: int, group: int) -> StepArgs:
-        cos, sin = self.rotary
-        step = StepArgs(
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            slot_mapping=context.slot_mapping(layer).data_ptr(),
-            num_tokens=len(cos),
-            num_threads=torch.get_num_threads(),
-        )
-        assert isinstance(context.backend, NativeAttention)
-        context.backend.point_to_step(group, step)
+    def step_of(self, group: int, layer: int) -> StepArgs:
+        """What the layers of a group are called with: always the same object, told of each step.
+
+        Args:
+            group: of layers that have their blocks in common.
+            layer: one of them.
+        """
+        step = self._steps.setdefault(group, StepArgs())
+        if group not in self._told:
+            self._tell(step, group, layer)
+            self._told.add(group)
         return step
+
+    def _tell(self, step: StepArgs, group: int, layer: int) -> None:
+        assert self._of is not None
+        context, (cos, sin) = self._of[0], self.rotary
+        assert isinstance(context.backend, NativeAttention)
+        step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
+        step.slot_mapping = context.slot_mapping(layer).data_ptr()
+        step.num_tokens, step.num_threads = len(cos), torch.get_num_threads()
+        context.backend.point_to_step(group, step)
 
     def reserve(self, num_rows: int) -> None:
         """Make room for ``num_rows`` tokens; what was taken before may go."""
@@ -166,7 +195,7 @@ class Workspace:
         self.generation += 1
         self._num_rows = 0
         self._buffers.clear()
-        self._of = None, None
+        self._of = None
 
     def take(self, name: str, width: int) -> torch.Tensor:
         """Uninitialised, contiguous [rows, width]; the same to everyone who asks for it."""
@@ -182,7 +211,7 @@ class Workspace:
 
 
 def fuse_native_layers(model: nn.Module, layout: KVLayout) -> int:
-    """Swap the layers that give the same as one call.
+    """Swap the layers that give the same as one call, each by itself.
 
     Call it after ``fuse`` and ``pack_linears``.
 
@@ -193,9 +222,46 @@ def fuse_native_layers(model: nn.Module, layout: KVLayout) -> int:
     workspace = Workspace(dtype)
 
     def make(layer: Any) -> nn.Module | None:
-        return NativeDecoderLayer(layer, workspace) if _fits(layer, dtype) else None
+        return NativeDecoderLayers([layer], workspace) if _fits(layer, dtype) else None
 
     return swap_layers(model, layout, make)
+
+
+@torch.inference_mode()
+def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
+    """Make all layers one call where all were swapped, and the model gives the same bits so.
+
+    It does not where it calls layers differently, with rotary positions of their own for example.
+    """
+    weight = next(model.parameters())
+    step = probe_step(_TOKENS, 1, layout, range(len(_TOKENS)))
+    cache = KVCache(layout, step.block_tables.size, weight.device, weight.dtype)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not _can_be_joined(child):
+                continue
+            before = forward(model, cache, make_backend(cache), step)
+            parts: list[Any] = [*child.children()]
+            layers = [layer for part in parts for layer in part.layers]
+            joined = NativeDecoderLayers(layers, parts[0].workspace)
+            setattr(parent, name, nn.ModuleList([joined]))
+            if not _gives(before, partial(forward, model, cache, make_backend(cache), step)):
+                setattr(parent, name, child)
+
+
+def _can_be_joined(child: Any) -> bool:
+    return (
+        isinstance(child, nn.ModuleList)
+        and len(child) > 1
+        and all(isinstance(one, NativeDecoderLayers) for one in child)
+    )
+
+
+def _gives(expected: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool:
+    try:
+        return torch.equal(run(), expected)
+    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError):
+        return False  # the model looks at its layers in another way
 
 
 def _fits(layer: Any, dtype: torch.dtype) -> bool:

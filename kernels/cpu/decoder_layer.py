@@ -1,8 +1,10 @@
-"""A decoder layer of the Llama shape in one call, from the kernels of this folder."""
+"""Decoder layers of the Llama shape in one call, from the kernels of this folder."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -45,11 +47,23 @@ class StepArgs(ctypes.Structure):
 def supports(dtype: torch.dtype) -> bool:
     """Whether this processor has all of the kernels for ``dtype``."""
     library = load()
-    return library is not None and hasattr(library, f"decoder_layer_{SUFFIX.get(dtype)}")
+    return library is not None and hasattr(library, f"decoder_layers_{SUFFIX.get(dtype)}")
 
 
-def decoder_layer(arguments: LayerArgs, step: StepArgs, dtype: torch.dtype) -> None:
-    """Run a layer; every tensor that the arguments point to is of ``dtype``."""
-    function = getattr(load(), f"decoder_layer_{SUFFIX[dtype]}")
-    if function(ctypes.byref(arguments), ctypes.byref(step)):
+def array_of_layers(layers: Sequence[LayerArgs]) -> ctypes.Array[LayerArgs]:
+    """What ``decoder_layers`` takes: a copy."""
+    return (LayerArgs * len(layers))(*layers)
+
+
+def array_of_steps(steps: Sequence[StepArgs]) -> ctypes.Array[Any]:
+    """What ``decoder_layers`` takes: pointers, so that what is changed later counts."""
+    return (ctypes.POINTER(StepArgs) * len(steps))(*map(ctypes.pointer, steps))
+
+
+def decoder_layers(
+    layers: ctypes.Array[LayerArgs], steps: ctypes.Array[Any], dtype: torch.dtype
+) -> None:
+    """Run layers one after the other, each with its step; every tensor is of ``dtype``."""
+    function = getattr(load(), f"decoder_layers_{SUFFIX[dtype]}")
+    if function(layers, steps, INT64(len(layers))):
         raise MemoryError("no memory for the workspace of paged attention")

@@ -129,7 +129,7 @@ def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 
 _FAILURES = {
-    "layer": (native_layer, "decoder_layer", (0, 1, 4)),
+    "layer": (native_layer, "decoder_layers", (0, 1, 4)),
     "attention": (native, "attention_args", (0, 1, 2)),  # once for each of the three layers
     "sampling": (native_sampling, "draw", (0, 1, 4)),
 }

@@ -17,7 +17,11 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion import fuse
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import pack_linears
-from batchinfer.worker.native_layer import NativeDecoderLayer, fuse_native_layers
+from batchinfer.worker.native_layer import (
+    NativeDecoderLayers,
+    fuse_native_layers,
+    join_native_layers,
+)
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker
 
@@ -62,6 +66,13 @@ class Run:
         return forward(model, self.cache, make_backend(self.cache), step)
 
 
+def calls(model: torch.nn.Module) -> list[int]:
+    """How many layers each call computes."""
+    modules = [module for module in model.modules() if isinstance(module, NativeDecoderLayers)]
+    return [len(module.layers) for module in modules]
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize(
     ("family", "count"),
     [
@@ -75,11 +86,14 @@ class Run:
         ("gpt2", 0),
     ],
 )
-def test_logits_stay_those_of_transformers(family: str, count: int) -> None:
+def test_logits_stay_those_of_transformers(family: str, count: int, joined: bool) -> None:
     """In steps that grow, shrink and are as long as the one before, of other sequences."""
     model, layout, swapped = fused(family)
     assert swapped == count
-    assert sum(isinstance(module, NativeDecoderLayer) for module in model.modules()) == count
+    assert calls(model) == [1] * count
+    if joined:
+        join_native_layers(model, layout)
+        assert calls(model) == ([count] if count else [])
     run = Run(family, layout)
     a, b = run.expected
     for got, expected in (
@@ -90,6 +104,57 @@ def test_logits_stay_those_of_transformers(family: str, count: int) -> None:
         (run.logits(model, (run.first, 1)), a[39:40]),
     ):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def _turns_layers_differently(layers: Any) -> None:
+    """As models do that turn some of them by other angles."""
+    forward_of_second = layers[1].forward
+
+    def turned(hidden: torch.Tensor, *, position_embeddings: Any, **options: Any) -> torch.Tensor:
+        cos, sin = position_embeddings
+        out: torch.Tensor = forward_of_second(hidden, position_embeddings=(cos, -sin), **options)
+        return out
+
+    layers[1].forward = turned
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_layers_that_are_called_differently_stay_apart(family: str) -> None:
+    model, layout, _ = fused(family)
+    body: Any = model.model  # type: ignore[union-attr]
+    _turns_layers_differently(body.layers)
+    before = Run(family, layout)
+    expected = before.logits(model, (before.first, 9))
+    join_native_layers(model, layout)
+    assert calls(model) == [1, 1, 1]
+    after = Run(family, layout)
+    assert torch.equal(after.logits(model, (after.first, 9)), expected)
+
+
+def test_layers_that_the_model_looks_at_stay_apart() -> None:
+    model, layout, _ = fused("llama")
+    body: Any = model.model
+    body.register_forward_pre_hook(lambda module, _: (module.layers[2], None)[1])
+    join_native_layers(model, layout)
+    assert calls(model) == [1, 1, 1]
+
+
+def test_layers_with_and_without_a_window_are_one_call() -> None:
+    """Such of two layer groups: ``tests/test_windows.py``."""
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    changes: dict[str, Any] = {"layer_types": types, "use_sliding_window": True}
+    changes["sliding_window"] = 16
+    model, layout, _ = fused("qwen2", **changes)
+    logits = []
+    for join in (False, True):
+        if join:
+            join_native_layers(model, layout)
+        run = Run("qwen2", layout, **changes)
+        steps = [run.logits(model, (run.first, count)) for count in (30, 1, 9)]
+        logits.append(torch.cat(steps))
+    assert calls(model) == [3]
+    assert torch.equal(*logits)
+    torch.testing.assert_close(logits[0], run.expected[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("room", [0, 1, 16])
@@ -103,7 +168,7 @@ def test_steps_over_a_pool_whose_first_was_of_a_single_token(
 ) -> None:
     """In a workspace that has room for so many tokens."""
     model, layout, _ = fused(family, **changes)
-    workspace = next(x for x in model.modules() if isinstance(x, NativeDecoderLayer))._workspace
+    workspace = next(x for x in model.modules() if isinstance(x, NativeDecoderLayers)).workspace
     workspace.release()
     workspace.reserve(room)
     run = Run(family, layout, **changes)
@@ -122,13 +187,13 @@ def test_steps_go_on_after_one_that_failed_in_the_middle(
     run = Run("llama", layout)
     run.logits(model, (run.first, 4))
     with monkeypatch.context() as patch:
-        patch.setattr(native_layer, "decoder_layer", _no_memory)
+        patch.setattr(native_layer, "decoder_layers", _no_memory)
         with pytest.raises(MemoryError):
             run.logits(model, (run.second, 20))
     got = torch.cat([run.logits(model, (run.first, count)) for count in counts])
     torch.testing.assert_close(got, run.expected[0][4 : 4 + len(got)], atol=1e-4, rtol=1e-4)
-    layers = [module for module in model.modules() if isinstance(module, NativeDecoderLayer)]
-    assert len({layer._arguments.qkv.out for layer in layers}) == 1
+    layers = [module for module in model.modules() if isinstance(module, NativeDecoderLayers)]
+    assert len({layer._arguments[0].qkv.out for layer in layers}) == 1
 
 
 def _no_memory(*_: Any) -> None:

@@ -150,7 +150,7 @@ def test_what_is_not_quantised_is_packed_and_fused_as_ever(
     loaded = load_model(str(checkpoint("llama")), device=CPU, quantization="int8_weight_only")
     kinds = {type(module).__name__ for module in loaded.model.modules()}
     assert {"PackedLinear", "FusedRMSNorm", "Linear"} <= kinds
-    assert not kinds & {"FusedAttention", "FusedGatedMLP", "NativeDecoderLayer"}
+    assert not kinds & {"FusedAttention", "FusedGatedMLP", "NativeDecoderLayers"}
 
 
 def test_adapters_are_added_to_quantised_layers(
