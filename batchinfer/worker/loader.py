@@ -20,7 +20,8 @@ from batchinfer.worker.fusion import fuse
 from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.model_config import load_config
 from batchinfer.worker.model_files import check_weights, resolve_folder
-from batchinfer.worker.native_layer import fuse_native_layers, join_native_layers
+from batchinfer.worker.native_join import join_native_layers
+from batchinfer.worker.native_layer import fuse_native_layers
 from batchinfer.worker.quantization import check_quantization, saved_quantization
 from batchinfer.worker.rope import fix_longrope
 from batchinfer.worker.runner import model_bytes

@@ -1,9 +1,8 @@
-"""Decoder layers that run as one call of a C function, on a CPU."""
+"""Decoder layers that run as one call of a C function, on a CPU, each or several together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from batchinfer.kernels.cpu.decoder_layer import (
     decoder_layers,
     supports,
 )
-from batchinfer.worker.attention import ForwardContext, current_context, make_backend
-from batchinfer.worker.forward import forward
+from batchinfer.worker.attention import ForwardContext, current_context
 from batchinfer.worker.fused_layers import swap_layers
 from batchinfer.worker.fused_modules import (
     FusedAttention,
@@ -28,15 +26,12 @@ from batchinfer.worker.fused_modules import (
     FusedRMSNorm,
     keep_plain_attributes,
 )
-from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import PackedLinear
 from batchinfer.worker.native_attention import NativeAttention
-from batchinfer.worker.probe_step import probe_step
 from batchinfer.worker.row_ops import head_norm_options
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [1, T, rotary width]."""
-_TOKENS = (3, 7, 5, 3)
 
 
 class NativeDecoderLayers(nn.Module):
@@ -225,43 +220,6 @@ def fuse_native_layers(model: nn.Module, layout: KVLayout) -> int:
         return NativeDecoderLayers([layer], workspace) if _fits(layer, dtype) else None
 
     return swap_layers(model, layout, make)
-
-
-@torch.inference_mode()
-def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Make all layers one call where all were swapped, and the model gives the same bits so.
-
-    It does not where it calls layers differently, with rotary positions of their own for example.
-    """
-    weight = next(model.parameters())
-    step = probe_step(_TOKENS, 1, layout, range(len(_TOKENS)))
-    cache = KVCache(layout, step.block_tables.size, weight.device, weight.dtype)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if not _can_be_joined(child):
-                continue
-            before = forward(model, cache, make_backend(cache), step)
-            parts: list[Any] = [*child.children()]
-            layers = [layer for part in parts for layer in part.layers]
-            joined = NativeDecoderLayers(layers, parts[0].workspace)
-            setattr(parent, name, nn.ModuleList([joined]))
-            if not _gives(before, partial(forward, model, cache, make_backend(cache), step)):
-                setattr(parent, name, child)
-
-
-def _can_be_joined(child: Any) -> bool:
-    return (
-        isinstance(child, nn.ModuleList)
-        and len(child) > 1
-        and all(isinstance(one, NativeDecoderLayers) for one in child)
-    )
-
-
-def _gives(expected: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool:
-    try:
-        return torch.equal(run(), expected)
-    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError):
-        return False  # the model looks at its layers in another way
 
 
 def _fits(layer: Any, dtype: torch.dtype) -> bool:
