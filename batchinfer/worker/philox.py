@@ -7,13 +7,10 @@ int64 tensors, as torch has no unsigned arithmetic.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from batchinfer.engine.step import Int32, Int64, UInt64
-from batchinfer.kernels.cpu import native
-from batchinfer.kernels.cpu import sampling as native_sampling
 
 RANDOM_BITS = 24
 """Bits in a draw: as many as a float32 in [0, 1) holds exactly."""
@@ -63,15 +60,9 @@ def random_bits(seed: UInt64, stream: UInt64, sample_index: Int32, position: Int
     Returns:
         [K]; divided by 2**RANDOM_BITS they are uniform in [0, 1).
     """
-    words = seed.view("int64"), stream.view("int64"), sample_index, position
-    seeds, streams, indices, positions = (torch.from_numpy(np.ascontiguousarray(w)) for w in words)
-    if native.supports(torch.float32):
-        drawn = torch.empty_like(seeds)
-        native_sampling.random_bits(seeds, streams, indices, positions, out=drawn)
-    else:
-        low, high = streams & _WORD, (streams >> 32) & _WORD
-        counter = torch.stack((low, high, indices.long(), positions.long()))
-        key = torch.stack((seeds & _WORD, (seeds >> 32) & _WORD))
-        drawn = philox_4x32(counter, key)[0] >> (32 - RANDOM_BITS)
-    bits: Int64 = drawn.numpy()
+    seeds, streams = (torch.from_numpy(words.view("int64")) for words in (seed, stream))
+    indices, positions = (torch.from_numpy(words).long() for words in (sample_index, position))
+    counter = torch.stack((streams & _WORD, (streams >> 32) & _WORD, indices, positions))
+    key = torch.stack((seeds & _WORD, (seeds >> 32) & _WORD))
+    bits: Int64 = (philox_4x32(counter, key)[0] >> (32 - RANDOM_BITS)).numpy()
     return bits

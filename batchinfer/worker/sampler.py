@@ -108,12 +108,13 @@ def _choose_all(
     token_ids = torch.zeros_like(rows) if stats.argmax is None else stats.argmax[rows]
     bits = np.zeros(len(rows), np.int64)
     if (batch.temperature > 0).any():
-        bits = random_bits(batch.seed, batch.stream, batch.sample_index, batch.position)
-    for part in split(batch, edited, logits.shape[1], chunk):
+        bits = _random_bits(batch, natively=_draws_natively(logits.device, torch.float32))
+    in_place = _draws_natively(logits.device, logits.dtype)
+    for part in split(batch, edited, logits.shape[1], chunk, in_place=in_place):
         arrays = {"samples": part.samples, "distributions": part.distributions}
         on = to_device(arrays, logits.device)
         heads = batch.logits_rows[part.heads]
-        if not edited[part.heads].any() and _draws_natively(logits):
+        if part.in_place:
             drawn = _draw_natively(logits, stats.maximum, heads, batch, part, bits[part.samples])
             token_ids[on["samples"]] = drawn
             continue
@@ -124,7 +125,7 @@ def _choose_all(
         maximum = own.amax(1)
         if part.greedy:
             chosen = own.argmax(1)[on["distributions"]]
-        elif _draws_natively(own):
+        elif _draws_natively(own.device, own.dtype):
             each = np.arange(len(own), dtype=np.int32)
             chosen = _draw_natively(own, maximum, each, batch, part, bits[part.samples])
         else:
@@ -143,8 +144,21 @@ def _rows_of(logits: Tensor, rows: Int32) -> Tensor:
     return logits.index_select(0, on["rows"]).float()
 
 
-def _draws_natively(logits: Tensor) -> bool:
-    return not logits.is_cuda and native.supports(logits.dtype)
+def _draws_natively(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and native.supports(dtype)
+
+
+def _random_bits(batch: SamplingBatch, *, natively: bool) -> Int64:
+    """[K] uniform in [0, 2**RANDOM_BITS); the same either way."""
+    keys = batch.seed, batch.stream, batch.sample_index, batch.position
+    if not natively:
+        return random_bits(*keys)
+    bits = np.empty(len(batch.seed), np.int64)
+    tensors = [
+        torch.from_numpy(np.ascontiguousarray(words.view(f"i{words.itemsize}"))) for words in keys
+    ]
+    native_sampling.random_bits(*tensors, out=torch.from_numpy(bits))
+    return bits
 
 
 def _draw_natively(

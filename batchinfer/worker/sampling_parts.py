@@ -16,7 +16,7 @@ from batchinfer.engine.step import Bool, Int64, SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Samples that need the same kind of work, few enough for the workspace."""
+    """Samples that need the same kind of work, few enough for the workspace if they take one."""
 
     samples: Int64  # [k] index into the batch's K samples
     distributions: Int64  # [k] which of the D each draws from, ascending
@@ -24,7 +24,9 @@ class Part:
     greedy: bool
     """Whether the samples take the most likely token."""
     filtered: bool
-    """Whether any has top-k or top-p."""
+    """Whether any has top-k or top-p; not told of what is drawn in place."""
+    in_place: bool
+    """Whether they are drawn from the logits where these are, without a workspace."""
 
 
 def edited_samples(batch: SamplingBatch) -> Bool:
@@ -37,26 +39,40 @@ def edited_samples(batch: SamplingBatch) -> Bool:
     return edited
 
 
-def split(batch: SamplingBatch, edited: Bool, vocab: int, most: int) -> Iterator[Part]:
-    """Parts of at most ``most`` distributions that together hold every sample but the plain.
+def split(
+    batch: SamplingBatch, edited: Bool, vocab: int, most: int, *, in_place: bool
+) -> Iterator[Part]:
+    """Parts that together hold every sample but the plain.
 
     The plain ones take the most likely token of an unedited row, which needs no part.
+
+    Args:
+        batch: the samples.
+        edited: [K] see ``edited_samples``.
+        vocab: tokens.
+        most: distributions in a part that needs a workspace.
+        in_place: whether others than the edited are drawn without one.
     """
     greedy = batch.temperature == 0
     filtered = ((batch.top_k > 0) & (batch.top_k < vocab)) | (batch.top_p < 1)
+    drawn_in_place = ~greedy & ~edited & in_place
+    drawn = ~greedy & ~drawn_in_place
     kinds = (
-        (greedy & edited, True, False),
-        (~greedy & ~filtered, False, False),
-        (~greedy & filtered, False, True),
+        (greedy & edited, True, False, False),
+        (drawn_in_place, False, False, True),
+        (drawn & ~filtered, False, False, False),
+        (drawn & filtered, False, True, False),
     )
-    for chosen, is_greedy, is_filtered in kinds:
+    for chosen, is_greedy, is_filtered, is_in_place in kinds:
         samples = np.flatnonzero(chosen)
         if len(samples) == 0:
             continue
         first = _starts_distribution(batch, edited, samples)
         distributions = np.cumsum(first) - 1
-        for low in range(0, int(first.sum()), most):
-            start, stop = np.searchsorted(distributions, (low, low + most))
+        count = int(first.sum())
+        size = count if is_in_place else most
+        for low in range(0, count, size):
+            start, stop = np.searchsorted(distributions, (low, low + size))
             mine = slice(int(start), int(stop))
             yield Part(
                 samples=samples[mine],
@@ -64,6 +80,7 @@ def split(batch: SamplingBatch, edited: Bool, vocab: int, most: int) -> Iterator
                 heads=samples[mine][first[mine]],
                 greedy=is_greedy,
                 filtered=is_filtered,
+                in_place=is_in_place,
             )
 
 

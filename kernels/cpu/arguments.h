@@ -1,4 +1,4 @@
-/* What the kernels are called with. `native.py`, `row_ops.py` and `gemm.py` say the same to ctypes. */
+/* What the kernels are called with. The Python files of this folder say the same to ctypes. */
 
 #ifndef BATCHINFER_ARGUMENTS_H
 #define BATCHINFER_ARGUMENTS_H

@@ -59,7 +59,7 @@ typedef struct {
     float *sorted;    /* the same, being sorted */
     int64_t *weights; /* [vocab] */
     uint64_t *keys;   /* [vocab + 1] */
-    float *row;       /* [vocab] */
+    float *row;       /* [vocab], for bfloat16 */
 } scratch;
 
 /* The largest of `count` neighbours; none is NaN. */
@@ -198,8 +198,8 @@ int draw(const draw_args *a) {
     {
         scratch s = {malloc((groups + 1) * sizeof(float)), malloc((groups + 1) * sizeof(float)),
                      malloc(vocab * sizeof(int64_t)), malloc((vocab + 1) * sizeof(uint64_t)),
-                     malloc(vocab * sizeof(float))};
-        const int all = s.maxima && s.sorted && s.weights && s.keys && s.row;
+                     a->is_bf16 ? malloc(vocab * sizeof(float)) : NULL};
+        const int all = s.maxima && s.sorted && s.weights && s.keys && (s.row || !a->is_bf16);
         if (!all) failed = 1;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t d = 0; d < a->num_distributions; d++) {

@@ -69,7 +69,8 @@ def random_bits(
     *,
     out: torch.Tensor,  # [K] int64
 ) -> None:
-    """A uniform number in [0, 2**24) for each key; all tensors are contiguous. Twin: ``philox``."""
+    """A uniform number in [0, 2**24) for each key; all tensors are contiguous. Twin:
+    ``philox.random_bits`` of the worker."""
     library = load()
     assert library is not None
     tensors = (seed, stream, sample_index, position, out)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from batchinfer.worker import philox
+from batchinfer.kernels.cpu import native, sampling
 from batchinfer.worker.philox import RANDOM_BITS, philox_4x32, random_bits
 
 # Counter, key and output words of "philox4x32 10" in Random123's tests/kat_vectors.
@@ -65,13 +65,16 @@ def test_the_seed_is_the_key_and_the_rest_the_counter() -> None:
     assert bits == word >> (32 - RANDOM_BITS)
 
 
-def test_in_c_and_by_torch_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler")
+def test_in_c_it_is_the_same() -> None:
     rng = np.random.default_rng(0)
     seed, stream = rng.integers(0, 2**64, (2, 500), dtype=np.uint64)
     index, position = rng.integers(0, 2**31, (2, 500), dtype=np.int32)
-    here = random_bits(seed, stream, index, position)
-    monkeypatch.setattr(philox.native, "supports", lambda dtype: False)
-    assert np.array_equal(random_bits(seed, stream, index, position), here)
+    expected = random_bits(seed, stream, index, position)
+    got = torch.empty(500, dtype=torch.int64)
+    keys = (seed.view(np.int64), stream.view(np.int64), index, position)
+    sampling.random_bits(*map(torch.from_numpy, keys), out=got)
+    assert np.array_equal(got.numpy(), expected)
 
 
 def test_every_part_of_the_key_matters() -> None:

@@ -158,7 +158,7 @@ class TestDistribution:
     def test_extreme_draws_land_on_tokens_that_are_possible(
         self, bits: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sampler_module, "random_bits", lambda *key: np.array([bits]))
+        monkeypatch.setattr(sampler_module, "_random_bits", lambda *_, **__: np.array([bits]))
         logits = torch.full((1, 1003), -torch.inf)
         logits[0, 500:510] = 0.0
         token_id = int(sample(logits, [Sample()]).token_ids[0])
