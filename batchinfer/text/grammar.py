@@ -34,7 +34,8 @@ indent. Endless whitespace, which JSON allows, is what small models get stuck in
 _BYTES = 256
 _FEW_CORES = 4
 """Up to here masks are made one after the other: the threads that the model's products have just
-used still spin, and others would wait for them. On 2 cores that took up to 1.8 times as long."""
+used still spin, and others would wait for them. On 2 cores that took up to 1.8 times as long; on
+more it was not measured."""
 
 
 class GrammarError(ValueError):
@@ -157,7 +158,7 @@ class GrammarCompiler:
             )
         except ValueError as error:
             raise GrammarError(f"not with this model's tokenizer: {_line(str(error))}") from None
-        return tokenizer, LLExecutor() if (os.cpu_count() or 1) > _FEW_CORES else None
+        return tokenizer, LLExecutor() if len(os.sched_getaffinity(0)) > _FEW_CORES else None
 
 
 def check_structured_outputs(structured_outputs: Mapping[str, Any]) -> None:
