@@ -21,25 +21,26 @@ static void of_step(const step_args *s, layer_args *a) {
     a->rotary.num_threads = attention->num_threads = s->num_threads;
 }
 
-#define DECODER_LAYERS(type)                                                               \
-    static int run_##type(layer_args *a) {                                                 \
-        rms_norm_##type(&a->attention_norm);                                               \
-        gemm_##type(&a->qkv);                                                              \
-        rotary_write_##type(&a->rotary);                                                   \
-        if (attend_##type(&a->attention)) return 1;                                        \
-        gemm_##type(&a->o);                                                                \
-        rms_norm_##type(&a->mlp_norm);                                                     \
-        gemm_##type(&a->gate_up);                                                          \
-        silu_mul_##type(&a->silu);                                                         \
-        gemm_##type(&a->down);                                                             \
-        return 0;                                                                          \
-    }                                                                                      \
-    int decoder_layers_##type(layer_args *layers, const step_args *const *steps, int64_t count) { \
-        for (int64_t at = 0; at < count; at++) {                                           \
-            of_step(steps[at], &layers[at]);                                               \
-            if (run_##type(&layers[at])) return 1;                                         \
-        }                                                                                  \
-        return 0;                                                                          \
+#define DECODER_LAYERS(type)                                                \
+    static int run_##type(layer_args *a) {                                  \
+        rms_norm_##type(&a->attention_norm);                                \
+        gemm_##type(&a->qkv);                                               \
+        rotary_write_##type(&a->rotary);                                    \
+        if (attend_##type(&a->attention)) return 1;                         \
+        gemm_##type(&a->o);                                                 \
+        rms_norm_##type(&a->mlp_norm);                                      \
+        gemm_##type(&a->gate_up);                                           \
+        silu_mul_##type(&a->silu);                                          \
+        gemm_##type(&a->down);                                              \
+        return 0;                                                           \
+    }                                                                       \
+    int decoder_layers_##type(                                              \
+        layer_args *layers, const step_args *const *steps, int64_t count) { \
+        for (int64_t at = 0; at < count; at++) {                            \
+            of_step(steps[at], &layers[at]);                                \
+            if (run_##type(&layers[at])) return 1;                          \
+        }                                                                   \
+        return 0;                                                           \
     }
 
 DECODER_LAYERS(f32)
