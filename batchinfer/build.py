@@ -19,10 +19,12 @@ from batchinfer.engine.victims import Victims
 from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.decode_graphs import DecodeGraphs
+from batchinfer.worker.kernel_choice import KernelWish
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.memory import plan_memory
 from batchinfer.worker.model_config import check_config
+from batchinfer.worker.row_bits import check_row_bits
 from batchinfer.worker.runner import ModelRunner, model_bytes
 from batchinfer.worker.sampler import Sampler
 from batchinfer.worker.tokenizer_files import load_tokenizer
@@ -63,23 +65,37 @@ class Built:
     bytes_per_block: int
     device: str
     model_facts: Mapping[str, Any]
+    kernels: Mapping[str, str]
+    """What multiplies by the weights, by their dtype."""
     device_bytes: Callable[[], int]
     """Memory in use on the device now."""
 
 
-def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str], None]) -> Built:
+def build_engine(
+    model: ModelChoice,
+    engine: EngineConfig,
+    *,
+    log: Callable[[str], None],
+    kernels_before: Mapping[str, str] | None = None,
+) -> Built:
     """Load a model and make the engine that runs it.
 
     Args:
         model: which one.
         engine: how it uses its device.
-        log: told where the device's memory goes, line by line.
+        log: told what multiplies and where the device's memory goes, line by line.
+        kernels_before: ``Built.kernels`` of the runs whose work this one goes on with.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or run.
         DeviceError: the device is missing or too small.
     """
     device = choose_device(engine.device)
+    if engine.deterministic and device.type != "cpu":
+        raise DeviceError(
+            "not yet: engine.deterministic on a CUDA device is not supported by this version",
+            hint="set engine.device: cpu, or engine.deterministic: false",
+        )
     engine = sized_for(device.type, engine)
     check_config(model.name, model.revision)
     tokenizer = make_tokenizer(model)
@@ -91,8 +107,12 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         max_model_len=model.max_model_len,
         quantization=model.quantization,
         adapters=model.adapters,
+        kernels=KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before or {}),
     )
+    log(str(loaded.kernels))
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
+    if engine.deterministic:
+        check_row_bits(loaded.model, layout)
     memory = plan_memory(
         engine,
         layout,
@@ -137,6 +157,7 @@ def build_engine(model: ModelChoice, engine: EngineConfig, *, log: Callable[[str
         bytes_per_block=layout.bytes_per_block,
         device=describe(device),
         model_facts=loaded.facts,
+        kernels={loaded.dtype: loaded.kernels.name},
         device_bytes=runner.device_bytes,
     )
 

@@ -105,6 +105,7 @@ def build_dry_engine(
             "weight_bytes": cost.weight_bytes,
             "adapter_bytes": adapter_bytes,
         },
+        kernels={},
         device_bytes=lambda: weight_bytes + memory.pool_bytes,
         num_host_blocks=memory.num_host_blocks,
         runner=runner,

@@ -104,6 +104,7 @@ class StubBuilt:
     bytes_per_block: int = 1024
     device: str = "stub"
     model_facts: dict[str, Any] = field(default_factory=lambda: {"name": "stub"})
+    kernels: dict[str, str] = field(default_factory=dict)
 
     def device_bytes(self) -> int:
         return 0

@@ -53,7 +53,13 @@ class EngineConfig:
     order_window: int = 65536
     """Rows planned together, in whole parts: by prefix they are reordered within such a window."""
     deterministic: bool = False
-    """Bits never depend on what ran beside a row, on any device."""
+    """Bits never depend on what ran beside a row. Not yet on a CUDA device; on a CPU they do not
+    either without it, as long as `cpu_kernels` has the project's own multiply."""
+    cpu_kernels: Literal["auto", "own", "onednn", "torch"] = "auto"
+    """What multiplies by the weights on a CPU. auto: what is fastest on the shapes of the model,
+    measured once. own: the project's kernels, whose rows do not depend on each other. onednn:
+    oneDNN over weights it has packed. torch: torch's linear layers. A resumed job goes on with what
+    it began with, where that is there."""
 
     def __post_init__(self) -> None:
         take_types(self)
@@ -68,7 +74,7 @@ class EngineConfig:
             parse_size(self.kv_cache_memory, "kv_cache_memory")
         self._check_swap()
         if self.deterministic:
-            raise ValueError("not yet: engine.deterministic is not supported by this version")
+            self._check_deterministic()
 
     @property
     def swap_bytes(self) -> int:
@@ -76,6 +82,17 @@ class EngineConfig:
         if self.preemption == "recompute" or not self.enable_prefix_caching:
             return 0
         return parse_size(self.swap_space, "swap_space")
+
+    def _check_deterministic(self) -> None:
+        if self.device == "cuda":
+            raise ValueError(
+                "not yet: engine.deterministic on a CUDA device is not supported by this version"
+            )
+        if self.cpu_kernels not in ("auto", "own"):
+            raise ValueError(
+                "deterministic: true needs kernels that compute each row by itself, which "
+                f"cpu_kernels: {self.cpu_kernels} does not promise; set own, or auto"
+            )
 
     def _check_swap(self) -> None:
         space = parse_size(self.swap_space, "swap_space")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import PurePath
@@ -40,6 +41,8 @@ class Run:
     total_s: float = 0.0
     kv: dict[str, int] = field(default_factory=dict)
     """``KV_FACTS``; empty where no model was needed."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """What multiplied by the weights, by their dtype; empty where no model was needed."""
     peak_used_blocks: int = 0
     """Of all steps, also those that ``stats.every_steps`` leaves out."""
     used_blocks: int = 0
@@ -81,9 +84,27 @@ def read_run(files: Files, path: PurePath) -> Run:
             sizes.append(run.unsampled["step"] + 0)
     except (TypeError, KeyError) as error:
         raise ValueError(f"not a run's record: {error}") from None
-    if run.run_id != path.stem or min(*seconds, *sizes) < 0 or not isinstance(run.job, dict):
+    if run.run_id != path.stem or min(*seconds, *sizes) < 0 or not _is_facts(run):
         raise ValueError("not this run's record")
     return run
+
+
+def runs_of(out: OutputDir) -> Iterator[Run]:
+    """The records of an output's runs, in order, but for those that are damaged."""
+    for path in out.files.entries(out.runs):
+        with suppress(OSError, ValueError):
+            yield read_run(out.files, path)
+
+
+def kernels_of(runs: Iterable[Run]) -> dict[str, str]:
+    """What multiplied in the last of the runs that finished a row; empty where none says."""
+    known = [run.kernels for run in runs if run.rows and run.kernels]
+    return known[-1] if known else {}
+
+
+def _is_facts(run: Run) -> bool:
+    names = (*run.kernels, *run.kernels.values()) if isinstance(run.kernels, dict) else (None,)
+    return isinstance(run.job, dict) and all(isinstance(name, str) for name in names)
 
 
 class Recorder:
@@ -112,6 +133,7 @@ class Recorder:
         self.run.load_s = load_s
         self.run.device, self.run.model = built.device, dict(built.model_facts)
         self._device_bytes = built.device_bytes
+        self.run.kernels = dict(built.kernels)
         self.run.kv = {name: getattr(built, name) for name in KV_FACTS}
         self._save()  # before the first step: the summary reads them together
 

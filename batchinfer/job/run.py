@@ -26,6 +26,7 @@ from batchinfer.job.part_record import PartRecord
 from batchinfer.job.pipeline import BuildEngine, Job, load
 from batchinfer.job.progress import make_progress, say
 from batchinfer.job.prompt_columns import check_completions_column, check_prompt_columns
+from batchinfer.job.recorder import kernels_of, runs_of
 from batchinfer.job.recovery import from_scratch, recover
 from batchinfer.job.retry import has_errors, reopen
 from batchinfer.job.signals import stop_signals
@@ -103,8 +104,10 @@ def _run(
     lost = {f"what was in {name}": problem for name, problem in left.damaged.items()}
     telling.damage({**work.damaged, **lost})
     missing = sum(map(job.source.count, left.missing))
-    with put_off():
-        loaded = load(job, build or _default_builder()) if missing else None
+    loaded = None
+    if missing:
+        with put_off():
+            loaded = load(job, _like_before(build or _default_builder(), job.out, work))
     start_over(job.out, work)
     with stop_signals() as stop:
         with closing(make_progress(missing, quiet=telling.quiet)) as progress:
@@ -119,6 +122,12 @@ def _default_builder() -> BuildEngine:
     from batchinfer.build import build_engine  # imports torch: only where there is work to do
 
     return build_engine
+
+
+def _like_before(build: BuildEngine, out: OutputDir, work: Work) -> BuildEngine:
+    """Have the engine compute as the runs did whose rows stay."""
+    before = {} if work.starts_over else kernels_of(runs_of(out))
+    return partial(build, kernels_before=before) if before else build
 
 
 def _look(spec: JobSpec) -> Job:

@@ -18,7 +18,7 @@ from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.messages import duration
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
-from batchinfer.job.recorder import Run, read_run
+from batchinfer.job.recorder import Run, runs_of
 from batchinfer.job.row_ids import NO_ROWS, of_part
 from batchinfer.job.screen import Fact, plain
 
@@ -92,7 +92,7 @@ def read_status(out: OutputDir, now: float) -> Status:
     plan = plan_of(out)
     segments = list(_segment_rows(out))  # before the records: rows move from here to there
     done, errors, parts_done = _count(out, plan, segments)
-    runs = list(_runs(out))
+    runs = list(runs_of(out))
     run = runs[-1] if runs else Run("", {})
     lives = out.lock.holder_lives()
     silent = now - run.saved_at >= max(SILENT_S, 3 * out.files.flush_every_s)
@@ -158,9 +158,3 @@ def _record(out: OutputDir, part: Part) -> PartRecord | None:
         return out.read_record(part)
     except DataError:
         return None
-
-
-def _runs(out: OutputDir) -> Iterator[Run]:
-    for path in out.files.entries(out.runs):
-        with suppress(OSError, ValueError):
-            yield read_run(out.files, path)

@@ -57,6 +57,8 @@ def write_summary(
     columns, run_ids = _step_columns(out, steps)
     runs = _runs(out, set(run_ids), warn)
     latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
+    for line in _changed_kernels(runs):
+        warn(line)
     block_sizes = {run.run_id: run.kv["block_size"] for run in runs if run.kv}
     known = np.array([run_id in block_sizes for run_id in run_ids], dtype=np.bool_)
     block_size = np.array([block_sizes.get(run_id, 0) for run_id in run_ids], dtype=np.float64)
@@ -95,6 +97,7 @@ def write_summary(
         "out_of_memory": _out_of_memory(runs),
         "model": latest.model,
         "device": latest.device,
+        "kernels": latest.kernels,
         "versions": package_versions(),
         "fingerprint": manifest.fingerprint,
     }
@@ -112,6 +115,21 @@ def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> 
         except (OSError, ValueError):
             warn(f"{path} is damaged or missing: summary.json leaves out that run's time and pool")
     return runs
+
+
+def _changed_kernels(runs: Iterable[Run]) -> Iterator[str]:
+    """A line for each dtype whose products were computed by one kernel and then by another."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        for dtype, name in run.kernels.items() if run.rows else ():
+            names.setdefault(dtype, []).append(name)
+    for dtype, of_runs in names.items():
+        found = list(dict.fromkeys(of_runs))
+        if len(found) > 1:
+            yield (
+                f"{' and '.join(found)} multiplied {dtype} in different runs of this job: the last "
+                "bits of their rows' logits may differ"
+            )
 
 
 def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:

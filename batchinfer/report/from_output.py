@@ -12,7 +12,7 @@ from batchinfer.job.existing import plan_of
 from batchinfer.job.manifest import Manifest, Part
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
-from batchinfer.job.recorder import Run, package_versions, read_run
+from batchinfer.job.recorder import Run, package_versions, runs_of
 from batchinfer.job.status import Status, read_status
 from batchinfer.report.clean import without_secrets
 from batchinfer.report.examples import find_examples, find_failures
@@ -38,7 +38,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
     segments = out.files.entries(out.segments)  # before the records: rows move from here to there
     records = list(_records(out, plan))
     done = FinishedRows([part.rows for part, _ in records])
-    runs = list(_runs(out))
+    runs = list(runs_of(out))
     latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
     job = latest.job or plan.job
     merged = len(records) == len(plan.parts()) and out.files.stat(out.summary) is not None
@@ -79,12 +79,6 @@ def _records(out: OutputDir, plan: Manifest) -> Iterator[tuple[Part, PartRecord]
                 yield part, record
 
 
-def _runs(out: OutputDir) -> Iterator[Run]:
-    for path in out.files.entries(out.runs):
-        with suppress(OSError, ValueError):
-            yield read_run(out.files, path)
-
-
 def _state(status: Status, job: Mapping[str, Any], merged: bool) -> str:
     """A run that has written all but ``_SUCCESS`` writes the report before it ends."""
     if not (merged or status.state == "finished_with_errors"):
@@ -108,7 +102,9 @@ def _unit(job: Mapping[str, Any]) -> str:
 
 
 def _facts(run: Run) -> RunFacts:
-    return RunFacts(run.run_id, run.device or "", run.rows, run.load_s, run.total_s, run.ended)
+    products = [f"{name} ({dtype})" for dtype, name in run.kernels.items()]
+    device = ", ".join([run.device or "", *products])
+    return RunFacts(run.run_id, device, run.rows, run.load_s, run.total_s, run.ended)
 
 
 def _sections(job: Mapping[str, Any], plan: Manifest) -> dict[str, dict[str, Any]]:

@@ -21,6 +21,7 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.lora import Factors, LoraSum
 from batchinfer.worker.native_layer import NativeDecoderLayers
 from batchinfer.worker.probe_step import probe_step
+from batchinfer.worker.product_kernels import ProductKernel
 
 _TOKENS = (3, 7)
 
@@ -44,13 +45,19 @@ class LayerInParts(nn.Module):
         return out
 
 
-def add_adapters(model: nn.Module, layout: KVLayout, adapters: Sequence[Adapter]) -> None:
+def add_adapters(
+    model: nn.Module,
+    layout: KVLayout,
+    adapters: Sequence[Adapter],
+    kernel: ProductKernel | None = None,
+) -> None:
     """Read the adapters' weights and let rows of a step run through them, numbered from 1.
 
     Args:
         model: loaded, its layers fused or not.
         layout: of a pool for it.
         adapters: checked against the model's config.
+        kernel: what multiplies by their matrices; None: torch does.
 
     Raises:
         ModelError: naming the adapter, when its layers cannot be added to.
@@ -60,7 +67,7 @@ def add_adapters(model: nn.Module, layout: KVLayout, adapters: Sequence[Adapter]
     weight = next(model.parameters())
     for number, adapter in enumerate(adapters, start=1):
         try:
-            _add(model, number, adapter, weight)
+            _add(model, number, adapter, weight, kernel)
             _try(model, layout, number, adapter)
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"model.adapters.{adapter.name} does not fit the device") from error
@@ -73,7 +80,13 @@ def _open_up(model: nn.Module) -> None:
                 setattr(parent, name, LayerInParts(child))
 
 
-def _add(model: nn.Module, number: int, adapter: Adapter, like: torch.Tensor) -> None:
+def _add(
+    model: nn.Module,
+    number: int,
+    adapter: Adapter,
+    like: torch.Tensor,
+    kernel: ProductKernel | None,
+) -> None:
     by_layer: dict[nn.Module, list[Factors]] = {}
     for target in adapter.targets:
         layer, start = _find(model, target.module)
@@ -82,7 +95,7 @@ def _add(model: nn.Module, number: int, adapter: Adapter, like: torch.Tensor) ->
     for layer, factors in by_layer.items():
         lora = getattr(layer, "lora", None)
         if lora is None:
-            lora = LoraSum()
+            lora = LoraSum(kernel)
             layer.lora = lora
             layer.register_forward_hook(lora)
         lora.put(number, factors)

@@ -59,7 +59,7 @@ class AddPackedLinear(nn.Module):
         own = self.linear.own
         assert residual is not None
         assert own is not None
-        gemm.gemm(x.reshape(-1, x.shape[-1]), own, self.linear.bias, out=residual, adds=True)
+        gemm.gemm(x.reshape(-1, x.shape[-1]), own.weight, self.linear.bias, out=residual, adds=True)
         return residual
 
 

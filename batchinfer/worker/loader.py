@@ -17,6 +17,12 @@ from batchinfer.errors import ModelError
 from batchinfer.worker.adapter_files import read_adapters
 from batchinfer.worker.adapters import add_adapters
 from batchinfer.worker.fusion import fuse
+from batchinfer.worker.kernel_choice import (
+    TORCH_MULTIPLIES,
+    KernelChoice,
+    KernelWish,
+    choose_kernel,
+)
 from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.model_config import load_config
 from batchinfer.worker.model_files import check_weights, resolve_folder
@@ -28,6 +34,8 @@ from batchinfer.worker.runner import model_bytes
 from batchinfer.worker.self_check import check_model
 from batchinfer.worker.tokenizer_files import eos_token_ids, num_tokenizer_ids
 from batchinfer.worker.weights import choose_dtype, load_weights
+
+_ANY_KERNELS = KernelWish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,8 @@ class LoadedModel:
     adapters: Mapping[str, int]
     """Number of each adapter, from 1."""
     adapter_bytes: int
+    kernels: KernelChoice
+    """What multiplies by the weights."""
     facts: Mapping[str, Any]
     """For the summary: name, revision, family, parameters, bytes."""
 
@@ -67,6 +77,7 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str | None = None,
     adapters: Mapping[str, str] | None = None,
+    kernels: KernelWish = _ANY_KERNELS,
 ) -> LoadedModel:
     """Check a model folder (or hub id), load its weights and try four tokens.
 
@@ -76,10 +87,11 @@ def load_model(
         quantization: how to quantise the weights; None: as they are saved.
         adapters: folder or hub id of LoRA adapters by name; rows run through them by number, in
             this order from 1.
+        kernels: what is to multiply, on a CPU.
 
     Raises:
         ModelError: in one line with what to do; nothing from the folder is executed.
-        DeviceError: the weights do not fit the device.
+        DeviceError: the weights do not fit the device, or no such kernels are there.
     """
     folder = resolve_folder(name, revision)
     config = load_config(folder)
@@ -99,15 +111,18 @@ def load_model(
     if not fuse(model, layout, longest):
         model = load()
         fix_longrope(model, longest)
+    choice = TORCH_MULTIPLIES
     if device.type == "cpu":
-        pack_linears(model, getattr(torch, dtype))
+        choice = choose_kernel(model, getattr(torch, dtype), kernels)
+        if choice.kernel is not None:
+            pack_linears(model, choice.kernel, getattr(torch, dtype))
         _let_go_of_file(model)
         fuse_native_layers(model, layout)
     else:
         torch.cuda.empty_cache()  # merged weights left holes of the size of their parts
     weight_bytes = model_bytes(model)
     if found:
-        add_adapters(model, layout, found)
+        add_adapters(model, layout, found, choice.kernel)
     elif device.type == "cpu":
         join_native_layers(model, layout)
     return LoadedModel(
@@ -118,6 +133,7 @@ def load_model(
         dtype=dtype,
         adapters=MappingProxyType({one.name: at for at, one in enumerate(found, start=1)}),
         adapter_bytes=model_bytes(model) - weight_bytes,
+        kernels=choice,
         facts={
             "name": name,
             "revision": revision,

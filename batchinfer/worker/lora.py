@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from batchinfer.worker.attention import current_context
-from batchinfer.worker.linear import PackedLinear, packing_works
+from batchinfer.worker.linear import PackedLinear, packs
+from batchinfer.worker.product_kernels import ProductKernel
 
 
 class Factors(NamedTuple):
@@ -29,10 +30,10 @@ class Factors(NamedTuple):
 class _OfOne(nn.Module):
     """One adapter's factors of one layer: its A matrices side by side, each B for itself."""
 
-    def __init__(self, factors: list[Factors]) -> None:
+    def __init__(self, factors: list[Factors], kernel: ProductKernel | None) -> None:
         super().__init__()
-        self._down = _linear(torch.cat([one.down for one in factors]))
-        self._ups = nn.ModuleList(_linear(one.up) for one in factors)
+        self._down = _linear(torch.cat([one.down for one in factors]), kernel)
+        self._ups = nn.ModuleList(_linear(one.up, kernel) for one in factors)
         ranks = [len(one.down) for one in factors]
         ends = torch.tensor(ranks).cumsum(0).tolist()
         self._slices = [
@@ -48,15 +49,20 @@ class _OfOne(nn.Module):
 
 
 class LoraSum(nn.Module):
-    """The adapters of one linear layer; a forward hook of it."""
+    """The adapters of one linear layer; a forward hook of it.
 
-    def __init__(self) -> None:
+    Args:
+        kernel: what multiplies by the adapters' matrices; None: torch does.
+    """
+
+    def __init__(self, kernel: ProductKernel | None) -> None:
         super().__init__()
+        self._kernel = kernel
         self._by_adapter: dict[int, _OfOne] = {}
 
     def put(self, adapter: int, factors: list[Factors]) -> None:
         """Take an adapter's factors."""
-        one = _OfOne(factors)
+        one = _OfOne(factors, self._kernel)
         self._by_adapter[adapter] = one
         self.add_module(str(adapter), one)
 
@@ -75,10 +81,11 @@ class LoraSum(nn.Module):
                 one.add(x, rows, out)
 
 
-def _linear(weight: torch.Tensor) -> nn.Module:
+def _linear(weight: torch.Tensor, kernel: ProductKernel | None) -> nn.Module:
     """A layer without bias; on a CPU packed, so that rows do not depend on each other."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    packs = weight.device.type == "cpu" and packing_works(weight.dtype)
-    return PackedLinear(linear) if packs else linear
+    if kernel is None or not packs(linear, kernel, weight.dtype):
+        return linear
+    return PackedLinear(linear, kernel)

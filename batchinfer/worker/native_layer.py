@@ -242,4 +242,4 @@ def _norm(norm: FusedRMSNorm, x: torch.Tensor, out: torch.Tensor) -> row_ops.RMS
 def _product(
     linear: Any, x: torch.Tensor, out: torch.Tensor, *, adds: bool = False
 ) -> gemm.GemmArgs:
-    return gemm.gemm_args(x, linear.own, linear.bias, out=out, adds=adds)
+    return gemm.gemm_args(x, linear.own.weight, linear.bias, out=out, adds=adds)

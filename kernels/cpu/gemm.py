@@ -52,6 +52,13 @@ def supports(weight: torch.Tensor) -> bool:
     return dtype == torch.float32 or weight.shape[1] % 2 == 0  # 16 bits are multiplied in pairs
 
 
+def available(dtype: torch.dtype) -> tuple[str, ...]:
+    """Names of the kernels for weights of ``dtype`` on this processor, best first."""
+    if not supports(torch.empty(2, 2, dtype=dtype)):
+        return ()
+    return ("AVX-512",) if dtype == torch.float32 else ("AVX-512 BF16",)
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """[out, in] to a flat tensor of panels: [panel][in][output], for 16 bits with pairs of in."""
     out_features, in_features = weight.shape

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -51,19 +52,25 @@ def load() -> ctypes.CDLL | None:
         return None
 
 
+def source_digest() -> str:
+    """SHA-256, in hex, of the kernels' source."""
+    return hashlib.sha256(b"|".join(_source())).hexdigest()
+
+
+def cache_folder() -> Path | None:
+    """The user's own folder that compiled kernels are kept in; None: there is none to write to."""
+    return next((folder for folder in _own_folders() if os.access(folder, os.W_OK)), None)
+
+
 def _built(compiler: str) -> Path:
     openmp = _openmp_libraries()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
     # The path as well: a wrapper that adds flags tells the version of the compiler it calls.
-    parts = [compiler.encode(), version.stdout, _processor(), *map(str.encode, (*_FLAGS, *openmp))]
-    parts += [(_FOLDER / name).read_bytes() for name in (*_SOURCES, *_INCLUDED)]
-    name = f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:24]}.so"
-    for folder in _cache_folders():
+    parts = [compiler.encode(), version.stdout, processor(), *map(str.encode, (*_FLAGS, *openmp))]
+    name = f"kernels-{hashlib.sha256(b'|'.join((*parts, *_source()))).hexdigest()[:24]}.so"
+    for folder in _own_folders():
         path = folder / name
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not _is_own(folder):
-                continue
             if path.exists():
                 return path
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -88,6 +95,21 @@ def _openmp_libraries() -> list[str]:
     return [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
 
 
+def _source() -> list[bytes]:
+    return [(_FOLDER / name).read_bytes() for name in (*_SOURCES, *_INCLUDED)]
+
+
+def _own_folders() -> Iterator[Path]:
+    """Folders to keep libraries in that nobody else can write to, made where they are missing."""
+    for folder in _cache_folders():
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if _is_own(folder):
+                yield folder
+        except OSError:
+            continue
+
+
 def _cache_folders() -> list[Path]:
     root = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -104,7 +126,7 @@ def _is_own(folder: Path) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-def _processor() -> bytes:
+def processor() -> bytes:
     """What ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()

@@ -72,6 +72,7 @@ class FakeBuilt:
     bytes_per_block: int = 1024
     device: str = "fake"
     model_facts: dict[str, Any] = field(default_factory=lambda: {"name": "echo"})
+    kernels: dict[str, str] = field(default_factory=dict)
 
     def device_bytes(self) -> int:
         return 12345

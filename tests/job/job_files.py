@@ -94,6 +94,7 @@ engine:
   order: prefix
   order_window: 65536
   deterministic: false
+  cpu_kernels: auto
 output:
   path: out/summaries/dt={{ ds }}/
   format: parquet

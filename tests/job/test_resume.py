@@ -351,3 +351,46 @@ def test_a_row_that_kills_the_process_is_found_and_given_up(tmp_path: Path, row:
     check_sums(tmp_path)
     assert run_job(spec, build=Build(), retry_errors=True, quiet=True) is ExitCode.OK
     check_answers(tmp_path, texts)
+
+
+class Multiplying(FakeBuild):
+    """Builds engines whose products are by a kernel, and is told which one there was before."""
+
+    def __init__(self, name: str, stops_at: int | None = None) -> None:
+        super().__init__(max_num_seqs=4)
+        self.name = name
+        self.before: dict[str, str] = {}
+        if stops_at is not None:
+            self.before_step = stop_at(stops_at)
+
+    def __call__(self, *arguments: Any, kernels_before: Any = None, **options: Any) -> Any:
+        self.before = kernels_before or {}
+        built = super().__call__(*arguments, **options)
+        built.kernels = {"float32": self.name}
+        return built
+
+
+def test_a_run_is_told_what_multiplied_in_the_one_it_goes_on_with(tmp_path: Path) -> None:
+    prompts(tmp_path)
+    spec = job(tmp_path, output=ONE_PART)
+    first = Multiplying("own AVX-512", stops_at=40)
+    assert run_job(spec, build=first, quiet=True) is ExitCode.INTERRUPTED
+    again = Multiplying("own AVX-512")
+    assert run_job(spec, build=again, quiet=True) is ExitCode.OK
+    assert (first.before, again.before) == ({}, {"float32": "own AVX-512"})
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["kernels"] == {"float32": "own AVX-512"}
+    over = Multiplying("onednn AVX2")
+    assert run_job(spec, build=over, quiet=True, overwrite=True) is ExitCode.OK
+    assert over.before == {}
+
+
+def test_two_kernels_in_one_job_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts(tmp_path)
+    spec = job(tmp_path, output=ONE_PART)
+    run_job(spec, build=Multiplying("own AMX", stops_at=40), quiet=True)
+    assert run_job(spec, build=Multiplying("own AVX2")) is ExitCode.OK
+    told = " ".join(capsys.readouterr().err.split())
+    assert "own AMX and own AVX2 multiplied float32 in different runs of this job" in told

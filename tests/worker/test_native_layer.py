@@ -19,6 +19,7 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.native_join import join_native_layers
 from batchinfer.worker.native_layer import NativeDecoderLayers, fuse_native_layers
+from batchinfer.worker.product_kernels import product_kernels
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker
 
@@ -41,7 +42,7 @@ def fused(
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout.from_config(config.to_dict(), block_size=16, dtype=name)
     fuse(model, layout, 512)
-    pack_linears(model, dtype)
+    pack_linears(model, product_kernels(dtype)[0], dtype)
     fuse_native_layers(model, layout)
     if joined:
         join_native_layers(model, layout)

@@ -18,7 +18,6 @@ from batchinfer.errors import ModelError
 from batchinfer.worker.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.linear import packing_works
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.quantization import check_quantization
 from batchinfer.worker.runner import model_bytes
@@ -143,7 +142,6 @@ def test_bytes_are_counted_as_they_are_kept(checkpoint: Callable[[str], Path]) -
         assert cost.weights_read(1) < plain.weights_read(1) / 2
 
 
-@pytest.mark.skipif(not packing_works(torch.float32), reason="this CPU does not pack weights")
 def test_what_is_not_quantised_is_packed_and_fused_as_ever(
     checkpoint: Callable[[str], Path],
 ) -> None:

@@ -18,7 +18,7 @@ from batchinfer.engine.shared_prefix import PrefixTree
 from batchinfer.engine.step import SamplingBatch, SharedPrefixes
 from batchinfer.engine.table import Rows, SequenceTable
 from batchinfer.kernels.cpu import native
-from batchinfer.worker import linear
+from batchinfer.worker.kernel_choice import KernelWish
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.runner import ModelRunner
@@ -27,15 +27,13 @@ from batchinfer.worker.sampler import Sampler
 from tests.models import make_checkpoint
 
 CPU = torch.device("cpu")
+OWN = KernelWish("own", deterministic=True)
 # Widths that are multiples of 32, as those of real models are: where a module is not fused, torch
 # computes the last elements of a tensor, past whole pairs of vectors, with another exp.
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
 ODD = {"hidden_size": 104, "intermediate_size": 300, "num_attention_heads": 4}
 
-pytestmark = pytest.mark.skipif(
-    not native.supports(torch.float32) or not linear.packing_works(torch.float32),
-    reason="needs a C compiler and a processor that oneDNN packs weights for",
-)
+pytestmark = pytest.mark.skipif(not native.supports(torch.float32), reason="needs a C compiler")
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,8 @@ def logits_of(loaded: LoadedModel, setup: Setup) -> dict[tuple[int, int, int], b
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    if not linear.packing_works(getattr(torch, request.param)):
-        pytest.skip(f"this processor does not pack {request.param}")
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), **WIDE)
-    return load_model(str(folder), dtype=request.param, device=CPU)
+    return load_model(str(folder), dtype=request.param, device=CPU, kernels=OWN)
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
@@ -117,7 +113,7 @@ def test_logits_do_not_depend_on_how_a_row_is_run(llama: LoadedModel, other: Set
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral", "olmo2"])
 def test_other_families(family: str, tmp_path: Path) -> None:
-    loaded = load_model(str(make_checkpoint(family, tmp_path, **WIDE)), device=CPU)
+    loaded = load_model(str(make_checkpoint(family, tmp_path, **WIDE)), device=CPU, kernels=OWN)
     usual = logits_of(loaded, Setup())
     for other in OTHERS.values():
         changed = logits_of(loaded, other)
@@ -126,7 +122,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_any_width_where_all_of_a_layer_is_fused(family: str, tmp_path: Path) -> None:
-    loaded = load_model(str(make_checkpoint(family, tmp_path, **ODD)), device=CPU)
+    loaded = load_model(str(make_checkpoint(family, tmp_path, **ODD)), device=CPU, kernels=OWN)
     usual = logits_of(loaded, Setup())
     for other in OTHERS.values():
         changed = logits_of(loaded, other)
@@ -164,12 +160,10 @@ def test_rows_that_attend_together_have_the_bits_of_rows_apart(
     assert {key: together[key] for key in changed} == changed
 
 
-def test_without_packed_weights_bits_do_depend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_torch_multiplies_bits_do_depend(tmp_path: Path) -> None:
     """Guards the tests above: they can fail."""
-    monkeypatch.setattr(linear, "packing_works", lambda dtype: False)
-    loaded = load_model(str(make_checkpoint("llama", tmp_path, **WIDE)), device=CPU)
+    folder = make_checkpoint("llama", tmp_path, **WIDE)
+    loaded = load_model(str(folder), device=CPU, kernels=KernelWish("torch"))
     usual = logits_of(loaded, Setup())
     alone = logits_of(loaded, replace(Setup(), rows=(4,)))
     assert {key: usual[key] for key in alone} != alone

@@ -1,0 +1,134 @@
+"""The kernels that can multiply rows by a linear layer's weight on a CPU.
+
+``own`` is the project's C kernel (``kernels/cpu/gemm.c``), ``onednn`` oneDNN over weights it has
+packed, by the operators that torch's inductor uses when it freezes weights
+(torch/_inductor/fx_passes/mkldnn_fusion.py), ``torch`` is ``torch.nn.functional.linear``, which has
+oneDNN or BLAS rearrange the weight in every call. Those of oneDNN are private to torch, so each
+kernel is tried on a small layer first and left out where it does not work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from batchinfer.kernels.cpu import gemm
+
+_PACK_FOR_ROWS = 64  # a hint; the packed weight serves any number of rows
+_DTYPES = (torch.float32, torch.bfloat16)
+_TRIED_WIDTH, _TRIED_OUTPUTS = 32, 48
+
+
+class Packed(Protocol):
+    """A weight [out, in] as a kernel reads it."""
+
+    def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[M, in] to [M, out]."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProductKernel:
+    """A way to multiply by a weight."""
+
+    kind: str
+    """A value of ``engine.cpu_kernels``: own, onednn or torch."""
+    instructions: str
+    """What it is written for, such as AVX-512; another one may round in another way."""
+    keeps_row_bits: bool
+    """Whether a row's result is the same, bit for bit, whatever rows stand beside it."""
+    pack: Callable[[torch.Tensor], Packed]
+    takes: Callable[[torch.Tensor], bool] = lambda weight: True
+    """Whether it multiplies by a weight [out, in] of this dtype."""
+
+    @property
+    def name(self) -> str:
+        """The name for people and records, such as ``own AVX-512``; it tells bits apart."""
+        return f"{self.kind} {self.instructions}"
+
+
+class OwnPacked:
+    """A weight packed for the project's C kernel."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._out_features = len(weight)
+        self.weight = gemm.pack(weight)
+
+    def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[M, in] to [M, out]."""
+        out = rows.new_empty(len(rows), self._out_features)
+        gemm.gemm(rows, self.weight, bias, out=out)
+        return out
+
+
+class _OneDnnPacked:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._packed = _ops()._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS)
+
+    def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = _ops()._linear_pointwise(rows, self._packed, bias, "none", [], "")
+        return out
+
+
+class _Unpacked:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.clone()  # a view may keep a whole file of weights mapped
+
+    def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return nn.functional.linear(rows, self._weight, bias)
+
+
+@functools.cache
+def product_kernels(dtype: torch.dtype) -> tuple[ProductKernel, ...]:
+    """The kernels that multiply weights of ``dtype`` on this processor, and right; own ones first.
+
+    oneDNN and BLAS may sum in an order that depends on the number of rows (oneDNN with AMX does in
+    bfloat16), so that only the project's own claim to keep a row's bits.
+    """
+    if dtype not in _DTYPES:
+        return ()
+    own = (
+        ProductKernel("own", instructions, True, OwnPacked, gemm.supports)
+        for instructions in gemm.available(dtype)
+    )
+    capability = _capability(dtype)
+    others = (
+        ProductKernel("onednn", capability, False, _OneDnnPacked),
+        ProductKernel("torch", capability, False, _Unpacked),
+    )
+    return tuple(kernel for kernel in (*own, *others) if _works(kernel, dtype))
+
+
+def _works(kernel: ProductKernel, dtype: torch.dtype) -> bool:
+    if kernel.kind == "onednn" and not _one_dnn_takes(dtype):
+        return False
+    weight = torch.linspace(-1, 1, _TRIED_OUTPUTS * _TRIED_WIDTH, dtype=dtype)
+    weight = weight.view(_TRIED_OUTPUTS, _TRIED_WIDTH)
+    x = torch.linspace(1, -1, 3 * _TRIED_WIDTH, dtype=dtype).view(3, _TRIED_WIDTH)
+    try:
+        product = kernel.pack(weight).times(x, None).float()
+        return torch.allclose(product, x.float() @ weight.float().T, atol=5e-2, rtol=2e-2)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def _one_dnn_takes(dtype: torch.dtype) -> bool:
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(available and (dtype != torch.bfloat16 or _ops()._is_mkldnn_bf16_supported()))
+
+
+def _capability(dtype: torch.dtype) -> str:
+    """The instructions that oneDNN and BLAS choose by."""
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    if dtype == torch.bfloat16 and amx():
+        return "AMX"
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+def _ops() -> Any:
+    return torch.ops.mkldnn
