@@ -55,7 +55,7 @@ class KernelChoice:
 
     def __str__(self) -> str:
         speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in self.gflops.items())
-        measured = f" (GFLOP/s: {speeds})" if speeds else ""
+        measured = f" (GFLOP/s of one thread: {speeds})" if speeds else ""
         keeps = self.kernel is None or self.kernel.keeps_row_bits
         warning = "" if keeps else "; a row's last bits may depend on the rows beside it"
         return f"products by {self.name}: {self.why}{measured}{warning}"
@@ -104,6 +104,8 @@ def _choose(
     if sum(map(_elements, shapes.items())) < _WORTH_MEASURING:
         return KernelChoice(kernels[0], "the model is too small to measure others", {})
     gflops = time_kernels(kernels, shapes, dtype)
+    if not gflops:
+        return KernelChoice(kernels[0], "the processor is too busy to measure others", {})
     return KernelChoice(fastest(kernels, gflops), "measured", gflops)
 
 

@@ -1,6 +1,8 @@
 """Times kernels on the shapes of a model's products, once for a model, processor and version.
 
-What was measured is kept in the user's cache folder, beside the compiled C kernels.
+What was measured is kept in the user's cache folder, beside the compiled C kernels. One thread
+computes: with more, whoever else uses a core decides what is measured (seen: a twentieth of the
+speed, and another kernel ahead).
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ _SECONDS = 0.2
 _ROWS = (64, 256)
 """Rows of a step that decodes, and of one that computes prompts."""
 _ROUNDS = 3
-_WEIGHT_ELEMENTS = 1 << 20
-"""Of a larger weight so many are multiplied by, in whole rows: a product of 64 rows takes 1 ms."""
+_UNDISTURBED = 0.8
+"""Share of the time that the thread must have run for."""
+_WEIGHT_ELEMENTS = 1 << 19
+"""Of a larger weight so many are multiplied by, in whole rows: 64 rows take half a millisecond."""
 
 
 def linear_shapes(model: nn.Module, dtype: torch.dtype) -> Counter[Shape]:
@@ -45,16 +49,33 @@ def linear_shapes(model: nn.Module, dtype: torch.dtype) -> Counter[Shape]:
 def time_kernels(
     kernels: Sequence[ProductKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> dict[str, float]:
-    """The speed of each kernel over a model's products, in GFLOP/s, by name.
+    """The speed of each kernel over a model's products on one thread, in GFLOP/s, by name.
 
     Where there is no folder to keep it in, the kernels are timed in every process.
+
+    Returns:
+        Nothing where others use the processor so much that a comparison says nothing.
     """
     place = _place(kernels, shapes, dtype)
     known = _read(place, {kernel.name for kernel in kernels})
     if known is None:
-        known = _measure(kernels, shapes, dtype)
+        wall, own = time.perf_counter(), time.thread_time()
+        known = _on_one_thread(kernels, shapes, dtype)
+        if time.thread_time() - own < _UNDISTURBED * (time.perf_counter() - wall):
+            return {}
         _write(place, known)
     return known
+
+
+def _on_one_thread(
+    kernels: Sequence[ProductKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
+) -> dict[str, float]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measure(kernels, shapes, dtype)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _measure(
@@ -108,7 +129,7 @@ def _place(
     if folder is None:
         return None
     facts = [
-        *(str(dtype), torch.__version__, torch.get_num_threads(), library.source_digest()),
+        *(str(dtype), torch.__version__, library.source_digest()),
         *(library.processor().hex(), sorted(kernel.name for kernel in kernels)),
         sorted((*shape, count) for shape, count in shapes.items()),
     ]

@@ -65,8 +65,8 @@ def test_the_fastest_is_taken_and_its_speed_told(monkeypatch: pytest.MonkeyPatch
     choice = choose_kernel(nn.Sequential(LARGE), F32, KernelWish())
     assert choice.kernel is ONEDNN
     assert str(choice) == (
-        "products by onednn AVX2: measured (GFLOP/s: own AVX-512 200, own AVX2 100, onednn AVX2 "
-        "900, torch AVX2 300); a row's last bits may depend on the rows beside it"
+        "products by onednn AVX2: measured (GFLOP/s of one thread: own AVX-512 200, own AVX2 100, "
+        "onednn AVX2 900, torch AVX2 300); a row's last bits may depend on the rows beside it"
     )
 
 
@@ -127,6 +127,7 @@ def test_where_what_it_began_with_is_not_here_that_is_told() -> None:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kernel_timing.library, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_timing, "_UNDISTURBED", 0.0)
     return tmp_path
 
 
@@ -150,7 +151,19 @@ def test_kernels_are_timed_once(cache: Path, damage: bytes | None) -> None:
 
 def test_without_a_folder_to_keep_it_in_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_timing.library, "cache_folder", lambda: None)
+    monkeypatch.setattr(kernel_timing, "_UNDISTURBED", 0.0)
     assert set(kernel_timing.time_kernels((OWN,), {(8, 8): 1}, F32)) == {OWN.name}
+
+
+def test_what_is_measured_beside_others_is_neither_taken_nor_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_timing, "_UNDISTURBED", 2.0)  # more than all of the time
+    assert kernel_timing.time_kernels(ALL, {(8, 8): 1}, F32) == {}
+    assert list(cache.iterdir()) == []
+    monkeypatch.setattr(kernel_choice, "time_kernels", kernel_timing.time_kernels)
+    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelWish())
+    assert (choice.kernel, choice.why) == (OWN, "the processor is too busy to measure others")
 
 
 def test_shapes_that_are_left_out_for_time_are_those_least_is_computed_with(
