@@ -11,11 +11,7 @@
 
 #include "elements.h"
 
-#if defined(__AVX512BF16__)
-#define PAIRED(element) (sizeof(element) == 2)
-#else
-#define PAIRED(element) 0
-#endif
+#define PAIRED(element) (HAS_PAIRS && sizeof(element) == 2)
 
 /* Where element `d` of the key at position `p` of its block is. */
 static inline int64_t key_at(const int paired, int width, int size, int d, int p) {

@@ -2,8 +2,6 @@
 
 #include "arguments.h"
 
-#if defined(__AVX512F__) /* as in gemm.c */
-
 static void of_step(const step_args *s, layer_args *a) {
     a->attention_norm.x = a->mlp_norm.x = a->o.out = a->down.out = s->hidden;
     a->attention_norm.num_rows = a->mlp_norm.num_rows = a->silu.num_rows = s->num_tokens;
@@ -44,7 +42,4 @@ static void of_step(const step_args *s, layer_args *a) {
     }
 
 DECODER_LAYERS(f32)
-#if defined(__AVX512BF16__)
 DECODER_LAYERS(bf16)
-#endif
-#endif

@@ -39,10 +39,20 @@ static inline uint16_t to_bf16(float x) { /* to nearest, ties to even; NaN stays
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-#ifdef __FMA__
+#if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMAF)
+#define HAS_FMA
 #define FMA(a, b, c) __builtin_fmaf(a, b, c) /* unlike a sum, never reordered */
 #else
 #define FMA(a, b, c) ((a) * (b) + (c))
+#endif
+
+/* Whether one instruction multiplies pairs of bfloat16 and adds both products. */
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
 #endif
 
 #endif

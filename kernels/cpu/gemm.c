@@ -1,4 +1,4 @@
-/* Matrix products with weights packed once, for CPUs with AVX-512, compiled on first use.
+/* Matrix products with weights packed once, compiled on first use.
 
    out = x @ weight^T (+ bias) for few rows x and many: weights are packed in panels of PANEL outputs,
    [panel][k][output], that are read from memory once, each while the one before is computed with.
@@ -9,16 +9,17 @@
    Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
    multiply-adds in the order of k, so that a row's bits do not depend on the other rows. */
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-associative-math") /* a chain, also where nothing is fused */
+#elif defined(__clang__)
+#pragma clang fp reassociate(off)
+#endif
+
 #include "arguments.h"
-#include "elements.h"
+#include "vectors.h"
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-
-#define PANEL 32     /* gemm.PANEL */
-#define TILE_ROWS 14 /* 28 accumulators, 2 weights, and what is left for x */
-#define CHUNK 8      /* steps of k between prefetches */
-#define LINE 64      /* bytes of a cache line */
+#define CHUNK 8 /* steps of k between prefetches */
+#define LINE 64 /* bytes of a cache line */
 
 /* What a tile asks for while it computes: a share of the panel that comes next. */
 typedef struct {
@@ -29,39 +30,43 @@ typedef struct {
 #define ELEMENT float
 #define NAME(function) function##_f32
 #define PER_STEP 1
-#define BROADCAST(x) _mm512_set1_ps(*(x))
-#define LOAD_WEIGHTS(w) _mm512_loadu_ps(w)
-#define MULTIPLY_ADD(sum, x, w) _mm512_fmadd_ps(x, w, sum)
-#define FACTOR __m512
+#define FACTORS 1
+#define DOTS 0
+#define LOAD_WEIGHTS(factor, w) load(w)
+#define BROADCAST(factor, x) all_lanes(x)
 #define LOAD(x) (x)
 #define STORE(x) (x)
 #include "gemm.inc"
 #undef ELEMENT
 #undef NAME
 #undef PER_STEP
-#undef BROADCAST
+#undef FACTORS
+#undef DOTS
 #undef LOAD_WEIGHTS
-#undef MULTIPLY_ADD
-#undef FACTOR
+#undef BROADCAST
 #undef LOAD
 #undef STORE
-
-#if defined(__AVX512BF16__)
-static inline __m512i pair(const uint16_t *x) {
-    int32_t two;
-    memcpy(&two, x, 4);
-    return _mm512_set1_epi32(two);
-}
 
 #define ELEMENT uint16_t
 #define NAME(function) function##_bf16
 #define PER_STEP 2
-#define BROADCAST(x) (__m512bh) pair(x)
-#define LOAD_WEIGHTS(w) (__m512bh) _mm512_loadu_si512(w)
-#define MULTIPLY_ADD(sum, x, w) _mm512_dpbf16_ps(sum, x, w)
-#define FACTOR __m512bh
+#define DOTS HAS_PAIRS
+#if HAS_PAIRS
+#define FACTORS 1
+#define LOAD_WEIGHTS(factor, w) load((const float *)(w))
+#define BROADCAST(factor, x) all_lanes_of_pair(x)
+#else /* the first of each pair, then the second */
+#define FACTORS 2
+#define LOAD_WEIGHTS(factor, w) widened(factor, load((const float *)(w)))
+#define BROADCAST(factor, x) widened(factor, all_lanes_of_pair(x))
+#endif
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
 #include "gemm.inc"
-#endif
-#endif
+
+/* By what products are computed; a name for people. */
+const char *gemm_instructions_f32(void) { return VECTORS_NAME; }
+const char *gemm_instructions_bf16(void) { return PAIRS_NAME; }
+
+/* Outputs of a panel. */
+int gemm_panel(void) { return PANEL; }

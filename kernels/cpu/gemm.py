@@ -1,4 +1,4 @@
-"""Matrix products over weights packed once, in C, called through ctypes; for CPUs with AVX-512."""
+"""Matrix products over weights packed once, in C, called through ctypes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import ctypes
 import torch
 
 from batchinfer.kernels.cpu.library import INT32, INT64, POINTER, SUFFIX, load
-
-PANEL = 32
-"""Outputs that lie side by side in a packed weight."""
-
 
 _MANY_ROWS = 8
 _CACHE_PERIOD = 4096  # bytes after which addresses fall into the same set of the first cache
@@ -45,30 +41,39 @@ class _PackArgs(ctypes.Structure):
 
 
 def supports(weight: torch.Tensor) -> bool:
-    """Whether this processor multiplies by such a weight [out, in] with these kernels."""
-    library, dtype = load(), weight.dtype
-    if library is None or dtype not in SUFFIX or not hasattr(library, f"gemm_{SUFFIX[dtype]}"):
+    """Whether there is a compiler, and a kernel for such a weight [out, in]."""
+    if load() is None or weight.dtype not in SUFFIX:
         return False
-    return dtype == torch.float32 or weight.shape[1] % 2 == 0  # 16 bits are multiplied in pairs
+    return weight.dtype == torch.float32 or weight.shape[1] % 2 == 0  # 16 bits come in pairs
+
+
+def instructions(dtype: torch.dtype) -> str:
+    """By what products of ``dtype`` are computed: for people, and to tell apart what may differ in
+    its last bits."""
+    function = getattr(load(), f"gemm_instructions_{SUFFIX[dtype]}")
+    function.restype = ctypes.c_char_p
+    name: bytes = function()
+    return name.decode()
 
 
 def available(dtype: torch.dtype) -> tuple[str, ...]:
     """Names of the kernels for weights of ``dtype`` on this processor, best first."""
-    if not supports(torch.empty(2, 2, dtype=dtype)):
-        return ()
-    return ("AVX-512",) if dtype == torch.float32 else ("AVX-512 BF16",)
+    return (instructions(dtype),) if supports(torch.empty(2, 2, dtype=dtype)) else ()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """[out, in] to a flat tensor of panels: [panel][in][output], for 16 bits with pairs of in."""
+    library = load()
+    assert library is not None
     out_features, in_features = weight.shape
     weight = weight.contiguous()
-    packed = weight.new_empty(-(-out_features // PANEL) * PANEL * in_features)
+    panel = library.gemm_panel()
+    packed = weight.new_empty(-(-out_features // panel) * panel * in_features)
     arguments = _PackArgs(
         *(weight.data_ptr(), packed.data_ptr(), in_features, out_features),
         torch.get_num_threads(),
     )
-    getattr(load(), f"pack_{SUFFIX[weight.dtype]}")(ctypes.byref(arguments))
+    getattr(library, f"pack_{SUFFIX[weight.dtype]}")(ctypes.byref(arguments))
     return packed
 
 

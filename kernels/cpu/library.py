@@ -29,15 +29,17 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = ("paged_attention.c", "row_ops.c", "gemm.c", "decoder_layer.c", "sampling.c")
 _INCLUDED = (
-    *("arguments.h", "elements.h", "vectors.h", "attend_plan.h", "blocks.h"),
-    *("attend.inc", "attend_plain.inc", "attend_pairs.inc", "row_ops.inc", "gemm.inc"),
+    *("arguments.h", "elements.h", "vectors.h", "small_product.h", "attend_plan.h"),
+    *("blocks.h", "attend.inc", "attend_plain.inc", "attend_pairs.inc", "row_ops.inc", "gemm.inc"),
 )
 # Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
 _FLAGS = (
-    *("-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-shared", "-std=gnu11"),
+    *("-O3", "-fPIC", "-shared", "-std=gnu11"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
     *("-freciprocal-math", "-ffp-contract=fast"),
 )
+_X86, _ARM = ("-march=native", "-mprefer-vector-width=512"), ("-mcpu=native",)
+_FOR_THIS_PROCESSOR = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
 
 
 @functools.cache
@@ -65,8 +67,9 @@ def cache_folder() -> Path | None:
 def _built(compiler: str) -> Path:
     openmp = _openmp_libraries()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
+    flags = (*_FLAGS, *_FOR_THIS_PROCESSOR.get(platform.machine(), ()))
     # The path as well: a wrapper that adds flags tells the version of the compiler it calls.
-    parts = [compiler.encode(), version.stdout, processor(), *map(str.encode, (*_FLAGS, *openmp))]
+    parts = [compiler.encode(), version.stdout, processor(), *map(str.encode, (*flags, *openmp))]
     name = f"kernels-{hashlib.sha256(b'|'.join((*parts, *_source()))).hexdigest()[:24]}.so"
     for folder in _own_folders():
         path = folder / name
@@ -78,7 +81,7 @@ def _built(compiler: str) -> Path:
                 sources = [str(_FOLDER / source) for source in _SOURCES]
                 _log.warning("compiling the C kernels for this processor, once, into %s", folder)
                 subprocess.run(
-                    [compiler, *_FLAGS, *sources, "-o", str(new), "-fopenmp", *openmp, "-lm"],
+                    [compiler, *flags, *sources, "-o", str(new), "-fopenmp", *openmp, "-lm"],
                     capture_output=True,
                     check=True,
                     timeout=120,
@@ -127,9 +130,10 @@ def _is_own(folder: Path) -> bool:
 
 
 def processor() -> bytes:
-    """What ``-march=native`` depends on."""
+    """What ``native`` means to the compiler."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
-        return platform.processor().encode()
-    return b"".join(sorted({x for x in lines if x.startswith((b"model name", b"flags"))}))
+        return f"{platform.machine()} {platform.processor()}".encode()
+    telling = b"model name", b"flags", b"CPU implementer", b"CPU part", b"Features"
+    return b"".join(sorted({line for line in lines if line.startswith(telling)}))

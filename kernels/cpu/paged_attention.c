@@ -18,7 +18,7 @@
 
 #include "arguments.h"
 #include "blocks.h"
-#include "vectors.h"
+#include "small_product.h"
 
 #define PIECE 64
 #define TASK_ROWS 192
@@ -43,7 +43,7 @@
 #define NAME attend_bf16
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
 #define TAKEN "attend_pairs.inc"
 #else
 #define TAKEN "attend_plain.inc"

@@ -1,44 +1,99 @@
-/* Vectors of the processor at hand, and a small matrix product in which every element is summed in
-   one order, however many rows and columns are computed at once. */
+/* Vectors of the processor at hand. */
 
 #ifndef BATCHINFER_VECTORS_H
 #define BATCHINFER_VECTORS_H
 
 #include "elements.h"
 
+/* What a packed product keeps in registers (gemm.inc): TILE_ROWS x PANEL_VECTORS sums, the weights
+   of one step, and what is left for x.
+
+                  registers  lanes  sums    outputs of a panel
+   AVX-512            32      16    14 x 2       32
+   AVX2               16       8     6 x 2       16
+   NEON               32       4     6 x 4       16
+   any other          16       4     6 x 2        8   (SSE2's registers; the compiler splits them) */
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define LANES 16
+#define TILE_ROWS 14
+#define PANEL_VECTORS 2
+#define VECTORS_NAME "AVX-512"
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define LANES 8
+#define TILE_ROWS 6
+#define PANEL_VECTORS 2
+#define VECTORS_NAME "AVX2"
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#define LANES 4
+#define TILE_ROWS 6
+#define PANEL_VECTORS 4
+#define VECTORS_NAME "NEON"
 #else
 #define LANES 4
+#define TILE_ROWS 6
+#define PANEL_VECTORS 2
+#if defined(HAS_FMA)
+#define VECTORS_NAME "plain C with FMA"
+#else
+#define VECTORS_NAME "plain C"
+#endif
+#endif
+#define PANEL (PANEL_VECTORS * LANES)
+
+#if !HAS_PAIRS
+#define PAIRS_NAME VECTORS_NAME
+#elif defined(__AVX512BF16__)
+#define PAIRS_NAME "AVX-512 BF16"
+#else
+#define PAIRS_NAME "NEON BF16"
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
 INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
 INLINE void store(float *to, vec x) { *(unaligned_vec *)to = x; }
 
+/* a b + c, rounded once where the processor can; never reordered. */
 INLINE vec fma_vec(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif LANES == 8
     return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(HAS_FMA)
     for (int i = 0; i < LANES; i++) c[i] = FMA(a[i], b[i], c[i]);
     return c;
+#else
+    return a * b + c;
 #endif
 }
 
-/* 16-bit pairs: c += a0 b0 + a1 b1, two fused multiply-adds. */
-#if defined(__AVX512BF16__)
+/* 16-bit pairs: c += a0 b0 + a1 b1, as the processor's instruction rounds it. */
+#if HAS_PAIRS
 INLINE vec fma_pairs(vec a, vec b, vec c) {
+#if defined(__AVX512BF16__)
     return (vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#else
+    return (vec)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#endif
+}
+
+/* LANES bfloat16, which may lie where x was loaded from. */
+INLINE void store_rounded(uint16_t *to, vec x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    const bfloat16x4_t rounded = vcvt_bf16_f32((float32x4_t)x);
+    memcpy(to, &rounded, sizeof(rounded));
+#endif
 }
 #endif
 
@@ -50,99 +105,27 @@ INLINE vec all_lanes(const float *from) { /* of any 32 bits */
 #endif
 }
 
+INLINE vec all_lanes_of_pair(const uint16_t *from) {
+    uint32_t two;
+    memcpy(&two, from, 4);
+#if defined(__AVX512F__)
+    return (vec)_mm512_set1_epi32((int32_t)two);
+#else
+    return (vec)(two - (words){0});
+#endif
+}
+
+/* One of each pair of bfloat16, as a float. */
+INLINE vec widened(const int second, vec pairs) {
+    return (vec)(second ? (words)pairs & 0xffff0000u : (words)pairs << 16);
+}
+
 INLINE vec fma_of(const int pairs, vec a, vec b, vec c) {
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
     if (pairs) return fma_pairs(a, b, c);
 #endif
+    (void)pairs;
     return fma_vec(a, b, c);
 }
-
-#define BLOCK_ROWS 6
-#define BLOCK_VECTORS 4
-
-/* `rows` rows and `vectors` vectors of columns of c = a b, or c += a b; kept in registers. b[v] is
-   where the columns of vector v begin. */
-INLINE void multiply_block(
-    const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
-    const float *const *b, int b_stride, float *c, int c_stride, int adds) {
-    vec sum[BLOCK_ROWS][BLOCK_VECTORS];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++)
-            sum[r][v] = adds ? load(c + r * c_stride + v * LANES) : (vec){0};
-    for (int k = 0; k < depth; k++) {
-        vec column[BLOCK_VECTORS];
-        for (int v = 0; v < vectors; v++) column[v] = load(b[v] + k * b_stride);
-        for (int r = 0; r < rows; r++) {
-            const vec left = all_lanes(a + r * a_stride + k);
-            for (int v = 0; v < vectors; v++)
-                sum[r][v] = fma_of(pairs, left, column[v], sum[r][v]);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
-}
-
-/* The same for any number of rows. */
-INLINE void multiply_columns(
-    const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
-    const float *const *b, int b_stride, float *c, int c_stride, int adds) {
-    int r = 0;
-#define ROWS_AT_ONCE(count)                                                                \
-    multiply_block(pairs, count, vectors, depth, a + r * a_stride, a_stride, b, b_stride,         \
-                   c + r * c_stride, c_stride, adds)
-    for (; r + BLOCK_ROWS <= rows; r += BLOCK_ROWS) ROWS_AT_ONCE(BLOCK_ROWS);
-    switch (rows - r) {
-        case 5: ROWS_AT_ONCE(5); break;
-        case 4: ROWS_AT_ONCE(4); break;
-        case 3: ROWS_AT_ONCE(3); break;
-        case 2: ROWS_AT_ONCE(2); break;
-        case 1: ROWS_AT_ONCE(1); break;
-    }
-#undef ROWS_AT_ONCE
-}
-
-/* The same, of columns that stand side by side. */
-INLINE void multiply_beside(
-    const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
-    const float *b, int b_stride, float *c, int c_stride, int adds) {
-    const float *columns[BLOCK_VECTORS];
-    for (int v = 0; v < vectors; v++) columns[v] = b + v * LANES;
-    multiply_columns(pairs, vectors, rows, depth, a, a_stride, columns, b_stride, c, c_stride, adds);
-}
-
-/* c[rows, columns] = a[rows, depth] b[depth, columns], or c += a b. Every element is a chain of
-   `depth` fused multiply-adds, first to last. */
-static __attribute__((noinline)) void multiply(
-    int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride,
-    float *c, int c_stride, int adds) {
-    int at = 0;
-    for (; at + BLOCK_VECTORS * LANES <= columns; at += BLOCK_VECTORS * LANES)
-        multiply_beside(0, BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
-                        c_stride, adds);
-    for (; at + LANES <= columns; at += LANES)
-        multiply_beside(0, 1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
-    for (; at < columns; at++)
-        for (int r = 0; r < rows; r++) {
-            float sum = adds ? c[r * c_stride + at] : 0.0f;
-            for (int k = 0; k < depth; k++)
-                sum = FMA(a[r * a_stride + k], b[k * b_stride + at], sum);
-            c[r * c_stride + at] = sum;
-        }
-}
-
-#if defined(__AVX512BF16__)
-/* The same over pairs of 16 bits: `depth` of them, a[rows][depth], b[depth][columns]; whole vectors
-   of columns. */
-static __attribute__((noinline)) void multiply_pairs(
-    int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride,
-    float *c, int c_stride, int adds) {
-    int at = 0;
-    for (; at + BLOCK_VECTORS * LANES <= columns; at += BLOCK_VECTORS * LANES)
-        multiply_beside(1, BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
-                        c_stride, adds);
-    for (; at < columns; at += LANES)
-        multiply_beside(1, 1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
-}
-#endif
 
 #endif

@@ -10,16 +10,25 @@ import pytest
 import torch
 
 from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase
-from batchinfer.kernels.cpu import library, native
+from batchinfer.kernels.cpu import decoder_layer, gemm, library, native, row_ops
+from batchinfer.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, RowCase
+from tests.kernels import test_cpu_row_ops
 from tests.kernels.cpu_attention import ODD_CASES, TOLERANCE, check_attention
+from tests.kernels.cpu_product import check_product, check_rows_do_not_depend_on_each_other
+from tests.worker.test_native_layer import Run, fused
 
 _WITHOUT = {
     "no_pairs": ("-mno-avx512bf16",),
     "lanes_8": ("-mno-avx512f",),
     "lanes_4": ("-mno-avx512f", "-mno-avx2"),
+    "plain": ("-mno-avx",),  # and with it, no fused multiply-adds
 }
 
-pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler here")
+pytestmark = [
+    pytest.mark.skipif(library.load() is None, reason="no C compiler here"),
+    pytest.mark.usefixtures("lesser"),
+]
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
 @pytest.fixture(scope="module", params=_WITHOUT.values(), ids=_WITHOUT.keys())
@@ -39,12 +48,66 @@ def lesser(
         if built is None:
             pytest.skip(f"the compiler does not know {flags}")
         assert not built.lies_in_pairs()
-        patch.setattr(native, "load", lambda: built)
+        for module in (native, gemm, row_ops, decoder_layer):
+            patch.setattr(module, "load", lambda: built)
         yield
 
 
-@pytest.mark.usefixtures("lesser")
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@dtypes
 @pytest.mark.parametrize("case", [*ATTENTION_CASES[::8], *ODD_CASES], ids=str)
 def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
     check_attention(case, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [0, 1, 5, 6, 7, 13, 14, 15, 40])
+@pytest.mark.parametrize(("width", "outputs"), [(2, 1), (34, 31), (130, 33)])
+def test_products_equal_those_in_float64(
+    dtype: torch.dtype, rows: int, width: int, outputs: int
+) -> None:
+    check_product(dtype, rows, width, outputs)
+
+
+@dtypes
+def test_a_row_of_a_product_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
+    check_rows_do_not_depend_on_each_other(dtype)
+
+
+def test_sums_of_floats_have_the_same_bits_wherever_multiply_adds_are_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What makes up a float is one chain, whatever the width of a vector."""
+    if gemm.instructions(torch.float32) == "plain C":
+        pytest.skip("nothing is fused")
+    x, weight = torch.randn(9, 130), torch.randn(70, 130)
+    outs = []
+    for _ in range(2):
+        out = torch.empty(9, 70)
+        gemm.gemm(x, gemm.pack(weight), None, out=out)
+        outs.append(out)
+        monkeypatch.setattr(gemm, "load", library.load)
+    assert torch.equal(*outs)
+
+
+@dtypes
+@pytest.mark.parametrize("case", ROW_CASES[::2], ids=str)
+def test_row_ops_equal_their_twins(case: RowCase, dtype: torch.dtype) -> None:
+    test_cpu_row_ops.test_rms_norm(case, dtype)
+    test_cpu_row_ops.test_silu_mul(case, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("case", ROTARY_CASES, ids=str)
+def test_rotary_write_equals_its_twin(case: RotaryCase, dtype: torch.dtype) -> None:
+    test_cpu_row_ops.test_rotary_write(case, dtype)
+
+
+@dtypes
+def test_decoder_layers_give_the_logits_of_transformers(dtype: torch.dtype) -> None:
+    model, layout = fused("qwen3", joined=True, dtype=dtype)
+    run = Run("qwen3", layout, dtype)
+    expected = run.expected[0]
+    got = torch.cat([run.logits(model, (run.first, count)) for count in (30, 1, 9)])
+    assert (got.float() - expected).norm() < (
+        1e-4 if dtype == torch.float32 else 0.1
+    ) * expected.norm()

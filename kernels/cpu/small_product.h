@@ -1,0 +1,97 @@
+/* A small matrix product in which every element is summed in one order, however many rows and
+   columns are computed at once. */
+
+#ifndef BATCHINFER_SMALL_PRODUCT_H
+#define BATCHINFER_SMALL_PRODUCT_H
+
+#include "vectors.h"
+
+#define BLOCK_ROWS 6
+#define BLOCK_VECTORS 4
+
+/* `rows` rows and `vectors` vectors of columns of c = a b, or c += a b; kept in registers. b[v] is
+   where the columns of vector v begin. */
+INLINE void multiply_block(
+    const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
+    const float *const *b, int b_stride, float *c, int c_stride, int adds) {
+    vec sum[BLOCK_ROWS][BLOCK_VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++)
+            sum[r][v] = adds ? load(c + r * c_stride + v * LANES) : (vec){0};
+    for (int k = 0; k < depth; k++) {
+        vec column[BLOCK_VECTORS];
+        for (int v = 0; v < vectors; v++) column[v] = load(b[v] + k * b_stride);
+        for (int r = 0; r < rows; r++) {
+            const vec left = all_lanes(a + r * a_stride + k);
+            for (int v = 0; v < vectors; v++)
+                sum[r][v] = fma_of(pairs, left, column[v], sum[r][v]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
+}
+
+/* The same for any number of rows. */
+INLINE void multiply_columns(
+    const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
+    const float *const *b, int b_stride, float *c, int c_stride, int adds) {
+    int r = 0;
+#define ROWS_AT_ONCE(count)                                                                \
+    multiply_block(pairs, count, vectors, depth, a + r * a_stride, a_stride, b, b_stride,         \
+                   c + r * c_stride, c_stride, adds)
+    for (; r + BLOCK_ROWS <= rows; r += BLOCK_ROWS) ROWS_AT_ONCE(BLOCK_ROWS);
+    switch (rows - r) {
+        case 5: ROWS_AT_ONCE(5); break;
+        case 4: ROWS_AT_ONCE(4); break;
+        case 3: ROWS_AT_ONCE(3); break;
+        case 2: ROWS_AT_ONCE(2); break;
+        case 1: ROWS_AT_ONCE(1); break;
+    }
+#undef ROWS_AT_ONCE
+}
+
+/* The same, of columns that stand side by side. */
+INLINE void multiply_beside(
+    const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
+    const float *b, int b_stride, float *c, int c_stride, int adds) {
+    const float *columns[BLOCK_VECTORS];
+    for (int v = 0; v < vectors; v++) columns[v] = b + v * LANES;
+    multiply_columns(pairs, vectors, rows, depth, a, a_stride, columns, b_stride, c, c_stride, adds);
+}
+
+/* c[rows, columns] = a[rows, depth] b[depth, columns], or c += a b. Every element is a chain of
+   `depth` fused multiply-adds, first to last. */
+static __attribute__((noinline)) void multiply(
+    int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride,
+    float *c, int c_stride, int adds) {
+    int at = 0;
+    for (; at + BLOCK_VECTORS * LANES <= columns; at += BLOCK_VECTORS * LANES)
+        multiply_beside(0, BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
+                        c_stride, adds);
+    for (; at + LANES <= columns; at += LANES)
+        multiply_beside(0, 1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
+    for (; at < columns; at++)
+        for (int r = 0; r < rows; r++) {
+            float sum = adds ? c[r * c_stride + at] : 0.0f;
+            for (int k = 0; k < depth; k++)
+                sum = FMA(a[r * a_stride + k], b[k * b_stride + at], sum);
+            c[r * c_stride + at] = sum;
+        }
+}
+
+#if HAS_PAIRS
+/* The same over pairs of 16 bits: `depth` of them, a[rows][depth], b[depth][columns]; whole vectors
+   of columns. */
+static __attribute__((noinline)) void multiply_pairs(
+    int rows, int columns, int depth, const float *a, int a_stride, const float *b, int b_stride,
+    float *c, int c_stride, int adds) {
+    int at = 0;
+    for (; at + BLOCK_VECTORS * LANES <= columns; at += BLOCK_VECTORS * LANES)
+        multiply_beside(1, BLOCK_VECTORS, rows, depth, a, a_stride, b + at, b_stride, c + at,
+                        c_stride, adds);
+    for (; at < columns; at += LANES)
+        multiply_beside(1, 1, rows, depth, a, a_stride, b + at, b_stride, c + at, c_stride, adds);
+}
+#endif
+
+#endif
