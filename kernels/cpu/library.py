@@ -33,7 +33,7 @@ _INCLUDED = (
     *("blocks.h", "attend.inc", "attend_plain.inc", "attend_pairs.inc", "row_ops.inc", "gemm.inc"),
 )
 # Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
-_FLAGS = (
+FLAGS = (
     *("-O3", "-fPIC", "-shared", "-std=gnu11"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
     *("-freciprocal-math", "-ffp-contract=fast"),
@@ -67,7 +67,7 @@ def cache_folder() -> Path | None:
 def _built(compiler: str) -> Path:
     openmp = _openmp_libraries()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)
-    flags = (*_FLAGS, *_FOR_THIS_PROCESSOR.get(platform.machine(), ()))
+    flags = (*FLAGS, *for_this_processor())
     # The path as well: a wrapper that adds flags tells the version of the compiler it calls.
     parts = [compiler.encode(), version.stdout, processor(), *map(str.encode, (*flags, *openmp))]
     name = f"kernels-{hashlib.sha256(b'|'.join((*parts, *_source()))).hexdigest()[:24]}.so"
@@ -91,6 +91,11 @@ def _built(compiler: str) -> Path:
         except OSError:
             continue
     raise OSError("no folder to build kernels in")
+
+
+def for_this_processor() -> tuple[str, ...]:
+    """Flags by which a compiler uses all that this processor has."""
+    return _FOR_THIS_PROCESSOR.get(platform.machine(), ())
 
 
 def _openmp_libraries() -> list[str]:

@@ -1,0 +1,209 @@
+/* The C kernels without Python, for processors that are emulated: products and attention of inputs
+   that a fixed generator makes, beside plain loops in double, and rows alone beside rows together.
+
+   Compiled with kernels/cpu/{gemm,paged_attention,row_ops}.c; says what it computed by, and a hash of
+   all outputs' bits, and ends with 1 where something is wrong. */
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "arguments.h"
+#include "elements.h"
+
+void pack_f32(const pack_args *);
+void pack_bf16(const pack_args *);
+void write_kv_f32(const write_args *);
+void write_kv_bf16(const write_args *);
+const char *gemm_instructions_f32(void);
+const char *gemm_instructions_bf16(void);
+int gemm_panel(void);
+
+static uint64_t state;
+static int failures;
+static uint64_t hash;
+
+/* In [-1, 1): xorshift64*, Vigna 2016, https://doi.org/10.1145/2845077. */
+static float uniform(void) {
+    state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+    return (float)((state * 0x2545F4914F6CDD1Dull) >> 40) / 8388608.0f - 1.0f;
+}
+
+static void add_to_hash(const void *bytes, size_t count) { /* FNV-1a */
+    for (size_t i = 0; i < count; i++) hash = (hash ^ ((const uint8_t *)bytes)[i]) * 0x100000001b3ull;
+}
+
+static void expect(int holds, const char *what, int is_bf16, int rows) {
+    if (holds) return;
+    failures++;
+    printf("WRONG: %s, %s, %d rows\n", what, is_bf16 ? "bf16" : "f32", rows);
+}
+
+/* An array of either type. */
+typedef struct {
+    int is_bf16;
+    size_t count;
+    void *at;
+} array;
+
+static float get(array a, size_t i) {
+    return a.is_bf16 ? from_bf16(((uint16_t *)a.at)[i]) : ((float *)a.at)[i];
+}
+
+static void put(array a, size_t i, float value) {
+    if (a.is_bf16) ((uint16_t *)a.at)[i] = to_bf16(value);
+    else ((float *)a.at)[i] = value;
+}
+
+static array make(int is_bf16, size_t count, int filled) {
+    array a = {is_bf16, count, aligned_alloc(64, (count * 4 + 127) / 64 * 64)};
+    for (size_t i = 0; i < count; i++) put(a, i, filled ? uniform() : 0.0f);
+    return a;
+}
+
+static void *place(array a, size_t i) { return (char *)a.at + i * (a.is_bf16 ? 2 : 4); }
+
+static int same(array a, size_t at, array b, size_t from, size_t count) {
+    return !memcmp(place(a, at), place(b, from), count * (a.is_bf16 ? 2 : 4));
+}
+
+#define MOST_ROWS 40
+
+static void multiply_rows(
+    array x, array packed, array bias, array out, int first, int rows, int in, int outs, int adds) {
+    const gemm_args a = {
+        .x = place(x, (size_t)first * in), .packed = packed.at, .bias = bias.at, .out = out.at,
+        .num_rows = rows, .row_stride = in, .in_features = in, .out_features = outs,
+        .num_threads = 2, .adds = adds};
+    (x.is_bf16 ? gemm_bf16 : gemm_f32)(&a);
+}
+
+static void check_product(int is_bf16, int in, int outs) {
+    array x = make(is_bf16, (size_t)MOST_ROWS * in, 1), weight = make(is_bf16, (size_t)outs * in, 1);
+    array bias = make(is_bf16, outs, 1), out = make(is_bf16, (size_t)MOST_ROWS * outs, 1);
+    array some = make(is_bf16, (size_t)MOST_ROWS * outs, 0), there = make(is_bf16, out.count, 0);
+    const int panel = gemm_panel();
+    array packed = make(is_bf16, (size_t)(outs + panel) / panel * panel * in, 0);
+    const pack_args p = {weight.at, packed.at, in, outs, 2};
+    (is_bf16 ? pack_bf16 : pack_f32)(&p);
+    memcpy(there.at, out.at, out.count * (is_bf16 ? 2 : 4));
+    multiply_rows(x, packed, bias, out, 0, MOST_ROWS, in, outs, 1);
+    int close = 1;
+    for (int r = 0; r < MOST_ROWS; r++)
+        for (int n = 0; n < outs; n++) {
+            double sum = get(bias, n) + get(there, (size_t)r * outs + n), size = 1.0;
+            for (int k = 0; k < in; k++) {
+                const double term =
+                    (double)get(x, (size_t)r * in + k) * get(weight, (size_t)n * in + k);
+                sum += term, size += fabs(term);
+            }
+            const double off = fabs(get(out, (size_t)r * outs + n) - sum);
+            close &= off <= size * 1e-6 + fabs(sum) * (is_bf16 ? 0x1p-8 : 0);
+        }
+    expect(close, "product", is_bf16, MOST_ROWS);
+    add_to_hash(out.at, out.count * (is_bf16 ? 2 : 4));
+    multiply_rows(x, packed, bias, out, 0, MOST_ROWS, in, outs, 0);
+    add_to_hash(out.at, out.count * (is_bf16 ? 2 : 4));
+    /* What is left when a sum is taken away from itself, rounded: its last bits. */
+    for (size_t i = 0; i < out.count; i++) put(some, i, -get(out, i));
+    multiply_rows(x, packed, bias, some, 0, MOST_ROWS, in, outs, 1);
+    add_to_hash(some.at, out.count * (is_bf16 ? 2 : 4));
+    for (int rows = 1; rows <= MOST_ROWS; rows++)
+        for (int first = 0; first + rows <= MOST_ROWS; first += rows) {
+            multiply_rows(x, packed, bias, some, first, rows, in, outs, 0);
+            expect(same(some, 0, out, (size_t)first * outs, (size_t)rows * outs),
+                   "a row of a product depends on others", is_bf16, rows);
+        }
+    const array all[] = {x, weight, bias, out, some, there, packed};
+    for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i].at);
+}
+
+enum { HEADS = 6, KV_HEADS = 2, TOKENS = 150, TABLE = TOKENS };
+
+/* Attention of the last `count` of `end` tokens; the outputs of these to the beginning of `out`. */
+static void attend_to(
+    array query, array keys, array values, const int32_t *table, int size, int width, int end,
+    int count, int window, array out) {
+    const int32_t starts[] = {0, count}, context = end;
+    const attention_args a = {
+        .query = place(query, (size_t)(end - count) * HEADS * width), .out = out.at,
+        .keys = keys.at, .values = values.at, .block_tables = table, .query_starts = starts,
+        .context_lens = &context, .query_token_stride = HEADS * width, .query_head_stride = width,
+        .out_token_stride = HEADS * width, .key_slot_stride = KV_HEADS * size * width,
+        .key_head_stride = size * width, .value_slot_stride = KV_HEADS * size * width,
+        .value_head_stride = size * width, .table_width = TABLE, .num_sequences = 1,
+        .num_heads = HEADS, .num_kv_heads = KV_HEADS, .key_width = width, .value_width = width,
+        .block_size = size, .sliding_window = window, .num_threads = 2, .scale = 0.3f};
+    expect(!(query.is_bf16 ? attend_bf16 : attend_f32)(&a), "memory", query.is_bf16, count);
+}
+
+static int attention_is_close(
+    array query, array key, array value, array out, int width, int window) {
+    int close = 1;
+    for (int t = 0; t < TOKENS; t++)
+        for (int h = 0; h < HEADS; h++) {
+            const size_t row = ((size_t)t * HEADS + h) * width, kv = h / (HEADS / KV_HEADS);
+            double weights[TOKENS], sum = 0.0, result[256] = {0};
+            for (int p = window && t >= window ? t + 1 - window : 0; p <= t; p++) {
+                double score = 0.0;
+                for (int d = 0; d < width; d++)
+                    score += (double)get(query, row + d) * get(key, (p * KV_HEADS + kv) * width + d);
+                sum += weights[p] = exp(score * 0.3);
+                for (int d = 0; d < width; d++)
+                    result[d] += weights[p] * get(value, (p * KV_HEADS + kv) * width + d);
+            }
+            for (int d = 0; d < width; d++)
+                close &= fabs(get(out, row + d) - result[d] / sum) <= (out.is_bf16 ? 1.6e-2 : 1e-5);
+        }
+    return close;
+}
+
+static void check_attention(int is_bf16, int size, int width, int window) {
+    const size_t kv = (size_t)KV_HEADS * width, row = (size_t)HEADS * width;
+    const int blocks = (TOKENS + size - 1) / size;
+    array query = make(is_bf16, TOKENS * row, 1), key = make(is_bf16, TOKENS * kv, 1);
+    array value = make(is_bf16, TOKENS * kv, 1), out = make(is_bf16, TOKENS * row, 0);
+    array keys = make(is_bf16, blocks * size * kv, 1), values = make(is_bf16, blocks * size * kv, 1);
+    array some = make(is_bf16, TOKENS * row, 0);
+    int32_t table[TABLE] = {0};
+    int64_t slots[TOKENS];
+    for (int b = 0; b < blocks; b++) table[b] = blocks - 1 - b;
+    for (int t = 0; t < TOKENS; t++) slots[t] = (int64_t)table[t / size] * size + t % size;
+    const write_args w = {
+        .key = key.at, .value = value.at, .keys = keys.at, .values = values.at,
+        .slot_mapping = slots, .key_token_stride = kv, .key_head_stride = width,
+        .value_token_stride = kv, .value_head_stride = width, .keys_slot_stride = kv * size,
+        .keys_head_stride = width * size, .values_slot_stride = kv * size,
+        .values_head_stride = width * size, .num_tokens = TOKENS, .num_kv_heads = KV_HEADS,
+        .key_width = width, .value_width = width, .block_size = size};
+    (is_bf16 ? write_kv_bf16 : write_kv_f32)(&w);
+    attend_to(query, keys, values, table, size, width, TOKENS, TOKENS, window, out);
+    expect(attention_is_close(query, key, value, out, width, window), "attention", is_bf16, TOKENS);
+    add_to_hash(out.at, out.count * (is_bf16 ? 2 : 4));
+    const int chunks[] = {1, 7, 32};
+    for (int c = 0; c < 3; c++)
+        for (int first = 0; first < TOKENS; first += chunks[c]) {
+            const int end = first + chunks[c] < TOKENS ? first + chunks[c] : TOKENS;
+            attend_to(query, keys, values, table, size, width, end, end - first, window, some);
+            expect(same(some, 0, out, first * row, (end - first) * row),
+                   "a token's attention depends on others", is_bf16, chunks[c]);
+        }
+    const array all[] = {query, key, value, out, keys, values, some};
+    for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i].at);
+}
+
+int main(void) {
+    const int shapes[][2] = {{2, 1}, {34, 31}, {96, 33}, {130, 70}, {256, 64}};
+    const int blocks[][3] = {{16, 64, 0}, {16, 64, 37}, {32, 128, 0}, {16, 24, 0}, {3, 13, 20}, {1, 32, 0}};
+    for (int is_bf16 = 0; is_bf16 < 2; is_bf16++) {
+        state = 1, hash = 0xcbf29ce484222325ull;
+        for (size_t i = 0; i < sizeof(shapes) / sizeof(*shapes); i++)
+            check_product(is_bf16, shapes[i][0], shapes[i][1]);
+        printf("product %s %016llx %s\n", is_bf16 ? "bf16" : "f32", (unsigned long long)hash,
+               is_bf16 ? gemm_instructions_bf16() : gemm_instructions_f32());
+        for (size_t i = 0; i < sizeof(blocks) / sizeof(*blocks); i++)
+            check_attention(is_bf16, blocks[i][0], blocks[i][1], blocks[i][2]);
+        printf("with attention %s %016llx\n", is_bf16 ? "bf16" : "f32", (unsigned long long)hash);
+    }
+    return failures != 0;
+}

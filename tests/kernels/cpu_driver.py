@@ -1,0 +1,32 @@
+"""The C kernels built into a program of their own (``cpu_driver.c``), and what it says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from batchinfer.kernels.cpu import library
+
+_SOURCES = ("gemm.c", "paged_attention.c", "row_ops.c")
+_PER_BUILD = ("-O3", "-fPIC", "-shared")
+
+
+def run_driver(folder: Path, compiler: str, *flags: str, emulator: tuple[str, ...] = ()) -> str:
+    """The program's output; skips where a tool is missing, fails where the program does."""
+    for tool in (compiler, *emulator[:1]):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not here")
+    kernels, program = Path(library.__file__).parent, folder / "driver"
+    sources = [Path(__file__).with_suffix(".c"), *(kernels / name for name in _SOURCES)]
+    shared = [flag for flag in library.FLAGS if flag not in _PER_BUILD]
+    command = [compiler, "-O2", *shared, *flags, f"-I{kernels}", *map(str, sources)]
+    built = subprocess.run([*command, "-o", str(program), "-lm"], capture_output=True, text=True)
+    if "unrecognized" in built.stderr or "unknown value" in built.stderr:
+        pytest.skip(f"{compiler} does not know {' '.join(flags)}")
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([*emulator, str(program)], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
