@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "batchinfer"
-COMMON = {"config", "errors", "protocols", "typed"}
+COMMON = {"config", "cpus", "errors", "protocols", "typed"}
 MAY_IMPORT = {
     "typed": set(),
+    "cpus": set(),
     "config": {"typed"},
     "errors": set(),
     "protocols": set(),

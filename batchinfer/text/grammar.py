@@ -8,7 +8,6 @@ much work in a step is in error.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.cpus import available_cpus
 from batchinfer.protocols import GrammarState
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class GrammarCompiler:
             )
         except ValueError as error:
             raise GrammarError(f"not with this model's tokenizer: {_line(str(error))}") from None
-        return tokenizer, LLExecutor() if len(os.sched_getaffinity(0)) > _FEW_CORES else None
+        return tokenizer, LLExecutor() if available_cpus() > _FEW_CORES else None
 
 
 def check_structured_outputs(structured_outputs: Mapping[str, Any]) -> None:

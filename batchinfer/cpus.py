@@ -1,0 +1,148 @@
+"""Number of cores that a process may use: of the machine, by affinity and by cgroup quota.
+
+Formats: cgroups(7), proc_pid_mountinfo(5), and the kernel's Documentation/admin-guide/cgroup-v2.rst
+(``cpu.max``) and Documentation/scheduler/sched-bwc.rst (``cpu.cfs_quota_us``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import posixpath
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_FILES = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
+"""A quota and its period, by version of control groups."""
+
+
+@dataclass(frozen=True)
+class CpuLimits:
+    """What bounds the cores of this process."""
+
+    machine: int
+    """Cores that are online."""
+    affinity: int
+    """Cores that its threads may run on (``taskset``, ``docker --cpuset-cpus``)."""
+    quota: float | None
+    """Cores' worth of time that its control group may take; None where nothing is set."""
+
+    @property
+    def count(self) -> int:
+        """The smallest of the limits, a quota rounded up; at least 1."""
+        cores = min(self.machine, self.affinity)
+        return cores if self.quota is None else max(1, min(cores, math.ceil(self.quota)))
+
+
+def available_cpus() -> int:
+    """Cores that this process may use, at least 1."""
+    return cpu_limits().count
+
+
+def cpu_limits(root: str = "/") -> CpuLimits:
+    """What bounds the cores of this process now.
+
+    Args:
+        root: folder that holds ``proc`` and the mount points named there.
+    """
+    machine = os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    return CpuLimits(machine, affinity, cgroup_quota(root))
+
+
+def cgroup_quota(root: str = "/") -> float | None:
+    """The least CPU time a second that the process's control groups and their parents allow.
+
+    What cannot be read or parsed counts as no limit.
+
+    Args:
+        root: folder that holds ``proc`` and the mount points named there.
+
+    Returns:
+        Cores, more than 0; None where nothing is set.
+    """
+    groups = _groups(_read(_under(root, "/proc/self/cgroup")))
+    quotas = [
+        quota
+        for mount in _mounts(_read(_under(root, "/proc/self/mountinfo")))
+        if (group := groups.get(mount.version)) is not None
+        for folder in mount.folders(group)
+        if (quota := _quota(_under(root, folder), mount.version)) is not None
+    ]
+    return min(quotas, default=None)
+
+
+@dataclass(frozen=True)
+class _Mount:
+    """Where a hierarchy of groups that has quotas of CPU time is mounted."""
+
+    version: int
+    root: str
+    """The group that stands at the mount point."""
+    point: str
+
+    def folders(self, group: str) -> Iterator[str]:
+        """Folders of a group and those above it, as far as they can be seen."""
+        inside = posixpath.relpath(group, self.root)
+        # Above the mount, or seen from another namespace: the mount point is what there is.
+        parts = [] if inside == "." or inside.startswith("..") else inside.split("/")
+        for end in range(len(parts) + 1):
+            yield posixpath.join(self.point, *parts[:end])
+
+
+def _groups(text: str) -> dict[int, str]:
+    """The process's group in the hierarchies of version 1 (that of ``cpu``) and 2."""
+    groups: dict[int, str] = {}
+    for line in text.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if not colon or not path.startswith("/"):
+            continue
+        if number == "0" and not controllers:
+            groups[2] = path
+        elif "cpu" in controllers.split(","):
+            groups[1] = path
+    return groups
+
+
+def _mounts(text: str) -> Iterator[_Mount]:
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        place, kind = before.split(" "), after.split(" ")
+        if len(place) < 6 or len(kind) < 3:
+            continue
+        root, point = (_unescaped(field) for field in place[3:5])
+        if not root.startswith("/") or not point.startswith("/"):
+            continue
+        if kind[0] == "cgroup2":
+            yield _Mount(2, root, point)
+        elif kind[0] == "cgroup" and "cpu" in kind[2].split(","):
+            yield _Mount(1, root, point)
+
+
+def _quota(folder: str, version: int) -> float | None:
+    names = _FILES[version]
+    fields = " ".join(_read(posixpath.join(folder, name)) for name in names).split()
+    if len(fields) != 2 or not all(re.fullmatch("[0-9]{1,18}", field) for field in fields):
+        return None  # "max", -1, or nothing that a kernel writes
+    quota, period = map(int, fields)
+    return quota / period if quota and period else None
+
+
+def _unescaped(field: str) -> str:
+    """A field of mountinfo, in which spaces and the like are octal."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _under(root: str, path: str) -> str:
+    return posixpath.join(root, path.lstrip("/"))
+
+
+def _read(path: str) -> str:
+    """A file's text, "" where there is none."""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except (OSError, ValueError):
+        return ""
