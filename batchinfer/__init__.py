@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.config import SamplingParams
+from batchinfer.openmp import bound_spinning
 
 if TYPE_CHECKING:
     from batchinfer.llm import LLM, BeamSearchParams, RequestOutput
@@ -15,6 +16,7 @@ __all__ = ["LLM", "BeamSearchParams", "RequestOutput", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     """Import what needs torch when it is first asked for: the command line starts without."""
     if name in __all__:
+        bound_spinning()
         from batchinfer import llm
 
         return getattr(llm, name)

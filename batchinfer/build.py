@@ -10,14 +10,17 @@ from typing import Any, Protocol
 import torch
 
 from batchinfer.config import EngineConfig, sized_for
+from batchinfer.cpus import cpu_limits
 from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.layout import text_config
+from batchinfer.engine.runner import Runner
 from batchinfer.engine.scheduler import Scheduler
 from batchinfer.engine.table import SequenceTable
 from batchinfer.engine.victims import Victims
 from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
+from batchinfer.worker.cpu_runner import GovernedThreads, PinnedThreads
 from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.kernel_choice import KernelWish
 from batchinfer.worker.kv_cache import KVCache
@@ -27,6 +30,8 @@ from batchinfer.worker.model_config import check_config
 from batchinfer.worker.row_bits import check_row_bits
 from batchinfer.worker.runner import ModelRunner, model_bytes
 from batchinfer.worker.sampler import Sampler
+from batchinfer.worker.thread_governor import ThreadGovernor
+from batchinfer.worker.threads import TORCH_THREADS, ThreadCount, choose_threads
 from batchinfer.worker.tokenizer_files import load_tokenizer
 
 
@@ -83,7 +88,8 @@ def build_engine(
     Args:
         model: which one.
         engine: how it uses its device.
-        log: told what multiplies and where the device's memory goes, line by line.
+        log: told, line by line, how many threads compute, what multiplies, and where the device's
+            memory goes.
         kernels_before: ``Built.kernels`` of the runs whose work this one goes on with.
 
     Raises:
@@ -97,6 +103,7 @@ def build_engine(
             hint="set engine.device: cpu, or engine.deterministic: false",
         )
     engine = sized_for(device.type, engine)
+    threads = _set_threads(device, engine, log)
     check_config(model.name, model.revision)
     tokenizer = make_tokenizer(model)
     loaded = load_model(
@@ -143,7 +150,7 @@ def build_engine(
     return Built(
         engine=Engine(
             Scheduler(pool, table, engine.max_num_batched_tokens, victims),
-            runner,
+            runner if threads is None else _on_threads(runner, threads),
             # The CPU computes while a step is submitted: there is nothing to be ahead of.
             runs_ahead=device.type == "cuda",
         ),
@@ -160,6 +167,24 @@ def build_engine(
         kernels={loaded.dtype: loaded.kernels.name},
         device_bytes=runner.device_bytes,
     )
+
+
+def _set_threads(
+    device: torch.device, engine: EngineConfig, log: Callable[[str], None]
+) -> ThreadCount | None:
+    """Choose the threads that compute, on a CPU."""
+    if device.type != "cpu":
+        return None
+    threads = choose_threads(engine.num_threads, cpu_limits(), TORCH_THREADS.found())
+    TORCH_THREADS.set(threads.count)
+    log(threads.line())
+    return threads
+
+
+def _on_threads(runner: Runner, threads: ThreadCount) -> Runner:
+    if threads.pinned or threads.count == 1:
+        return PinnedThreads(runner, threads.count)
+    return GovernedThreads(runner, ThreadGovernor(threads.count))
 
 
 def _graphs(loaded: LoadedModel, cache: KVCache, engine: EngineConfig) -> DecodeGraphs | None:

@@ -16,6 +16,7 @@ COMMON = {"config", "cpus", "errors", "protocols", "typed"}
 MAY_IMPORT = {
     "typed": set(),
     "cpus": set(),
+    "openmp": set(),
     "config": {"typed"},
     "errors": set(),
     "protocols": set(),
@@ -34,9 +35,9 @@ MAY_IMPORT = {
     "crash_log": COMMON,
     "program": COMMON | {"job", "crash_log"},
     "cli": COMMON | {"program", "job", "report", "bench", "bench_options", "crash_log"},
-    "__init__": {"config", "llm"},
+    "__init__": {"config", "llm", "openmp"},
     "lean": set(),
-    "__main__": {"cli", "lean"},
+    "__main__": {"cli", "lean", "openmp"},
 }
 HEAVY = {
     "engine": {"torch", "transformers", "tokenizers", "pyarrow", "polars", "pathlib"},

@@ -25,6 +25,9 @@ class EngineConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first CUDA device where there is one, else the CPU."""
+    num_threads: int | None = None
+    """Threads that compute on a CPU. Null: OMP_NUM_THREADS where it is set, else as many as there
+    are cores for this process, fewer while other processes use them."""
     block_size: int = 16
     """Tokens per KV block."""
     gpu_memory_utilization: float = 0.9
@@ -68,6 +71,8 @@ class EngineConfig:
             self._require(name, 1 <= getattr(self, name) <= bound, f"1 to {bound}")
         share = self.gpu_memory_utilization
         self._require("gpu_memory_utilization", 0.0 < share <= 1.0, "over 0 and at most 1")
+        threads = self.num_threads
+        self._require("num_threads", threads is None or 1 <= threads <= 4096, "1 to 4096")
         blocks = self.num_kv_blocks
         self._require("num_kv_blocks", blocks is None or 1 <= blocks < 2**31, "1 to 2**31 - 1")
         if self.kv_cache_memory is not None:

@@ -81,6 +81,7 @@ score: null
 engine:
   preset: null
   device: auto
+  num_threads: null
   block_size: 16
   gpu_memory_utilization: 0.9
   kv_cache_memory: null

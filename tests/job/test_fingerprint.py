@@ -60,6 +60,7 @@ def test_what_changes_the_output_changes_the_fingerprint(tmp_path: Path, overrid
         "engine.order_window=9",
         "engine.num_kv_blocks=9",
         "engine.block_size=9",
+        "engine.num_threads=2",
         "engine.max_num_seqs=9",
         "engine.enable_prefix_caching=false",
         "engine.preset=cpu",

@@ -1,0 +1,180 @@
+"""Fewer threads while other processes use the cores, and all of them again afterwards.
+
+Every product waits for its slowest thread, so one that lacks a core holds up all. What tells that
+threads lack cores is the time that they were ready to run and did not (run delay, the second number
+of ``/proc/PID/schedstat``: the kernel's Documentation/scheduler/sched-stats.rst). Whether fewer
+are any better then is tried, never assumed. Results are the same with any number.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+_LOG = logging.getLogger(__name__)
+
+_WINDOW_S = 0.25
+_WINDOW_STEPS = 6
+"""Steps are judged together until they are so many and took so long."""
+_PATIENCE_S = 2.0
+"""A window that takes so long is judged when it has fewer steps, if at least one."""
+_SLOW = 2.0
+"""Times their own median that steps must take before fewer threads are tried."""
+_DELAYED = 0.25
+"""Run delay a second, over all threads, above which others use the cores."""
+_WORTH = 0.9
+"""Share of the time that steps may take with fewer threads for these to be kept."""
+_FIRST_PAUSE, _LAST_PAUSE = 4, 128
+"""Windows without a trial after one that failed, doubled by each that fails after it."""
+
+
+def run_delay() -> float | None:
+    """Seconds that the threads of this process were ready to run and did not, in all.
+
+    None where the kernel does not say. Threads that have ended are left out.
+    """
+    total = 0
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            try:
+                with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
+                    total += int(file.read().split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended
+    except (OSError, ValueError, IndexError):
+        return None
+    return total / 1e9
+
+
+@dataclass
+class _Window:
+    """Steps that are judged together."""
+
+    seconds: float = 0.0
+    paces: dict[int, list[float]] = field(default_factory=dict)
+    """Seconds a token, by size of the step."""
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.seconds += seconds
+        self.paces.setdefault(tokens.bit_length(), []).append(seconds / max(1, tokens))
+
+    @property
+    def is_full(self) -> bool:
+        steps = sum(map(len, self.paces.values()))
+        return self.seconds >= (_WINDOW_S if steps >= _WINDOW_STEPS else _PATIENCE_S)
+
+    def medians(self) -> dict[int, float]:
+        return {size: median(paces) for size, paces in self.paces.items()}
+
+
+def _ratio(now: Mapping[int, float], before: Mapping[int, float]) -> float | None:
+    """Time that steps take now over what those of equal size took before; None without any."""
+    ratios = [pace / before[size] for size, pace in now.items() if before.get(size)]
+    return median(ratios) if ratios else None
+
+
+class ThreadGovernor:
+    """Chooses the number of threads for the next step from how the steps before went.
+
+    Args:
+        most: threads to begin with, and never more.
+        delay: run delay of the process so far in seconds, or None where it cannot be known; then
+            the number stays.
+    """
+
+    def __init__(self, most: int, delay: Callable[[], float | None] = run_delay) -> None:
+        self.count = most
+        """Threads for the next step."""
+        self._most = most
+        self._read_delay = delay
+        self._delay = delay() if most > 1 else None
+        self._window = _Window()
+        self._quiet: dict[int, float] = {}
+        """What steps of each size take on all threads while nothing else runs."""
+        self._before: dict[int, float] | None = None
+        """While another number is tried: what steps took with the number before."""
+        self._fallback = most
+        self._pause, self._wait = _FIRST_PAUSE, 0
+        self._divisor = 2
+        """What the next trial of fewer threads divides their number by: half of them may be no
+        better where one is."""
+        self._num_told = 0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take what a step of ``tokens`` took on ``count`` threads."""
+        if self._delay is None:
+            return
+        self._window.add(tokens, seconds)
+        if self._window.is_full or self._trial_is_lost():
+            self._judge()
+
+    def _trial_is_lost(self) -> bool:
+        """Whether a trial is so bad that it need not be completed: it may be a hundredfold."""
+        ratio = _ratio(self._window.medians(), self._before) if self._before else None
+        return ratio is not None and ratio > _SLOW
+
+    def _judge(self) -> None:
+        window, self._window = self._window, _Window()
+        delay, before = self._read_delay(), self._delay
+        self._delay = delay
+        if delay is None or before is None:
+            return
+        # Threads that have ended take their delay with them.
+        share = max(0.0, delay - before) / window.seconds
+        if self._before is not None:
+            self._end_trial(window.medians(), self._before)
+        elif self._wait:
+            self._wait -= 1
+        else:
+            self._begin_trial(window.medians(), share)
+
+    def _begin_trial(self, paces: dict[int, float], share: float) -> None:
+        """Try fewer threads where these lack cores, more where they do not."""
+        if share >= _DELAYED:
+            slower = _ratio(paces, self._quiet)
+            if self.count > 1 and (slower is None or slower >= _SLOW):
+                self._try(max(1, self.count // self._divisor), paces)
+        elif self.count == self._most:
+            self._quiet |= paces
+        else:
+            self._try(min(self._most, 2 * self.count), paces)
+
+    def _try(self, count: int, paces: dict[int, float]) -> None:
+        self._before, self._fallback, self.count = paces, self.count, count
+
+    def _end_trial(self, paces: dict[int, float], before: dict[int, float]) -> None:
+        self._before = None
+        ratio = _ratio(paces, before)
+        if ratio is None:  # steps of other sizes than before: they tell nothing
+            self.count = self._fallback
+        elif ratio <= (_WORTH if self.count < self._fallback else 1.0):
+            self._pause, self._wait, self._divisor = _FIRST_PAUSE, 0, 2
+            self._tell()
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Go back to the number before the trial, and leave it a while if nothing else is left."""
+        tried, self.count = self.count, self._fallback
+        if 1 < tried < self._fallback:
+            self._divisor *= 2
+            return
+        self._divisor = 2
+        self._wait = self._pause
+        self._pause = min(2 * self._pause, _LAST_PAUSE)
+
+    def _tell(self) -> None:
+        """Say that threads step down, and that they are back; once each."""
+        if self.count < self._most and self._num_told == 0:
+            self._num_told = 1
+            _LOG.warning(
+                "%d of %d threads while other processes use the cores (engine.num_threads keeps a "
+                "number)",
+                *(self.count, self._most),
+            )
+        elif self.count == self._most and self._num_told == 1:
+            self._num_told = 2
+            _LOG.warning("all %d threads again", self.count)

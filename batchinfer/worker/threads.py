@@ -1,0 +1,94 @@
+"""Threads that compute on the CPU: how many, and why.
+
+torch and the C kernels share one OpenMP runtime, and all of them ask ``torch.get_num_threads()``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from batchinfer.cpus import CpuLimits
+
+_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+"""What torch takes its number from, the first that is set."""
+
+
+@dataclass(frozen=True)
+class ThreadCount:
+    """Threads that compute, at most."""
+
+    count: int
+    why: str
+    pinned: bool = False
+    """The user said so: it is kept whatever else runs."""
+
+    def line(self) -> str:
+        """The count and its reason, for the log."""
+        return f"{self.count} {'thread' if self.count == 1 else 'threads'}: {self.why}"
+
+
+def choose_threads(
+    asked: int | None, limits: CpuLimits, torch_count: int, environ: Mapping[str, str] = os.environ
+) -> ThreadCount:
+    """The number of threads for this process.
+
+    Args:
+        asked: ``engine.num_threads``; wins.
+        limits: cores that the process may use.
+        torch_count: what torch would take: the physical cores, or what its caller set.
+        environ: a number of threads there wins over ``limits``.
+    """
+    if asked is not None:
+        return ThreadCount(asked, "engine.num_threads", pinned=True)
+    for name in _VARIABLES:
+        told = re.match(r"\s*([1-9][0-9]{0,5})\s*(,|$)", environ.get(name, ""))
+        if told is not None:
+            # torch has fewer where its caller set them since, or where there are fewer cores
+            if torch_count < int(told[1]):
+                return ThreadCount(torch_count, f"as torch has; {name} is {told[1]}", pinned=True)
+            return ThreadCount(int(told[1]), name, pinned=True)
+    if torch_count < limits.count:
+        return ThreadCount(torch_count, f"as torch has; this process may use {limits.count} cores")
+    return ThreadCount(limits.count, _reason(limits))
+
+
+def _reason(limits: CpuLimits) -> str:
+    cores = min(limits.machine, limits.affinity)
+    if limits.count < cores:
+        quota = f"{limits.quota:.3g} {'core' if limits.quota == 1 else 'cores'}"
+        return f"the control group's quota of {quota}; the machine has {limits.machine}"
+    if cores < limits.machine:
+        return f"the cores this process may use; the machine has {limits.machine}"
+    return "the cores this process may use"
+
+
+class TorchThreads:
+    """torch's number of threads, which outlives an engine: what it was before one set it."""
+
+    def __init__(self) -> None:
+        self._found = 0
+        self._set: set[int] = set()
+        """All that engines set: torch has a number for each of Python's threads."""
+
+    def found(self) -> int:
+        """The number as it would be without engines."""
+        if torch.get_num_threads() not in self._set:
+            self._found = torch.get_num_threads()
+        return self._found
+
+    def set(self, count: int) -> None:
+        """Compute on ``count`` threads from here on, in this thread and in those begun later."""
+        if torch.get_num_threads() == count:
+            return
+        self.found()
+        self._set.add(count)
+        torch.set_num_threads(count)
+
+
+TORCH_THREADS = TorchThreads()
+"""Of this process."""

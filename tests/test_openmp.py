@@ -1,0 +1,52 @@
+"""Idle OpenMP threads sleep after a short wait, unless the environment says how they wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from batchinfer.openmp import SPIN_COUNT
+
+
+def environment_after(code: str, **given: str) -> dict[str, str]:
+    """The variables that libgomp reads, as a new process that runs ``code`` leaves them."""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    show = "import os, json\nprint(json.dumps(dict(os.environ)))"
+    command = [sys.executable, "-c", f"{code}\n{show}"]
+    done = subprocess.run(command, env=environ | given, capture_output=True, text=True, check=True)
+    after = json.loads(done.stdout.splitlines()[-1])
+    return {name: after[name] for name in names if name in after}
+
+
+BOUND = "from batchinfer.openmp import bound_spinning\nbound_spinning()"
+TORCH_LOADED = "import sys; sys.modules['torch'] = None\n"
+
+
+def test_spinning_is_bounded() -> None:
+    assert environment_after(BOUND) == {"GOMP_SPINCOUNT": SPIN_COUNT}
+
+
+@pytest.mark.parametrize("given", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+def test_what_the_environment_says_stays(given: dict[str, str]) -> None:
+    assert environment_after(BOUND, **given) == given
+
+
+def test_it_comes_too_late_where_torch_is_loaded() -> None:
+    assert environment_after(TORCH_LOADED + BOUND) == {}
+
+
+def test_the_program_and_the_python_api_bound_it_before_they_load_torch() -> None:
+    program = """
+import sys, batchinfer.cli
+from batchinfer import __main__
+batchinfer.cli.main = lambda: None
+__main__.main()
+assert "torch" not in sys.modules
+"""
+    assert environment_after(program) == {"GOMP_SPINCOUNT": SPIN_COUNT}
+    assert environment_after("from batchinfer import LLM") == {"GOMP_SPINCOUNT": SPIN_COUNT}
