@@ -25,9 +25,6 @@ class EngineConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first CUDA device where there is one, else the CPU."""
-    num_threads: int | None = None
-    """Threads that compute on a CPU. Null: OMP_NUM_THREADS where it is set, else as many as there
-    are cores for this process, fewer while other processes use them."""
     block_size: int = 16
     """Tokens per KV block."""
     gpu_memory_utilization: float = 0.9
@@ -58,6 +55,9 @@ class EngineConfig:
     deterministic: bool = False
     """Bits never depend on what ran beside a row. Not yet on a CUDA device; on a CPU they do not
     either without it, as long as `cpu_kernels` has the project's own multiply."""
+    num_threads: int | None = None
+    """Threads that compute on a CPU. Null: OMP_NUM_THREADS where it is set, else as many as there
+    are cores for this process, fewer while other processes use them."""
     cpu_kernels: Literal["auto", "own", "onednn", "torch"] = "auto"
     """What multiplies by the weights on a CPU. auto: what is fastest on the shapes of the model,
     measured once. own: the project's kernels, whose rows do not depend on each other. onednn:
