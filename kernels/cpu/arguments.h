@@ -64,7 +64,7 @@ typedef struct {
 
 typedef struct {
     const void *x;      /* [rows, in] */
-    const void *packed; /* [panels][in / PER_STEP][PANEL][PER_STEP] */
+    const void *packed; /* as pack_args made it */
     const void *bias;   /* [out] or NULL */
     void *out;          /* [rows, out], contiguous */
     int64_t num_rows, row_stride, in_features, out_features;
@@ -73,9 +73,9 @@ typedef struct {
 
 typedef struct {
     const void *weight; /* [out, in], contiguous */
-    void *packed;
+    void *packed;       /* packed_bytes */
     int64_t in_features, out_features;
-    int32_t num_threads;
+    int32_t num_threads, kernel; /* kernel: of those in gemm.c */
 } pack_args;
 
 typedef struct {

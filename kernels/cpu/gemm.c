@@ -7,15 +7,15 @@
 
    A tile of up to TILE_ROWS rows and one panel is kept in registers over all of k (Goto & van de
    Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
-   multiply-adds in the order of k, so that a row's bits do not depend on the other rows. */
+   multiply-adds in the order of k, so that a row's bits do not depend on the other rows. bfloat16 is
+   multiplied by tiles where the processor has them (gemm_tiles.inc).
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("no-associative-math") /* a chain, also where nothing is fused */
-#elif defined(__clang__)
-#pragma clang fp reassociate(off)
-#endif
+   A packed weight begins with what it was packed for, and is multiplied by that. */
+
+#include "in_order.h" /* a chain stays one, also where nothing is fused */
 
 #include "arguments.h"
+#include "tiles.h"
 #include "vectors.h"
 
 #define CHUNK 8 /* steps of k between prefetches */
@@ -64,9 +64,59 @@ typedef struct {
 #define STORE(x) to_bf16(x)
 #include "gemm.inc"
 
-/* By what products are computed; a name for people. */
-const char *gemm_instructions_f32(void) { return VECTORS_NAME; }
-const char *gemm_instructions_bf16(void) { return PAIRS_NAME; }
+#if HAS_TILES
+#include "gemm_tiles.inc"
+#endif
 
-/* Outputs of a panel. */
-int gemm_panel(void) { return PANEL; }
+enum { VECTORS, TILES }; /* gemm._VECTORS, gemm._TILES */
+
+/* Begins a packed weight; the panels follow. */
+typedef struct {
+    int32_t kernel, padding[15]; /* a cache line: panels begin at one */
+} header;
+
+/* By what instructions a kernel computes products; a name for people. NULL: it does not work here. */
+const char *gemm_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
+
+const char *gemm_instructions_bf16(int kernel) {
+    if (kernel == TILES) return tiles_work() ? "AMX" : NULL;
+    return kernel == VECTORS ? PAIRS_NAME : NULL;
+}
+
+int64_t packed_bytes_f32(const pack_args *a) { return sizeof(header) + 4 * panels_packed_f32(a); }
+
+int64_t packed_bytes_bf16(const pack_args *a) {
+#if HAS_TILES
+    if (a->kernel == TILES) return sizeof(header) + 2 * tiles_packed(a);
+#endif
+    return sizeof(header) + 2 * panels_packed_bf16(a);
+}
+
+void pack_f32(const pack_args *a) {
+    header *to = a->packed;
+    *to = (header){VECTORS, {0}};
+    panels_pack_f32(a, (float *)(to + 1));
+}
+
+void pack_bf16(const pack_args *a) {
+    header *to = a->packed;
+    *to = (header){a->kernel, {0}};
+    uint16_t *panels = (uint16_t *)(to + 1);
+#if HAS_TILES
+    if (a->kernel == TILES) return tiles_pack(a, panels);
+#endif
+    panels_pack_bf16(a, panels);
+}
+
+void gemm_f32(const gemm_args *a) {
+    panels_gemm_f32(a, (const float *)((const header *)a->packed + 1));
+}
+
+void gemm_bf16(const gemm_args *a) {
+    const header *from = a->packed;
+    const uint16_t *panels = (const uint16_t *)(from + 1);
+#if HAS_TILES
+    if (from->kernel == TILES) return tiles_gemm(a, panels);
+#endif
+    panels_gemm_bf16(a, panels);
+}

@@ -8,6 +8,9 @@ import torch
 
 from batchinfer.kernels.cpu.library import INT32, INT64, POINTER, SUFFIX, load
 
+_VECTORS, _TILES = _KERNELS = range(2)
+"""Of ``gemm.c``; the later, the faster."""
+
 _MANY_ROWS = 8
 _CACHE_PERIOD = 4096  # bytes after which addresses fall into the same set of the first cache
 _CACHE_LINE = 64
@@ -36,7 +39,7 @@ class _PackArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("weight", "packed")),
         *((name, INT64) for name in ("in_features", "out_features")),
-        ("num_threads", INT32),
+        *((name, INT32) for name in ("num_threads", "kernel")),
     )
 
 
@@ -47,34 +50,61 @@ def supports(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32 or weight.shape[1] % 2 == 0  # 16 bits come in pairs
 
 
-def instructions(dtype: torch.dtype) -> str:
-    """By what products of ``dtype`` are computed: for people, and to tell apart what may differ in
-    its last bits."""
-    function = getattr(load(), f"gemm_instructions_{SUFFIX[dtype]}")
-    function.restype = ctypes.c_char_p
-    name: bytes = function()
-    return name.decode()
-
-
 def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """Names of the kernels for weights of ``dtype`` on this processor, best first."""
-    return (instructions(dtype),) if supports(torch.empty(2, 2, dtype=dtype)) else ()
+    """The instructions that can compute products of ``dtype`` here, the fastest first.
+
+    Names for people ("AMX", "AVX-512 BF16", "NEON", "plain C"); equal names give equal bits.
+    """
+    names = (_name(dtype, kernel) for kernel in reversed(_KERNELS))
+    return tuple(name for name in names if name is not None)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] to a flat tensor of panels: [panel][in][output], for 16 bits with pairs of in."""
-    library = load()
+def instructions(dtype: torch.dtype) -> str:
+    """By what products of ``dtype`` are computed, unless ``pack`` is told otherwise."""
+    return available(dtype)[0]
+
+
+def instructions_of(packed: torch.Tensor) -> str:
+    """By what a packed weight is multiplied."""
+    name = _name(packed.dtype, int(packed[: 4 // packed.element_size()].view(torch.int32)))
+    assert name is not None
+    return name
+
+
+def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
+    """[out, in] to a flat tensor that tells by what it is multiplied, and holds panels of outputs.
+
+    Args:
+        instructions: of those ``available``; the fastest where it is None.
+
+    Raises:
+        ValueError: ``instructions`` are not available.
+    """
+    library, dtype = load(), weight.dtype
     assert library is not None
+    if instructions is not None and instructions not in available(dtype):
+        here = ", ".join(available(dtype))
+        raise ValueError(f"this machine does not multiply {dtype} by {instructions}, but by {here}")
+    name = instructions or available(dtype)[0]
     out_features, in_features = weight.shape
     weight = weight.contiguous()
-    panel = library.gemm_panel()
-    packed = weight.new_empty(-(-out_features // panel) * panel * in_features)
     arguments = _PackArgs(
-        *(weight.data_ptr(), packed.data_ptr(), in_features, out_features),
-        torch.get_num_threads(),
+        *(weight.data_ptr(), None, in_features, out_features, torch.get_num_threads()),
+        next(kernel for kernel in _KERNELS if _name(dtype, kernel) == name),
     )
-    getattr(library, f"pack_{SUFFIX[weight.dtype]}")(ctypes.byref(arguments))
+    size = getattr(library, f"packed_bytes_{SUFFIX[dtype]}")
+    size.restype = INT64
+    packed = weight.new_empty(size(ctypes.byref(arguments)) // weight.element_size())
+    arguments.packed = packed.data_ptr()
+    getattr(library, f"pack_{SUFFIX[dtype]}")(ctypes.byref(arguments))
     return packed
+
+
+def _name(dtype: torch.dtype, kernel: int) -> str | None:
+    function = getattr(load(), f"gemm_instructions_{SUFFIX[dtype]}")
+    function.restype = ctypes.c_char_p
+    name: bytes | None = function(kernel)
+    return None if name is None else name.decode()
 
 
 def gemm(

@@ -27,11 +27,8 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """What the names of the functions for a dtype end in."""
 
 _FOLDER = Path(__file__).resolve().parent
-_SOURCES = ("paged_attention.c", "row_ops.c", "gemm.c", "decoder_layer.c", "sampling.c")
-_INCLUDED = (
-    *("arguments.h", "elements.h", "vectors.h", "small_product.h", "attend_plan.h"),
-    *("blocks.h", "attend.inc", "attend_plain.inc", "attend_pairs.inc", "row_ops.inc", "gemm.inc"),
-)
+_SOURCES = tuple(sorted(path.name for path in _FOLDER.glob("*.c")))
+_INCLUDED = tuple(sorted(path.name for path in _FOLDER.glob("*.[hi]*")))
 # Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
 FLAGS = (
     *("-O3", "-fPIC", "-shared", "-std=gnu11"),

@@ -1,7 +1,7 @@
 /* The C kernels without Python, for processors that are emulated: products and attention of inputs
    that a fixed generator makes, beside plain loops in double, and rows alone beside rows together.
 
-   Compiled with kernels/cpu/{gemm,paged_attention,row_ops}.c; says what it computed by, and a hash of
+   Compiled with kernels/cpu/{gemm,paged_attention,row_ops,tiles}.c; says what it computed by, and a hash of
    all outputs' bits, and ends with 1 where something is wrong. */
 
 #include <math.h>
@@ -15,11 +15,13 @@ void pack_f32(const pack_args *);
 void pack_bf16(const pack_args *);
 void write_kv_f32(const write_args *);
 void write_kv_bf16(const write_args *);
-const char *gemm_instructions_f32(void);
-const char *gemm_instructions_bf16(void);
-int gemm_panel(void);
+int64_t packed_bytes_f32(const pack_args *);
+int64_t packed_bytes_bf16(const pack_args *);
+const char *gemm_instructions_f32(int kernel);
+const char *gemm_instructions_bf16(int kernel);
 
 static uint64_t state;
+static float scale = 1.0f; /* of inputs */
 static int failures;
 static uint64_t hash;
 
@@ -28,6 +30,8 @@ static float uniform(void) {
     state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
     return (float)((state * 0x2545F4914F6CDD1Dull) >> 40) / 8388608.0f - 1.0f;
 }
+
+#define HASH_START 0xcbf29ce484222325ull
 
 static void add_to_hash(const void *bytes, size_t count) { /* FNV-1a */
     for (size_t i = 0; i < count; i++) hash = (hash ^ ((const uint8_t *)bytes)[i]) * 0x100000001b3ull;
@@ -57,7 +61,7 @@ static void put(array a, size_t i, float value) {
 
 static array make(int is_bf16, size_t count, int filled) {
     array a = {is_bf16, count, aligned_alloc(64, (count * 4 + 127) / 64 * 64)};
-    for (size_t i = 0; i < count; i++) put(a, i, filled ? uniform() : 0.0f);
+    for (size_t i = 0; i < count; i++) put(a, i, filled ? uniform() * scale : 0.0f);
     return a;
 }
 
@@ -78,13 +82,15 @@ static void multiply_rows(
     (x.is_bf16 ? gemm_bf16 : gemm_f32)(&a);
 }
 
-static void check_product(int is_bf16, int in, int outs) {
+static void check_product(int is_bf16, int kernel, int in, int outs) {
     array x = make(is_bf16, (size_t)MOST_ROWS * in, 1), weight = make(is_bf16, (size_t)outs * in, 1);
-    array bias = make(is_bf16, outs, 1), out = make(is_bf16, (size_t)MOST_ROWS * outs, 1);
+    array bias = make(is_bf16, outs, scale == 1.0f); /* it would hide what is small */
+    array out = make(is_bf16, (size_t)MOST_ROWS * outs, scale == 1.0f);
     array some = make(is_bf16, (size_t)MOST_ROWS * outs, 0), there = make(is_bf16, out.count, 0);
-    const int panel = gemm_panel();
-    array packed = make(is_bf16, (size_t)(outs + panel) / panel * panel * in, 0);
-    const pack_args p = {weight.at, packed.at, in, outs, 2};
+    pack_args p = {weight.at, NULL, in, outs, 2, kernel};
+    const int64_t bytes = (is_bf16 ? packed_bytes_bf16 : packed_bytes_f32)(&p);
+    array packed = make(is_bf16, bytes / (is_bf16 ? 2 : 4), 0);
+    p.packed = packed.at;
     (is_bf16 ? pack_bf16 : pack_f32)(&p);
     memcpy(there.at, out.at, out.count * (is_bf16 ? 2 : 4));
     multiply_rows(x, packed, bias, out, 0, MOST_ROWS, in, outs, 1);
@@ -196,14 +202,22 @@ int main(void) {
     const int shapes[][2] = {{2, 1}, {34, 31}, {96, 33}, {130, 70}, {256, 64}};
     const int blocks[][3] = {{16, 64, 0}, {16, 64, 37}, {32, 128, 0}, {16, 24, 0}, {3, 13, 20}, {1, 32, 0}};
     for (int is_bf16 = 0; is_bf16 < 2; is_bf16++) {
-        state = 1, hash = 0xcbf29ce484222325ull;
-        for (size_t i = 0; i < sizeof(shapes) / sizeof(*shapes); i++)
-            check_product(is_bf16, shapes[i][0], shapes[i][1]);
-        printf("product %s %016llx %s\n", is_bf16 ? "bf16" : "f32", (unsigned long long)hash,
-               is_bf16 ? gemm_instructions_bf16() : gemm_instructions_f32());
+        const char *type = is_bf16 ? "bf16" : "f32";
+        for (int kernel = 0; kernel < 2; kernel++) {
+            const char *name = (is_bf16 ? gemm_instructions_bf16 : gemm_instructions_f32)(kernel);
+            if (!name) continue;
+            state = 1, hash = HASH_START;
+            for (size_t i = 0; i < sizeof(shapes) / sizeof(*shapes); i++)
+                check_product(is_bf16, kernel, shapes[i][0], shapes[i][1]);
+            scale = 0x1p-64f; /* products and sums at the edge of what is no denormal */
+            check_product(is_bf16, kernel, 96, 40);
+            scale = 1.0f;
+            printf("product %s %016llx %s\n", type, (unsigned long long)hash, name);
+        }
+        state = 1, hash = HASH_START;
         for (size_t i = 0; i < sizeof(blocks) / sizeof(*blocks); i++)
             check_attention(is_bf16, blocks[i][0], blocks[i][1], blocks[i][2]);
-        printf("with attention %s %016llx\n", is_bf16 ? "bf16" : "f32", (unsigned long long)hash);
+        printf("attention %s %016llx\n", type, (unsigned long long)hash);
     }
     return failures != 0;
 }

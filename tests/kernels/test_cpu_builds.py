@@ -1,4 +1,5 @@
-"""Builds for lesser processors than this one: equal to the twins, as the build for this one is."""
+"""Builds for lesser processors than this one, and with tiles in plain C: equal to the twins, as the
+build for this one is."""
 
 from __future__ import annotations
 
@@ -12,30 +13,31 @@ import torch
 from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase
 from batchinfer.kernels.cpu import decoder_layer, gemm, library, native, row_ops
 from batchinfer.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, RowCase
-from tests.kernels import test_cpu_row_ops
+from tests.kernels import test_cpu_gemm, test_cpu_row_ops
 from tests.kernels.cpu_attention import ODD_CASES, TOLERANCE, check_attention
 from tests.kernels.cpu_product import check_product, check_rows_do_not_depend_on_each_other
 from tests.worker.test_native_layer import Run, fused
 
-_WITHOUT = {
+_FLAGS = {
     "no_pairs": ("-mno-avx512bf16",),
     "lanes_8": ("-mno-avx512f",),
     "lanes_4": ("-mno-avx512f", "-mno-avx2"),
     "plain": ("-mno-avx",),  # and with it, no fused multiply-adds
+    "tiles": ("-DEMULATE_TILES",),
 }
 
 pytestmark = [
     pytest.mark.skipif(library.load() is None, reason="no C compiler here"),
-    pytest.mark.usefixtures("lesser"),
+    pytest.mark.usefixtures("other"),
 ]
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-@pytest.fixture(scope="module", params=_WITHOUT.values(), ids=_WITHOUT.keys())
-def lesser(
+@pytest.fixture(scope="module", params=_FLAGS.values(), ids=_FLAGS.keys())
+def other(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """The kernels as they are built for processors that lack some instructions."""
+    """The kernels as they are built for processors that have other instructions."""
     flags = " ".join(request.param)
     folder: Path = tmp_path_factory.mktemp("build")
     compiler = folder / "cc"
@@ -47,7 +49,7 @@ def lesser(
         built = library.load.__wrapped__()
         if built is None:
             pytest.skip(f"the compiler does not know {flags}")
-        assert not built.lies_in_pairs()
+        assert request.param == _FLAGS["tiles"] or not built.lies_in_pairs()
         for module in (native, gemm, row_ops, decoder_layer):
             patch.setattr(module, "load", lambda: built)
         yield
@@ -71,6 +73,10 @@ def test_products_equal_those_in_float64(
 @dtypes
 def test_a_row_of_a_product_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
     check_rows_do_not_depend_on_each_other(dtype)
+
+
+def test_weights_are_packed_for_any_of_the_instructions_there_are() -> None:
+    test_cpu_gemm.test_a_packed_weight_tells_by_what_it_is_multiplied(torch.bfloat16)
 
 
 def test_sums_of_floats_have_the_same_bits_wherever_multiply_adds_are_fused(

@@ -45,3 +45,21 @@ def test_rows_may_lie_apart_and_nan_stays_in_its_own(dtype: torch.dtype) -> None
 def test_16_bit_weights_of_odd_width_are_left_to_others() -> None:
     assert not gemm.supports(torch.empty(4, 3, dtype=torch.bfloat16))
     assert not gemm.supports(torch.empty(4, 4, dtype=torch.float16))
+
+
+@dtypes
+def test_a_packed_weight_tells_by_what_it_is_multiplied(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(40, 64).to(dtype)
+    names = gemm.available(dtype)
+    assert gemm.instructions(dtype) == names[0]
+    assert gemm.instructions_of(gemm.pack(weight)) == names[0]
+    for name in names:
+        packed, out = gemm.pack(weight, name), torch.empty(5, 40, dtype=dtype)
+        assert gemm.instructions_of(packed) == name
+        gemm.gemm(x, packed, None, out=out)
+        torch.testing.assert_close(out, x @ weight.T, rtol=1e-2, atol=2e-2)
+
+
+def test_instructions_that_are_not_here_are_refused() -> None:
+    with pytest.raises(ValueError, match="float32 by AMX, but by "):
+        gemm.pack(torch.empty(2, 2), "AMX")

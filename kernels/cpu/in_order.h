@@ -1,0 +1,13 @@
+/* Sums in the file that includes this first stay in the order in which they are written, and zeros
+   keep their signs, though the library is compiled with both free. */
+
+#ifndef BATCHINFER_IN_ORDER_H
+#define BATCHINFER_IN_ORDER_H
+
+#if defined(__clang__)
+#pragma clang fp reassociate(off)
+#elif defined(__GNUC__)
+#pragma GCC optimize("no-associative-math", "signed-zeros")
+#endif
+
+#endif

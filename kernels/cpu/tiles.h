@@ -1,0 +1,52 @@
+/* Matrix tiles of up to 16 rows by 64 bytes: Intel's AMX, or the same in plain C.
+
+   Compiled with -DEMULATE_TILES the second is used everywhere, so that what is built on tiles can be
+   tested on any processor; else tiles are there where the compiler knows AMX with bfloat16, and may be
+   used where tiles_work() says so. A tile's number is a constant. */
+
+#ifndef BATCHINFER_TILES_H
+#define BATCHINFER_TILES_H
+
+#include <stdint.h>
+
+#define TILE_ROW_BYTES 64
+#define MAX_TILE_ROWS 16
+
+#if defined(EMULATE_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__))
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
+/* Whether this process may use them: one answer for all of its life. */
+int tiles_work(void);
+
+/* As the processor reads it. */
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_shapes;
+
+#if defined(EMULATE_TILES)
+void tile_configure(const tile_shapes *); /* all tiles become 0 */
+void tile_release(void);
+void tile_zero(int tile);
+void tile_load(int tile, const void *from, int64_t stride); /* strides in bytes */
+void tile_store(int tile, void *to, int64_t stride);
+void tile_dot_bf16(int sum, int left, int right);
+#elif HAS_TILES
+#include <immintrin.h>
+/* The compiler is not told by the intrinsics which memory they read. */
+#define TILE_READS_MEMORY __asm__ volatile("" ::: "memory")
+#define tile_configure(shapes) do { TILE_READS_MEMORY; _tile_loadconfig(shapes); } while (0)
+#define tile_release() _tile_release()
+#define tile_zero(tile) _tile_zero(tile)
+#define tile_load(tile, from, stride) \
+    do { TILE_READS_MEMORY; _tile_loadd(tile, from, stride); } while (0)
+#define tile_store(tile, to, stride) \
+    do { _tile_stored(tile, to, stride); TILE_READS_MEMORY; } while (0)
+#define tile_dot_bf16(sum, left, right) _tile_dpbf16ps(sum, left, right)
+#endif
+
+#endif
