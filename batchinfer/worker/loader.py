@@ -27,6 +27,7 @@ from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.model_config import load_config
 from batchinfer.worker.model_files import check_weights, resolve_folder
 from batchinfer.worker.native_join import join_native_layers
+from batchinfer.worker.native_attention import attend_like
 from batchinfer.worker.native_layer import fuse_native_layers
 from batchinfer.worker.quantization import check_quantization, saved_quantization
 from batchinfer.worker.rope import fix_longrope
@@ -114,6 +115,7 @@ def load_model(
     choice = TORCH_MULTIPLIES
     if device.type == "cpu":
         choice = choose_kernel(model, getattr(torch, dtype), kernels)
+        attend_like(choice.kernel)
         if choice.kernel is not None:
             pack_linears(model, choice.kernel, getattr(torch, dtype))
         _let_go_of_file(model)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -53,11 +54,15 @@ class ProductKernel:
 
 
 class OwnPacked:
-    """A weight packed for the project's C kernel."""
+    """A weight packed for the project's C kernel.
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    Args:
+        instructions: of ``gemm.available``; the fastest where it is None.
+    """
+
+    def __init__(self, weight: torch.Tensor, instructions: str | None = None) -> None:
         self._out_features = len(weight)
-        self.weight = gemm.pack(weight)
+        self.weight = gemm.pack(weight, instructions)
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[M, in] to [M, out]."""
@@ -92,10 +97,12 @@ def product_kernels(dtype: torch.dtype) -> tuple[ProductKernel, ...]:
     """
     if dtype not in _DTYPES:
         return ()
-    own = (
-        ProductKernel("own", instructions, True, OwnPacked, gemm.supports)
-        for instructions in gemm.available(dtype)
-    )
+    own = [
+        ProductKernel(
+            "own", name, True, partial(OwnPacked, instructions=name), gemm.supports
+        )
+        for name in (gemm.available(dtype) if gemm.supports(torch.empty(0, 2, dtype=dtype)) else ())
+    ]
     capability = _capability(dtype)
     others = (
         ProductKernel("onednn", capability, False, _OneDnnPacked),

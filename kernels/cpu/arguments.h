@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+enum { VECTORS, TILES }; /* kernels: library._KERNELS */
+
 typedef struct {
     const void *query; /* [T, Hq, Dk] */
     void *out;         /* [T, Hq, Dv], the last two contiguous */
@@ -75,7 +77,7 @@ typedef struct {
     const void *weight; /* [out, in], contiguous */
     void *packed;       /* packed_bytes */
     int64_t in_features, out_features;
-    int32_t num_threads, kernel; /* kernel: of those in gemm.c */
+    int32_t num_threads, kernel; /* kernel: VECTORS or TILES */
 } pack_args;
 
 typedef struct {

@@ -51,6 +51,14 @@ INLINE void ask_for(stream *s, int lines) {
     }
 }
 
+#if HAS_TILES
+#define ACC_LANES 16
+#define HALF_ROWS (PIECE / 2)
+#else
+#define ACC_LANES LANES
+#define HALF_ROWS 1
+#endif
+
 typedef struct {
     const tile *tiles;
     int32_t num_tiles, num_rows, kv_head;
@@ -58,7 +66,8 @@ typedef struct {
     part *parts; /* [tiles] */
     float *keys, *values;          /* a piece: [width][PIECE], [PIECE][width] */
     float *q, *s, *acc;            /* [rows][...] */
-    float *half;                   /* [acc_stride] */
+    float *half;                   /* [HALF_ROWS][acc_stride] values that are seen in part */
+    int32_t *configured;           /* [2] what the thread's tiles are shaped for: attend_tiles.inc */
     int32_t acc_stride;            /* between rows of acc: whole vectors */
     float *m, *l, *top, *keep;     /* [rows], with room for 16 more */
     int32_t *from, *to;                /* [rows] positions of the piece that each sees */
@@ -125,8 +134,8 @@ static void free_plan(plan *p) {
 /* What the tasks of a thread work in, one after the other; to be freed. NULL: no memory. */
 static float *make_scratch(const attention_args *a, const plan *p, task *t) {
     const size_t dk = (a->key_width + 1) / 2 * 2, rows = p->max_rows;
-    const size_t dv = (a->value_width + LANES - 1) / LANES * LANES;
-    const size_t floats = PIECE * (dk + dv) + dv + rows * (dk + dv + PIECE + 2) + 4 * (rows + 16);
+    const size_t dv = (a->value_width + ACC_LANES - 1) / ACC_LANES * ACC_LANES;
+    const size_t floats = PIECE * (dk + dv) + HALF_ROWS * dv + rows * (dk + dv + PIECE + 2) + 4 * (rows + 16) + 2;
     const size_t bytes = floats * sizeof(float) + p->max_tiles * sizeof(part);
     float *at = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!at) return NULL;
@@ -135,7 +144,7 @@ static float *make_scratch(const attention_args *a, const plan *p, task *t) {
     t->keys = at;
     t->values = t->keys + PIECE * dk;
     t->half = t->values + PIECE * dv;
-    t->q = t->half + dv;
+    t->q = t->half + HALF_ROWS * dv;
     t->s = t->q + rows * dk;
     t->acc = t->s + rows * PIECE;
     t->m = t->acc + rows * dv;
@@ -144,7 +153,8 @@ static float *make_scratch(const attention_args *a, const plan *p, task *t) {
     t->keep = t->top + rows + 16;
     t->from = (int32_t *)(t->keep + rows + 16);
     t->to = t->from + rows;
-    t->parts = (part *)(t->to + rows);
+    t->configured = t->to + rows;
+    t->parts = (part *)(t->configured + 2);
     return at;
 }
 
@@ -202,3 +212,12 @@ static __attribute__((noinline)) void weigh(
         if (keep[r] != 1.0f)
             for (int d = 0; d < t->acc_stride; d++) t->acc[(first + r) * t->acc_stride + d] *= keep[r];
 }
+
+#if HAS_PAIRS || HAS_TILES
+/* Weights to bfloat16, each row at the beginning of its scores. */
+static void round_weights(const task *t, int rows) {
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < PIECE; p += LANES)
+            store_rounded((uint16_t *)(t->s + r * PIECE) + p, load(t->s + r * PIECE + p));
+}
+#endif

@@ -2,7 +2,7 @@
 
    Keys [width][size] and values [size][width]: attention loads a vector of neighbouring positions,
    or of neighbours in width, and transposes nothing. Where the processor multiplies pairs of 16
-   bits, those that are multiplied and added in one instruction stand together: neighbours in width
+   bits, or tiles of them, those that are multiplied and added in one instruction stand together: neighbours in width
    of keys, neighbours in position of values, [width / 2][size][2] and [size / 2][width][2]. An odd
    width, or size, has no pairs. */
 
@@ -10,8 +10,9 @@
 #define BATCHINFER_BLOCKS_H
 
 #include "elements.h"
+#include "tiles.h"
 
-#define PAIRED(element) (HAS_PAIRS && sizeof(element) == 2)
+#define PAIRED(element) ((HAS_PAIRS || HAS_TILES) && sizeof(element) == 2)
 
 /* Where element `d` of the key at position `p` of its block is. */
 static inline int64_t key_at(const int paired, int width, int size, int d, int p) {

@@ -68,8 +68,6 @@ typedef struct {
 #include "gemm_tiles.inc"
 #endif
 
-enum { VECTORS, TILES }; /* gemm._VECTORS, gemm._TILES */
-
 /* Begins a packed weight; the panels follow. */
 typedef struct {
     int32_t kernel, padding[15]; /* a cache line: panels begin at one */

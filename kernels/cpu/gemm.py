@@ -6,10 +6,7 @@ import ctypes
 
 import torch
 
-from batchinfer.kernels.cpu.library import INT32, INT64, POINTER, SUFFIX, load
-
-_VECTORS, _TILES = _KERNELS = range(2)
-"""Of ``gemm.c``; the later, the faster."""
+from batchinfer.kernels.cpu.library import INT32, INT64, POINTER, SUFFIX, chosen, kernels_of, load
 
 _MANY_ROWS = 8
 _CACHE_PERIOD = 4096  # bytes after which addresses fall into the same set of the first cache
@@ -55,8 +52,7 @@ def available(dtype: torch.dtype) -> tuple[str, ...]:
 
     Names for people ("AMX", "AVX-512 BF16", "NEON", "plain C"); equal names give equal bits.
     """
-    names = (_name(dtype, kernel) for kernel in reversed(_KERNELS))
-    return tuple(name for name in names if name is not None)
+    return tuple(kernels_of(load(), "gemm", dtype))
 
 
 def instructions(dtype: torch.dtype) -> str:
@@ -66,9 +62,9 @@ def instructions(dtype: torch.dtype) -> str:
 
 def instructions_of(packed: torch.Tensor) -> str:
     """By what a packed weight is multiplied."""
-    name = _name(packed.dtype, int(packed[: 4 // packed.element_size()].view(torch.int32)))
-    assert name is not None
-    return name
+    number = int(packed[: 4 // packed.element_size()].view(torch.int32))
+    kernels = kernels_of(load(), "gemm", packed.dtype)
+    return next(name for name, kernel in kernels.items() if kernel == number)
 
 
 def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
@@ -82,15 +78,12 @@ def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
     """
     library, dtype = load(), weight.dtype
     assert library is not None
-    if instructions is not None and instructions not in available(dtype):
-        here = ", ".join(available(dtype))
-        raise ValueError(f"this machine does not multiply {dtype} by {instructions}, but by {here}")
-    name = instructions or available(dtype)[0]
+    kernel = chosen(kernels_of(library, "gemm", dtype), instructions)
     out_features, in_features = weight.shape
     weight = weight.contiguous()
     arguments = _PackArgs(
-        *(weight.data_ptr(), None, in_features, out_features, torch.get_num_threads()),
-        next(kernel for kernel in _KERNELS if _name(dtype, kernel) == name),
+        *(weight.data_ptr(), None, in_features, out_features),
+        *(torch.get_num_threads(), kernel),
     )
     size = getattr(library, f"packed_bytes_{SUFFIX[dtype]}")
     size.restype = INT64
@@ -98,13 +91,6 @@ def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
     arguments.packed = packed.data_ptr()
     getattr(library, f"pack_{SUFFIX[dtype]}")(ctypes.byref(arguments))
     return packed
-
-
-def _name(dtype: torch.dtype, kernel: int) -> str | None:
-    function = getattr(load(), f"gemm_instructions_{SUFFIX[dtype]}")
-    function.restype = ctypes.c_char_p
-    name: bytes | None = function(kernel)
-    return None if name is None else name.decode()
 
 
 def gemm(

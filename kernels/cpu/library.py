@@ -61,6 +61,32 @@ def cache_folder() -> Path | None:
     return next((folder for folder in _own_folders() if os.access(folder, os.W_OK)), None)
 
 
+_KERNELS = 1, 0  # TILES and VECTORS of arguments.h, the fastest first
+
+
+def kernels_of(library: ctypes.CDLL | None, operation: str, dtype: torch.dtype) -> dict[str, int]:
+    """By what instructions "gemm" or "attend" can be computed, the fastest first: names for people,
+    and the numbers they have in C. Equal names give equal bits."""
+    function = getattr(library, f"{operation}_instructions_{SUFFIX[dtype]}")
+    function.restype = ctypes.c_char_p
+    names = ((function(kernel), kernel) for kernel in _KERNELS)
+    return {name.decode(): kernel for name, kernel in names if name is not None}
+
+
+def chosen(kernels: dict[str, int], instructions: str | None) -> int:
+    """The number of ``instructions``, of the fastest where they are None.
+
+    Raises:
+        ValueError: they are not among ``kernels``.
+    """
+    if instructions is None:
+        return next(iter(kernels.values()))
+    if instructions not in kernels:
+        here = ", ".join(kernels)
+        raise ValueError(f"this machine does not compute by {instructions} here, but by {here}")
+    return kernels[instructions]
+
+
 def _built(compiler: str) -> Path:
     openmp = _openmp_libraries()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30)

@@ -13,7 +13,16 @@ import ctypes
 
 import torch
 
-from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, SUFFIX, load
+from batchinfer.kernels.cpu.library import (
+    FLOAT,
+    INT32,
+    INT64,
+    POINTER,
+    SUFFIX,
+    chosen,
+    kernels_of,
+    load,
+)
 
 _ATTEND = {torch.float32: "attend_f32", torch.bfloat16: "attend_bf16"}
 
@@ -49,6 +58,24 @@ class _WriteArgs(ctypes.Structure):
 def supports(dtype: torch.dtype) -> bool:
     """Whether there are kernels for ``dtype`` and a compiler that can build them."""
     return dtype in _ATTEND and load() is not None
+
+
+def available(dtype: torch.dtype) -> tuple[str, ...]:
+    """The instructions that can attend in ``dtype`` here, the fastest first (see ``gemm``)."""
+    return tuple(kernels_of(load(), "attend", dtype))
+
+
+def use(instructions: str | None) -> None:
+    """Compute all bfloat16 attention of this process so from now on; None: by the fastest.
+
+    The pool stays as it is. Other instructions give other bits.
+
+    Raises:
+        ValueError: they are not ``available``.
+    """
+    library = load()
+    assert library is not None
+    library.attend_bf16_by(chosen(kernels_of(library, "attend", torch.bfloat16), instructions))
 
 
 def paged_attention(

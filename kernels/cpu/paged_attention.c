@@ -19,11 +19,11 @@
 #include "arguments.h"
 #include "blocks.h"
 #include "small_product.h"
+#include "tiles.h"
 
 #define PIECE 64
 #define TASK_ROWS 192
-#define AT_ONCE 16      /* positions between prefetches of values */
-#define DEPTH_AT_ONCE 8 /* elements, or pairs, of a key between prefetches of keys */
+#define AT_ONCE 16 /* positions between prefetches of values */
 
 #include "attend_plan.h"
 
@@ -40,20 +40,46 @@
 #undef TAKEN
 
 #define ELEMENT uint16_t
-#define NAME attend_bf16
+#define NAME attend_vectors_bf16
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
 #if HAS_PAIRS
 #define TAKEN "attend_pairs.inc"
-#else
+#elif !HAS_TILES /* as values lie in pairs for these */
 #define TAKEN "attend_plain.inc"
 #endif
+#if defined(TAKEN)
 #include "attend.inc"
-#undef ELEMENT
+#endif
 #undef NAME
-#undef LOAD
-#undef STORE
 #undef TAKEN
+
+#if HAS_TILES
+#define NAME attend_tiles_bf16
+#define TAKEN "attend_tiles.inc"
+#include "attend.inc"
+#endif
+
+/* By what instructions a kernel attends; a name for people. NULL: it does not work here. */
+const char *attend_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
+
+const char *attend_instructions_bf16(int kernel) {
+    if (kernel == TILES) return tiles_work() ? "AMX" : NULL;
+    return kernel == VECTORS && (HAS_PAIRS || !HAS_TILES) ? PAIRS_NAME : NULL;
+}
+
+static int bf16_by = TILES; /* where they work */
+
+void attend_bf16_by(int kernel) { bf16_by = kernel; }
+
+int attend_bf16(const attention_args *a) {
+#if HAS_TILES
+    if (!HAS_PAIRS || (bf16_by == TILES && tiles_work())) return attend_tiles_bf16(a);
+#endif
+#if HAS_PAIRS || !HAS_TILES
+    return attend_vectors_bf16(a);
+#endif
+}
 
 /* Whether 16-bit elements lie in pairs, as blocks.h says. */
 int lies_in_pairs(void) { return PAIRED(uint16_t); }

@@ -85,17 +85,21 @@ INLINE vec fma_pairs(vec a, vec b, vec c) {
     return (vec)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #endif
 }
+#endif
 
 /* LANES bfloat16, which may lie where x was loaded from. */
 INLINE void store_rounded(uint16_t *to, vec x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-#else
+#elif HAS_PAIRS
     const bfloat16x4_t rounded = vcvt_bf16_f32((float32x4_t)x);
     memcpy(to, &rounded, sizeof(rounded));
+#else
+    uint16_t rounded[LANES];
+    for (int i = 0; i < LANES; i++) rounded[i] = to_bf16(x[i]);
+    memcpy(to, rounded, sizeof(rounded));
 #endif
 }
-#endif
 
 INLINE vec all_lanes(const float *from) { /* of any 32 bits */
 #if defined(__AVX512F__)

@@ -19,6 +19,9 @@ int64_t packed_bytes_f32(const pack_args *);
 int64_t packed_bytes_bf16(const pack_args *);
 const char *gemm_instructions_f32(int kernel);
 const char *gemm_instructions_bf16(int kernel);
+const char *attend_instructions_f32(int kernel);
+const char *attend_instructions_bf16(int kernel);
+void attend_bf16_by(int kernel);
 
 static uint64_t state;
 static float scale = 1.0f; /* of inputs */
@@ -200,7 +203,8 @@ static void check_attention(int is_bf16, int size, int width, int window) {
 
 int main(void) {
     const int shapes[][2] = {{2, 1}, {34, 31}, {96, 33}, {130, 70}, {256, 64}};
-    const int blocks[][3] = {{16, 64, 0}, {16, 64, 37}, {32, 128, 0}, {16, 24, 0}, {3, 13, 20}, {1, 32, 0}};
+    const int blocks[][3] = {{16, 64, 0}, {16, 64, 37}, {32, 128, 0}, {48, 80, 50},
+                             {16, 24, 0}, {3, 13, 20},  {1, 32, 0}};
     for (int is_bf16 = 0; is_bf16 < 2; is_bf16++) {
         const char *type = is_bf16 ? "bf16" : "f32";
         for (int kernel = 0; kernel < 2; kernel++) {
@@ -214,10 +218,15 @@ int main(void) {
             scale = 1.0f;
             printf("product %s %016llx %s\n", type, (unsigned long long)hash, name);
         }
-        state = 1, hash = HASH_START;
-        for (size_t i = 0; i < sizeof(blocks) / sizeof(*blocks); i++)
-            check_attention(is_bf16, blocks[i][0], blocks[i][1], blocks[i][2]);
-        printf("attention %s %016llx\n", type, (unsigned long long)hash);
+        for (int kernel = 0; kernel < 2; kernel++) {
+            const char *name = (is_bf16 ? attend_instructions_bf16 : attend_instructions_f32)(kernel);
+            if (!name) continue;
+            attend_bf16_by(kernel);
+            state = 1, hash = HASH_START;
+            for (size_t i = 0; i < sizeof(blocks) / sizeof(*blocks); i++)
+                check_attention(is_bf16, blocks[i][0], blocks[i][1], blocks[i][2]);
+            printf("attention %s %016llx %s\n", type, (unsigned long long)hash, name);
+        }
     }
     return failures != 0;
 }

@@ -13,7 +13,7 @@ import torch
 from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase
 from batchinfer.kernels.cpu import decoder_layer, gemm, library, native, row_ops
 from batchinfer.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, RowCase
-from tests.kernels import test_cpu_gemm, test_cpu_row_ops
+from tests.kernels import test_cpu_gemm, test_cpu_native, test_cpu_row_ops
 from tests.kernels.cpu_attention import ODD_CASES, TOLERANCE, check_attention
 from tests.kernels.cpu_product import check_product, check_rows_do_not_depend_on_each_other
 from tests.worker.test_native_layer import Run, fused
@@ -59,6 +59,36 @@ def other(
 @pytest.mark.parametrize("case", [*ATTENTION_CASES[::8], *ODD_CASES], ids=str)
 def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
     check_attention(case, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("block_size", [2, 16, 32])
+@pytest.mark.parametrize(("window", "width"), [(0, 64), (0, 24), (37, 80)])
+def test_a_token_has_the_same_bits_however_its_attention_is_computed(
+    dtype: torch.dtype, block_size: int, window: int, width: int
+) -> None:
+    test_cpu_native.test_a_token_has_the_same_bits_however_it_is_computed(
+        dtype, block_size, window, width
+    )
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "branches", test_cpu_native.BRANCHES.values(), ids=test_cpu_native.BRANCHES
+)
+def test_shared_prefixes_change_no_bit(
+    branches: test_cpu_native.Branches, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_cpu_native.test_shared_prefixes_change_no_bit(branches, 64, dtype, monkeypatch)
+
+
+@dtypes
+def test_later_tokens_cannot_spoil_earlier_ones(dtype: torch.dtype) -> None:
+    test_cpu_native.test_later_tokens_cannot_spoil_earlier_ones(dtype)
+
+
+def test_attention_is_computed_by_any_of_the_instructions_there_are() -> None:
+    test_cpu_native.test_attention_by_each_of_the_instructions_there_are()
 
 
 @dtypes

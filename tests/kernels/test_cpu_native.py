@@ -100,7 +100,7 @@ _TREE = Branches(
     tokens=((1, 400), (1, 401), (5, 350), (1, 520), (70, 390), (1, 321), (1, 40), (1, 256)),
     shared=(0, 384, 320, 320, 320, 144, 16, 0),
 )
-_BRANCHES = {
+BRANCHES = {
     "tree": _TREE,
     "softcap_and_sinks": replace(_TREE, softcap=2.0, sinks=True),
     "window_over_all": replace(_TREE, window=600),
@@ -112,7 +112,7 @@ _BRANCHES = {
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [64, 24])
-@pytest.mark.parametrize("branches", _BRANCHES.values(), ids=_BRANCHES.keys())
+@pytest.mark.parametrize("branches", BRANCHES.values(), ids=BRANCHES.keys())
 def test_shared_prefixes_change_no_bit(
     branches: Branches, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,14 +168,27 @@ def tables_of(branches: Branches, block_size: int) -> torch.Tensor:
 
 
 @compiled
-def test_later_tokens_cannot_spoil_earlier_ones() -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_later_tokens_cannot_spoil_earlier_ones(dtype: torch.dtype) -> None:
     """Not even with NaN in the same block."""
-    pool = torch.randn(1, 2, 1, 16, 64)
+    pool = torch.randn(1, 2, 1, 16, 64).to(dtype)
     pool[:, :, :, 9:] = torch.nan
     store(pool[:, 0], pool[:, 1])
-    query, out = torch.randn(12, 3, 64), torch.empty(12, 3, 64)
+    query, out = torch.randn(12, 3, 64).to(dtype), torch.empty(12, 3, 64, dtype=dtype)
     starts, lens = torch.tensor([0, 12]).int(), torch.tensor([12]).int()
     table = torch.zeros(1, 1, dtype=torch.int32)
     native.paged_attention(query, pool[:, 0], pool[:, 1], table, starts, lens, scale=0.1, out=out)
     assert out[:9].isfinite().all()
     assert out[9:].isnan().all()
+
+
+@compiled
+def test_attention_by_each_of_the_instructions_there_are() -> None:
+    try:
+        for name in native.available(torch.bfloat16):
+            native.use(name)
+            check_attention(CASES[0], torch.bfloat16)
+    finally:
+        native.use(None)
+    with pytest.raises(ValueError, match="does not compute by slide rule here, but by "):
+        native.use("slide rule")
