@@ -26,8 +26,8 @@ from batchinfer.worker.kernel_choice import (
 from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.model_config import load_config
 from batchinfer.worker.model_files import check_weights, resolve_folder
-from batchinfer.worker.native_join import join_native_layers
 from batchinfer.worker.native_attention import attend_like
+from batchinfer.worker.native_join import join_native_layers
 from batchinfer.worker.native_layer import fuse_native_layers
 from batchinfer.worker.quantization import check_quantization, saved_quantization
 from batchinfer.worker.rope import fix_longrope

@@ -11,7 +11,17 @@ from batchinfer.engine.step import Step
 from batchinfer.kernels.cpu import native
 from batchinfer.kernels.cpu.decoder_layer import StepArgs
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.variant import AttentionVariant
+
+
+def attend_like(kernel: ProductKernel | None) -> None:
+    """Have this process attend in bfloat16 by the instructions of a product kernel of our own, so
+    that one name tells all that decides a row's bits; by the fastest beside any other kernel."""
+    if not native.supports(torch.bfloat16):
+        return
+    wanted = kernel.instructions if kernel is not None and kernel.kind == "own" else None
+    native.use(wanted if wanted in native.available(torch.bfloat16) else None)
 
 
 class NativeAttention:

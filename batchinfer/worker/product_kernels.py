@@ -98,9 +98,7 @@ def product_kernels(dtype: torch.dtype) -> tuple[ProductKernel, ...]:
     if dtype not in _DTYPES:
         return ()
     own = [
-        ProductKernel(
-            "own", name, True, partial(OwnPacked, instructions=name), gemm.supports
-        )
+        ProductKernel("own", name, True, partial(OwnPacked, instructions=name), gemm.supports)
         for name in (gemm.available(dtype) if gemm.supports(torch.empty(0, 2, dtype=dtype)) else ())
     ]
     capability = _capability(dtype)
