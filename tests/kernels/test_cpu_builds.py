@@ -13,16 +13,17 @@ import torch
 from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase
 from batchinfer.kernels.cpu import decoder_layer, gemm, library, native, row_ops
 from batchinfer.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, RowCase
+from batchinfer.worker.product_kernels import product_kernels
 from tests.kernels import test_cpu_gemm, test_cpu_native, test_cpu_row_ops
 from tests.kernels.cpu_attention import ODD_CASES, TOLERANCE, check_attention
 from tests.kernels.cpu_product import check_product, check_rows_do_not_depend_on_each_other
 from tests.worker.test_native_layer import Run, fused
 
 _FLAGS = {
-    "no_pairs": ("-mno-avx512bf16",),
-    "lanes_8": ("-mno-avx512f",),
-    "lanes_4": ("-mno-avx512f", "-mno-avx2"),
-    "plain": ("-mno-avx",),  # and with it, no fused multiply-adds
+    "no_pairs": ("-mno-amx-tile", "-mno-avx512bf16"),
+    "lanes_8": ("-mno-amx-tile", "-mno-avx512f"),
+    "lanes_4": ("-mno-amx-tile", "-mno-avx512f", "-mno-avx2"),
+    "plain": ("-mno-amx-tile", "-mno-avx"),  # and with it, no fused multiply-adds
     "tiles": ("-DEMULATE_TILES",),
 }
 
@@ -52,7 +53,9 @@ def other(
         assert request.param == _FLAGS["tiles"] or not built.lies_in_pairs()
         for module in (native, gemm, row_ops, decoder_layer):
             patch.setattr(module, "load", lambda: built)
+        product_kernels.cache_clear()
         yield
+    product_kernels.cache_clear()
 
 
 @dtypes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def poisoned(model: Path, **engine: int) -> LLM:
     llm = LLM(str(model), num_kv_blocks=64, block_size=4, **engine)
+    on_threads: Any = llm._built.engine._runner
+    runner = on_threads._runner
     with torch.no_grad():
-        weights = llm._built.engine._runner._model.get_input_embeddings().weight
+        weights = runner._model.get_input_embeddings().weight
         weights[POISON] = torch.nan
     return llm
 
