@@ -79,7 +79,7 @@ class Watched:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self.cache: KVCache = runner._cache
+        self.cache: KVCache = runner._runner._cache  # below what sets the threads
         self.step: Step | None = None
 
     def submit(self, step: Step) -> Any:
@@ -152,7 +152,9 @@ def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     prompt = np.random.default_rng(0).integers(2, VOCAB_SIZE, args.tokens).astype(np.int32)
     generated = generate(built.engine, prompt, args.outputs)
     peak = peak_rss()
-    planned = sum(float(line.split()[-2].replace(",", "")) for line in table[:-1])
+    planned = sum(
+        float(line.split()[-2].replace(",", "")) for line in table[1:-1]
+    )  # of threads, total
     return {
         "tokens": args.tokens,
         "outputs": args.outputs,

@@ -28,7 +28,7 @@ _DELAYED = 0.25
 _WORTH = 0.9
 """Share of the time that steps may take with fewer threads for these to be kept."""
 _FIRST_PAUSE, _LAST_PAUSE = 4, 128
-"""Windows without a trial after one that failed, doubled by each that fails after it."""
+"""Windows without a trial after all others failed, doubled when they fail again."""
 
 
 def run_delay() -> float | None:
@@ -98,9 +98,10 @@ class ThreadGovernor:
         """While another number is tried: what steps took with the number before."""
         self._fallback = most
         self._pause, self._wait = _FIRST_PAUSE, 0
-        self._divisor = 2
-        """What the next trial of fewer threads divides their number by: half of them may be no
-        better where one is."""
+        self._counts = [most >> by for by in range(most.bit_length())]
+        """What is tried, the most first."""
+        self._untried: list[int] = []
+        """Of the trials that have begun."""
         self._num_told = 0
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -122,49 +123,52 @@ class ThreadGovernor:
         self._delay = delay
         if delay is None or before is None:
             return
-        # Threads that have ended take their delay with them.
-        share = max(0.0, delay - before) / window.seconds
+        paces = window.medians()
         if self._before is not None:
-            self._end_trial(window.medians(), self._before)
+            self._end_trial(paces, self._before)
+        elif self._untried:
+            self._try_next(paces)
         elif self._wait:
             self._wait -= 1
         else:
-            self._begin_trial(window.medians(), share)
+            # Threads that have ended take their delay with them.
+            self._begin_trials(paces, max(0.0, delay - before) / window.seconds)
 
-    def _begin_trial(self, paces: dict[int, float], share: float) -> None:
-        """Try fewer threads where these lack cores, more where they do not."""
-        if share >= _DELAYED:
+    def _begin_trials(self, paces: dict[int, float], share: float) -> None:
+        """Try other numbers, unless all threads compute and do not lack cores.
+
+        Fewer wait for less; more get more of cores that all processes share alike.
+        """
+        delayed = share >= _DELAYED
+        if self.count == self._most:
+            if not delayed:
+                self._quiet |= paces
+                return
             slower = _ratio(paces, self._quiet)
-            if self.count > 1 and (slower is None or slower >= _SLOW):
-                self._try(max(1, self.count // self._divisor), paces)
-        elif self.count == self._most:
-            self._quiet |= paces
-        else:
-            self._try(min(self._most, 2 * self.count), paces)
+            if slower is not None and slower < _SLOW:
+                return
+        fewer = [count for count in self._counts if count < self.count] if delayed else []
+        more = [count for count in reversed(self._counts) if count > self.count]
+        self._untried = fewer + more
+        self._try_next(paces)
 
-    def _try(self, count: int, paces: dict[int, float]) -> None:
-        self._before, self._fallback, self.count = paces, self.count, count
+    def _try_next(self, paces: dict[int, float]) -> None:
+        self._before, self._fallback = paces, self.count
+        self.count = self._untried.pop(0)
 
     def _end_trial(self, paces: dict[int, float], before: dict[int, float]) -> None:
         self._before = None
         ratio = _ratio(paces, before)
-        if ratio is None:  # steps of other sizes than before: they tell nothing
-            self.count = self._fallback
-        elif ratio <= (_WORTH if self.count < self._fallback else 1.0):
-            self._pause, self._wait, self._divisor = _FIRST_PAUSE, 0, 2
+        # None: steps of other sizes than before, which tell nothing.
+        if ratio is not None and ratio <= (_WORTH if self.count < self._fallback else 1.0):
+            self._untried = []
+            self._pause, self._wait = _FIRST_PAUSE, 0
             self._tell()
-        else:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Go back to the number before the trial, and leave it a while if nothing else is left."""
-        tried, self.count = self.count, self._fallback
-        if 1 < tried < self._fallback:
-            self._divisor *= 2
             return
-        self._divisor = 2
-        self._wait = self._pause
-        self._pause = min(2 * self._pause, _LAST_PAUSE)
+        self.count = self._fallback
+        if not self._untried:
+            self._wait = self._pause
+            self._pause = min(2 * self._pause, _LAST_PAUSE)
 
     def _tell(self) -> None:
         """Say that threads step down, and that they are back; once each."""

@@ -95,6 +95,20 @@ def test_fewer_threads_that_are_no_better_are_given_up() -> None:
     assert machine.governor.count == CORES
 
 
+def test_more_threads_are_tried_while_cores_are_short() -> None:
+    """A thread that shares its core with many gets little; four get four times as much."""
+    delay, best = [0.0], 1
+    governor = ThreadGovernor(CORES, delay=lambda: delay[0])
+    for at in range(4000):
+        best = 1 if at < 1000 else CORES
+        seconds = 0.05 if governor.count == best else 0.2
+        delay[0] += seconds
+        governor.observe(64, seconds)
+        if at == 999:
+            assert governor.count == 1
+    assert governor.count == CORES
+
+
 def test_slow_steps_alone_are_no_reason() -> None:
     """The processor may be throttled, or attention read longer contexts: nobody waits for cores."""
     governor = ThreadGovernor(CORES, delay=lambda: 0.0)
