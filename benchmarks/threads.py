@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 
 import psutil
-from models import make_small
 from workloads import Row, workload
 
 from batchinfer import LLM, SamplingParams
@@ -87,6 +86,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--burners", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
+    from models import make_small  # imports torch, and batchinfer has to be the first to do so
+
     rows = workload("W1", args.scale)
     model = make_small(args.folder / "small")
     llm = LLM(model, dtype=args.dtype, enable_prefix_caching=False)
