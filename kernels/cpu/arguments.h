@@ -77,7 +77,7 @@ typedef struct {
     const void *weight; /* [out, in], contiguous */
     void *packed;       /* packed_bytes */
     int64_t in_features, out_features;
-    int32_t num_threads, kernel; /* kernel: VECTORS or TILES */
+    int32_t num_threads, kernel, is_int8; /* kernel: VECTORS or TILES; is_int8: is to become it */
 } pack_args;
 
 typedef struct {
@@ -140,8 +140,8 @@ typedef struct { /* what layer_args holds of the step, which all layers have in 
 
 int attend_f32(const attention_args *);
 int attend_bf16(const attention_args *);
-void gemm_f32(const gemm_args *);
-void gemm_bf16(const gemm_args *);
+int gemm_f32(const gemm_args *);
+int gemm_bf16(const gemm_args *);
 void rms_norm_f32(const rms_norm_args *);
 void rms_norm_bf16(const rms_norm_args *);
 void rotary_write_f32(const rotary_write_args *);

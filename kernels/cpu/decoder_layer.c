@@ -22,14 +22,14 @@ static void of_step(const step_args *s, layer_args *a) {
 #define DECODER_LAYERS(type)                                                \
     static int run_##type(layer_args *a) {                                  \
         rms_norm_##type(&a->attention_norm);                                \
-        gemm_##type(&a->qkv);                                               \
+        if (gemm_##type(&a->qkv)) return 1;                                 \
         rotary_write_##type(&a->rotary);                                    \
         if (attend_##type(&a->attention)) return 1;                         \
-        gemm_##type(&a->o);                                                 \
+        if (gemm_##type(&a->o)) return 1;                                   \
         rms_norm_##type(&a->mlp_norm);                                      \
-        gemm_##type(&a->gate_up);                                           \
+        if (gemm_##type(&a->gate_up)) return 1;                             \
         silu_mul_##type(&a->silu);                                          \
-        gemm_##type(&a->down);                                              \
+        if (gemm_##type(&a->down)) return 1;                                \
         return 0;                                                           \
     }                                                                       \
     int decoder_layers_##type(                                              \

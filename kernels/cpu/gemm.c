@@ -8,13 +8,15 @@
    A tile of up to TILE_ROWS rows and one panel is kept in registers over all of k (Goto & van de
    Geijn 2008, https://doi.org/10.1145/1356052.1356053). Every output is one chain of fused
    multiply-adds in the order of k, so that a row's bits do not depend on the other rows. bfloat16 is
-   multiplied by tiles where the processor has them (gemm_tiles.inc).
+   multiplied by tiles where the processor has them (gemm_tiles.inc), int8 in gemm_int8.c.
 
    A packed weight begins with what it was packed for, and is multiplied by that. */
 
 #include "in_order.h" /* a chain stays one, also where nothing is fused */
 
 #include "arguments.h"
+#include "gemm_int8.h"
+#include "put_sums.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -54,11 +56,11 @@ typedef struct {
 #if HAS_PAIRS
 #define FACTORS 1
 #define LOAD_WEIGHTS(factor, w) load((const float *)(w))
-#define BROADCAST(factor, x) all_lanes_of_pair(x)
+#define BROADCAST(factor, x) all_lanes_of_four(x)
 #else /* the first of each pair, then the second */
 #define FACTORS 2
 #define LOAD_WEIGHTS(factor, w) widened(factor, load((const float *)(w)))
-#define BROADCAST(factor, x) widened(factor, all_lanes_of_pair(x))
+#define BROADCAST(factor, x) widened(factor, all_lanes_of_four(x))
 #endif
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
@@ -68,9 +70,9 @@ typedef struct {
 #include "gemm_tiles.inc"
 #endif
 
-/* Begins a packed weight; the panels follow. */
+/* Begins a packed weight; the rest follows. */
 typedef struct {
-    int32_t kernel, padding[15]; /* a cache line: panels begin at one */
+    int32_t kernel, is_int8, padding[14]; /* a cache line: panels begin at one */
 } header;
 
 /* By what instructions a kernel computes products; a name for people. NULL: it does not work here. */
@@ -81,9 +83,12 @@ const char *gemm_instructions_bf16(int kernel) {
     return kernel == VECTORS ? PAIRS_NAME : NULL;
 }
 
-int64_t packed_bytes_f32(const pack_args *a) { return sizeof(header) + 4 * panels_packed_f32(a); }
+int64_t packed_bytes_f32(const pack_args *a) {
+    return sizeof(header) + (a->is_int8 ? int8_packed_bytes(a) : 4 * panels_packed_f32(a));
+}
 
 int64_t packed_bytes_bf16(const pack_args *a) {
+    if (a->is_int8) return sizeof(header) + int8_packed_bytes(a);
 #if HAS_TILES
     if (a->kernel == TILES) return sizeof(header) + 2 * tiles_packed(a);
 #endif
@@ -92,29 +97,44 @@ int64_t packed_bytes_bf16(const pack_args *a) {
 
 void pack_f32(const pack_args *a) {
     header *to = a->packed;
-    *to = (header){VECTORS, {0}};
-    panels_pack_f32(a, (float *)(to + 1));
+    *to = (header){a->kernel, a->is_int8, {0}};
+    if (a->is_int8) int8_pack(a, 0, to + 1);
+    else panels_pack_f32(a, (float *)(to + 1));
 }
 
 void pack_bf16(const pack_args *a) {
     header *to = a->packed;
-    *to = (header){a->kernel, {0}};
-    uint16_t *panels = (uint16_t *)(to + 1);
+    *to = (header){a->kernel, a->is_int8, {0}};
+    if (a->is_int8) {
+        int8_pack(a, 1, to + 1);
+        return;
+    }
 #if HAS_TILES
-    if (a->kernel == TILES) return tiles_pack(a, panels);
+    if (a->kernel == TILES) {
+        tiles_pack(a, (uint16_t *)(to + 1));
+        return;
+    }
 #endif
-    panels_pack_bf16(a, panels);
+    panels_pack_bf16(a, (uint16_t *)(to + 1));
 }
 
-void gemm_f32(const gemm_args *a) {
-    panels_gemm_f32(a, (const float *)((const header *)a->packed + 1));
-}
-
-void gemm_bf16(const gemm_args *a) {
+/* 0, or 1 where there is no memory. */
+int gemm_f32(const gemm_args *a) {
     const header *from = a->packed;
-    const uint16_t *panels = (const uint16_t *)(from + 1);
+    if (from->is_int8) return int8_gemm(a, 0, from->kernel, from + 1);
+    panels_gemm_f32(a, (const float *)(from + 1));
+    return 0;
+}
+
+int gemm_bf16(const gemm_args *a) {
+    const header *from = a->packed;
+    if (from->is_int8) return int8_gemm(a, 1, from->kernel, from + 1);
 #if HAS_TILES
-    if (from->kernel == TILES) return tiles_gemm(a, panels);
+    if (from->kernel == TILES) {
+        tiles_gemm(a, (const uint16_t *)(from + 1));
+        return 0;
+    }
 #endif
-    panels_gemm_bf16(a, panels);
+    panels_gemm_bf16(a, (const uint16_t *)(from + 1));
+    return 0;
 }

@@ -36,7 +36,7 @@ class _PackArgs(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("weight", "packed")),
         *((name, INT64) for name in ("in_features", "out_features")),
-        *((name, INT32) for name in ("num_threads", "kernel")),
+        *((name, INT32) for name in ("num_threads", "kernel", "is_int8")),
     )
 
 
@@ -61,10 +61,10 @@ def instructions(dtype: torch.dtype) -> str:
 
 
 def instructions_of(packed: torch.Tensor) -> str:
-    """By what a packed weight is multiplied."""
-    number = int(packed[: 4 // packed.element_size()].view(torch.int32))
+    """By what a packed weight is multiplied; "int8" whatever does it, as the bits are the same."""
+    number, is_int8 = packed[: 8 // packed.element_size()].view(torch.int32).tolist()
     kernels = kernels_of(load(), "gemm", packed.dtype)
-    return next(name for name, kernel in kernels.items() if kernel == number)
+    return "int8" if is_int8 else next(name for name in kernels if kernels[name] == number)
 
 
 def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
@@ -76,20 +76,34 @@ def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
     Raises:
         ValueError: ``instructions`` are not available.
     """
-    library, dtype = load(), weight.dtype
+    kernel = chosen(kernels_of(load(), "gemm", weight.dtype), instructions)
+    return _packed(weight, kernel, is_int8=False)
+
+
+def pack_int8(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
+    """The same, rounded to int8 with a scale for each output: ``gemm`` rounds rows to int8, too.
+
+    Symmetric, the largest of an output (of a row) becoming 127. Sums are exact, so that all
+    instructions give the same bits; those ``available(torch.int8)`` differ in speed alone.
+    """
+    kernel = chosen(kernels_of(load(), "gemm", torch.int8), instructions)
+    return _packed(weight, kernel, is_int8=True)
+
+
+def _packed(weight: torch.Tensor, kernel: int, *, is_int8: bool) -> torch.Tensor:
+    library, suffix = load(), SUFFIX[weight.dtype]
     assert library is not None
-    kernel = chosen(kernels_of(library, "gemm", dtype), instructions)
     out_features, in_features = weight.shape
     weight = weight.contiguous()
     arguments = _PackArgs(
         *(weight.data_ptr(), None, in_features, out_features),
-        *(torch.get_num_threads(), kernel),
+        *(torch.get_num_threads(), kernel, is_int8),
     )
-    size = getattr(library, f"packed_bytes_{SUFFIX[dtype]}")
+    size = getattr(library, f"packed_bytes_{suffix}")
     size.restype = INT64
     packed = weight.new_empty(size(ctypes.byref(arguments)) // weight.element_size())
     arguments.packed = packed.data_ptr()
-    getattr(library, f"pack_{SUFFIX[dtype]}")(ctypes.byref(arguments))
+    getattr(library, f"pack_{suffix}")(ctypes.byref(arguments))
     return packed
 
 
@@ -101,7 +115,8 @@ def gemm(
     out: torch.Tensor,  # [M, out], contiguous
     adds: bool = False,
 ) -> None:
-    """``out = x @ weight.T + bias``; float32 sums. A row's bits do not depend on the others.
+    """``out = x @ weight.T + bias``; float32 sums, or those of int8. A row's bits do not depend on
+    the others.
 
     Args:
         adds: onto what ``out`` holds, rounded once.
@@ -109,7 +124,8 @@ def gemm(
     if len(x) >= _MANY_ROWS and is_crowded(x.stride(0) * x.element_size()):
         x = rows_apart(len(x), x.shape[1], x).copy_(x)
     arguments = gemm_args(x, packed, bias, out=out, adds=adds)
-    getattr(load(), f"gemm_{SUFFIX[x.dtype]}")(ctypes.byref(arguments))
+    if getattr(load(), f"gemm_{SUFFIX[x.dtype]}")(ctypes.byref(arguments)):
+        raise MemoryError("no memory for the rows of a product as int8")
 
 
 def gemm_args(

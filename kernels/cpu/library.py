@@ -67,7 +67,8 @@ _KERNELS = 1, 0  # TILES and VECTORS of arguments.h, the fastest first
 def kernels_of(library: ctypes.CDLL | None, operation: str, dtype: torch.dtype) -> dict[str, int]:
     """By what instructions "gemm" or "attend" can be computed, the fastest first: names for people,
     and the numbers they have in C. Equal names give equal bits."""
-    function = getattr(library, f"{operation}_instructions_{SUFFIX[dtype]}")
+    suffix = "int8" if dtype == torch.int8 else SUFFIX[dtype]
+    function = getattr(library, f"{operation}_instructions_{suffix}")
     function.restype = ctypes.c_char_p
     names = ((function(kernel), kernel) for kernel in _KERNELS)
     return {name.decode(): kernel for name, kernel in names if name is not None}

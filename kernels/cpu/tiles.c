@@ -1,6 +1,6 @@
 /* Leave to use AMX, and the twin of its tiles in plain C.
 
-   The twin follows the definitions of LDTILECFG, TILELOADD, TILESTORED and TDPBF16PS in Intel's
+   The twin follows the definitions of LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS and TDPBSSD in Intel's
    Software Developer's Manual, volume 2. */
 
 #include "in_order.h"
@@ -77,6 +77,17 @@ void tile_dot_bf16(int sum, int left, int right) {
             *at = without_denormals(without_denormals(*at) + both);
         }
     }
+}
+
+/* Quads of signed bytes; exact but for sums that do not fit, which wrap around. */
+void tile_dot_int8(int sum, int left, int right) {
+    const int columns = state.shapes.row_bytes[sum] / 4, bytes = state.shapes.row_bytes[left];
+    for (int m = 0; m < state.shapes.rows[sum]; m++)
+        for (int k = 0; k < bytes; k++)
+            for (int n = 0; n < columns; n++)
+                ((uint32_t *)state.data[sum][m])[n] +=
+                    (uint32_t)((int8_t)state.data[left][m][k]
+                               * (int8_t)state.data[right][k / 4][4 * n + k % 4]);
 }
 
 #elif HAS_TILES

@@ -1,7 +1,7 @@
 /* Matrix tiles of up to 16 rows by 64 bytes: Intel's AMX, or the same in plain C.
 
    Compiled with -DEMULATE_TILES the second is used everywhere, so that what is built on tiles can be
-   tested on any processor; else tiles are there where the compiler knows AMX with bfloat16, and may be
+   tested on any processor; else tiles are there where the compiler knows AMX with bfloat16 and int8, and may be
    used where tiles_work() says so. A tile's number is a constant. */
 
 #ifndef BATCHINFER_TILES_H
@@ -12,7 +12,8 @@
 #define TILE_ROW_BYTES 64
 #define MAX_TILE_ROWS 16
 
-#if defined(EMULATE_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__))
+#if defined(EMULATE_TILES) || \
+    (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
 #define HAS_TILES 1
 #else
 #define HAS_TILES 0
@@ -35,6 +36,7 @@ void tile_zero(int tile);
 void tile_load(int tile, const void *from, int64_t stride); /* strides in bytes */
 void tile_store(int tile, void *to, int64_t stride);
 void tile_dot_bf16(int sum, int left, int right);
+void tile_dot_int8(int sum, int left, int right);
 #elif HAS_TILES
 #include <immintrin.h>
 /* The compiler is not told by the intrinsics which memory they read. */
@@ -47,6 +49,21 @@ void tile_dot_bf16(int sum, int left, int right);
 #define tile_store(tile, to, stride) \
     do { _tile_stored(tile, to, stride); TILE_READS_MEMORY; } while (0)
 #define tile_dot_bf16(sum, left, right) _tile_dpbf16ps(sum, left, right)
+#define tile_dot_int8(sum, left, right) _tile_dpbssd(sum, left, right)
+#endif
+
+#if HAS_TILES
+/* For two by two tiles of sums, 0 to 3, of up to 32 rows: 4 and 5 hold the rows, 6 and 7 what they are
+   multiplied by. */
+static inline void tile_configure_pairs(int rows) {
+    tile_shapes shapes = {.palette = 1};
+    const int low = rows < MAX_TILE_ROWS ? rows : MAX_TILE_ROWS, high = rows > low ? rows - low : 1;
+    for (int tile = 0; tile < 8; tile++)
+        shapes.row_bytes[tile] = TILE_ROW_BYTES, shapes.rows[tile] = MAX_TILE_ROWS;
+    shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = (uint8_t)low;
+    shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = (uint8_t)high;
+    tile_configure(&shapes);
+}
 #endif
 
 #endif

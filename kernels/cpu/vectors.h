@@ -109,13 +109,13 @@ INLINE vec all_lanes(const float *from) { /* of any 32 bits */
 #endif
 }
 
-INLINE vec all_lanes_of_pair(const uint16_t *from) {
-    uint32_t two;
-    memcpy(&two, from, 4);
+INLINE vec all_lanes_of_four(const void *from) { /* bytes, wherever they lie */
+    uint32_t four;
+    memcpy(&four, from, 4);
 #if defined(__AVX512F__)
-    return (vec)_mm512_set1_epi32((int32_t)two);
+    return (vec)_mm512_set1_epi32((int32_t)four);
 #else
-    return (vec)(two - (words){0});
+    return (vec)(four - (words){0});
 #endif
 }
 

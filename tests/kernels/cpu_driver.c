@@ -1,7 +1,7 @@
 /* The C kernels without Python, for processors that are emulated: products and attention of inputs
    that a fixed generator makes, beside plain loops in double, and rows alone beside rows together.
 
-   Compiled with kernels/cpu/{gemm,paged_attention,row_ops,tiles}.c; says what it computed by, and a hash of
+   Compiled with kernels/cpu/{gemm,gemm_int8,paged_attention,row_ops,tiles}.c; says what it computed by, and a hash of
    all outputs' bits, and ends with 1 where something is wrong. */
 
 #include <math.h>
@@ -19,6 +19,7 @@ int64_t packed_bytes_f32(const pack_args *);
 int64_t packed_bytes_bf16(const pack_args *);
 const char *gemm_instructions_f32(int kernel);
 const char *gemm_instructions_bf16(int kernel);
+const char *gemm_instructions_int8(int kernel);
 const char *attend_instructions_f32(int kernel);
 const char *attend_instructions_bf16(int kernel);
 void attend_bf16_by(int kernel);
@@ -82,28 +83,45 @@ static void multiply_rows(
         .x = place(x, (size_t)first * in), .packed = packed.at, .bias = bias.at, .out = out.at,
         .num_rows = rows, .row_stride = in, .in_features = in, .out_features = outs,
         .num_threads = 2, .adds = adds};
-    (x.is_bf16 ? gemm_bf16 : gemm_f32)(&a);
+    expect(!(x.is_bf16 ? gemm_bf16 : gemm_f32)(&a), "memory", x.is_bf16, rows);
 }
 
-static void check_product(int is_bf16, int kernel, int in, int outs) {
+/* A row as int8 times its scale, as gemm_int8.c takes it. */
+static void to_int8(array a, size_t from, int count) {
+    float most = 0.0f;
+    for (int i = 0; i < count; i++) most = fmaxf(most, fabsf(get(a, from + i)));
+    const float inverse = 127.0f / most, step = most / 127.0f;
+    for (int i = 0; i < count; i++)
+        ((float *)a.at)[from + i] = rintf(get(a, from + i) * inverse) * step;
+}
+
+static array as_floats(array a, int is_int8, int width) {
+    array floats = {0, a.count, malloc(a.count * sizeof(float))};
+    for (size_t i = 0; i < a.count; i++) put(floats, i, get(a, i));
+    for (size_t row = 0; is_int8 && row < a.count; row += width) to_int8(floats, row, width);
+    return floats;
+}
+
+static void check_product(int is_bf16, int kernel, int is_int8, int in, int outs) {
     array x = make(is_bf16, (size_t)MOST_ROWS * in, 1), weight = make(is_bf16, (size_t)outs * in, 1);
     array bias = make(is_bf16, outs, scale == 1.0f); /* it would hide what is small */
     array out = make(is_bf16, (size_t)MOST_ROWS * outs, scale == 1.0f);
     array some = make(is_bf16, (size_t)MOST_ROWS * outs, 0), there = make(is_bf16, out.count, 0);
-    pack_args p = {weight.at, NULL, in, outs, 2, kernel};
+    pack_args p = {weight.at, NULL, in, outs, 2, kernel, is_int8};
     const int64_t bytes = (is_bf16 ? packed_bytes_bf16 : packed_bytes_f32)(&p);
     array packed = make(is_bf16, bytes / (is_bf16 ? 2 : 4), 0);
     p.packed = packed.at;
     (is_bf16 ? pack_bf16 : pack_f32)(&p);
     memcpy(there.at, out.at, out.count * (is_bf16 ? 2 : 4));
     multiply_rows(x, packed, bias, out, 0, MOST_ROWS, in, outs, 1);
+    const array rows_of_x = as_floats(x, is_int8, in), outputs = as_floats(weight, is_int8, in);
     int close = 1;
     for (int r = 0; r < MOST_ROWS; r++)
         for (int n = 0; n < outs; n++) {
             double sum = get(bias, n) + get(there, (size_t)r * outs + n), size = 1.0;
             for (int k = 0; k < in; k++) {
-                const double term =
-                    (double)get(x, (size_t)r * in + k) * get(weight, (size_t)n * in + k);
+                const double term = (double)get(rows_of_x, (size_t)r * in + k)
+                                    * get(outputs, (size_t)n * in + k);
                 sum += term, size += fabs(term);
             }
             const double off = fabs(get(out, (size_t)r * outs + n) - sum);
@@ -123,7 +141,7 @@ static void check_product(int is_bf16, int kernel, int in, int outs) {
             expect(same(some, 0, out, (size_t)first * outs, (size_t)rows * outs),
                    "a row of a product depends on others", is_bf16, rows);
         }
-    const array all[] = {x, weight, bias, out, some, there, packed};
+    const array all[] = {x, weight, bias, out, some, there, packed, rows_of_x, outputs};
     for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i].at);
 }
 
@@ -201,22 +219,28 @@ static void check_attention(int is_bf16, int size, int width, int window) {
     for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++) free(all[i].at);
 }
 
-int main(void) {
+static void check_products(int is_bf16, int kernel, int is_int8, const char *name) {
     const int shapes[][2] = {{2, 1}, {34, 31}, {96, 33}, {130, 70}, {256, 64}};
+    if (!name) return;
+    state = 1, hash = HASH_START;
+    for (size_t i = 0; i < sizeof(shapes) / sizeof(*shapes); i++)
+        check_product(is_bf16, kernel, is_int8, shapes[i][0], shapes[i][1]);
+    scale = 0x1p-64f; /* products and sums at the edge of what is no denormal */
+    check_product(is_bf16, kernel, is_int8, 96, 40);
+    scale = 1.0f;
+    printf("product %s%s %016llx %s\n", is_int8 ? "int8 " : "", is_bf16 ? "bf16" : "f32",
+           (unsigned long long)hash, name);
+}
+
+int main(void) {
     const int blocks[][3] = {{16, 64, 0}, {16, 64, 37}, {32, 128, 0}, {48, 80, 50},
                              {16, 24, 0}, {3, 13, 20},  {1, 32, 0}};
     for (int is_bf16 = 0; is_bf16 < 2; is_bf16++) {
         const char *type = is_bf16 ? "bf16" : "f32";
         for (int kernel = 0; kernel < 2; kernel++) {
-            const char *name = (is_bf16 ? gemm_instructions_bf16 : gemm_instructions_f32)(kernel);
-            if (!name) continue;
-            state = 1, hash = HASH_START;
-            for (size_t i = 0; i < sizeof(shapes) / sizeof(*shapes); i++)
-                check_product(is_bf16, kernel, shapes[i][0], shapes[i][1]);
-            scale = 0x1p-64f; /* products and sums at the edge of what is no denormal */
-            check_product(is_bf16, kernel, 96, 40);
-            scale = 1.0f;
-            printf("product %s %016llx %s\n", type, (unsigned long long)hash, name);
+            check_products(is_bf16, kernel, 0,
+                           (is_bf16 ? gemm_instructions_bf16 : gemm_instructions_f32)(kernel));
+            check_products(is_bf16, kernel, 1, gemm_instructions_int8(kernel));
         }
         for (int kernel = 0; kernel < 2; kernel++) {
             const char *name = (is_bf16 ? attend_instructions_bf16 : attend_instructions_f32)(kernel);

@@ -43,3 +43,29 @@ def check_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
         for count in (1, 2, 5, 14, 20, 33):
             some = slice(first, first + count)
             assert torch.equal(product(x[some], weight, None), whole[some])
+
+
+def check_int8(dtype: torch.dtype, rows: int) -> None:
+    """By all instructions there are: the same bits, and a row's wherever it stands."""
+    torch.manual_seed(0)
+    x, weight, bias, there = (
+        torch.randn(*s).to(dtype) for s in ((rows, 130), (70, 130), (70,), (rows, 70))
+    )
+    expected = there.double() + as_int8(x) @ as_int8(weight).T + bias.double()
+    outs = []
+    for name in gemm.available(torch.int8):
+        packed = gemm.pack_int8(weight, name)
+        assert gemm.instructions_of(packed) == "int8"
+        outs.append(there.clone())
+        gemm.gemm(x, packed, bias, out=outs[-1], adds=True)
+        assert_close(outs[-1], expected)
+        assert torch.equal(outs[-1], outs[0])
+        alone = there[-1:].clone()
+        gemm.gemm(x[-1:], packed, bias, out=alone, adds=True)
+        assert torch.equal(alone, outs[-1][-1:])
+
+
+def as_int8(rows: torch.Tensor) -> torch.Tensor:
+    """What is left of each row when it has been rounded to int8, as float64."""
+    most = rows.float().abs().amax(1, keepdim=True)
+    return (rows.float() * (127.0 / most)).round().double() * (most / 127.0).double()

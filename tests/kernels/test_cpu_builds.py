@@ -16,7 +16,11 @@ from batchinfer.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, Ro
 from batchinfer.worker.product_kernels import product_kernels
 from tests.kernels import test_cpu_gemm, test_cpu_native, test_cpu_row_ops
 from tests.kernels.cpu_attention import ODD_CASES, TOLERANCE, check_attention
-from tests.kernels.cpu_product import check_product, check_rows_do_not_depend_on_each_other
+from tests.kernels.cpu_product import (
+    check_int8,
+    check_product,
+    check_rows_do_not_depend_on_each_other,
+)
 from tests.worker.test_native_layer import Run, fused
 
 _FLAGS = {
@@ -106,6 +110,12 @@ def test_products_equal_those_in_float64(
 @dtypes
 def test_a_row_of_a_product_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
     check_rows_do_not_depend_on_each_other(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 6, 7, 40])
+def test_products_of_int8_are_exact(dtype: torch.dtype, rows: int) -> None:
+    check_int8(dtype, rows)
 
 
 def test_weights_are_packed_for_any_of_the_instructions_there_are() -> None:

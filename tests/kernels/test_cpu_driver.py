@@ -11,19 +11,33 @@ from batchinfer.kernels.cpu import library
 from tests.kernels.cpu_driver import run_driver
 
 _ARM = {
-    "neon": ("-march=armv8-a", "cortex-a57", "product bf16", "NEON"),
-    "neon_bf16": ("-march=armv8.6-a", "max", "product bf16", "NEON BF16"),
+    "neon": ("-march=armv8-a", "cortex-a57", "NEON"),
+    "neon_bf16": ("-march=armv8.6-a", "max", "NEON BF16"),
 }
+# What an emulator of AMX made of the same products (Bochs, Sapphire Rapids).
+_BY_AMX = "product bf16 df64cfa1c3df5115 AMX"
+# The same on all processors.
+_OF_INT8 = {"product int8 f32 eec8962f27e7848d", "product int8 bf16 0246a73641ca2c98"}
 
 
 @pytest.mark.skipif(library.load() is None, reason="no C compiler here")
-def test_on_this_processor(tmp_path: Path) -> None:
-    said = run_driver(tmp_path, os.environ.get("CC", "cc"), *library.for_this_processor())
-    assert "product f32" in said
+@pytest.mark.parametrize("flags", [(), ("-DEMULATE_TILES",)], ids=["", "tiles"])
+def test_on_this_processor(flags: tuple[str, ...], tmp_path: Path) -> None:
+    compiler = os.environ.get("CC", "cc")
+    said = run_driver(tmp_path, compiler, *library.for_this_processor(), *flags)
+    assert products_of_int8(said) == _OF_INT8
+    assert _BY_AMX in said.splitlines() or not flags
 
 
-@pytest.mark.parametrize(("flag", "processor", "line", "name"), _ARM.values(), ids=_ARM.keys())
-def test_on_arm(flag: str, processor: str, line: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flag", "processor", "name"), _ARM.values(), ids=_ARM.keys())
+def test_on_arm(flag: str, processor: str, name: str, tmp_path: Path) -> None:
     emulator = ("qemu-aarch64", "-cpu", processor)
     said = run_driver(tmp_path, "aarch64-linux-gnu-gcc", flag, "-static", emulator=emulator)
-    assert any(x.startswith(line) and x.endswith(f" {name}") for x in said.splitlines())
+    assert any(
+        line.startswith("product bf16") and line.endswith(f" {name}") for line in said.splitlines()
+    )
+    assert products_of_int8(said) == _OF_INT8
+
+
+def products_of_int8(said: str) -> set[str]:
+    return {" ".join(x.split()[:4]) for x in said.splitlines() if x.startswith("product int8")}
