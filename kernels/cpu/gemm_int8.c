@@ -40,7 +40,8 @@ INLINE ints add_quads(ints sum, ints x, ints w) {
     return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w);
 #elif LANES == 16 && defined(__AVX512BW__) /* 2 * 127 * 127 fits into 16 bits */
     const __mmask64 negative = _mm512_movepi8_mask((__m512i)x);
-    const __m512i turned = _mm512_mask_sub_epi8((__m512i)w, negative, (__m512i)(ints){0}, (__m512i)w);
+    const __m512i turned =
+        _mm512_mask_sub_epi8((__m512i)w, negative, (__m512i)(ints){0}, (__m512i)w);
     const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)x), turned);
     return sum + (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif LANES == 8 /* the same */
@@ -76,22 +77,34 @@ int64_t int8_packed_bytes(const pack_args *a) {
     return whole(a->out_features, TILED_PANEL) * (8 + whole(a->in_features, DEPTH));
 }
 
-static float value(const void *from, int is_bf16, int64_t at) {
+INLINE float value(const void *from, const int is_bf16, int64_t at) {
     return is_bf16 ? from_bf16(((const uint16_t *)from)[at]) : ((const float *)from)[at];
 }
 
 /* max|x| / 127 of `count` elements, and its inverse; NaN and 0 where some element is not finite. */
-static float scale_of(
-    const void *from, int is_bf16, int64_t at, int64_t count, float *inverse) {
-    float most = 0.0f;
-    int finite = 1;
-    for (int64_t i = 0; i < count; i++) {
+INLINE float scale_of(
+    const void *from, const int is_bf16, int64_t at, int64_t count, float *inverse) {
+    float most[16] = {0}; /* side by side, for vectors */
+    int32_t wrong[16] = {0};
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (int j = 0; j < 16; j++) {
+            const float size = fabsf(value(from, is_bf16, at + i + j));
+            most[j] = size > most[j] ? size : most[j];
+            wrong[j] |= !(size <= FLT_MAX);
+        }
+    for (; i < count; i++) {
         const float size = fabsf(value(from, is_bf16, at + i));
-        most = size > most ? size : most;
-        finite &= size <= FLT_MAX;
+        most[0] = size > most[0] ? size : most[0];
+        wrong[0] |= !(size <= FLT_MAX);
     }
-    *inverse = finite && most > 127.0f * FLT_MIN ? 127.0f / most : 0.0f; /* smaller ones have none */
-    return finite ? most / 127.0f : NAN;
+    for (int j = 1; j < 16; j++) {
+        most[0] = most[j] > most[0] ? most[j] : most[0];
+        wrong[0] |= wrong[j];
+    }
+    const int usable = !wrong[0] && most[0] > 127.0f * FLT_MIN; /* smaller ones have no inverse */
+    *inverse = usable ? 127.0f / most[0] : 0.0f;
+    return wrong[0] ? NAN : most[0] / 127.0f;
 }
 
 static int8_t rounded(float x, float inverse) {
@@ -119,17 +132,27 @@ void int8_pack(const pack_args *a, int is_bf16, void *packed) {
     }
 }
 
-/* Rows as int8, of those the instruction multiplies. */
+/* A row as int8, of those the instruction multiplies; returns its scale. */
+INLINE float row_as_int8(
+    const void *from, const int is_bf16, int64_t at, int64_t count, int offset, int8_t *to) {
+    float inverse;
+    const float scale = scale_of(from, is_bf16, at, count, &inverse);
+    if (inverse == 0.0f) memset(to, offset, count);
+    else
+        for (int64_t k = 0; k < count; k++)
+            to[k] = (int8_t)((int32_t)rintf(value(from, is_bf16, at + k) * inverse) + offset);
+    return scale;
+}
+
 static void quantise(const gemm_args *a, int is_bf16, int offset, int8_t *rows, float *scales) {
     const int64_t in = a->in_features, depth = whole(in, DEPTH);
 #pragma omp parallel for num_threads(a->num_threads) if (a->num_rows * in > 16384)
     for (int64_t r = 0; r < a->num_rows; r++) {
+        int8_t *to = rows + r * depth;
         const int64_t at = r * a->row_stride;
-        float inverse;
-        scales[r] = scale_of(a->x, is_bf16, at, in, &inverse);
-        for (int64_t k = 0; k < in; k++)
-            rows[r * depth + k] = (int8_t)(rounded(value(a->x, is_bf16, at + k), inverse) + offset);
-        memset(rows + r * depth + in, offset, depth - in);
+        scales[r] = is_bf16 ? row_as_int8(a->x, 1, at, in, offset, to)
+                            : row_as_int8(a->x, 0, at, in, offset, to);
+        memset(to + in, offset, depth - in);
     }
 }
 

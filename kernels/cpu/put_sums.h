@@ -1,5 +1,5 @@
-/* A product's sums[rows][width] to where they belong, from output `column` on: with the bias, onto what is
-   there where it says so, rounded once. */
+/* A product's sums[rows][width] to where they belong, from output `column` on: with the bias, onto
+   what is there where it says so, rounded once. */
 
 #ifndef BATCHINFER_PUT_SUMS_H
 #define BATCHINFER_PUT_SUMS_H

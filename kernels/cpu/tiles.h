@@ -1,8 +1,8 @@
 /* Matrix tiles of up to 16 rows by 64 bytes: Intel's AMX, or the same in plain C.
 
-   Compiled with -DEMULATE_TILES the second is used everywhere, so that what is built on tiles can be
-   tested on any processor; else tiles are there where the compiler knows AMX with bfloat16 and int8, and may be
-   used where tiles_work() says so. A tile's number is a constant. */
+   Compiled with -DEMULATE_TILES the second is used everywhere, so that what is built on tiles can
+   be tested on any processor; else tiles are there where the compiler knows AMX with bfloat16 and
+   int8, and may be used where tiles_work() says so. A tile's number is a constant. */
 
 #ifndef BATCHINFER_TILES_H
 #define BATCHINFER_TILES_H
@@ -53,8 +53,8 @@ void tile_dot_int8(int sum, int left, int right);
 #endif
 
 #if HAS_TILES
-/* For two by two tiles of sums, 0 to 3, of up to 32 rows: 4 and 5 hold the rows, 6 and 7 what they are
-   multiplied by. */
+/* For two by two tiles of sums, 0 to 3, of up to 32 rows: 4 and 5 hold the rows, 6 and 7 what they
+   are multiplied by. */
 static inline void tile_configure_pairs(int rows) {
     tile_shapes shapes = {.palette = 1};
     const int low = rows < MAX_TILE_ROWS ? rows : MAX_TILE_ROWS, high = rows > low ? rows - low : 1;

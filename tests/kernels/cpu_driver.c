@@ -1,8 +1,8 @@
 /* The C kernels without Python, for processors that are emulated: products and attention of inputs
    that a fixed generator makes, beside plain loops in double, and rows alone beside rows together.
 
-   Compiled with kernels/cpu/{gemm,gemm_int8,paged_attention,row_ops,tiles}.c; says what it computed by, and a hash of
-   all outputs' bits, and ends with 1 where something is wrong. */
+   Compiled with kernels/cpu/{gemm,gemm_int8,paged_attention,row_ops,tiles}.c; says what it computed
+   by, and a hash of all outputs' bits, and ends with 1 where something is wrong. */
 
 #include <math.h>
 #include <stdio.h>
