@@ -164,7 +164,8 @@ def build_engine(
         bytes_per_block=layout.bytes_per_block,
         device=describe(device),
         model_facts=loaded.facts,
-        kernels={loaded.dtype: loaded.kernels.name},
+        kernels={loaded.dtype: loaded.kernels.name}
+        | ({"int8": "own int8"} if model.quantization == "int8" else {}),
         device_bytes=runner.device_bytes,
     )
 

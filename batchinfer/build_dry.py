@@ -54,7 +54,7 @@ def build_dry_engine(
     folder = resolve_folder(model.name, model.revision, CONFIG_FILES)
     loaded_config = load_config(folder)
     config = loaded_config.to_dict()
-    check_quantization(config, model.quantization)
+    check_quantization(config, model.quantization, "cuda" if device.is_gpu else "cpu")
     adapters = read_adapters(model.adapters, loaded_config)
     longest = choose_max_model_len(config, model.max_model_len)
     dtype = choose_dtype(model.dtype, config, {})

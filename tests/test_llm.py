@@ -372,7 +372,7 @@ def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any, message: s
         ({"adapters": {"a": "/nope"}}, ModelError, "model.adapters.a: there is no folder /nope"),
         ({"adapters": ["a"]}, TypeError, "adapters is .'a'.; it must be"),
         ({"blocksize": 16}, TypeError, "LLM has no argument blocksize; did you mean block_size?"),
-        ({"zzz": 16}, TypeError, "LLM has no argument zzz; known: device, num_threads"),
+        ({"zzz": 16}, TypeError, "LLM has no argument zzz; known: device, block_size"),
         ({"enforce_eager": True}, TypeError, "LLM: enforce_eager has no effect here; leave it out"),
         ({"seed": 0}, TypeError, r"LLM has no argument seed; give SamplingParams\(seed=...\)"),
         ({"enable_lora": True}, TypeError, "no argument enable_lora; give adapters={name: folder}"),

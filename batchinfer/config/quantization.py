@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-QUANTIZATIONS = ("int8_weight_only", "int4_weight_only")
-"""Of ``model.quantization``: torchao's names."""
+QUANTIZATIONS = ("int8", "int8_weight_only", "int4_weight_only")
+"""Of ``model.quantization``: the project's own, and torchao's names."""

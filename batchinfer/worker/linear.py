@@ -33,9 +33,9 @@ class PackedLinear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach()
         # Shape and dtype for model code that asks for them; it holds no memory.
         self.weight = torch.empty_like(weight, device="meta")
-        self.nbytes = weight.nbytes
         self.kernel = kernel
         self._packed = kernel.pack(weight)
+        self.nbytes = weight.nbytes if self.own is None else self.own.weight.nbytes
 
     @property
     def own(self) -> OwnPacked | None:
@@ -65,12 +65,24 @@ def merged(*linears: nn.Linear) -> nn.Linear:
     return one
 
 
-def pack_linears(model: nn.Module, kernel: ProductKernel, dtype: torch.dtype) -> None:
-    """Replace those linear layers of a model on the CPU that ``kernel`` takes, one at a time."""
+def pack_linears(
+    model: nn.Module, kernel: ProductKernel, dtype: torch.dtype, but: nn.Module | None = None
+) -> int:
+    """Replace those linear layers of a model on the CPU that ``kernel`` takes, one at a time.
+
+    Args:
+        but: a layer that stays.
+
+    Returns:
+        How many were replaced.
+    """
+    count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if packs(child, kernel, dtype):
+            if child is not but and packs(child, kernel, dtype):
                 setattr(parent, name, PackedLinear(child, kernel))
+                count += 1
+    return count
 
 
 def packs(linear: object, kernel: ProductKernel, dtype: torch.dtype) -> TypeGuard[nn.Linear]:

@@ -29,6 +29,7 @@ from batchinfer.worker.model_files import check_weights, resolve_folder
 from batchinfer.worker.native_attention import attend_like
 from batchinfer.worker.native_join import join_native_layers
 from batchinfer.worker.native_layer import fuse_native_layers
+from batchinfer.worker.packed_int8 import quantize_packed
 from batchinfer.worker.quantization import check_quantization, saved_quantization
 from batchinfer.worker.rope import fix_longrope
 from batchinfer.worker.runner import model_bytes
@@ -97,7 +98,7 @@ def load_model(
     folder = resolve_folder(name, revision)
     config = load_config(folder)
     values = config.to_dict()
-    check_quantization(values, quantization)
+    check_quantization(values, quantization, device.type)
     longest = choose_max_model_len(values, max_model_len)
     _check_vocabulary(folder, config)
     found = read_adapters(adapters or {}, config)
@@ -116,6 +117,8 @@ def load_model(
     if device.type == "cpu":
         choice = choose_kernel(model, getattr(torch, dtype), kernels)
         attend_like(choice.kernel)
+        if quantization == "int8":
+            quantize_packed(model, getattr(torch, dtype))
         if choice.kernel is not None:
             pack_linears(model, choice.kernel, getattr(torch, dtype))
         _let_go_of_file(model)

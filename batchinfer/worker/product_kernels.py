@@ -57,12 +57,14 @@ class OwnPacked:
     """A weight packed for the project's C kernel.
 
     Args:
-        instructions: of ``gemm.available``; the fastest where it is None.
+        pack: of ``gemm``: what packs it.
     """
 
-    def __init__(self, weight: torch.Tensor, instructions: str | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor] = gemm.pack
+    ) -> None:
         self._out_features = len(weight)
-        self.weight = gemm.pack(weight, instructions)
+        self.weight = pack(weight)
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[M, in] to [M, out]."""
@@ -98,7 +100,13 @@ def product_kernels(dtype: torch.dtype) -> tuple[ProductKernel, ...]:
     if dtype not in _DTYPES:
         return ()
     own = [
-        ProductKernel("own", name, True, partial(OwnPacked, instructions=name), gemm.supports)
+        ProductKernel(
+            "own",
+            name,
+            True,
+            partial(OwnPacked, pack=partial(gemm.pack, instructions=name)),
+            gemm.supports,
+        )
         for name in (gemm.available(dtype) if gemm.supports(torch.empty(0, 2, dtype=dtype)) else ())
     ]
     capability = _capability(dtype)
@@ -107,6 +115,16 @@ def product_kernels(dtype: torch.dtype) -> tuple[ProductKernel, ...]:
         ProductKernel("torch", capability, False, _Unpacked),
     )
     return tuple(kernel for kernel in (*own, *others) if _works(kernel, dtype))
+
+
+def int8_kernel(dtype: torch.dtype) -> ProductKernel | None:
+    """The kernel that rounds weights and rows of ``dtype`` to int8; None: there is none here.
+
+    Sums are exact, so that it gives the same bits on every processor.
+    """
+    if not gemm.supports(torch.empty(0, 2, dtype=dtype)):
+        return None
+    return ProductKernel("own", "int8", True, partial(OwnPacked, pack=gemm.pack_int8))
 
 
 def _works(kernel: ProductKernel, dtype: torch.dtype) -> bool:

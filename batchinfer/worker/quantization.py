@@ -25,22 +25,30 @@ _SAVED_TYPES = (
 _PLAIN_TYPES = ("torch.dtype", "MappingType", "PerRow", "PerGroup", "PerAxis", "PerTensor")
 _PARTS = ("Algorithm", "Format", "Preference", "Granularity")
 _GROUPS = (128, 64, 32)
+TORCHAO_METHODS = ("int8_weight_only", "int4_weight_only")
+"""Values of ``model.quantization`` that torchao does; the other is the project's own."""
 
 
-def check_quantization(config: Mapping[str, Any], wanted: str | None) -> None:
+def check_quantization(config: Mapping[str, Any], wanted: str | None, device_type: str) -> None:
     """Check what a model's config.json says of quantisation, before anything of it is made.
 
     Args:
         config: of the model.
         wanted: ``model.quantization``.
+        device_type: ``cpu`` or ``cuda``, where the model is to run.
 
     Raises:
         ModelError: naming the method: weights were quantised in a way that is not loaded here, or
-            are to be quantised twice; or torchao is not installed.
+            are to be quantised twice, or in a way that is not built for the device; or torchao is
+            not installed.
     """
+    if wanted == "int8" and device_type != "cpu":
+        raise ModelError(
+            "not yet: model.quantization: int8 is for CPUs; on a CUDA device take int8_weight_only"
+        )
     saved = config.get("quantization_config")
     if not saved:
-        if wanted is not None:
+        if wanted in TORCHAO_METHODS:
             _require_torchao()
         return
     method = saved.get("quant_method") or "a method without a name"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention import ATTENTION_NAME, register
-from batchinfer.worker.quantization import quantize
+from batchinfer.worker.quantization import TORCHAO_METHODS, quantize
 from batchinfer.worker.quiet import quiet_transformers
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -74,7 +74,7 @@ def load_weights(
                 output_loading_info=True,
             )
         _check_complete(folder, found, _misplaced(model, found["unexpected_keys"]))
-        if quantization is not None:
+        if quantization in TORCHAO_METHODS:
             quantize(model, quantization, device)
         model = model.to(device).eval().requires_grad_(False)
     except torch.OutOfMemoryError as error:

@@ -1,0 +1,41 @@
+"""Rounds the weights of linear layers to int8 when they are packed for the CPU.
+
+``model.quantization: int8``. A weight has a scale for each output, a row one that is taken when it
+is multiplied, both symmetric: the largest number becomes 127. (torchao's
+``Int8DynamicActivationInt8WeightConfig`` has it become 127.5 before it is rounded, so that results
+differ by as much as either rounds.) The layers are packed and fused as any others; the embedding
+and the output head keep their dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from batchinfer.errors import ModelError
+from batchinfer.worker.linear import pack_linears
+from batchinfer.worker.product_kernels import int8_kernel
+
+
+def quantize_packed(model: Any, dtype: torch.dtype) -> None:
+    """Replace a model's linear layers, all but the output head, after they have been fused.
+
+    Args:
+        model: one of transformers' for text.
+        dtype: of its weights.
+
+    Raises:
+        ModelError: there is no kernel for ``dtype`` here, or the model has no such layers.
+    """
+    kernel = int8_kernel(dtype)
+    if kernel is None:
+        raise ModelError(
+            "model.quantization: int8 needs a C compiler (cc, or $CC), and model.dtype: float32 or "
+            "bfloat16"
+        )
+    if not pack_linears(model, kernel, dtype, but=model.get_output_embeddings()):
+        raise ModelError(
+            f"model.quantization: models of the family {model.config.model_type!r} have no linear "
+            "layers that can be quantised"
+        )
