@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-SPIN_COUNT = "1000"
+SPIN_COUNT = "10000"
 """Turns of libgomp's loop before a thread that waits goes to sleep; what libgomp itself takes where
 more threads run than there are cores. Its default is 300,000, milliseconds in which a thread that
 others wait for may lack a core."""
