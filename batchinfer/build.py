@@ -117,6 +117,8 @@ def build_engine(
         kernels=KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before or {}),
     )
     log(str(loaded.kernels))
+    if "int8" in loaded.kernel_names:
+        log(f"products of the layers by {loaded.kernel_names['int8']}")
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
     if engine.deterministic:
         check_row_bits(loaded.model, layout)
@@ -164,8 +166,7 @@ def build_engine(
         bytes_per_block=layout.bytes_per_block,
         device=describe(device),
         model_facts=loaded.facts,
-        kernels={loaded.dtype: loaded.kernels.name}
-        | ({"int8": "own int8"} if model.quantization == "int8" else {}),
+        kernels=loaded.kernel_names,
         device_bytes=runner.device_bytes,
     )
 

@@ -103,7 +103,7 @@ def _unit(job: Mapping[str, Any]) -> str:
 
 def _facts(run: Run) -> RunFacts:
     products = [f"{name} ({dtype})" for dtype, name in run.kernels.items()]
-    device = ", ".join([run.device or "", *products])
+    device = ", ".join(filter(None, [run.device, *products]))
     return RunFacts(run.run_id, device, run.rows, run.load_s, run.total_s, run.ended)
 
 

@@ -21,6 +21,7 @@ from batchinfer.worker.product_kernels import ProductKernel, product_kernels
 _WORTH_A_CHANGE = 1.15
 """How much faster another kernel must be than the project's own, which keeps a row's bits and runs
 whole decoder layers in one call."""
+_DTYPE_NAMES = "model.dtype: float32 or bfloat16"
 _WORTH_MEASURING = 1 << 22
 """Elements of all weights; the products of a smaller model take no time to speak of."""
 
@@ -98,14 +99,12 @@ def _choose(
             f"nothing else multiplies {_short(dtype)}; a row's bits may depend on those beside it",
             {},
         )
-    if len(kernels) == 1:
+    if len(kernels) == 1 or wish.deterministic:  # the same in every run, whatever is measured
         return KernelChoice(kernels[0], _why_only(wish), {})
     shapes = linear_shapes(model, dtype)
     if sum(map(_elements, shapes.items())) < _WORTH_MEASURING:
-        return KernelChoice(kernels[0], "the model is too small to measure others", {})
+        return KernelChoice(kernels[0], "too few weights to measure others", {})
     gflops = time_kernels(kernels, shapes, dtype)
-    if not gflops:
-        return KernelChoice(kernels[0], "the processor is too busy to measure others", {})
     return KernelChoice(fastest(kernels, gflops), "measured", gflops)
 
 
@@ -128,10 +127,10 @@ def _allowed(
     """
     found = [kernel for kernel in kernels if wish.kind in ("auto", kernel.kind)]
     if wish.kind not in ("auto", "torch") and not found:
-        needs = "a C compiler (cc, or $CC) is needed" if wish.kind == "own" else "oneDNN is needed"
+        needs = "a C compiler (cc, or $CC)" if wish.kind == "own" else "oneDNN"
         raise DeviceError(
             f"engine.cpu_kernels is {wish.kind}, and no such kernel multiplies {_short(dtype)} "
-            f"on this machine: {needs}",
+            f"on this machine: {needs} is needed, and {_DTYPE_NAMES}",
             hint="install it, choose another model.dtype, or set engine.cpu_kernels: auto",
         )
     if not wish.deterministic:
@@ -140,8 +139,8 @@ def _allowed(
     if not kept:
         raise DeviceError(
             "engine.deterministic is true, and no kernel that keeps a row's bits multiplies "
-            f"{_short(dtype)} on this machine: a C compiler (cc, or $CC) is needed, and float32 "
-            "or bfloat16",
+            f"{_short(dtype)} on this machine: a C compiler (cc, or $CC) is needed, and "
+            f"{_DTYPE_NAMES}",
             hint="install one, or set engine.deterministic: false",
         )
     return kept

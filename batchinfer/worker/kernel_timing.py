@@ -1,8 +1,8 @@
 """Times kernels on the shapes of a model's products, once for a model, processor and version.
 
 What was measured is kept in the user's cache folder, beside the compiled C kernels. One thread
-computes: with more, whoever else uses a core decides what is measured (seen: a twentieth of the
-speed, and another kernel ahead).
+computes, and its processor time counts: with more, or by the clock, whoever else uses a core
+decides what is measured (seen: a twentieth of the speed, and another kernel ahead).
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ _SECONDS = 0.2
 _ROWS = (64, 256)
 """Rows of a step that decodes, and of one that computes prompts."""
 _ROUNDS = 3
-_UNDISTURBED = 0.8
-"""Share of the time that the thread must have run for."""
 _WEIGHT_ELEMENTS = 1 << 19
 """Of a larger weight so many are multiplied by, in whole rows: 64 rows take half a millisecond."""
 
@@ -52,17 +50,11 @@ def time_kernels(
     """The speed of each kernel over a model's products on one thread, in GFLOP/s, by name.
 
     Where there is no folder to keep it in, the kernels are timed in every process.
-
-    Returns:
-        Nothing where others use the processor so much that a comparison says nothing.
     """
     place = _place(kernels, shapes, dtype)
     known = _read(place, {kernel.name for kernel in kernels})
     if known is None:
-        wall, own = time.perf_counter(), time.thread_time()
         known = _on_one_thread(kernels, shapes, dtype)
-        if time.thread_time() - own < _UNDISTURBED * (time.perf_counter() - wall):
-            return {}
         _write(place, known)
     return known
 
@@ -88,7 +80,7 @@ def _measure(
     flops = 0.0
     for shape in work:
         began = time.perf_counter()
-        times = _time_shape(kernels, shape, dtype)
+        times = _time_shape(kernels, shape, dtype, ends)
         share = shapes[shape] * math.prod(shape)
         for name, flops_per_s in times.items():
             seconds[name] += share / flops_per_s
@@ -101,20 +93,22 @@ def _measure(
 
 @torch.inference_mode()
 def _time_shape(
-    kernels: Sequence[ProductKernel], shape: Shape, dtype: torch.dtype
+    kernels: Sequence[ProductKernel], shape: Shape, dtype: torch.dtype, ends: float
 ) -> dict[str, float]:
-    """Operations per second of each kernel, in turn, the best of a few rounds."""
+    """Operations per second of each kernel, in turn, the best round begun before ``ends``."""
     outputs, width = shape
     outputs = max(1, min(outputs, _WEIGHT_ELEMENTS // width))
     weight = torch.linspace(-1, 1, outputs * width).to(dtype).view(outputs, width)
     x = torch.linspace(1, -1, max(_ROWS) * width).to(dtype).view(-1, width)
     packed = {kernel.name: kernel.pack(weight) for kernel in kernels}
     best = {(name, rows): math.inf for name in packed for rows in _ROWS}
-    for _ in range(1 + _ROUNDS):  # the first makes what a kernel keeps for a shape
+    for number in range(1 + _ROUNDS):  # the first makes what a kernel keeps for a shape
+        if number and time.perf_counter() > ends:
+            break
         for (name, rows), least in best.items():
-            began = time.perf_counter()
+            began = time.thread_time()
             packed[name].times(x[:rows], None)
-            best[name, rows] = min(least, time.perf_counter() - began)
+            best[name, rows] = min(least, max(time.thread_time() - began, 1e-9))
     return {
         name: 2.0 * outputs * width / sum(best[name, rows] / rows for rows in _ROWS) * len(_ROWS)
         for name in packed
@@ -129,7 +123,7 @@ def _place(
     if folder is None:
         return None
     facts = [
-        *(str(dtype), torch.__version__, library.source_digest()),
+        *(str(dtype), torch.__version__, library.source_digest(), Path(__file__).read_text()),
         *(library.processor().hex(), sorted(kernel.name for kernel in kernels)),
         sorted((*shape, count) for shape, count in shapes.items()),
     ]

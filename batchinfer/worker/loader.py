@@ -55,7 +55,9 @@ class LoadedModel:
     """Number of each adapter, from 1."""
     adapter_bytes: int
     kernels: KernelChoice
-    """What multiplies by the weights."""
+    """What multiplies by the weights that are not quantised."""
+    kernel_names: Mapping[str, str]
+    """What multiplies, by the dtype of the weights."""
     facts: Mapping[str, Any]
     """For the summary: name, revision, family, parameters, bytes."""
 
@@ -113,12 +115,12 @@ def load_model(
     if not fuse(model, layout, longest):
         model = load()
         fix_longrope(model, longest)
-    choice = TORCH_MULTIPLIES
+    choice, names = TORCH_MULTIPLIES, {}
     if device.type == "cpu":
+        if quantization == "int8":
+            names["int8"] = quantize_packed(model, getattr(torch, dtype)).name
         choice = choose_kernel(model, getattr(torch, dtype), kernels)
         attend_like(choice.kernel)
-        if quantization == "int8":
-            quantize_packed(model, getattr(torch, dtype))
         if choice.kernel is not None:
             pack_linears(model, choice.kernel, getattr(torch, dtype))
         _let_go_of_file(model)
@@ -139,6 +141,7 @@ def load_model(
         adapters=MappingProxyType({one.name: at for at, one in enumerate(found, start=1)}),
         adapter_bytes=model_bytes(model) - weight_bytes,
         kernels=choice,
+        kernel_names=MappingProxyType({dtype: choice.name, **names}),
         facts={
             "name": name,
             "revision": revision,

@@ -15,15 +15,18 @@ import torch
 
 from batchinfer.errors import ModelError
 from batchinfer.worker.linear import pack_linears
-from batchinfer.worker.product_kernels import int8_kernel
+from batchinfer.worker.product_kernels import ProductKernel, int8_kernel
 
 
-def quantize_packed(model: Any, dtype: torch.dtype) -> None:
+def quantize_packed(model: Any, dtype: torch.dtype) -> ProductKernel:
     """Replace a model's linear layers, all but the output head, after they have been fused.
 
     Args:
         model: one of transformers' for text.
         dtype: of its weights.
+
+    Returns:
+        What multiplies by them.
 
     Raises:
         ModelError: there is no kernel for ``dtype`` here, or the model has no such layers.
@@ -39,3 +42,4 @@ def quantize_packed(model: Any, dtype: torch.dtype) -> None:
             f"model.quantization: models of the family {model.config.model_type!r} have no linear "
             "layers that can be quantised"
         )
+    return kernel

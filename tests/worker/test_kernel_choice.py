@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchinfer.errors import DeviceError, ModelError
+from batchinfer.kernels.cpu import native
 from batchinfer.worker import kernel_choice, kernel_timing
 from batchinfer.worker.kernel_choice import KernelWish, choose_kernel, fastest
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.row_bits import check_row_bits
 from tests.models import make_checkpoint
+from tests.worker.of_company import OF_COMPANY
 
 F32 = torch.float32
 CPU = torch.device("cpu")
@@ -101,11 +104,14 @@ def test_a_kernel_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -
             choose_kernel(nn.Sequential(LARGE), F32, wish)
 
 
-def test_deterministic_takes_only_what_keeps_a_rows_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds = {OWN.name: 10.0, OLD_OWN.name: 20.0, ONEDNN.name: 900.0, TORCH.name: 900.0}
+def test_deterministic_takes_the_first_that_keeps_a_rows_bits_whatever_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (ONEDNN, OWN, OLD_OWN))
+    speeds = {OWN.name: 10.0, OLD_OWN.name: 20.0, ONEDNN.name: 900.0}
     measured(monkeypatch, speeds)
     choice = choose_kernel(nn.Sequential(LARGE), F32, KernelWish(deterministic=True))
-    assert choice.kernel is OLD_OWN
+    assert choice.kernel is OWN
 
 
 @pytest.mark.parametrize("before", ALL, ids=lambda kernel: kernel.name)
@@ -127,7 +133,6 @@ def test_where_what_it_began_with_is_not_here_that_is_told() -> None:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kernel_timing.library, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(kernel_timing, "_UNDISTURBED", 0.0)
     return tmp_path
 
 
@@ -151,19 +156,7 @@ def test_kernels_are_timed_once(cache: Path, damage: bytes | None) -> None:
 
 def test_without_a_folder_to_keep_it_in_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_timing.library, "cache_folder", lambda: None)
-    monkeypatch.setattr(kernel_timing, "_UNDISTURBED", 0.0)
     assert set(kernel_timing.time_kernels((OWN,), {(8, 8): 1}, F32)) == {OWN.name}
-
-
-def test_what_is_measured_beside_others_is_neither_taken_nor_kept(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel_timing, "_UNDISTURBED", 2.0)  # more than all of the time
-    assert kernel_timing.time_kernels(ALL, {(8, 8): 1}, F32) == {}
-    assert list(cache.iterdir()) == []
-    monkeypatch.setattr(kernel_choice, "time_kernels", kernel_timing.time_kernels)
-    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelWish())
-    assert (choice.kernel, choice.why) == (OWN, "the processor is too busy to measure others")
 
 
 def test_shapes_that_are_left_out_for_time_are_those_least_is_computed_with(
@@ -173,23 +166,27 @@ def test_shapes_that_are_left_out_for_time_are_those_least_is_computed_with(
     seen = []
     time_shape = kernel_timing._time_shape
 
-    def listen(kernels: Any, shape: Any, dtype: Any) -> dict[str, float]:
+    def listen(kernels: Any, shape: Any, dtype: Any, ends: float) -> dict[str, float]:
         seen.append(shape)
-        return time_shape(kernels, shape, dtype)
+        return time_shape(kernels, shape, dtype, ends)
 
     monkeypatch.setattr(kernel_timing, "_time_shape", listen)
     kernel_timing.time_kernels((OWN,), {(64, 64): 1, (32, 32): 5, (8, 8): 9}, F32)
     assert seen == [(32, 32)]
 
 
-@pytest.mark.parametrize(("kind", "keeps"), [("own", True), ("torch", False)])
+@pytest.mark.skipif(not native.supports(F32), reason="needs a C compiler")
+@pytest.mark.parametrize("keeps", [True, False])
 def test_a_rows_bits_are_tried_on_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, keeps: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
     monkeypatch.undo()
+    if not keeps:
+        claims = replace(OF_COMPANY, keeps_row_bits=True)
+        monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (claims,))
     widths = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
     folder = make_checkpoint("llama", tmp_path, **widths)
-    loaded = load_model(str(folder), device=CPU, kernels=KernelWish(kind))
+    loaded = load_model(str(folder), device=CPU, kernels=KernelWish(deterministic=True))
     if keeps:
         check_row_bits(loaded.model, loaded.layout(16))
     else:

@@ -18,6 +18,7 @@ from batchinfer.engine.shared_prefix import PrefixTree
 from batchinfer.engine.step import SamplingBatch, SharedPrefixes
 from batchinfer.engine.table import Rows, SequenceTable
 from batchinfer.kernels.cpu import native
+from batchinfer.worker import kernel_choice
 from batchinfer.worker.kernel_choice import KernelWish
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
@@ -25,6 +26,7 @@ from batchinfer.worker.runner import ModelRunner
 from batchinfer.worker.sampled import Sampled
 from batchinfer.worker.sampler import Sampler
 from tests.models import make_checkpoint
+from tests.worker.of_company import OF_COMPANY
 
 CPU = torch.device("cpu")
 OWN = KernelWish("own", deterministic=True)
@@ -160,10 +162,12 @@ def test_rows_that_attend_together_have_the_bits_of_rows_apart(
     assert {key: together[key] for key in changed} == changed
 
 
-def test_where_torch_multiplies_bits_do_depend(tmp_path: Path) -> None:
+def test_where_products_depend_on_company_bits_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards the tests above: they can fail."""
-    folder = make_checkpoint("llama", tmp_path, **WIDE)
-    loaded = load_model(str(folder), device=CPU, kernels=KernelWish("torch"))
+    monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (OF_COMPANY,))
+    loaded = load_model(str(make_checkpoint("llama", tmp_path, **WIDE)), device=CPU)
     usual = logits_of(loaded, Setup())
     alone = logits_of(loaded, replace(Setup(), rows=(4,)))
     assert {key: usual[key] for key in alone} != alone

@@ -1,0 +1,20 @@
+"""A product whose last bits depend on how many rows there are, as those of a library may."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from batchinfer.worker.product_kernels import ProductKernel
+
+
+class _OfCompany:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight.clone()
+
+    def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        product = nn.functional.linear(rows, self._weight, bias)
+        return product * (1.0 + 2.0**-12 * (len(rows) % 3))
+
+
+OF_COMPANY = ProductKernel("onednn", "slide rule", False, _OfCompany)
