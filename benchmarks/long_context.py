@@ -133,6 +133,12 @@ def largest_errors(folder: Path, runner: Watched, completion: Completion) -> dic
     return {"kv_error": kv, "logprob_error": float((got - logprobs).abs().max())}
 
 
+def planned_mib(lines: list[str]) -> float:
+    """Sum of the lines about memory that say what for, not how much there is."""
+    planned = [line for line in lines if not line.startswith(("available", "swap space"))]
+    return sum(float(line.split()[-2].replace(",", "")) for line in planned)
+
+
 def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Generate, then compare."""
     table: list[str] = []
@@ -152,17 +158,15 @@ def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     prompt = np.random.default_rng(0).integers(2, VOCAB_SIZE, args.tokens).astype(np.int32)
     generated = generate(built.engine, prompt, args.outputs)
     peak = peak_rss()
-    planned = sum(
-        float(line.split()[-2].replace(",", "")) for line in table[1:-1]
-    )  # of threads, total
+    memory = [line for line in table if line.endswith(" MiB")]
     return {
         "tokens": args.tokens,
         "outputs": args.outputs,
         "prefill_s": round(generated.prefill_s, 2),
         "decode_s": round(generated.decode_s, 2),
-        "planned_mib": round(planned, 1),
+        "planned_mib": round(planned_mib(memory), 1),
         "taken_mib": round((peak - before) / 2**20, 1),
-        "memory": table,
+        "memory": memory,
         **largest_errors(folder, runner, generated.completion),
     }
 
