@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -72,22 +73,25 @@ class TorchThreads:
 
     def __init__(self) -> None:
         self._found = 0
-        self._set: set[int] = set()
-        """All that engines set: torch has a number for each of Python's threads."""
+        self._last = 0
+        """What engines set last, in whichever thread; torch gives it to threads begun later."""
+        self._here = threading.local()
+        """What they set last in each of Python's threads, for which torch has a number each."""
 
     def found(self) -> int:
         """The number as it would be without engines."""
-        if torch.get_num_threads() not in self._set:
-            self._found = torch.get_num_threads()
+        count = torch.get_num_threads()
+        if count != getattr(self._here, "last", self._last):
+            self._found = count
         return self._found
 
     def set(self, count: int) -> None:
         """Compute on ``count`` threads from here on, in this thread and in those begun later."""
-        if torch.get_num_threads() == count:
-            return
         self.found()
-        self._set.add(count)
-        torch.set_num_threads(count)
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+            self._last = count
+        self._here.last = count
 
 
 TORCH_THREADS = TorchThreads()

@@ -115,6 +115,31 @@ def test_numbers_set_for_engines_are_not_taken_for_the_callers() -> None:
     assert threads.found() == 4
 
 
+def test_a_callers_number_that_an_engine_had_before_counts() -> None:
+    torch.set_num_threads(4)
+    threads = TorchThreads()
+    for count in (1, 4):
+        threads.set(count)
+    torch.set_num_threads(1)  # the caller, since
+    assert threads.found() == 1
+
+
+def test_numbers_set_in_another_thread_are_not_taken_for_the_callers() -> None:
+    torch.set_num_threads(4)
+    threads, found = TorchThreads(), []
+    threads.set(2)
+
+    def run() -> None:
+        found.append(threads.found())
+        threads.set(1)
+        found.append(threads.found())
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    assert [*found, threads.found()] == [4, 4, 4]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArguments:
     path = make_text_model(tmp_path_factory.mktemp("model"))
@@ -135,6 +160,7 @@ def test_engines_of_one_process_choose_each_for_itself(
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(build, "cpu_limits", lambda: CpuLimits(8, 8, 3.0))
+    monkeypatch.setattr(build, "TORCH_THREADS", TorchThreads())
     torch.set_num_threads(5)
     first = built_with(model)
     assert first[0].startswith("3 threads: the control group's quota of 3 cores")
