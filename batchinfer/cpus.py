@@ -10,11 +10,13 @@ import math
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _FILES = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
 """A quota and its period, by version of control groups."""
+_PLACES = ("OMP_PLACES", "GOMP_CPU_AFFINITY")
+"""With these libgomp binds threads, unless ``OMP_PROC_BIND`` is false."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class CpuLimits:
     machine: int
     """Cores that are online."""
     affinity: int
-    """Cores that its threads may run on (``taskset``, ``docker --cpuset-cpus``)."""
+    """Cores that its threads may run on (``taskset``, ``docker --cpuset-cpus``); all of the machine
+    where OpenMP binds them."""
     quota: float | None
     """Cores' worth of time that its control group may take; None where nothing is set."""
 
@@ -47,8 +50,21 @@ def cpu_limits(root: str = "/") -> CpuLimits:
         root: folder that holds ``proc`` and the mount points named there.
     """
     machine = os.cpu_count() or 1
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    # A bound thread tells the one place that it got, not where the process may run.
+    told = hasattr(os, "sched_getaffinity") and not openmp_binds()
+    affinity = len(os.sched_getaffinity(0)) if told else machine
     return CpuLimits(machine, affinity, cgroup_quota(root))
+
+
+def openmp_binds(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether libgomp binds each thread to a place, the first of them as soon as torch is loaded.
+
+    OMP_PROC_BIND of the OpenMP specification, and "Environment Variables" of libgomp's manual.
+    """
+    asked = environ.get("OMP_PROC_BIND", "").strip().lower()
+    if asked == "false":
+        return False
+    return bool(asked) or any(environ.get(name) for name in _PLACES)
 
 
 def cgroup_quota(root: str = "/") -> float | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.cpus import CpuLimits, available_cpus, cgroup_quota, cpu_limits
+from batchinfer.cpus import CpuLimits, available_cpus, cgroup_quota, cpu_limits, openmp_binds
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -186,7 +188,39 @@ def test_the_smallest_limit_counts(
 
 
 def test_affinity_and_quota_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"):
+        monkeypatch.delenv(name, raising=False)
     allowed = os.sched_getaffinity(0)
     assert 1 <= available_cpus() <= len(allowed)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
     assert available_cpus() == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "binds"),
+    [
+        ({}, False),
+        ({"OMP_PROC_BIND": "true"}, True),
+        ({"OMP_PROC_BIND": "close,spread"}, True),
+        ({"OMP_PLACES": "cores"}, True),
+        ({"GOMP_CPU_AFFINITY": "0-3"}, True),
+        ({"OMP_PROC_BIND": "FALSE", "OMP_PLACES": "cores"}, False),
+        ({"OMP_PROC_BIND": "", "OMP_PLACES": ""}, False),
+    ],
+)
+def test_what_has_openmp_bind_threads(environ: Mapping[str, str], binds: bool) -> None:
+    assert openmp_binds(environ) is binds
+
+
+@pytest.mark.parametrize("bound", [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}])
+def test_cores_are_no_fewer_where_openmp_binds_the_thread_that_asks(
+    bound: Mapping[str, str],
+) -> None:
+    """libgomp binds the first thread to one place when torch is loaded."""
+    code = """
+from batchinfer.cpus import cpu_limits
+before = cpu_limits().affinity
+import torch
+assert cpu_limits().affinity == before >= torch.get_num_threads()
+"""
+    subprocess.run([sys.executable, "-c", code], env=os.environ | bound, check=True)
