@@ -37,7 +37,7 @@ class GovernedThreads:
 
     Args:
         runner: computes a step when it is submitted.
-        governor: told what each step took.
+        governor: asked before each step, and told what it took.
         clock: seconds.
     """
 
@@ -57,7 +57,7 @@ class GovernedThreads:
         Raises:
             OutOfMemory: there is none for it.
         """
-        TORCH_THREADS.set(self._governor.count)
+        TORCH_THREADS.set(self._governor.begin())
         began = self._clock()
         pending = self._runner.submit(step)
         self._governor.observe(step.num_tokens, self._clock() - began)

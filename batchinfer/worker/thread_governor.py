@@ -31,22 +31,25 @@ _FIRST_PAUSE, _LAST_PAUSE = 4, 128
 """Windows without a trial after all others failed, doubled when they fail again."""
 
 
-def run_delay() -> float | None:
+def run_delay(tasks: str = "/proc/self/task") -> float | None:
     """Seconds that the threads of this process were ready to run and did not, in all.
 
     None where the kernel does not say. Threads that have ended are left out.
+
+    Args:
+        tasks: folder with one of each thread.
     """
-    total = 0
+    delays: list[int] = []
     try:
-        for thread in os.listdir("/proc/self/task"):
+        for thread in os.listdir(tasks):
             try:
-                with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
-                    total += int(file.read().split()[1])
+                with open(f"{tasks}/{thread}/schedstat", "rb") as file:
+                    delays.append(int(file.read().split()[1]))
             except (FileNotFoundError, ProcessLookupError):
-                continue  # it has ended
+                continue  # it has ended, as not all can have
     except (OSError, ValueError, IndexError):
         return None
-    return total / 1e9
+    return sum(delays) / 1e9 if delays else None
 
 
 @dataclass
@@ -82,7 +85,7 @@ class ThreadGovernor:
     Args:
         most: threads to begin with, and never more.
         delay: run delay of the process so far in seconds, or None where it cannot be known; then
-            the number stays.
+            fewer threads are not tried.
     """
 
     def __init__(self, most: int, delay: Callable[[], float | None] = run_delay) -> None:
@@ -90,7 +93,8 @@ class ThreadGovernor:
         """Threads for the next step."""
         self._most = most
         self._read_delay = delay
-        self._delay = delay() if most > 1 else None
+        self._delay: float | None = None
+        """When the window's first step began."""
         self._window = _Window()
         self._quiet: dict[int, float] = {}
         """What steps of each size take on all threads while nothing else runs."""
@@ -104,9 +108,16 @@ class ThreadGovernor:
         """Of the trials that have begun."""
         self._num_told = 0
 
+    def begin(self) -> int:
+        """Threads for the step that begins now."""
+        # What was delayed while no step ran, between calls, is no concern of the steps.
+        if self._most > 1 and not self._window.paces:
+            self._delay = self._read_delay()
+        return self.count
+
     def observe(self, tokens: int, seconds: float) -> None:
-        """Take what a step of ``tokens`` took on ``count`` threads."""
-        if self._delay is None:
+        """Take what a step of ``tokens`` took on ``count`` threads, since ``begin``."""
+        if self._most == 1:
             return
         self._window.add(tokens, seconds)
         if self._window.is_full or self._trial_is_lost():
@@ -119,10 +130,6 @@ class ThreadGovernor:
 
     def _judge(self) -> None:
         window, self._window = self._window, _Window()
-        delay, before = self._read_delay(), self._delay
-        self._delay = delay
-        if delay is None or before is None:
-            return
         paces = window.medians()
         if self._before is not None:
             self._end_trial(paces, self._before)
@@ -131,16 +138,24 @@ class ThreadGovernor:
         elif self._wait:
             self._wait -= 1
         else:
-            # Threads that have ended take their delay with them.
-            self._begin_trials(paces, max(0.0, delay - before) / window.seconds)
+            self._begin_trials(paces, self._delayed_share(window.seconds))
 
-    def _begin_trials(self, paces: dict[int, float], share: float) -> None:
+    def _delayed_share(self, seconds: float) -> float | None:
+        """Run delay a second in a window; None where it is not known, as without free files."""
+        before, after = self._delay, self._read_delay()
+        if before is None or after is None:
+            return None
+        return max(0.0, after - before) / seconds  # threads that have ended take theirs with them
+
+    def _begin_trials(self, paces: dict[int, float], share: float | None) -> None:
         """Try other numbers, unless all threads compute and do not lack cores.
 
         Fewer wait for less; more get more of cores that all processes share alike.
         """
-        delayed = share >= _DELAYED
+        delayed = share is not None and share >= _DELAYED
         if self.count == self._most:
+            if share is None:
+                return
             if not delayed:
                 self._quiet |= paces
                 return

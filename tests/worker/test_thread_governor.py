@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,11 +24,15 @@ class Machine:
         self.busy = 0
         self.penalty = penalty
         self.delay = 0.0
+        self.unknown = False
         self.seconds = 0.0
-        self.governor = ThreadGovernor(CORES, delay=lambda: self.delay)
+        self.governor = ThreadGovernor(CORES, delay=self.read)
+
+    def read(self) -> float | None:
+        return None if self.unknown else self.delay
 
     def step(self, tokens: int) -> None:
-        count = self.governor.count
+        count = self.governor.begin()
         crowded = max(0, count + self.busy - CORES)
         seconds = 1e-3 * tokens / count * (1 + self.penalty * (crowded > 0))
         self.delay += 0.9 * crowded * seconds
@@ -101,7 +106,7 @@ def test_more_threads_are_tried_while_cores_are_short() -> None:
     governor = ThreadGovernor(CORES, delay=lambda: delay[0])
     for at in range(4000):
         best = 1 if at < 1000 else CORES
-        seconds = 0.05 if governor.count == best else 0.2
+        seconds = 0.05 if governor.begin() == best else 0.2
         delay[0] += seconds
         governor.observe(64, seconds)
         if at == 999:
@@ -113,6 +118,7 @@ def test_slow_steps_alone_are_no_reason() -> None:
     """The processor may be throttled, or attention read longer contexts: nobody waits for cores."""
     governor = ThreadGovernor(CORES, delay=lambda: 0.0)
     for at in range(1000):
+        governor.begin()
         governor.observe(64, 0.01 if at < 100 else 0.1)
         assert governor.count == CORES
 
@@ -124,6 +130,7 @@ def test_delays_that_cost_little_are_no_reason() -> None:
     for at in range(1000):
         slow = at >= 100
         seconds = 0.013 if slow else 0.01
+        governor.begin()
         delay[0] += seconds * 0.5 * slow
         governor.observe(64, seconds)
         assert governor.count == CORES
@@ -133,6 +140,7 @@ def test_delays_that_cost_little_are_no_reason() -> None:
 def test_without_a_known_delay_the_number_stays(known: float | None) -> None:
     governor = ThreadGovernor(CORES, delay=lambda: known)
     for at in range(200):
+        governor.begin()
         governor.observe(64, 0.01 * (1 + at))
     assert governor.count == CORES
 
@@ -142,7 +150,39 @@ def test_a_delay_that_shrinks_is_none() -> None:
     sums = iter([5.0] + [4.0 - at for at in range(10_000)])
     governor = ThreadGovernor(CORES, delay=lambda: next(sums))
     for _ in range(1000):
+        governor.begin()
         governor.observe(64, 0.1)
+        assert governor.count == CORES
+
+
+@pytest.mark.parametrize("seconds", [0.5, 30.0])
+def test_a_delay_that_is_not_known_for_a_while_keeps_no_thread_away(seconds: float) -> None:
+    """As while the process may open no more files: trials end, and all threads come back."""
+    machine = Machine()
+    machine.busy = 3
+    while machine.governor.count == CORES:
+        machine.step(64)
+    machine.unknown = True
+    machine.run(seconds)
+    machine.busy = 0
+    if seconds < 1:
+        machine.unknown = False
+    machine.run(60)
+    assert machine.governor.count == CORES
+    machine.unknown = False
+    machine.busy = 3
+    machine.run(30)
+    assert machine.governor.count == 1
+
+
+def test_delays_between_steps_are_no_reason() -> None:
+    """As of the caller's own threads between two calls, where steps are slow for other reasons."""
+    delay = 0.0
+    governor = ThreadGovernor(CORES, delay=lambda: delay)
+    for at in range(20):  # each long enough to be judged alone
+        delay += 100.0
+        governor.begin()
+        governor.observe(64, 3.0 if at < 10 else 30.0)
         assert governor.count == CORES
 
 
@@ -152,6 +192,7 @@ def test_one_thread_asks_for_nothing() -> None:
 
     governor = ThreadGovernor(1, delay=never)
     for _ in range(100):
+        governor.begin()
         governor.observe(1, 1.0)
     assert governor.count == 1
 
@@ -189,3 +230,13 @@ def test_a_system_that_does_not_tell_has_no_delay(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("os.listdir", missing)
     assert run_delay() is None
+
+
+def test_threads_that_have_ended_are_left_out_and_a_kernel_without_the_file_tells_nothing(
+    tmp_path: Path,
+) -> None:
+    for thread in ("7", "8"):
+        (tmp_path / thread).mkdir()
+    assert run_delay(str(tmp_path)) is None
+    (tmp_path / "7" / "schedstat").write_text("9000000000 1500000000 12\n")
+    assert run_delay(str(tmp_path)) == 1.5
