@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import threading
@@ -50,6 +51,21 @@ def test_generate_continues_raw_text_as_transformers_does(llm: LLM, model: Path)
         assert sample.token_ids == ids[len(output.prompt_token_ids) :].tolist()
         assert sample.text == tokenizer.decode(sample.token_ids, skip_special_tokens=True)
         assert sample.finish_reason == "length"
+
+
+def test_what_the_engine_chose_is_logged_and_nothing_is_shown_unasked(
+    model: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    LLM(str(model), num_kv_blocks=8, num_threads=1)
+    assert not caplog.messages
+    with caplog.at_level(logging.INFO, logger="batchinfer.llm"):
+        LLM(str(model), num_kv_blocks=8, num_threads=1)
+    threads, products, *memory = caplog.messages
+    assert threads == "1 thread: engine.num_threads"
+    assert products.startswith("products by ")
+    assert memory[0].startswith("weights")
+    shown = capfd.readouterr()
+    assert "engine.num_threads" not in shown.out + shown.err
 
 
 def test_fp8_has_four_times_the_blocks_of_float32_for_the_memory(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,8 @@ from batchinfer.text.prompts import Prompt, PromptBuilder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_LOG = logging.getLogger("batchinfer.llm")
 
 
 class LLM:
@@ -94,7 +97,7 @@ class LLM:
         )
         # A revision is one of the model's repository.
         self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
-        self._built = build_engine(choice, engine, log=lambda line: None)
+        self._built = build_engine(choice, engine, log=_LOG.info)
         self._requests = _request_maker(self._built)
         self._settings = without_secrets({"model": asdict(choice), "engine": asdict(engine)})
         self._calls = Calls(self._built)
