@@ -22,7 +22,7 @@ from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.cpu_runner import GovernedThreads, PinnedThreads
 from batchinfer.worker.decode_graphs import DecodeGraphs
-from batchinfer.worker.kernel_choice import KernelWish
+from batchinfer.worker.kernel_choice import KernelChoice, KernelWish
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.memory import plan_memory
@@ -152,7 +152,7 @@ def build_engine(
     return Built(
         engine=Engine(
             Scheduler(pool, table, engine.max_num_batched_tokens, victims),
-            runner if threads is None else _on_threads(runner, threads),
+            runner if threads is None else _on_threads(runner, threads, loaded.kernels),
             # The CPU computes while a step is submitted: there is nothing to be ahead of.
             runs_ahead=device.type == "cuda",
         ),
@@ -183,8 +183,10 @@ def _set_threads(
     return threads
 
 
-def _on_threads(runner: Runner, threads: ThreadCount) -> Runner:
-    if threads.pinned or threads.count == 1:
+def _on_threads(runner: Runner, threads: ThreadCount, kernels: KernelChoice) -> Runner:
+    """Have steps compute on so many threads, or on fewer where that changes no row's bits."""
+    keeps_bits = kernels.kernel is not None and kernels.kernel.keeps_row_bits
+    if threads.pinned or threads.count == 1 or not keeps_bits:
         return PinnedThreads(runner, threads.count)
     return GovernedThreads(runner, ThreadGovernor(threads.count))
 

@@ -3,7 +3,8 @@
 Every product waits for its slowest thread, so one that lacks a core holds up all. What tells that
 threads lack cores is the time that they were ready to run and did not (run delay, the second number
 of ``/proc/PID/schedstat``: the kernel's Documentation/scheduler/sched-stats.rst). Whether fewer
-are any better then is tried, never assumed. Results are the same with any number.
+are any better then is tried, never assumed. Results are the same with any number by kernels that
+keep a row's bits, the only ones to be governed: others may split a row's sums among the threads.
 """
 
 from __future__ import annotations

@@ -171,6 +171,21 @@ def test_engines_of_one_process_choose_each_for_itself(
     assert built_with(model)[0::2] == ("1 thread: as torch has; this process may use 3 cores", 1)
 
 
+@pytest.mark.parametrize("kind", ["own", "torch"])
+def test_only_kernels_that_keep_a_rows_bits_are_governed(
+    model: ModelArguments, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(build, "cpu_limits", lambda: CpuLimits(8, 8, 3.0))
+    monkeypatch.setattr(build, "TORCH_THREADS", TorchThreads())
+    torch.set_num_threads(3)
+    config = EngineConfig(device="cpu", num_kv_blocks=8, cpu_kernels=kind)
+    built = build.build_engine(model, config, log=lambda line: None)
+    expected = GovernedThreads if kind == "own" else PinnedThreads
+    assert type(built.engine._runner) is expected
+
+
 class Counting:
     """A runner that notes torch's number of threads."""
 
