@@ -137,7 +137,8 @@ def build_engine(
         log("blocks of a model with sliding windows are not swapped yet: rows are recomputed")
     dtype, host_blocks = getattr(torch, loaded.dtype), memory.num_host_blocks
     cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
-    runner = ModelRunner(loaded.model, cache, Sampler(), _graphs(loaded, cache, engine))
+    graphs = _graphs(loaded, cache, engine)
+    runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel)
     pool = BlockPool(
         memory.num_blocks,
         engine.block_size,

@@ -23,6 +23,7 @@ from batchinfer.worker.cpu_attention import CpuAttention
 from batchinfer.worker.cuda_attention import CudaAttention
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.native_attention import NativeAttention
+from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.variant import AttentionVariant
 
 ATTENTION_NAME = "batchinfer_paged"
@@ -52,11 +53,17 @@ class AttentionBackend(Protocol):
         ...
 
 
-def make_backend(cache: KVCache) -> AttentionBackend:
-    """The backend for the device the pool is on; on a CPU the C kernels where they can be built."""
+def make_backend(cache: KVCache, like: ProductKernel | None = None) -> AttentionBackend:
+    """The backend for the device the pool is on; on a CPU the C kernels where they can be built.
+
+    Args:
+        like: what multiplies by the model's weights (see ``NativeAttention``).
+    """
     if cache.pool.is_cuda:
         return CudaAttention(cache)
-    return NativeAttention(cache) if native.supports(cache.pool.dtype) else CpuAttention(cache)
+    if native.supports(cache.pool.dtype):
+        return NativeAttention(cache, like)
+    return CpuAttention(cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from batchinfer.worker.kernel_choice import (
 from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.model_config import load_config
 from batchinfer.worker.model_files import check_weights, resolve_folder
-from batchinfer.worker.native_attention import attend_like
 from batchinfer.worker.native_join import join_native_layers
 from batchinfer.worker.native_layer import fuse_native_layers
 from batchinfer.worker.packed_int8 import quantize_packed
@@ -120,7 +119,6 @@ def load_model(
         if quantization == "int8":
             names["int8"] = quantize_packed(model, getattr(torch, dtype)).name
         choice = choose_kernel(model, getattr(torch, dtype), kernels)
-        attend_like(choice.kernel)
         if choice.kernel is not None:
             pack_linears(model, choice.kernel, getattr(torch, dtype))
         _let_go_of_file(model)

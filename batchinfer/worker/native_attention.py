@@ -15,20 +15,21 @@ from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.variant import AttentionVariant
 
 
-def attend_like(kernel: ProductKernel | None) -> None:
-    """Have this process attend in bfloat16 by the instructions of a product kernel of our own, so
-    that one name tells all that decides a row's bits; by the fastest beside any other kernel."""
-    if not native.supports(torch.bfloat16):
-        return
-    wanted = kernel.instructions if kernel is not None and kernel.kind == "own" else None
-    native.use(wanted if wanted in native.available(torch.bfloat16) else None)
-
-
 class NativeAttention:
-    """Attends over the pool's blocks for one step at a time."""
+    """Attends over the pool's blocks for one step at a time.
 
-    def __init__(self, cache: KVCache) -> None:
+    Args:
+        like: what multiplies by the model's weights. Where it is a kernel of our own, attention
+            takes the same instructions, so that one name tells all that decides a row's bits;
+            beside any other, and where it is None, the fastest.
+    """
+
+    def __init__(self, cache: KVCache, like: ProductKernel | None = None) -> None:
         self._cache = cache
+        dtype = cache.pool.dtype
+        wanted = like.instructions if like is not None and like.kind == "own" else None
+        self.kernel = native.kernel_of(dtype, wanted if wanted in native.available(dtype) else None)
+        """The number of the C kernel."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the step that the following calls belong to, and its arrays as tensors."""
@@ -83,4 +84,5 @@ class NativeAttention:
             "sinks": variant.sinks,
             "order": self._order,
             "shared_lens": self._shared_lens,
+            "kernel": self.kernel,
         }

@@ -69,7 +69,7 @@ class NativeDecoderLayers(nn.Module):
                 hidden_states = layer(hidden_states, **options)
             return hidden_states
         workspace.begin_step(context, position_embeddings)
-        made_for = context.cache, workspace.generation
+        made_for = context.cache, context.backend.kernel, workspace.generation
         if made_for != self._made_for:
             try:
                 self._make_arguments(hidden_states[0], context)

@@ -14,6 +14,7 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import PackedLinear
 from batchinfer.worker.out_of_memory import telling
+from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.prompt_scorer import PromptScorer, WithScores
 from batchinfer.worker.quantization import plain_tensors
 from batchinfer.worker.sampled import Sampled
@@ -28,6 +29,9 @@ class ModelRunner:
     On CUDA everything a step does is queued on the current stream, nothing waits for it, and the
     next step takes its tokens from the device; so steps run in order, as ``Runner`` asks. On the
     CPU a step is computed when it is submitted.
+
+    Args:
+        kernel: what multiplies by the model's weights, and so by what instructions to attend.
     """
 
     def __init__(
@@ -36,11 +40,12 @@ class ModelRunner:
         cache: KVCache,
         sample: Sample,
         graphs: DecodeGraphs | None = None,
+        kernel: ProductKernel | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._sample = sample
-        self._backend = make_backend(cache)
+        self._backend = make_backend(cache, kernel)
         self._previous = Sampled.nothing(cache.pool.device)
         self._graphs = graphs
         self._scorer = PromptScorer(model)

@@ -23,7 +23,7 @@ typedef struct {
     int64_t key_slot_stride, key_head_stride, value_slot_stride, value_head_stride;
     int64_t table_width;
     int32_t num_sequences, num_heads, num_kv_heads, key_width, value_width, block_size;
-    int32_t sliding_window, num_threads;
+    int32_t sliding_window, num_threads, kernel;
     float scale, softcap;
 } attention_args;
 

@@ -38,7 +38,7 @@ class AttentionArgs(ctypes.Structure):
         *((name, INT64) for name in ("value_slot_stride", "value_head_stride", "table_width")),
         *((name, INT32) for name in ("num_sequences", "num_heads", "num_kv_heads")),
         *((name, INT32) for name in ("key_width", "value_width", "block_size")),
-        *((name, INT32) for name in ("sliding_window", "num_threads")),
+        *((name, INT32) for name in ("sliding_window", "num_threads", "kernel")),
         *((name, FLOAT) for name in ("scale", "softcap")),
     )
 
@@ -65,17 +65,15 @@ def available(dtype: torch.dtype) -> tuple[str, ...]:
     return tuple(kernels_of(load(), "attend", dtype))
 
 
-def use(instructions: str | None) -> None:
-    """Compute all bfloat16 attention of this process so from now on; None: by the fastest.
+def kernel_of(dtype: torch.dtype, instructions: str | None = None) -> int:
+    """The number of what attends in ``dtype`` by ``instructions``; None: by the fastest.
 
-    The pool stays as it is. Other instructions give other bits.
+    All of them read the same pool. Other instructions give other bits.
 
     Raises:
         ValueError: they are not ``available``.
     """
-    library = load()
-    assert library is not None
-    library.attend_bf16_by(chosen(kernels_of(library, "attend", torch.bfloat16), instructions))
+    return chosen(kernels_of(load(), "attend", dtype), instructions)
 
 
 def paged_attention(
@@ -93,6 +91,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,  # [Hq]
     order: torch.Tensor | None = None,  # [S] int32
     shared_lens: torch.Tensor | None = None,  # [S] int32
+    kernel: int | None = None,
 ) -> None:
     """Causal attention over a paged KV cache on the CPU; twin: ``reference.paged_attention``.
 
@@ -103,6 +102,7 @@ def paged_attention(
         shared_lens: leading tokens that each sequence of ``order`` has in common with the one
             before it, in the same blocks, and that come before the query tokens of both. They are
             read once for many rows; the result is the same without.
+        kernel: as ``kernel_of`` tells; None: the fastest.
     """
     library = load()
     assert library is not None
@@ -117,6 +117,7 @@ def paged_attention(
         sinks=sinks,
         order=order,
         shared_lens=shared_lens,
+        kernel=kernel_of(query.dtype) if kernel is None else kernel,
     )
     if getattr(library, _ATTEND[query.dtype])(ctypes.byref(arguments)):
         raise MemoryError("no memory for the workspace of paged attention")
@@ -137,6 +138,7 @@ def attention_args(
     sinks: torch.Tensor | None,  # float32, contiguous
     order: torch.Tensor | None,
     shared_lens: torch.Tensor | None,
+    kernel: int,
 ) -> AttentionArgs:
     """What the C function is called with; arguments as for ``paged_attention``."""
     return AttentionArgs(
@@ -156,6 +158,7 @@ def attention_args(
         key_cache.shape[2],
         sliding_window,
         torch.get_num_threads(),
+        kernel,
         scale,
         softcap,
     )

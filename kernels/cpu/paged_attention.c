@@ -68,13 +68,9 @@ const char *attend_instructions_bf16(int kernel) {
     return kernel == VECTORS && (HAS_PAIRS || !HAS_TILES) ? PAIRS_NAME : NULL;
 }
 
-static int bf16_by = TILES; /* where they work */
-
-void attend_bf16_by(int kernel) { bf16_by = kernel; }
-
 int attend_bf16(const attention_args *a) {
 #if HAS_TILES
-    if (!HAS_PAIRS || (bf16_by == TILES && tiles_work())) return attend_tiles_bf16(a);
+    if (!HAS_PAIRS || a->kernel == TILES) return attend_tiles_bf16(a);
 #endif
 #if HAS_PAIRS || !HAS_TILES
     return attend_vectors_bf16(a);

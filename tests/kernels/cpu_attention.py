@@ -20,7 +20,7 @@ ODD_CASES = (_ODD_WIDTHS, replace(_ODD_WIDTHS, name="odd_widths_and_blocks", blo
 CASES = (*ATTENTION_CASES, *ODD_CASES)
 
 
-def check_attention(case: AttentionCase, dtype: torch.dtype) -> None:
+def check_attention(case: AttentionCase, dtype: torch.dtype, kernel: int | None = None) -> None:
     """Of the build that is loaded; what its blocks hold is read back by position, too."""
     got, expected = (build_attention(case, "cpu", dtype).with_fresh_out() for _ in range(2))
     store(got["key_cache"], got["value_cache"])
@@ -28,7 +28,7 @@ def check_attention(case: AttentionCase, dtype: torch.dtype) -> None:
         torch.testing.assert_close(read(got[name]), expected[name], equal_nan=True)
     for name in ("max_query_len", "max_context_len", "num_splits"):
         got.pop(name, None)  # launch hints of the GPU kernel
-    native.paged_attention(**got)
+    native.paged_attention(**got, kernel=kernel)
     reference.paged_attention(**expected)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)

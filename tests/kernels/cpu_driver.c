@@ -22,10 +22,10 @@ const char *gemm_instructions_bf16(int kernel);
 const char *gemm_instructions_int8(int kernel);
 const char *attend_instructions_f32(int kernel);
 const char *attend_instructions_bf16(int kernel);
-void attend_bf16_by(int kernel);
 
 static uint64_t state;
 static float scale = 1.0f; /* of inputs */
+static int attend_by;
 static int failures;
 static uint64_t hash;
 
@@ -160,7 +160,8 @@ static void attend_to(
         .key_head_stride = size * width, .value_slot_stride = KV_HEADS * size * width,
         .value_head_stride = size * width, .table_width = TABLE, .num_sequences = 1,
         .num_heads = HEADS, .num_kv_heads = KV_HEADS, .key_width = width, .value_width = width,
-        .block_size = size, .sliding_window = window, .num_threads = 2, .scale = 0.3f};
+        .block_size = size, .sliding_window = window, .num_threads = 2, .kernel = attend_by,
+        .scale = 0.3f};
     expect(!(query.is_bf16 ? attend_bf16 : attend_f32)(&a), "memory", query.is_bf16, count);
 }
 
@@ -245,7 +246,7 @@ int main(void) {
         for (int kernel = 0; kernel < 2; kernel++) {
             const char *name = (is_bf16 ? attend_instructions_bf16 : attend_instructions_f32)(kernel);
             if (!name) continue;
-            attend_bf16_by(kernel);
+            attend_by = kernel;
             state = 1, hash = HASH_START;
             for (size_t i = 0; i < sizeof(blocks) / sizeof(*blocks); i++)
                 check_attention(is_bf16, blocks[i][0], blocks[i][1], blocks[i][2]);

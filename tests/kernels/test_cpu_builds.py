@@ -13,6 +13,8 @@ import torch
 from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase
 from batchinfer.kernels.cpu import decoder_layer, gemm, library, native, row_ops
 from batchinfer.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, RowCase
+from batchinfer.worker.attention import make_backend
+from batchinfer.worker.forward import forward
 from batchinfer.worker.product_kernels import product_kernels
 from tests.kernels import test_cpu_gemm, test_cpu_native, test_cpu_row_ops
 from tests.kernels.cpu_attention import ODD_CASES, TOLERANCE, check_attention
@@ -96,6 +98,21 @@ def test_later_tokens_cannot_spoil_earlier_ones(dtype: torch.dtype) -> None:
 
 def test_attention_is_computed_by_any_of_the_instructions_there_are() -> None:
     test_cpu_native.test_attention_by_each_of_the_instructions_there_are()
+
+
+def test_each_engine_of_a_process_attends_by_its_own_instructions() -> None:
+    """Also where another one takes over the pool: layers keep what the C code is called with."""
+    wide = {"head_dim": 128, "num_hidden_layers": 6}  # for sums that differ once they are rounded
+    model, layout = fused("qwen3", joined=True, dtype=torch.bfloat16, **wide)
+    run = Run("qwen3", layout, torch.bfloat16, **wide)
+    step = run.maker.step([(run.first, 40), (run.second, 25)], every_logit=True)
+    own = [kernel for kernel in product_kernels(torch.bfloat16) if kernel.kind == "own"]
+    backends = [make_backend(run.cache, kernel) for kernel in own]
+    first = [forward(model, run.cache, backend, step) for backend in backends]
+    again = [forward(model, run.cache, backend, step) for backend in backends]
+    assert all(map(torch.equal, first, again))
+    different = {logits.view(torch.uint8).numpy().tobytes() for logits in first}
+    assert len(different) == len(native.available(torch.bfloat16))
 
 
 @dtypes

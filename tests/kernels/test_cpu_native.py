@@ -184,11 +184,7 @@ def test_later_tokens_cannot_spoil_earlier_ones(dtype: torch.dtype) -> None:
 
 @compiled
 def test_attention_by_each_of_the_instructions_there_are() -> None:
-    try:
-        for name in native.available(torch.bfloat16):
-            native.use(name)
-            check_attention(CASES[0], torch.bfloat16)
-    finally:
-        native.use(None)
+    for name in native.available(torch.bfloat16):
+        check_attention(CASES[0], torch.bfloat16, native.kernel_of(torch.bfloat16, name))
     with pytest.raises(ValueError, match="does not compute by slide rule here, but by "):
-        native.use("slide rule")
+        native.kernel_of(torch.bfloat16, "slide rule")
