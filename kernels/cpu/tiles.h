@@ -2,7 +2,8 @@
 
    Compiled with -DEMULATE_TILES the second is used everywhere, so that what is built on tiles can
    be tested on any processor; else tiles are there where the compiler knows AMX with bfloat16 and
-   int8, and may be used where tiles_work() says so. A tile's number is a constant. */
+   int8, and may be used where tiles_work() says so. Where it says no,
+   vectors of pairs attend over the same pool, so that the processor must have these, too. A tile's number is a constant. */
 
 #ifndef BATCHINFER_TILES_H
 #define BATCHINFER_TILES_H
@@ -12,8 +13,8 @@
 #define TILE_ROW_BYTES 64
 #define MAX_TILE_ROWS 16
 
-#if defined(EMULATE_TILES) || \
-    (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
+#if defined(EMULATE_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) \
+                               && defined(__AMX_INT8__) && defined(__AVX512BF16__))
 #define HAS_TILES 1
 #else
 #define HAS_TILES 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,19 @@ def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch
     assert library.load.__wrapped__() is None
     monkeypatch.setattr(native, "load", lambda: None)
     assert not native.supports(torch.float32)
+
+
+@compiled
+@pytest.mark.parametrize(("flag", "tiles"), [("-mavx512bf16", "1"), ("-mno-avx512bf16", "0")])
+def test_there_are_no_tiles_without_vectors_for_the_same_pool(flag: str, tiles: str) -> None:
+    """Linux may refuse a process leave to use them."""
+    header = Path(library.__file__).with_name("tiles.h")
+    compiler = os.environ.get("CC", "cc")
+    command = [compiler, "-march=sapphirerapids", flag, "-include", str(header), "-E", "-P", "-"]
+    ran = subprocess.run(command, input="HAS_TILES", capture_output=True, text=True)
+    if ran.returncode:
+        pytest.skip("the compiler makes nothing for such processors")
+    assert ran.stdout.split()[-1] == tiles
 
 
 @compiled
