@@ -274,7 +274,6 @@ int int8_gemm(const gemm_args *a, int is_bf16, int kernel, const void *packed) {
 #if HAS_TILES
         if (kernel == TILES) tile_release();
 #endif
-        (void)share;
     }
     free(x);
     return 0;

@@ -1,5 +1,5 @@
-/* Sums in the file that includes this first stay in the order in which they are written, and zeros
-   keep their signs, though the library is compiled with both free. */
+/* Sums in the file that includes this first stay in the order in which they are written, though the
+   library is compiled with that free. With GCC zeros keep their signs there, too. */
 
 #ifndef BATCHINFER_IN_ORDER_H
 #define BATCHINFER_IN_ORDER_H
