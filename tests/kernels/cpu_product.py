@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from batchinfer.kernels.cpu import gemm
@@ -43,6 +44,23 @@ def check_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
         for count in (1, 2, 5, 14, 20, 33):
             some = slice(first, first + count)
             assert torch.equal(product(x[some], weight, None), whole[some])
+
+
+def check_many_rows(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all instructions there are, on one thread and more: the bits of each row alone."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 66).to(dtype), torch.randn(100, 66).to(dtype)
+    packed = [gemm.pack(weight, name) for name in gemm.available(dtype)]
+    packed += [gemm.pack_int8(weight, name) for name in gemm.available(torch.int8)]
+    for one in packed:
+        outs = [torch.empty(rows, 100, dtype=dtype) for _ in range(3)]
+        for threads, out in zip((1, 3), outs, strict=False):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+            gemm.gemm(x, one, None, out=out)
+        for row in range(rows):
+            gemm.gemm(x[row : row + 1], one, None, out=outs[2][row : row + 1])
+        assert torch.equal(outs[0], outs[2])
+        assert torch.equal(outs[1], outs[2])
 
 
 def check_int8(dtype: torch.dtype, rows: int) -> None:

@@ -20,6 +20,7 @@ from tests.kernels import test_cpu_gemm, test_cpu_native, test_cpu_row_ops
 from tests.kernels.cpu_attention import ODD_CASES, TOLERANCE, check_attention
 from tests.kernels.cpu_product import (
     check_int8,
+    check_many_rows,
     check_product,
     check_rows_do_not_depend_on_each_other,
 )
@@ -127,6 +128,14 @@ def test_products_equal_those_in_float64(
 @dtypes
 def test_a_row_of_a_product_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
     check_rows_do_not_depend_on_each_other(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [257, 289])
+def test_rows_beyond_those_taken_at_once_have_the_same_bits(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_many_rows(dtype, rows, monkeypatch)
 
 
 @dtypes

@@ -9,6 +9,7 @@ from batchinfer.kernels.cpu import gemm, library
 from tests.kernels.cpu_product import (
     TOLERANCE,
     check_int8,
+    check_many_rows,
     check_product,
     check_rows_do_not_depend_on_each_other,
     product,
@@ -30,6 +31,14 @@ def test_equals_a_product_in_float64(
 @dtypes
 def test_a_row_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
     check_rows_do_not_depend_on_each_other(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [257, 289])
+def test_rows_beyond_those_taken_at_once_have_the_same_bits(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_many_rows(dtype, rows, monkeypatch)
 
 
 @dtypes
