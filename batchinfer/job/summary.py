@@ -97,7 +97,7 @@ def write_summary(
         "out_of_memory": _out_of_memory(runs),
         "model": latest.model,
         "device": latest.device,
-        "kernels": latest.kernels,
+        "kernels": {dtype: " and ".join(names) for dtype, names in _kernels(runs).items()},
         "versions": package_versions(),
         "fingerprint": manifest.fingerprint,
     }
@@ -113,18 +113,26 @@ def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> 
         try:
             runs.append(read_run(out.files, path))
         except (OSError, ValueError):
-            warn(f"{path} is damaged or missing: summary.json leaves out that run's time and pool")
+            warn(
+                f"{path} is damaged or missing: summary.json leaves out that run's time, pool and "
+                "kernels"
+            )
     return runs
+
+
+def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
+    """What multiplied in the runs that finished rows, by the dtype of the weights, each once."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        for dtype, name in run.kernels.items() if run.rows else ():
+            if name not in names.setdefault(dtype, []):
+                names[dtype].append(name)
+    return names
 
 
 def _changed_kernels(runs: Iterable[Run]) -> Iterator[str]:
     """A line for each dtype whose products were computed by one kernel and then by another."""
-    names: dict[str, list[str]] = {}
-    for run in runs:
-        for dtype, name in run.kernels.items() if run.rows else ():
-            names.setdefault(dtype, []).append(name)
-    for dtype, of_runs in names.items():
-        found = list(dict.fromkeys(of_runs))
+    for dtype, found in _kernels(runs).items():
         if len(found) > 1:
             yield (
                 f"{' and '.join(found)} multiplied {dtype} in different runs of this job: the last "

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from batchinfer.errors import ModelError
+from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.linear import pack_linears
 from batchinfer.worker.product_kernels import ProductKernel, int8_kernel
 
@@ -29,13 +29,15 @@ def quantize_packed(model: Any, dtype: torch.dtype) -> ProductKernel:
         What multiplies by them.
 
     Raises:
-        ModelError: there is no kernel for ``dtype`` here, or the model has no such layers.
+        DeviceError: there is no kernel for ``dtype`` here.
+        ModelError: the model has no such layers.
     """
     kernel = int8_kernel(dtype)
     if kernel is None:
-        raise ModelError(
+        raise DeviceError(
             "model.quantization: int8 needs a C compiler (cc, or $CC), and model.dtype: float32 or "
-            "bfloat16"
+            "bfloat16",
+            hint="install one, choose another model.dtype, or take int8_weight_only",
         )
     if not pack_linears(model, kernel, dtype, but=model.get_output_embeddings()):
         raise ModelError(

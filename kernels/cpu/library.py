@@ -47,7 +47,11 @@ def load() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError) as error:
+        printed = getattr(error, "stderr", None) or b""
+        lines = printed.decode(errors="replace").split("\n") if printed else [str(error)]
+        reason = next((line for line in lines if "error" in line), lines[0])
+        _log.warning("the C kernels cannot be compiled by %s: %s", compiler, reason[:200])
         return None
 
 

@@ -394,3 +394,5 @@ def test_two_kernels_in_one_job_are_told(
     assert run_job(spec, build=Multiplying("own AVX2")) is ExitCode.OK
     told = " ".join(capsys.readouterr().err.split())
     assert "own AMX and own AVX2 multiplied float32 in different runs of this job" in told
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["kernels"] == {"float32": "own AMX and own AVX2"}

@@ -77,3 +77,20 @@ def test_a_compiler_of_another_path_builds_a_library_of_its_own(
         compiler.chmod(0o755)
         built.add(library._built(str(compiler)))
     assert len(built) == 2
+
+
+def test_a_compiler_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] || { echo "x.c: error: no" >&2; exit 1; }\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level(logging.WARNING, "batchinfer")
+    assert library.load.__wrapped__() is None
+    assert caplog.messages[-1] == (
+        f"the C kernels cannot be compiled by {compiler}: x.c: error: no"
+    )

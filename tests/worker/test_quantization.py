@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from batchinfer.engine.roofline import ModelCost
-from batchinfer.errors import ModelError
+from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
@@ -172,7 +172,7 @@ def test_int8_of_our_own_is_fused_and_small(
     cost = ModelCost.from_config(config, "float32", quantization="int8")
     assert loaded.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.15)
     assert model_bytes(loaded.model) == loaded.facts["weight_bytes"]
-    with pytest.raises(ModelError, match=r"needs a C compiler \(cc, or \$CC\), and model.dtype"):
+    with pytest.raises(DeviceError, match=r"needs a C compiler \(cc, or \$CC\), and model.dtype"):
         load_model(str(checkpoint("llama")), dtype="float16", device=CPU, quantization="int8")
     with pytest.raises(ModelError, match=r"not yet: model\.quantization: int8 is for CPUs"):
         check_quantization({}, "int8", "cuda")
