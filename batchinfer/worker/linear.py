@@ -35,7 +35,7 @@ class PackedLinear(nn.Module):
         self.weight = torch.empty_like(weight, device="meta")
         self.kernel = kernel
         self._packed = kernel.pack(weight)
-        self.nbytes = weight.nbytes if self.own is None else self.own.weight.nbytes
+        self.nbytes = weight.numel() * (kernel.element_bytes or weight.element_size())
 
     @property
     def own(self) -> OwnPacked | None:

@@ -46,6 +46,8 @@ class ProductKernel:
     pack: Callable[[torch.Tensor], Packed]
     takes: Callable[[torch.Tensor], bool] = lambda weight: True
     """Whether it multiplies by a weight [out, in] of this dtype."""
+    element_bytes: int | None = None
+    """Of a packed weight, without what pads it; None: as many as its dtype has."""
 
     @property
     def name(self) -> str:
@@ -124,7 +126,9 @@ def int8_kernel(dtype: torch.dtype) -> ProductKernel | None:
     """
     if not gemm.supports(torch.empty(0, 2, dtype=dtype)):
         return None
-    return ProductKernel("own", "int8", True, partial(OwnPacked, pack=gemm.pack_int8))
+    return ProductKernel(
+        "own", "int8", True, partial(OwnPacked, pack=gemm.pack_int8), element_bytes=1
+    )
 
 
 def _works(kernel: ProductKernel, dtype: torch.dtype) -> bool:
