@@ -25,10 +25,10 @@ from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.kernel_choice import KernelChoice, KernelWish
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
-from batchinfer.worker.memory import plan_memory
+from batchinfer.worker.memory import model_bytes, plan_memory
 from batchinfer.worker.model_config import check_config
 from batchinfer.worker.row_bits import check_row_bits
-from batchinfer.worker.runner import ModelRunner, model_bytes
+from batchinfer.worker.runner import ModelRunner
 from batchinfer.worker.sampler import Sampler
 from batchinfer.worker.thread_governor import ThreadGovernor
 from batchinfer.worker.threads import TORCH_THREADS, ThreadCount, choose_threads

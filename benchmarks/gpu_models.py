@@ -19,8 +19,8 @@ from batchinfer.worker.attention import ATTENTION_NAME, register
 from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.fusion import fuse
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.memory import plan_memory
-from batchinfer.worker.runner import ModelRunner, model_bytes
+from batchinfer.worker.memory import model_bytes, plan_memory
+from batchinfer.worker.runner import ModelRunner
 from batchinfer.worker.sampler import Sampler
 
 MAX_MODEL_LEN = 4096

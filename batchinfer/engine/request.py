@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -145,6 +145,28 @@ class RequestStats:
     """Preemptions after which what was computed was kept, on the host if need be."""
     deduplicated: int = 0
     """1 for a row that took what an equal one came to, and nothing else."""
+
+
+def together(parts: Sequence[RequestStats]) -> RequestStats | None:
+    """What a row's requests took, as one. Blocks that they share count once, so the most that one
+    of them held is the least that the row did."""
+    if not parts:
+        return None
+    return RequestStats(
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        output_tokens=sum(part.output_tokens for part in parts),
+        cached_tokens=sum(part.cached_tokens for part in parts),
+        recomputed_tokens=sum(part.recomputed_tokens for part in parts),
+        preemptions=sum(part.preemptions for part in parts),
+        swapped_blocks=sum(part.swapped_blocks for part in parts),
+        peak_blocks=max(part.peak_blocks for part in parts),
+        queue_ms=min(part.queue_ms for part in parts),
+        prefill_ms=max(part.prefill_ms for part in parts),
+        decode_ms=max(part.decode_ms for part in parts),
+        latency_ms=max(part.latency_ms for part in parts),
+        swap_preemptions=sum(part.swap_preemptions for part in parts),
+        deduplicated=max(part.deduplicated for part in parts),
+    )
 
 
 @dataclass(slots=True)

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from batchinfer.config import AcceptConfig
-from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.request import Completion, Request, together
 from batchinfer.job.order import PromptRow
 from batchinfer.job.rows import FinishedRow, RequestMaker, RowFinisher, sample_text
-from batchinfer.job.stats import Tally, together
-from batchinfer.text.acceptance import Judge, RowVerdicts, Verdict
+from batchinfer.text.acceptance import Judge, RowVerdicts, Tally, Verdict
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import Tokenizer
 

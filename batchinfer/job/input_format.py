@@ -16,6 +16,8 @@ from batchinfer.job.store import store_of
 BATCH_ROWS = 1024
 """Most rows read at a time."""
 MEND = "write it again, or leave it out of input.path"
+SAMPLING_COLUMN = "sampling_params"
+"""The column that holds a row's own sampling parameters."""
 READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What reading a file may raise; the last: names of columns."""
 

@@ -21,6 +21,7 @@ from batchinfer.job.input_format import (
     BATCH_ROWS,
     MEND,
     READ_ERRORS,
+    SAMPLING_COLUMN,
     InputFile,
     Row,
     Rows,
@@ -30,7 +31,6 @@ from batchinfer.job.input_format import (
 )
 from batchinfer.job.json_columns import ColumnTypes, column, json_text
 from batchinfer.job.json_lines import Line, opened, parse_object, split_lines
-from batchinfer.job.row_params import COLUMN
 from batchinfer.job.store import store_of
 
 _MOST_BYTES = 64 << 20
@@ -83,7 +83,9 @@ class JsonlFormat:
         for schema in schemas:
             types.add_schema(schema)
         # Rows choose different parameters: one type for all would be null for most.
-        return pa.schema([json_text(f.name) if f.name == COLUMN else f for f in types.schema()])
+        return pa.schema(
+            [json_text(f.name) if f.name == SAMPLING_COLUMN else f for f in types.schema()]
+        )
 
     def scan(
         self,
@@ -133,8 +135,9 @@ def _only(columns: Sequence[str], row: Row) -> Row:
     if isinstance(row, RowError):
         return row
     chosen = {name: row.get(name) for name in columns}
-    if isinstance(chosen.get(COLUMN), dict):  # as text: what is null in it may be part of a schema
-        chosen[COLUMN] = to_json(chosen[COLUMN])
+    if isinstance(chosen.get(SAMPLING_COLUMN), dict):
+        # As text: what is null in it may be part of a schema.
+        chosen[SAMPLING_COLUMN] = to_json(chosen[SAMPLING_COLUMN])
     return chosen
 
 

@@ -14,28 +14,8 @@ from batchinfer.job.files import Files, LocalFiles, read_file
 from batchinfer.job.fingerprint import differences
 from batchinfer.job.input_format import InputFile
 from batchinfer.job.messages import listed, printable, shown
+from batchinfer.job.row_ids import Part
 from batchinfer.job.stored_json import parse
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A file of the output, and the rows of the input it answers."""
-
-    index: int
-    rows: range
-    """Its row ids, and where a filter is, those between them."""
-    selected: int | None = None
-    """How many of them a filter selects; None: there is none."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows it has when it is finished."""
-        return len(self.rows) if self.selected is None else self.selected
-
-    @property
-    def name(self) -> str:
-        """Name of the part's file, without its suffix."""
-        return f"part-{self.index:05d}"
 
 
 @dataclass(frozen=True)

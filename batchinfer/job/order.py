@@ -11,8 +11,8 @@ from itertools import groupby
 from batchinfer.errors import RowError
 from batchinfer.job.failpoints import failpoint
 from batchinfer.job.input_format import BATCH_ROWS, Row, Rows
-from batchinfer.job.manifest import Part
 from batchinfer.job.row_adapters import BASE
+from batchinfer.job.row_ids import Part
 from batchinfer.job.row_params import RowSampling
 from batchinfer.job.row_reader import Read, RowReader
 from batchinfer.job.source import Source

@@ -30,8 +30,8 @@ from batchinfer.job.files import (
     write_file,
 )
 from batchinfer.job.lock import LocalLock, Lock
-from batchinfer.job.manifest import Part
 from batchinfer.job.part_record import PartRecord, parse_record
+from batchinfer.job.row_ids import Part
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.job.explode import first_of_rows
-from batchinfer.job.manifest import Part
 from batchinfer.job.messages import printable
+from batchinfer.job.row_ids import Part
 
 
 def read_part(data: bytes, part: Part) -> pa.Table:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from batchinfer.job.manifest import Part
+from batchinfer.job.row_ids import Part
 from batchinfer.job.stored_json import parse
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from batchinfer.errors import RowError
-from batchinfer.job.manifest import Part
 from batchinfer.job.order import PromptRow
 from batchinfer.job.plan_steps import Lengths
+from batchinfer.job.row_ids import Part
 from batchinfer.text.prompts import PromptTooLongError
 
 MAX_ROWS = 2**17

@@ -16,8 +16,8 @@ from batchinfer.config import (
 )
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.columns import is_conversation, is_text
+from batchinfer.job.input_format import SAMPLING_COLUMN
 from batchinfer.job.messages import did_you_mean, printable
-from batchinfer.job.row_params import COLUMN
 from batchinfer.job.source import Source
 from batchinfer.text.sources import ColumnSource, checked_template, make_source, require_column
 
@@ -52,7 +52,7 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
         kind = _type_of(source, config.adapter_column)
         if not (is_text(kind) or pa.types.is_null(kind)):
             raise _wrong_type(source, config.adapter_column, "prompt.adapter_column", "string")
-    if COLUMN in names:
+    if SAMPLING_COLUMN in names:
         _check_sampling_params(source)
 
 
@@ -117,18 +117,18 @@ def _refuse_views(source: Source, name: str, key: str, kind: pa.DataType) -> Non
 
 
 def _check_sampling_params(source: Source) -> None:
-    kind = _type_of(source, COLUMN)
+    kind = _type_of(source, SAMPLING_COLUMN)
     if pa.types.is_struct(kind):
         _check_field_names(source, kind)
     elif not (is_text(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
         remedy = "; rename the column if it holds something else"
-        raise _wrong_type(source, COLUMN, "sampling", f"struct, or string (JSON){remedy}")
+        raise _wrong_type(source, SAMPLING_COLUMN, "sampling", f"struct, or string (JSON){remedy}")
 
 
 def _check_field_names(source: Source, kind: pa.StructType) -> None:
     known = (*field_names(SamplingParams), *SAMPLING_ALIASES)
     names = [field.name for field in kind]
-    where = f"{source.files[0].path}: column {COLUMN}"
+    where = f"{source.files[0].path}: column {SAMPLING_COLUMN}"
     for name in names:
         if name not in known:
             what = f"{printable(name, 60)}{did_you_mean(name, known)}"

@@ -10,9 +10,8 @@ import pyarrow as pa
 
 from batchinfer.job.existing import Work
 from batchinfer.job.flight import assess
-from batchinfer.job.manifest import Part
 from batchinfer.job.output import OutputDir
-from batchinfer.job.row_ids import NO_ROWS, RowIds, missing_ranges, ranges_in, sorted_row_ids
+from batchinfer.job.row_ids import NO_ROWS, Part, RowIds, missing_ranges, ranges_in, sorted_row_ids
 from batchinfer.job.segments import Segments
 from batchinfer.job.suspects import Suspicion
 

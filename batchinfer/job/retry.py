@@ -16,10 +16,11 @@ from batchinfer.errors import DataError
 from batchinfer.job.explode import whole_rows
 from batchinfer.job.files import storage_errors
 from batchinfer.job.flight import forgive
-from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.parquet_check import first_line
 from batchinfer.job.part_record import PartRecord
+from batchinfer.job.row_ids import Part
 from batchinfer.job.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, Segments
 from batchinfer.job.stats import REQUEST
 

@@ -1,19 +1,39 @@
-"""Sets of rows: sorted row ids, and the ranges they make up."""
+"""Sets of rows: sorted row ids, the ranges they make up, and the parts they fall into."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.job.manifest import Part
-
 RowIds = npt.NDArray[np.int64]
 """Row ids, sorted, each once."""
 
 NO_ROWS: RowIds = np.array([], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file of the output, and the rows of the input it answers."""
+
+    index: int
+    rows: range
+    """Its row ids, and where a filter is, those between them."""
+    selected: int | None = None
+    """How many of them a filter selects; None: there is none."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows it has when it is finished."""
+        return len(self.rows) if self.selected is None else self.selected
+
+    @property
+    def name(self) -> str:
+        """Name of the part's file, without its suffix."""
+        return f"part-{self.index:05d}"
 
 
 def sorted_row_ids(row_ids: Iterable[int]) -> RowIds:

@@ -15,12 +15,12 @@ from pydantic_core import ErrorDetails
 from batchinfer.config import SAMPLING_ALIASES, SamplingParams, field_names
 from batchinfer.errors import RowError, UsageError
 from batchinfer.job.document import dotted
+from batchinfer.job.input_format import SAMPLING_COLUMN
 from batchinfer.job.messages import did_you_mean, printable, shown
 from batchinfer.job.problems import expectation, is_unknown_key
 from batchinfer.job.token_keys import check_token_keys
 from batchinfer.text.grammar import GrammarCompiler, GrammarError
 
-COLUMN = "sampling_params"
 _PARAMS = TypeAdapter(SamplingParams)
 _KNOWN = (*field_names(SamplingParams), *SAMPLING_ALIASES)
 _CODE = "bad_sampling_params"
@@ -63,7 +63,7 @@ class RowParams:
         job: SamplingParams,
         vocab_size: int,
         grammars: GrammarCompiler,
-        where: str = COLUMN,
+        where: str = SAMPLING_COLUMN,
         *,
         keeps_logprobs: bool = False,
         check: Callable[[SamplingParams], None] | None = None,

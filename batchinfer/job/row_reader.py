@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from batchinfer.errors import RowError
-from batchinfer.job.input_format import Row
+from batchinfer.job.input_format import SAMPLING_COLUMN, Row
 from batchinfer.job.row_adapters import RowAdapters
-from batchinfer.job.row_params import COLUMN, RowParams, RowSampling
+from batchinfer.job.row_params import RowParams, RowSampling
 from batchinfer.text.prompts import Prompt
 
 Read = tuple[Prompt, RowSampling | None, int] | RowError
@@ -56,7 +56,7 @@ class ColumnReader:
         adapters: RowAdapters,
         available: Sequence[str],
     ) -> None:
-        own = [COLUMN] if params is not None and COLUMN in available else []
+        own = [SAMPLING_COLUMN] if params is not None and SAMPLING_COLUMN in available else []
         if adapters.column is not None:
             own.append(adapters.column)
         self.columns = tuple(dict.fromkeys((*builder.columns, *own)))
@@ -74,7 +74,7 @@ class ColumnReader:
         return [row if isinstance(row, RowError) else next(made) for row in rows]
 
     def _sampling(self, row: Mapping[str, object]) -> RowSampling | RowError | None:
-        return None if self._params is None else self._params.of(row.get(COLUMN))
+        return None if self._params is None else self._params.of(row.get(SAMPLING_COLUMN))
 
 
 def ready(

@@ -19,7 +19,7 @@ from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
 from batchinfer.job.row_adapters import BASE
 from batchinfer.job.row_params import RowSampling
-from batchinfer.job.stats import Tally
+from batchinfer.text.acceptance import Tally
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import Prompt, PromptTooLongError
 from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text

@@ -15,7 +15,7 @@ from batchinfer.job.existing import Work, look, prepare, refuse_strays, start_ov
 from batchinfer.job.fingerprint import fingerprint, fingerprint_facts
 from batchinfer.job.ids import check_unique_ids
 from batchinfer.job.making import make_parts
-from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.manifest import Manifest
 from batchinfer.job.messages import printable
 from batchinfer.job.model_facts import model_facts
 from batchinfer.job.openai.export import export
@@ -29,6 +29,7 @@ from batchinfer.job.prompt_columns import check_completions_column, check_prompt
 from batchinfer.job.recorder import kernels_of, runs_of
 from batchinfer.job.recovery import from_scratch, recover
 from batchinfer.job.retry import has_errors, reopen
+from batchinfer.job.row_ids import Part
 from batchinfer.job.signals import stop_signals
 from batchinfer.job.source import Source, open_source
 from batchinfer.job.spec import JobSpec
@@ -189,7 +190,7 @@ def _finish(job: Job, telling: Telling) -> ExitCode:
     refuse_strays(job.out, job.manifest)
     records = job.out.of_each(partial(_record, job), job.manifest.parts())
     if _exports(job):
-        export(job)
+        export(job.out, job.manifest, job.table.kept, job.spec.model, job.together)
     warnings = _nothing_selected(job)
     summary = write_summary(job.out, job.manifest, records, warnings.append)
     telling.end(job.out, summary, warnings)

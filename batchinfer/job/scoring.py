@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from batchinfer.config import SCORING
-from batchinfer.engine.request import Completion, Request, TokenIds
+from batchinfer.engine.request import Completion, Request, TokenIds, together
 from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow
 from batchinfer.job.rows import FinishedRow, failed_row, seen_text
-from batchinfer.job.stats import together
 from batchinfer.text.completions import ScoredPrompt
 from batchinfer.text.tokenizer import Tokenizer
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import pyarrow as pa
 
 from batchinfer.job.commit import commit
-from batchinfer.job.manifest import Part
 from batchinfer.job.output import OutputDir
-from batchinfer.job.row_ids import RowIds, of_part
+from batchinfer.job.row_ids import Part, RowIds, of_part
 from batchinfer.job.rows import FinishedRow
 from batchinfer.job.segments import (
     CONTROL_TEXT_COLUMN,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import psutil
@@ -11,6 +10,7 @@ import pyarrow as pa
 
 from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
+from batchinfer.text.acceptance import Tally
 
 _FLOWS = (
     "step_ms",
@@ -37,20 +37,6 @@ STEPS_SCHEMA = pa.schema(
 )
 DISTINCT_TOKENS = "distinct_tokens"
 """Of a row's prompt: those that no row before it, as they were planned to run, begins with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """What became of a row's samples that ``accept`` judged; without it, nothing is counted."""
-
-    samples_tried: int = 0
-    """The sum of the others."""
-    samples_accepted: int = 0
-    samples_rejected: int = 0
-    samples_duplicate: int = 0
-    """Passed, with the text of one that was kept."""
-    samples_surplus: int = 0
-    """Drawn beside the last that was kept, after it."""
 
 
 REQUESTS_SCHEMA = pa.schema(
@@ -131,25 +117,3 @@ def requests_table(row_ids: pa.ChunkedArray, requests: pa.ChunkedArray) -> pa.Ta
     ran = requests.is_valid()
     columns = requests.filter(ran).combine_chunks().flatten()
     return pa.table([row_ids.filter(ran), *columns], schema=REQUESTS_SCHEMA)
-
-
-def together(parts: Sequence[RequestStats]) -> RequestStats | None:
-    """What a row's requests took, as one. Blocks that they share count once, so the most that one
-    of them held is the least that the row did."""
-    if not parts:
-        return None
-    return RequestStats(
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        output_tokens=sum(part.output_tokens for part in parts),
-        cached_tokens=sum(part.cached_tokens for part in parts),
-        recomputed_tokens=sum(part.recomputed_tokens for part in parts),
-        preemptions=sum(part.preemptions for part in parts),
-        swapped_blocks=sum(part.swapped_blocks for part in parts),
-        peak_blocks=max(part.peak_blocks for part in parts),
-        queue_ms=min(part.queue_ms for part in parts),
-        prefill_ms=max(part.prefill_ms for part in parts),
-        decode_ms=max(part.decode_ms for part in parts),
-        latency_ms=max(part.latency_ms for part in parts),
-        swap_preemptions=sum(part.swap_preemptions for part in parts),
-        deduplicated=max(part.deduplicated for part in parts),
-    )

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
 from batchinfer.job.existing import plan_of
-from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.manifest import Manifest
 from batchinfer.job.messages import duration
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.recorder import Run, runs_of
-from batchinfer.job.row_ids import NO_ROWS, of_part
+from batchinfer.job.row_ids import NO_ROWS, Part, of_part
 from batchinfer.job.screen import Fact, plain
 
 SILENT_S = 60.0

@@ -26,7 +26,8 @@ from batchinfer.job.measures import STEP_COLUMNS, Float, measures, sharing
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.recorder import Run, package_versions, read_run
-from batchinfer.job.stats import DISTINCT_TOKENS, REQUESTS_SCHEMA, STEPS_SCHEMA, Tally
+from batchinfer.job.stats import DISTINCT_TOKENS, REQUESTS_SCHEMA, STEPS_SCHEMA
+from batchinfer.text.acceptance import Tally
 
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
 """Where no run has loaded the model, because there are no rows."""

@@ -15,12 +15,13 @@ from batchinfer.job.existing import plan_of, strays
 from batchinfer.job.explode import first_of_rows
 from batchinfer.job.files import read_file
 from batchinfer.job.fingerprint import digest
-from batchinfer.job.manifest import Manifest, Part, read_manifest
+from batchinfer.job.manifest import Manifest, read_manifest
 from batchinfer.job.messages import printable
 from batchinfer.job.openai.record import problems as openai_problems
 from batchinfer.job.output import OutputDir
 from batchinfer.job.parquet_check import first_line, read_part
 from batchinfer.job.part_record import PartRecord
+from batchinfer.job.row_ids import Part
 from batchinfer.job.screen import Fact
 from batchinfer.job.segments import read_segment
 from batchinfer.job.stored_json import parse

@@ -22,9 +22,9 @@ import numpy as np
 
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input_format import BATCH_ROWS
-from batchinfer.job.manifest import Part
 from batchinfer.job.order import PromptRow
 from batchinfer.job.prefixes import common_with_next, most_in_common, prefix_order
+from batchinfer.job.row_ids import Part
 from batchinfer.job.token_store import Key, TokenStore, token_ids
 
 _HEAD_START = 1 / 16

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.job.manifest import Part
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
+from batchinfer.job.row_ids import Part
 from batchinfer.job.spec import output_columns
 from batchinfer.report.findings import Example, Failure
 from batchinfer.report.stored import UNREADABLE, FinishedRows, batches

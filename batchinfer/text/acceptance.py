@@ -49,6 +49,20 @@ class RowVerdicts:
         return self.count(Verdict.ACCEPTED) >= self.wanted
 
 
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What became of a row's samples that ``accept`` judged; without it, nothing is counted."""
+
+    samples_tried: int = 0
+    """The sum of the others."""
+    samples_accepted: int = 0
+    samples_rejected: int = 0
+    samples_duplicate: int = 0
+    """Passed, with the text of one that was kept."""
+    samples_surplus: int = 0
+    """Drawn beside the last that was kept, after it."""
+
+
 class Judge:
     """Judges samples as ``accept`` says.
 

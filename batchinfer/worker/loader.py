@@ -24,6 +24,7 @@ from batchinfer.worker.kernel_choice import (
     choose_kernel,
 )
 from batchinfer.worker.linear import pack_linears
+from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model_config import load_config
 from batchinfer.worker.model_files import check_weights, resolve_folder
 from batchinfer.worker.native_join import join_native_layers
@@ -31,7 +32,6 @@ from batchinfer.worker.native_layer import fuse_native_layers
 from batchinfer.worker.packed_int8 import quantize_packed
 from batchinfer.worker.quantization import check_quantization, saved_quantization
 from batchinfer.worker.rope import fix_longrope
-from batchinfer.worker.runner import model_bytes
 from batchinfer.worker.self_check import check_model
 from batchinfer.worker.tokenizer_files import eos_token_ids, num_tokenizer_ids
 from batchinfer.worker.weights import choose_dtype, load_weights

@@ -15,7 +15,9 @@ from batchinfer.engine.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
 from batchinfer.worker.activations import LOGITS_COPIES, activation_elements
 from batchinfer.worker.graph_memory import graph_bytes
+from batchinfer.worker.linear import PackedLinear
 from batchinfer.worker.prompt_scorer import SCORED_ROWS
+from batchinfer.worker.quantization import plain_tensors
 from batchinfer.worker.sampler import workspace_bytes
 
 _CPU_SHARE_OF_FREE = 0.25
@@ -254,3 +256,11 @@ def _hint(engine: EngineConfig, default_key: str) -> str:
         f"raise {default_key}, lower engine.max_num_batched_tokens or engine.max_num_seqs, "
         "or take a smaller model"
     )
+
+
+def model_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's parameters, buffers and packed weights; tied ones count once."""
+    held = (*model.parameters(), *model.buffers())
+    tensors = {t.data_ptr(): t.nbytes for one in held for t in plain_tensors(one)}
+    packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+    return sum(tensors.values()) + sum(packed)

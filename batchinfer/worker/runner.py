@@ -12,11 +12,10 @@ from batchinfer.worker.attention import make_backend
 from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.linear import PackedLinear
+from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.out_of_memory import telling
 from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.prompt_scorer import PromptScorer, WithScores
-from batchinfer.worker.quantization import plain_tensors
 from batchinfer.worker.sampled import Sampled
 
 Sample = Callable[[torch.Tensor, SamplingBatch], Sampled]
@@ -83,11 +82,3 @@ class ModelRunner:
         if self._cache.pool.is_cuda:
             return int(torch.cuda.memory_allocated(self._cache.pool.device))
         return model_bytes(self._model) + self._cache.nbytes
-
-
-def model_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's parameters, buffers and packed weights; tied ones count once."""
-    held = (*model.parameters(), *model.buffers())
-    tensors = {t.data_ptr(): t.nbytes for one in held for t in plain_tensors(one)}
-    packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
-    return sum(tensors.values()) + sum(packed)

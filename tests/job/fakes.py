@@ -14,8 +14,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from batchinfer.engine.engine import Engine
 from batchinfer.job.existing import look, prepare, start_over
-from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
+from batchinfer.job.row_ids import Part
 from batchinfer.job.spec import JobSpec
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.tokenizer import Tokenizer

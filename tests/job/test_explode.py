@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from batchinfer.errors import ExitCode
 from batchinfer.job import explode
 from batchinfer.job.explode import METADATA, exploded, first_of_rows, is_exploded, whole_rows
-from batchinfer.job.manifest import Part
 from batchinfer.job.output import OutputDir
+from batchinfer.job.row_ids import Part
 from batchinfer.job.run import run_job
 from batchinfer.job.verify import verify
 from tests.job.datasets import write_parquet

@@ -15,9 +15,10 @@ import pytest
 from batchinfer.errors import DataError, LockedError, StorageError
 from batchinfer.job.commit import commit as write_part
 from batchinfer.job.input_format import InputFile
-from batchinfer.job.manifest import Manifest, Part, read_manifest
+from batchinfer.job.manifest import Manifest, read_manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.output_place import output_at
+from batchinfer.job.row_ids import Part
 from batchinfer.job.stats import REQUESTS_SCHEMA
 from tests.job import fakes
 from tests.job.datasets import flip_bit, rot

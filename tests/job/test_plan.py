@@ -15,10 +15,10 @@ import pytest
 
 from batchinfer.cli import main
 from batchinfer.errors import DeviceError, ExitCode, UsageError
-from batchinfer.job.manifest import Part
 from batchinfer.job.plan import plan_job
 from batchinfer.job.plan_outcome import plan_facts
 from batchinfer.job.plan_rows import sampled_parts
+from batchinfer.job.row_ids import Part
 from batchinfer.job.run import run_job
 from batchinfer.job.screen import plain
 from batchinfer.job.spec import JobSpec

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.request import RequestStats
 from batchinfer.errors import DataError
-from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
+from batchinfer.job.row_ids import Part
 from batchinfer.job.rows import FinishedRow
 from batchinfer.job.segments import Segments, segment_table
 from batchinfer.job.table import ERROR

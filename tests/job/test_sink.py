@@ -13,9 +13,9 @@ from batchinfer.engine.request import RequestStats
 from batchinfer.errors import StorageError
 from batchinfer.job import sink
 from batchinfer.job.files import LocalFiles
-from batchinfer.job.manifest import Manifest, Part
+from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
-from batchinfer.job.row_ids import NO_ROWS
+from batchinfer.job.row_ids import NO_ROWS, Part
 from batchinfer.job.rows import FinishedRow
 from batchinfer.job.segments import Segments
 from batchinfer.job.sink import Sink

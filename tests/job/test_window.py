@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.manifest import Part
 from batchinfer.job.order import PromptRow
+from batchinfer.job.row_ids import Part
 from batchinfer.job.token_store import TokenStore
 from batchinfer.job.window import planned
 from batchinfer.text.prompts import Prompt

@@ -28,7 +28,8 @@ from batchinfer.worker.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
-from batchinfer.worker.runner import ModelRunner, model_bytes
+from batchinfer.worker.memory import model_bytes
+from batchinfer.worker.runner import ModelRunner
 from batchinfer.worker.sampler import Sampler
 from tests.engine.fake import make_request
 from tests.lora import change_adapter, make_adapter

@@ -21,9 +21,9 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.linear import PackedLinear
 from batchinfer.worker.loader import LoadedModel, load_model
+from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.product_kernels import int8_kernel
 from batchinfer.worker.quantization import check_quantization
-from batchinfer.worker.runner import model_bytes
 from tests.kernels.cpu_product import as_int8
 from tests.lora import make_adapter
 from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model

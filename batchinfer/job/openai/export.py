@@ -6,11 +6,11 @@ They hold nothing that the parts do not: where one is missing or damaged, they a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from datetime import datetime
 from functools import cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import pyarrow as pa
@@ -22,37 +22,48 @@ from batchinfer.job.manifest import Manifest
 from batchinfer.job.openai.responses import Responses
 from batchinfer.job.output import OutputDir
 from batchinfer.job.parquet_check import first_line
-from batchinfer.job.pipeline import Job
 from batchinfer.job.spec import ModelSpec
 from batchinfer.job.table import RESPONSE_COLUMNS
 
 _GENERATED = ("row_id", "outputs", "num_prompt_tokens", "num_output_tokens", "error")
 
 
-def export(job: Job) -> None:
-    """Write the files of a job, and ``job.together``; every part is finished.
+def export(
+    out: OutputDir,
+    manifest: Manifest,
+    kept: Mapping[str, str],
+    model: ModelSpec,
+    together: Path | None,
+) -> None:
+    """Write OpenAI's output and error files of a job whose parts are all finished.
+
+    Args:
+        out: the job's output directory.
+        manifest: the job's plan.
+        kept: the output column of each input column that is kept.
+        model: the job's model.
+        together: a file for the lines of both, beside them; None: there is none.
 
     Raises:
         DataError: a part cannot be read.
         StorageError: the file system refuses.
     """
-    out = job.out
     with storage_errors(out.openai):
         out.files.make_directory(out.openai)
-    responses = _responses(job)
+    responses = _responses(manifest, model)
     with ExitStack() as stack:
-        output, errors, *together = (
+        output, errors, *combined = (
             stack.enter_context(closing(_Writing(out, path, out.staging / f"openai-{at}")))
-            for at, path in enumerate((*out.openai_files, *filter(None, [job.together])))
+            for at, path in enumerate((*out.openai_files, *filter(None, [together])))
         )
-        for part in job.manifest.parts():
-            for row in _rows(job, out.part_file(part)):
+        for part in manifest.parts():
+            for row in _rows(out, kept, out.part_file(part)):
                 line = to_json(responses.line(row), inf_nan_mode="null") + b"\n"
-                for file in (errors if row["error"] else output, *together):
+                for file in (errors if row["error"] else output, *combined):
                     file.add(line)
         record = {file.final.name: file.finish() for file in (output, errors)}
         out.write_json(out.openai_record, record)
-        for file in together:
+        for file in combined:
             file.finish()
 
 
@@ -86,12 +97,12 @@ class _Writing:
             self._file.close()
 
 
-def _rows(job: Job, path: PurePath) -> Iterator[dict[str, Any]]:
+def _rows(out: OutputDir, kept: Mapping[str, str], path: PurePath) -> Iterator[dict[str, Any]]:
     """Rows of a finished part, as ``Responses`` takes them."""
-    wanted = [name for name in (*RESPONSE_COLUMNS, "body") if name in job.table.kept]
-    names = {job.table.kept[name]: name for name in wanted}
+    wanted = [name for name in (*RESPONSE_COLUMNS, "body") if name in kept]
+    names = {kept[name]: name for name in wanted}
     try:
-        table = job.out.read_table(path)
+        table = out.read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from None
     for batch in table.select([*names, *_GENERATED]).to_batches(max_chunksize=1024):
@@ -107,12 +118,12 @@ def _model_of(body: str | None) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def _responses(job: Job) -> Responses:
+def _responses(manifest: Manifest, model: ModelSpec) -> Responses:
     return Responses(
-        job.manifest.fingerprint,
-        _created(job.manifest),
-        job.spec.model.served_names[0],
-        cache(_TokenTexts(job.spec.model)),
+        manifest.fingerprint,
+        _created(manifest),
+        model.served_names[0],
+        cache(_TokenTexts(model)),
     )
 
 
