@@ -11,13 +11,13 @@ import torch
 
 from batchinfer.config import EngineConfig, sized_for
 from batchinfer.cpus import cpu_limits
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
-from batchinfer.engine.layout import text_config
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.layout import text_config
 from batchinfer.engine.runner import Runner
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.table import SequenceTable
-from batchinfer.engine.victims import Victims
+from batchinfer.engine.scheduler.preemption import Victims
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.cpu_runner import GovernedThreads, PinnedThreads

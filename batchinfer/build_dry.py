@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from batchinfer.build import Built, ModelChoice, choose_device, describe, make_tokenizer
 from batchinfer.config import EngineConfig, sized_for
-from batchinfer.engine.dry_run import DryRunner, make_dry_engine
-from batchinfer.engine.layout import KVLayout, text_config
-from batchinfer.engine.roofline import DEVICES, Device, ModelCost
+from batchinfer.engine.kv.layout import KVLayout, text_config
+from batchinfer.engine.simulate.dry_run import DryRunner, make_dry_engine
+from batchinfer.engine.simulate.roofline import DEVICES, Device, ModelCost
 from batchinfer.errors import DeviceError, UsageError
 from batchinfer.worker.adapter_files import read_adapters
 from batchinfer.worker.loader import choose_max_model_len

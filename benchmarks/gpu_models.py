@@ -10,11 +10,11 @@ from roofline import Shape
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from batchinfer.config import EngineConfig
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
-from batchinfer.engine.layout import KVLayout
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.worker.attention import ATTENTION_NAME, register
 from batchinfer.worker.decode_graphs import DecodeGraphs
 from batchinfer.worker.fusion import fuse

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Request
 from batchinfer.engine.runner import Ready
-from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.step import Step, StepResult
-from batchinfer.engine.table import SequenceTable
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 200_000
 STEP_TOKENS = 8192

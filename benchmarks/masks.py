@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from batchinfer import LLM, SamplingParams
-from batchinfer.engine import ends, sampling_batch
+from batchinfer.engine.step_io import process_result, sampling_batch
 from batchinfer.worker import sampler
 
 VOCAB_SIZE = 50_000
@@ -105,7 +105,7 @@ def main() -> None:
     timers = Timers()
     timers.watch(sampling_batch, "grammar_masks")
     timers.watch(sampler, "forbid_masked")
-    timers.watch(ends, "add_forced_tokens")
+    timers.watch(process_result, "add_forced_tokens")
     llm = LLM(make_model(args.folder / "masks"), dtype=args.dtype, max_num_seqs=AT_A_TIME)
     prompts = [f"Row {at}: write a record about item {at * 7 % 13}." for at in range(args.rows)]
     params = [

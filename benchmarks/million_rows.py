@@ -45,10 +45,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from batchinfer.config import EngineConfig
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.job import sink
 from batchinfer.job.recorder import Recorder
 from batchinfer.job.run import run_job

@@ -24,12 +24,12 @@ from models import make_small
 from workloads import FIRST_ID, LAST_ID
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Request
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.shared_prefix import PrefixTree
-from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
+from batchinfer.engine.step_io.shared_prefix import PrefixTree
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.runner import ModelRunner

@@ -25,12 +25,12 @@ from models import VOCAB_SIZE, make_small
 from workloads import FIRST_ID, LAST_ID
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Request
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.table import SequenceTable
-from batchinfer.engine.victims import Preemption, Victims
+from batchinfer.engine.scheduler.preemption import Preemption, Victims
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.runner import ModelRunner

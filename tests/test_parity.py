@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine import shared_prefix
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Completion, Request
-from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import SharedPrefixes
-from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.step_io import shared_prefix
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.runner import ModelRunner

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Request
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.runner import ModelRunner

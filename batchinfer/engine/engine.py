@@ -8,18 +8,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from batchinfer.engine.in_flight import InFlight, note_drawn
-from batchinfer.engine.recovery import Recovered, recover
+from batchinfer.engine.oom_recovery import Recovered, recover
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.runner import OutOfMemory, Runner
-from batchinfer.engine.schedule import Schedule
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.scored_spans import scored_spans, scored_tokens, take_back_scores
+from batchinfer.engine.scheduler.schedule import Schedule
+from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState
-from batchinfer.engine.shared_prefix import PrefixTree
 from batchinfer.engine.stats import StepStats, note_tokens, step_stats
-from batchinfer.engine.step_builder import build_step, sampled_rows
-from batchinfer.engine.take_back import take_back
+from batchinfer.engine.step_io.build_step import build_step, sampled_rows
+from batchinfer.engine.step_io.in_flight import InFlight, note_drawn
+from batchinfer.engine.step_io.process_result import take_back
+from batchinfer.engine.step_io.scored_prompts import scored_spans, scored_tokens, take_back_scores
+from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 
 @dataclass(slots=True)

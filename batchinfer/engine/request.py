@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.prompt_scores import PromptLogprobs
+from batchinfer.engine.prompt_logprobs import PromptLogprobs
 from batchinfer.protocols import Grammar, StopChecker, StopMatch
 
 TokenIds = npt.NDArray[np.int32]

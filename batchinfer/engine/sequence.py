@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batchinfer.engine.beam import BeamSearch
-from batchinfer.engine.prefix_index import Block, token_key
-from batchinfer.engine.prompt_scores import PromptScores
+from batchinfer.engine.beam_search import BeamSearch
+from batchinfer.engine.kv.prefix_index import Block, token_key
+from batchinfer.engine.prompt_logprobs import PromptScores
 from batchinfer.engine.request import Request, RequestStats, SampleOutput, TokenIds, TokenLogprobs
 from batchinfer.protocols import StopMatch
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchinfer.engine.block_pool import BlockPool
-from batchinfer.engine.schedule import Schedule
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.table import Rows, SequenceTable
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.scheduler.schedule import Schedule
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from threading import Event
 
 from batchinfer.engine.engine import Engine
-from batchinfer.engine.recovery import Recovered
+from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError

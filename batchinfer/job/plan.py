@@ -1,9 +1,9 @@
 """``batchinfer plan``: what a job will need, from its data, tokenizer and model config.
 
 The job's own scheduler runs the job's own rows in the job's own order, over a runner that computes
-nothing and a clock that a roofline sets (``batchinfer.engine.roofline`` says what it leaves out).
-Blocks, rows in flight, sharing, waste and preemptions are therefore those of the run, as far as
-output lengths are known: every sample is taken to run to ``max_tokens``, or to end at
+nothing and a clock that a roofline sets (``batchinfer.engine.simulate.roofline`` says what it
+leaves out). Blocks, rows in flight, sharing, waste and preemptions are therefore those of the run,
+as far as output lengths are known: every sample is taken to run to ``max_tokens``, or to end at
 ``--expect-output-tokens``.
 
 Time is bounded: at most ``plan_rows.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens are
@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.engine.roofline import DEVICES, Device
+from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.messages import did_you_mean

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.job.measures import sharing
+from batchinfer.engine.metrics import sharing
 from batchinfer.job.pipeline import Job
 from batchinfer.job.plan_bytes import output_bytes
 from batchinfer.job.plan_rows import Census

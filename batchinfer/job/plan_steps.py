@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.dry_run import END_TOKEN, DryRunner
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.metrics import Measured
 from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.simulate.dry_run import END_TOKEN, DryRunner
 from batchinfer.errors import RowError
-from batchinfer.job.measures import Measured
 from batchinfer.job.order import PromptRow
 from batchinfer.job.task import Task
 from batchinfer.job.twins import Twins, for_twin

@@ -14,7 +14,7 @@ from itertools import pairwise
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinfer.engine.prefix_index import common_tokens
+from batchinfer.engine.kv.prefix_index import common_tokens
 from batchinfer.job.token_store import Key
 
 

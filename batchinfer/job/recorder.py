@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow as pa
 
-from batchinfer.engine.recovery import Recovered
+from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.files import Files, read_file, storage_errors
 from batchinfer.job.output import OutputDir

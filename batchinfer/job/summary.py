@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchinfer.engine.metrics import STEP_COLUMNS, Float, measures, sharing
 from batchinfer.job.files import publish, storage_errors
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.measures import STEP_COLUMNS, Float, measures, sharing
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.recorder import Run, package_versions, read_run

@@ -8,8 +8,8 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from batchinfer.build import Built
+from batchinfer.engine.metrics import Measured
 from batchinfer.engine.request import Completion, Request
-from batchinfer.job.measures import Measured
 from batchinfer.job.progress import Meter
 from batchinfer.job.recorder import KV_FACTS
 from batchinfer.llm.stats_table import Stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.engine.layout import text_config
+from batchinfer.engine.kv.layout import text_config
 
 # Copies of a token's hidden and of its inner MLP state that are alive at the widest point of a
 # layer: residual, normed, q, k, v, rotated q and k, attended; gate, up and their product.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.adapter_files import Adapter
 from batchinfer.worker.attention import current_context, make_backend

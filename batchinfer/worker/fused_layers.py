@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels.cpu import gemm
 from batchinfer.worker.attention import ForwardContext, forward_context, make_backend
 from batchinfer.worker.fused_modules import keep_plain_attributes

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.fused_layers import fuse_layers
 from batchinfer.worker.fused_modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.fusion_probe import Call, Probe, rows_agree

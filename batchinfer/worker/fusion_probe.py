@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import Step
 from batchinfer.worker.attention import (
     AttentionBackend,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.engine.layout import KVLayout, text_config
+from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.worker.activations import LOGITS_COPIES, activation_elements
 from batchinfer.worker.decode_graphs import batch_sizes
 

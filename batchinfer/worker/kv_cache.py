@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import native

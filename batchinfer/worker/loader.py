@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from batchinfer.engine.layout import KVLayout, max_positions
+from batchinfer.engine.kv.layout import KVLayout, max_positions
 from batchinfer.errors import ModelError
 from batchinfer.worker.adapter_files import read_adapters
 from batchinfer.worker.adapters import add_adapters

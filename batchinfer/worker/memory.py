@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from batchinfer.config import EngineConfig, parse_size
-from batchinfer.engine.layout import KVLayout, text_config
+from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
 from batchinfer.worker.activations import LOGITS_COPIES, activation_elements
 from batchinfer.worker.graph_memory import graph_bytes

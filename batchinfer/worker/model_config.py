@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from batchinfer.engine.layout import KVLayout, refuse_unsupported
+from batchinfer.engine.kv.layout import KVLayout, refuse_unsupported
 from batchinfer.errors import ModelError
 from batchinfer.worker.model_files import CONFIG_FILES, read_config, resolve_folder
 from batchinfer.worker.quiet import quiet_transformers

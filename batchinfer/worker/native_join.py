@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache

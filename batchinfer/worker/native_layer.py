@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels.cpu import gemm, row_ops
 from batchinfer.kernels.cpu.decoder_layer import (
     LayerArgs,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import SamplingBatch, Step
 
 

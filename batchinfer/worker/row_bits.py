@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention import make_backend
 from batchinfer.worker.forward import forward

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from batchinfer.engine.layer_groups import layer_windows
-from batchinfer.engine.layout import KVLayout, text_config
+from batchinfer.engine.kv.layer_groups import layer_windows
+from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.engine.step import Step
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention import AttentionBackend, UnsupportedAttentionError, make_backend

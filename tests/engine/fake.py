@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.runner import Ready
-from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.scheduler.preemption import Preemption, Victims
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import Step, StepResult
-from batchinfer.engine.table import SequenceTable
-from batchinfer.engine.victims import Preemption, Victims
 
 NextToken = Callable[[bytes, int, int, int], int]
 """(context tokens as bytes, random stream, sample index, position) -> token id"""

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.scheduler.preemption import Preemption
 from batchinfer.engine.stats import StepStats
-from batchinfer.engine.victims import Preemption
 from tests.engine.fake import (
     EOS,
     FakeRunner,

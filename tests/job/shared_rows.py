@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.runner import Ready
-from batchinfer.engine.scheduler import Scheduler
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.step import Step, StepResult
-from batchinfer.engine.table import SequenceTable
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuilt
 

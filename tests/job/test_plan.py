@@ -115,7 +115,7 @@ def test_a_plan_is_what_the_run_then_does(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, workload: Any
 ) -> None:
     # On a busy machine times are a lottery: waste is compared by steps of equal length.
-    monkeypatch.setattr("batchinfer.engine.dry_run.step_seconds", lambda *_: 1e6)
+    monkeypatch.setattr("batchinfer.engine.simulate.dry_run.step_seconds", lambda *_: 1e6)
     columns, sections = workload()
     spec = job(tmp_path, model, columns, **sections)
     plan = plan_job(spec)
@@ -150,7 +150,7 @@ def test_a_plan_of_beams_is_near_what_the_run_then_does(
     block_size: int,
 ) -> None:
     """Which beams go on is the model's to say; how many there are, and for how long, is not."""
-    monkeypatch.setattr("batchinfer.engine.dry_run.step_seconds", lambda *_: 1e6)
+    monkeypatch.setattr("batchinfer.engine.simulate.dry_run.step_seconds", lambda *_: 1e6)
     spec = job(
         tmp_path,
         model,

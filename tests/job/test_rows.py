@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.prompt_scores import PromptLogprobs
+from batchinfer.engine.prompt_logprobs import PromptLogprobs
 from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
 from batchinfer.job.order import PromptRow

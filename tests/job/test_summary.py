@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.engine.metrics import Measured
 from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import ExitCode
-from batchinfer.job.measures import Measured
 from batchinfer.job.run import run_job
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Completion
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.table import SequenceTable
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker import adapter_targets
 from batchinfer.worker.adapter_targets import LoraConfig, NotSupportedError

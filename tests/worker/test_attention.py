@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.attention import (

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.cpu_plan import Plan, make_plan
 from batchinfer.worker.kv_cache import KVCache
 from tests.worker.step_maker import StepMaker

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import SharedPrefixes, Step
 from batchinfer.kernels import decode_work
 from batchinfer.worker.attention import make_backend

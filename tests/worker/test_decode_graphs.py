@@ -12,7 +12,7 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import SharedPrefixes
 from batchinfer.kernels import decode_work
 from batchinfer.worker.attention import ATTENTION_NAME, register

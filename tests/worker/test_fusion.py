@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import Step
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.attention import ATTENTION_NAME, make_backend, register

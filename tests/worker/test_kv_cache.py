@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError
 from batchinfer.worker.kv_cache import KVCache
 

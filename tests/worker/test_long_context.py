@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention import ATTENTION_NAME, make_backend, register
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion import fuse

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchinfer.config import EngineConfig
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ExitCode
 from batchinfer.worker import memory
 from batchinfer.worker.memory import MemoryPlan, plan_memory

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels.cpu import decoder_layer
 from batchinfer.worker import native_layer
 from batchinfer.worker.attention import ATTENTION_NAME, make_backend, register

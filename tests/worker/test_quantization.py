@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from batchinfer.engine.roofline import ModelCost
+from batchinfer.engine.simulate.roofline import ModelCost
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention import make_backend
 from batchinfer.worker.forward import forward

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import SamplingBatch
 from batchinfer.worker.attention import ATTENTION_NAME, register
 from batchinfer.worker.kv_cache import KVCache

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.block_pool import BlockPool
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Request
-from batchinfer.engine.scheduler import Scheduler
-from batchinfer.engine.shared_prefix import PrefixTree
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
 from batchinfer.engine.step import SamplingBatch, SharedPrefixes
-from batchinfer.engine.table import Rows, SequenceTable
+from batchinfer.engine.step_io.shared_prefix import PrefixTree
 from batchinfer.kernels.cpu import native
 from batchinfer.worker import kernel_choice
 from batchinfer.worker.kernel_choice import KernelWish

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer.engine.layout import KVLayout
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention import ATTENTION_NAME, register
 from batchinfer.worker.self_check import check_model

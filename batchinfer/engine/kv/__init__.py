@@ -1,0 +1,1 @@
+"""The KV pool: blocks, who holds them, which can be reused, where they are."""

@@ -1,0 +1,317 @@
+"""The KV pool's blocks: who holds them, which are free, which can be reused, which are on the host.
+
+Of a model with several layer groups a block has a slot in each: in the first group its own where
+that is full attention, in the others (all, where every layer has a window) its ``parts``. The tree
+of prefixes, references and copies are of blocks. A part is given up apart from its block: when it
+left the windows of all sequences that refer to the block, its slot can serve another. If the block
+is indexed that waits until the room is needed, because a prefix that ends within a window after it
+needs the part again. A prefix found whose last window lacks a part is found as far as none does
+(``hit.py``); what is computed again then takes the place in the index of what lacks it. Blocks of
+a model with windows have no host slots yet.
+
+Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
+https://arxiv.org/abs/2309.06180).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from batchinfer.engine.kv.eviction import EvictionOrder
+from batchinfer.engine.kv.host_pool import HostPool
+from batchinfer.engine.kv.pending_blocks import BlockCopies, Unconfirmed
+from batchinfer.engine.kv.pool_invariants import check_pool
+from batchinfer.engine.kv.prefix_index import Block, GroupSlot, PrefixIndex, PrefixMatch
+from batchinfer.engine.kv.window_slots import Parts, holds_more, needed_parts
+
+
+class BlockPool:
+    """Every slot is free, cached (indexed, needed by nobody now) or used.
+
+    Any free or cached slot serves any sequence and group, so ``k`` blocks are granted whenever
+    ``num_available >= k * slots_per_block``. Cached blocks are evicted as ``EvictionOrder`` says.
+    One that is wanted moves to a host slot, if there is one, and is found there; whoever needs it
+    brings it back.
+
+    Args:
+        num_blocks: device slots in the pool.
+        block_size: tokens per block.
+        enable_prefix_caching: when false nothing is indexed and nothing is found.
+        num_host_blocks: host slots.
+        windows: of each layer group; 0 is full attention and comes first.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        num_host_blocks: int = 0,
+        windows: tuple[int, ...] = (0,),
+    ) -> None:
+        assert num_host_blocks == 0 or not any(windows), "blocks with windows are not swapped"
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.index = PrefixIndex(block_size)
+        self._num_own_shared = 0
+        self.slots_per_block = len(windows)
+        self.windows = windows
+        self.has_own = windows[0] == 0
+        self._caching = enable_prefix_caching
+        self.free = list(range(num_blocks - 1, -1, -1))
+        self.cached: EvictionOrder[Block | GroupSlot] = EvictionOrder()
+        self.parts = Parts(windows, block_size, self.free, self.cached, self._take_slot)
+        self.host = HostPool(num_host_blocks)
+        self.copies = BlockCopies()
+        """What the step being built copies."""
+        self.unconfirmed = Unconfirmed()
+
+    @property
+    def num_shared(self) -> int:
+        """Slots that more than one sequence needs."""
+        return self._num_own_shared + self.parts.num_shared
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return len(self.free)
+
+    @property
+    def num_cached(self) -> int:
+        """Slots nobody needs now that a prefix lookup can still find."""
+        return len(self.cached)
+
+    @property
+    def num_available(self) -> int:
+        """Slots that can be allocated now."""
+        return len(self.free) + len(self.cached)
+
+    @property
+    def num_used(self) -> int:
+        """Slots that sequences need."""
+        return self.num_blocks - self.num_available
+
+    def allocate(self) -> Block:
+        """A block nobody else refers to. Needs ``num_available >= slots_per_block``."""
+        block = Block(self._take_slot() if self.has_own else -1)
+        block.ref_count = 1
+        if self.parts.windows:
+            self.parts.make(block)
+        return block
+
+    def acquire(self, block: Block, at: int = 0, left: tuple[int, ...] = ()) -> None:
+        """Add a reference. A block that is on the host only has to be brought back besides.
+
+        Args:
+            block: number ``at`` of a table.
+            left: leading blocks of the table that left each part's window already.
+        """
+        if block.ref_count == 0:
+            if block.slot >= 0:
+                self.cached.discard(block)
+            else:
+                self.host.refer(block)
+        block.ref_count += 1
+        if block.ref_count == 2:
+            self._num_own_shared += self.has_own
+        if block.parts:
+            self.parts.acquire(block, at, left)
+
+    def bring_back(self, block: Block) -> None:
+        """Give a referenced block a device slot, filled from its host slot by the next step.
+
+        Needs ``num_available >= 1``.
+        """
+        assert block.ref_count > 0
+        block.slot = self._take_slot()
+        self.copies.ins.append((block.host_slot, block.slot))
+        self.host.read(block)
+        self.unconfirmed.moved.add(block)
+
+    def copy(self, source: Block, destination: Block) -> None:
+        """Let the next step copy a referenced block, from wherever it is, to one just allocated."""
+        for part, own in zip(source.parts, destination.parts, strict=True):
+            self.copies.within.append((part.slot, own.slot))
+        if source.slot >= 0:
+            self.copies.within.append((source.slot, destination.slot))
+        elif source.host_slot >= 0:
+            self.copies.ins.append((source.host_slot, destination.slot))
+
+    def take_copies(self) -> BlockCopies:
+        """What the step that was just built copies."""
+        copies, self.copies = self.copies, BlockCopies()
+        return copies
+
+    def release(self, blocks: Iterable[Block], left: tuple[int, ...] = ()) -> None:
+        """Drop a reference to each block of a table, given in the table's order.
+
+        The last blocks go first: they are evicted before the prefixes they continue.
+
+        Args:
+            blocks: the table.
+            left: leading blocks that left each part's window already.
+        """
+        table = list(blocks)
+        for at in range(len(table) - 1, -1, -1):
+            block = table[at]
+            assert block.ref_count > 0
+            block.ref_count -= 1
+            if block.ref_count == 1:
+                self._num_own_shared -= self.has_own
+            elif block.ref_count == 0:
+                if block.slot < 0:
+                    if block.host_slot >= 0:
+                        self.host.keep_alone(block)
+                elif block.indexed:
+                    self.cached.add(block)
+                else:
+                    self.free.append(block.slot)
+            if block.parts:
+                for part in needed_parts(block, at, left):
+                    self.parts.leave(part)
+                self._prune(block)
+
+    def refile(self, block: Block) -> None:
+        """Whether a block is wanted may have changed."""
+        self.cached.refile(block)
+        self.parts.refile(block)
+        self.host.refile(block)
+
+    def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
+        """Blocks holding the longest known prefix of ``key``, as an adapter computed it."""
+        return self.index.match(key, adapter)
+
+    def enter(self, parent: Block, block: Block, key: bytes) -> Block | None:
+        """Index a block that the step being built fills with the tokens of ``key``.
+
+        Returns:
+            The block below which the next one goes; None when the parent was evicted meanwhile.
+        """
+        if not (parent.indexed or self.index.is_root(parent)):
+            return None
+        if block.parent is parent and block.key.startswith(key):
+            return block
+        entry = self.index.insert(parent, block, key)
+        if entry is not block and holds_more(block, entry):
+            self.index.replace(entry, block)
+            self._free_unneeded(entry)
+            entry = block
+        if entry is block:
+            self.unconfirmed.filled.add(block)
+        return entry
+
+    def entry_below(self, blocks: list[Block], adapter: int = 0) -> Block | None:
+        """Where to index what follows an adapter's hit of ``blocks``; None: nothing is indexed."""
+        if not self._caching:
+            return None
+        return blocks[-1] if blocks else self.index.root(adapter)
+
+    def settle_block(self, block: Block) -> None:
+        """What an entered block holds is there already."""
+        if block in self.unconfirmed.filled:
+            self.index.settle(block)
+            self.unconfirmed.settle_block(block)
+
+    def settle(self) -> None:
+        """The step was submitted: what it fills is there for every step after it."""
+        for block in self.unconfirmed.filled:
+            if block.indexed:
+                self.index.settle(block)
+        self.unconfirmed.submit()
+        self.host.settle()
+
+    def confirm(self) -> None:
+        """The oldest submitted step ran: what it filled or moved stays."""
+        self.unconfirmed.confirm()
+
+    def revoke(self) -> None:
+        """A step failed: what it and those after it were to fill or move must not be found."""
+        for block in self.unconfirmed.take_all():
+            if block.indexed:
+                self.forget(block)
+        self.host.settle()
+        self.copies = BlockCopies()
+
+    def forget(self, block: Block) -> None:
+        """Take a block, and what continues it, out of the index and off the host."""
+        parent = block.parent
+        for removed in self.index.remove(block):
+            self._free_unneeded(removed)
+            if removed.host_slot >= 0:
+                self.host.drop(removed)
+        if block.parts and parent is not None:
+            self._prune(parent)
+
+    def _take_slot(self) -> int:
+        if not self.free:
+            self._evict(self.cached.first())
+        return self.free.pop()
+
+    def _free_unneeded(self, block: Block) -> None:
+        """A block left the index: what of it was kept to be found is free."""
+        if block in self.cached:
+            self.cached.discard(block)
+            self.free.append(block.slot)
+        self.parts.give_up_unneeded(block)
+
+    def _prune(self, block: Block) -> None:
+        """Take a block out of the index that holds nothing, and leads to nothing that does."""
+        while (
+            block.indexed
+            and block.ref_count == 0
+            and block.children is None
+            and max(block.slot, block.host_slot) < 0
+            and all(part.slot < 0 for part in block.parts)
+        ):
+            parent = block.parent
+            assert parent is not None
+            self.index.remove(block)
+            block = parent
+
+    def _evict(self, block: Block | GroupSlot) -> None:
+        """Take a cached block's device slot; it stays on the host if it is there or wanted."""
+        if isinstance(block, GroupSlot):
+            self.parts.give_up(block)
+            self._prune(block.block)
+            return
+        if block.wanted and block.host_slot < 0:
+            self._copy_out(block)
+        if block.host_slot >= 0:
+            self.cached.discard(block)
+            self.free.append(block.slot)
+            block.slot = -1
+            self.host.keep_alone(block)
+        elif block.indexed:
+            self.forget(block)
+
+    def _copy_out(self, block: Block) -> None:
+        """Give a block a host slot, filled by the next step, if one can be had."""
+        slot = self.host.take_slot()
+        if slot is None:
+            other = self.host.candidate()
+            if other is None:
+                return
+            if other.slot >= 0:
+                self.host.drop(other)
+            else:
+                self.forget(other)
+            slot = self.host.take_slot()
+            assert slot is not None
+        if not block.indexed:  # it continued the one that was forgotten
+            self.host.return_slot(slot)
+            return
+        block.host_slot = slot
+        self.copies.outs.append((block.slot, slot))
+        self.unconfirmed.moved.add(block)
+
+    def check_invariants(
+        self, tables: Iterable[list[Block]], left: Iterable[tuple[int, ...]] = ()
+    ) -> None:
+        """Assert that counts, slots and index agree with ``tables``, all block tables alive.
+
+        Args:
+            tables: the tables.
+            left: of each, the leading blocks that left each part's window; none given: none did.
+        """
+        check_pool(self, tables, left)

@@ -1,0 +1,110 @@
+"""Host slots: where blocks go that give up their device slot and are still wanted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from batchinfer.engine.kv.eviction import EvictionOrder
+from batchinfer.engine.kv.prefix_index import Block
+
+
+class HostPool:
+    """Which blocks have host slots, and which of these to give up next.
+
+    Every block with a host slot is indexed. One that is also on the device may lose its host slot
+    at no loss; one that is not is lost with it.
+
+    Args:
+        num_slots: blocks that fit; memory of those never used is never touched.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.changes = 0
+        """Counts whatever changes what is on the host alone."""
+        self._next = 0
+        self._returned: list[int] = []
+        self._alone: EvictionOrder[Block] = EvictionOrder()
+        """Unreferenced blocks without a device slot."""
+        self._copies: OrderedDict[Block, None] = OrderedDict()
+        """Blocks with a device slot too."""
+        self._read: list[Block] = []
+        """Blocks that come back in the step being built, which reads their host slots."""
+        self._read_last: list[int] = []
+        """Slots of such blocks that were dropped since: they hold nothing after that step."""
+
+    @property
+    def num_used(self) -> int:
+        """Slots that hold a block."""
+        return self._next - len(self._returned)
+
+    def take_slot(self) -> int | None:
+        """A slot that holds nothing, if there is one."""
+        if self._returned:
+            return self._returned.pop()
+        if self._next == self.num_slots:
+            return None
+        self._next += 1
+        return self._next - 1
+
+    def return_slot(self, slot: int) -> None:
+        """A slot holds nothing any more."""
+        self._returned.append(slot)
+
+    def candidate(self) -> Block | None:
+        """The block to give up its slot next: one nobody wants, else a copy, else the oldest."""
+        idle = self._alone.first_idle()
+        if idle is not None:
+            return idle
+        return next(iter(self._copies), next(iter(self._alone), None))
+
+    def keep_alone(self, block: Block) -> None:
+        """An unreferenced block is on the host only from now on."""
+        self._copies.pop(block, None)
+        self._alone.add(block)
+        self.changes += 1
+
+    def refer(self, block: Block) -> None:
+        """A block that is on the host only is referred to, and so kept."""
+        self._alone.discard(block)
+        self.changes += 1
+
+    def read(self, block: Block) -> None:
+        """The step being built brings a block back; its slot stays as it is until then."""
+        self._read.append(block)
+        self.changes += 1
+
+    def settle(self) -> None:
+        """The step was submitted; blocks that came back keep their slots while there is room."""
+        for block in self._read:
+            if block.slot >= 0 and block.host_slot >= 0:
+                self._copies[block] = None
+        self._read.clear()
+        self._returned += self._read_last
+        self._read_last.clear()
+
+    def refile(self, block: Block) -> None:
+        """Whether a block is wanted may have changed."""
+        self._alone.refile(block)
+
+    def drop(self, block: Block) -> None:
+        """Take a block's host slot."""
+        self._copies.pop(block, None)
+        self._alone.discard(block)
+        if block.ref_count > 0 and block in self._read:
+            self._read_last.append(block.host_slot)
+        else:
+            self.return_slot(block.host_slot)
+        block.host_slot = -1
+        self.changes += 1
+
+    def check_invariants(self, indexed: list[Block]) -> None:
+        """Assert that slots and orders agree with ``indexed``, all blocks in the index."""
+        held = [block for block in indexed if block.host_slot >= 0]
+        of_blocks = (block.host_slot for block in held)
+        slots = sorted([*self._returned, *self._read_last, *of_blocks])
+        assert slots == list(range(self._next)), "a host slot is lost or held twice"
+        assert self._next <= self.num_slots
+        assert set(self._alone) == {block for block in held if block.slot < 0}
+        assert set(self._copies) <= {block for block in held if block.slot >= 0}
+        self._alone.check_invariants()

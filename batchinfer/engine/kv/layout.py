@@ -1,0 +1,288 @@
+"""How many bytes the KV of a model takes, read from its config alone.
+
+No torch: a plan, the pool and the worker compute with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.engine.kv.layer_groups import LayerGroup, layer_groups, most_slots
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element, by the name of the dtype."""
+
+Config = Mapping[str, Any]
+
+# What a family calls the same number, in the order they are looked up.
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_NUM_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+_MAX_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+
+_RECURRENT_FAMILIES = frozenset(
+    [
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zamba",
+        "zamba2",
+    ]
+)
+_RECURRENT_LAYERS = frozenset(
+    [
+        "conv",
+        "hybrid",
+        "hybrid_sliding",
+        "linear",
+        "linear_attention",
+        "mamba",
+        "mamba2",
+        "recurrent",
+    ]
+)
+_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+# Layers that keep KV of another shape than the rest, or none of their own.
+_PER_LAYER_KEYS = (
+    "block_configs",
+    "global_head_dim",
+    "num_attention_heads_per_layer",
+    "num_global_key_value_heads",
+    "num_kv_shared_layers",
+    "swa_head_dim",
+    "swa_num_key_value_heads",
+)
+_SPARSE_KEYS = ("index_topk", "sparse_attention_config", "attention_chunk_size")
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape and size of a model's KV.
+
+    A pool slot holds one block of every layer of a layer group, laid out as
+    ``[layer, key or value, kv_head, token, width]``; keys and values may differ in width. Groups
+    may differ in their windows alone; where they differ in size, the smaller leave some of a slot
+    unused.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    key_width: int
+    """Elements of one key vector."""
+    value_width: int
+    """Elements of one value vector."""
+    block_size: int
+    """Tokens per block."""
+    element_bytes: int
+    """Of the model's dtype, which its KV has too unless it is ``fp8``."""
+    fp8: bool = False
+    """Keys and values are stored as float8 e4m3fn, in one byte each."""
+    groups: tuple[LayerGroup, ...] = ()
+    """None given: all layers are one group of full attention."""
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        *,
+        block_size: int,
+        dtype: str,
+        kv_cache_dtype: str = "auto",
+        max_model_len: int | None = None,
+    ) -> KVLayout:
+        """Read the layout from a model's config (``config.to_dict()`` or its config.json).
+
+        Latent attention (MLA) is laid out as its expanded keys and values.
+
+        Args:
+            config: with its family's defaults, where layers are to be grouped by window.
+            block_size: tokens per block.
+            dtype: the model's, by name.
+            kv_cache_dtype: ``auto`` (the model's), ``fp8`` or ``fp8_e4m3``, which are the same.
+            max_model_len: most tokens of a sequence; None leaves windows out of account.
+
+        Raises:
+            ValueError: naming the family and why, when its KV cannot be laid out in blocks.
+        """
+        text = text_config(config)
+        refuse_unsupported(config)
+        num_heads = _number(text, _NUM_HEADS)
+        if "kv_lora_rank" in text:
+            num_kv_heads = num_heads
+            key_width = _number(text, ("qk_nope_head_dim",)) + _number(text, ("qk_rope_head_dim",))
+            value_width = _number(text, ("v_head_dim",))
+        else:
+            num_kv_heads = _num_kv_heads(text, num_heads)
+            key_width = text.get("head_dim") or _number(text, _HIDDEN_SIZE) // num_heads
+            value_width = text.get("v_head_dim") or key_width
+        num_layers = _number(text, _NUM_LAYERS)
+        grouped = max_model_len is not None
+        return cls(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            key_width=key_width,
+            value_width=value_width,
+            block_size=block_size,
+            element_bytes=DTYPE_BYTES[dtype],
+            fp8=kv_cache_dtype != "auto",
+            groups=layer_groups(text, num_layers, max_model_len or 0) if grouped else (),
+        )
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of each layer group; 0 is full attention, which comes first."""
+        return tuple(group.window for group in self.groups) or (0,)
+
+    @property
+    def layers_per_slot(self) -> int:
+        """Layers of the largest group."""
+        return max((len(group.layers) for group in self.groups), default=self.num_layers)
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """A layer's group, and where in its slots it is."""
+        for at, group in enumerate(self.groups):
+            if layer in group.layers:
+                return at, group.layers.index(layer)
+        return 0, layer
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements that one token takes over all layers, keys and values together."""
+        return self.num_layers * self.num_kv_heads * (self.key_width + self.value_width)
+
+    @property
+    def elements_per_block(self) -> int:
+        """Elements of one pool slot."""
+        return self.elements_per_layer * self.layers_per_slot
+
+    @property
+    def elements_per_layer(self) -> int:
+        """Elements of one layer of a pool slot."""
+        return self.elements_per_token // self.num_layers * self.block_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes over all layers."""
+        return self.elements_per_token * (1 if self.fp8 else self.element_bytes)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one pool slot."""
+        return self.elements_per_block * (1 if self.fp8 else self.element_bytes)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens of one sequence take: the length of a block table."""
+        return -(-num_tokens // self.block_size)
+
+    def slots_for(self, num_tokens: int, num_new: int = 1) -> int:
+        """Most pool slots that one sequence holds on its way to ``num_tokens`` tokens.
+
+        Args:
+            num_tokens: computed in the end.
+            num_new: most of them computed in one step.
+        """
+        return most_slots(self.windows, self.block_size, num_tokens, num_new)
+
+
+def text_config(config: Config) -> Config:
+    """The language model's part of a config that has parts."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def max_positions(config: Config) -> int | None:
+    """Longest sequence the config allows, in tokens; None where it sets no limit.
+
+    YaRN's factor counts from the length before scaling; other scalings are in the limit already.
+    """
+    text = text_config(config)
+    limit = next((int(text[key]) for key in _MAX_POSITIONS if text.get(key)), None)
+    if limit is None:
+        return None
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    is_yarn = (rope.get("rope_type") or rope.get("type")) == "yarn"
+    if is_yarn and isinstance(original, int) and isinstance(factor, int | float):
+        return max(limit, int(original * factor))
+    return limit
+
+
+def refuse_unsupported(config: Config) -> None:
+    """Refuse families whose attention is not plain paged attention.
+
+    Raises:
+        ValueError: naming the family and what it has.
+    """
+    text = text_config(config)
+    family = str(config.get("model_type") or text.get("model_type") or "unknown")
+    reason = _unsupported(config, family) or _unsupported(text, str(text.get("model_type")))
+    if reason is not None:
+        raise ValueError(f"models of the family {family!r} cannot be run: {reason}")
+
+
+def _unsupported(config: Config, family: str) -> str | None:
+    """Why this config cannot be run; None if nothing speaks against it."""
+    if config.get("is_encoder_decoder") or config.get("cross_attention_layers"):
+        return "it is an encoder-decoder; only decoder-only models are supported"
+    if family in _RECURRENT_FAMILIES:
+        return "it keeps recurrent state beside its KV"
+    if family in {"bloom", "mpt"} or config.get("alibi"):
+        return "it uses ALiBi position biases"
+    layer_types = set(config.get("layer_types") or config.get("layers_block_type") or ())
+    if layer_types & _RECURRENT_LAYERS:
+        return f"it has recurrent layers ({', '.join(sorted(layer_types & _RECURRENT_LAYERS))})"
+    if layer_types - _PLAIN_LAYERS:
+        return f"it has layers of the type {', '.join(sorted(layer_types - _PLAIN_LAYERS))}"
+    for key in _PER_LAYER_KEYS:
+        if config.get(key):
+            return f"its layers differ in the shape of their KV ({key})"
+    for key in ("num_key_value_heads", "num_kv_heads", "head_dim"):
+        if isinstance(config.get(key), list | tuple):
+            return f"its layers differ in the shape of their KV ({key})"
+    for key in _SPARSE_KEYS:
+        if config.get(key):
+            return f"it attends to chosen parts of its context ({key})"
+    return _unsupported_rope(config)
+
+
+def _unsupported_rope(config: Config) -> str | None:
+    """`dynamic` scales by the longest row of a batch: a row's tokens would depend on company."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]
+    for entry in entries:
+        if (entry.get("rope_type") or entry.get("type")) == "dynamic":
+            return "its rotary positions are scaled by the longest row in the batch (dynamic)"
+    return None
+
+
+def _num_kv_heads(config: Config, num_heads: int) -> int:
+    """KV heads; families that do not name them have one per attention head, or one in all."""
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    for key in _NUM_KV_HEADS:
+        if config.get(key) is not None:
+            return int(config[key])
+    return num_heads
+
+
+def _number(config: Config, names: tuple[str, ...]) -> int:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int):
+            return value
+    raise ValueError(f"the model's config names none of {', '.join(names)}")

@@ -1,0 +1,109 @@
+"""The parts of blocks: their slots in layer groups that have a window, or come after the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from batchinfer.engine.kv.eviction import EvictionOrder
+from batchinfer.engine.kv.layer_groups import left_window, most_slots
+from batchinfer.engine.kv.prefix_index import Block, GroupSlot
+
+
+class Parts:
+    """Gives blocks their parts, and knows who needs them.
+
+    A sequence's ``left`` says of each part how many leading blocks of its table left the window.
+
+    Args:
+        windows: of each layer group; 0 is full attention and comes first.
+        block_size: tokens per block.
+        free: the pool's free slots.
+        cached: its slots that nobody needs now and that can be found.
+        take_slot: takes a free one, or makes one free.
+    """
+
+    def __init__(
+        self,
+        windows: tuple[int, ...],
+        block_size: int,
+        free: list[int],
+        cached: EvictionOrder[Block | GroupSlot],
+        take_slot: Callable[[], int],
+    ) -> None:
+        self._all_windows = windows
+        self.windows = windows[1:] if windows[0] == 0 else windows
+        """Of each part."""
+        self.num_shared = 0
+        """Parts that more than one sequence needs."""
+        self._block_size = block_size
+        self._free = free
+        self._cached = cached
+        self._take_slot = take_slot
+        self._num_made = 0
+
+    def left(self, num_tokens: int) -> tuple[int, ...]:
+        """Leading blocks that left each part's window when so many tokens are computed."""
+        return tuple(left_window(num_tokens, w, self._block_size) for w in self.windows)
+
+    def most_slots(self, num_tokens: int, num_new: int) -> int:
+        """Most slots of one sequence on its way to ``num_tokens``, ``num_new`` of them a step."""
+        return most_slots(self._all_windows, self._block_size, num_tokens, num_new)
+
+    def make(self, block: Block) -> None:
+        """Give a new block its parts."""
+        block.parts = tuple(GroupSlot(block, self._take_slot()) for _ in self.windows)
+        block.serial = self._num_made
+        self._num_made += 1
+
+    def acquire(self, block: Block, at: int, left: tuple[int, ...]) -> None:
+        """A sequence refers to block ``at`` of its table."""
+        for part in needed_parts(block, at, left):
+            assert part.slot >= 0
+            if part.readers == 0:
+                self._cached.discard(part)
+            part.readers += 1
+            self.num_shared += part.readers == 2
+
+    def leave(self, part: GroupSlot) -> None:
+        """A part left the window of a sequence that refers to its block, or the sequence does."""
+        assert part.readers > 0
+        part.readers -= 1
+        if part.readers == 1:
+            self.num_shared -= 1
+        elif part.readers == 0:
+            if part.block.indexed:
+                self._cached.add(part)
+            else:
+                self.give_up(part)
+
+    def give_up(self, part: GroupSlot) -> None:
+        """Nobody needs a part any more."""
+        self._cached.discard(part)
+        self._free.append(part.slot)
+        part.slot = -1
+
+    def give_up_unneeded(self, block: Block) -> None:
+        """A block left the index: what was kept of it to be found is free."""
+        for part in block.parts:
+            if part in self._cached:
+                self.give_up(part)
+
+    def refile(self, block: Block) -> None:
+        """Whether a block is wanted may have changed."""
+        for part in block.parts:
+            self._cached.refile(part)
+
+
+def needed_parts(block: Block, at: int, left: tuple[int, ...]) -> Iterator[GroupSlot]:
+    """The parts that a sequence needs of block ``at`` of its table."""
+    if not left:
+        return iter(block.parts)
+    return (part for part, gone in zip(block.parts, left, strict=True) if at >= gone)
+
+
+def holds_more(block: Block, other: Block) -> bool:
+    """Whether a block has all parts that another of the same tokens has, and more."""
+    pairs = list(zip(block.parts, other.parts, strict=True))
+    return all(own.slot >= 0 or part.slot < 0 for own, part in pairs) and any(
+        own.slot >= 0 > part.slot for own, part in pairs
+    )

@@ -1,0 +1,78 @@
+"""Goes on after the device had no memory for a step: with less at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from batchinfer.engine.runner import OutOfMemory
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.step_io.in_flight import InFlight
+from batchinfer.errors import DeviceError
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A step failed for want of memory; the engine goes on."""
+
+    reason: str
+    """The device's words."""
+    num_preempted: int
+    """Sequences that lost their blocks."""
+    max_num_batched_tokens: int
+    """Most tokens in a step from now on."""
+
+    def __str__(self) -> str:
+        return (
+            f"out of memory: {self.reason}; {self.num_preempted} sequences are preempted, and "
+            f"max_num_batched_tokens is {self.max_num_batched_tokens} from now on"
+        )
+
+
+def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) -> Recovered:
+    """Take back what is not known to have been computed, and halve the tokens of a step.
+
+    All running sequences go back to the queue; confirmed blocks of prompts are found again. The
+    tokens that are known stay, those that the lost steps drew are drawn again, and are the same.
+    The smaller size stays, too: weights and pool do not change, so what did not fit once fails
+    again, each time at the cost of computing what ran anew, while half the tokens cost a step
+    little of its speed.
+
+    Args:
+        scheduler: with a step scheduled that was not submitted, or with ``lost`` steps in flight.
+        lost: steps in flight that are not to be read.
+        error: what the runner said.
+
+    Raises:
+        DeviceError: steps cannot be smaller.
+    """
+    for state in {sequence.state for sequence in scheduler.table.running()}:
+        state.note_peak_blocks()
+    running = scheduler.withdraw()
+    for sequence in running:
+        sequence.state.stats.preemptions += 1
+    leaders = dict.fromkeys(sequence.gang[0] for sequence in (*running, *_retired(lost)))
+    newest_first = sorted(leaders, key=lambda one: (one.state.arrival, one.index), reverse=True)
+    for sequence in newest_first:
+        scheduler.requeue(sequence)
+    most = scheduler.max_num_batched_tokens
+    least = max((sequence.request.gang_size for sequence in scheduler.waiting), default=0)
+    if most <= least:
+        raise DeviceError(
+            "the device has no memory for the smallest step "
+            f"(engine.max_num_batched_tokens {most}): {error}",
+            hint="free memory that other processes use, or leave more beside the KV pool: lower "
+            "engine.kv_cache_memory or engine.gpu_memory_utilization; then run again",
+        )
+    scheduler.max_num_batched_tokens = max(most // 2, least)
+    return Recovered(str(error), len(running), scheduler.max_num_batched_tokens)
+
+
+def _retired(lost: Iterable[InFlight]) -> list[Sequence]:
+    """Unfinished sequences that gave up their rows when the lost steps were submitted."""
+    drawn = [sequence for step in lost for sequence in step.drawn.sequences]
+    retired = [sequence for sequence in drawn if sequence in sequence.state.live]
+    for sequence in retired:
+        sequence.given_back = []
+    return retired

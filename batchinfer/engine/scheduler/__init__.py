@@ -1,0 +1,1 @@
+"""Who runs next: admission, preemption, and the blocks of what runs."""

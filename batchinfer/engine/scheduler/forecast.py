@@ -1,0 +1,235 @@
+"""How long outputs will be, and whether the pool will hold them: the packing rule of admission.
+
+Reserving ``max_tokens`` for every sequence leaves half the pool idle; admitting until the pool is
+full preempts much of what was admitted. In between lies a forecast: every running sequence is
+given a predicted length, and a row is admitted if at no later step the sum of all block tables
+exceeds the pool. Preemption corrects what the forecast got wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.layer_groups import most_in_window
+from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
+from batchinfer.engine.sequence import Sequence
+
+Float = npt.NDArray[np.float64]
+Int = npt.NDArray[np.integer]
+
+_FIRST_GUESS = 4.0
+"""Before anything is known, outputs are taken to be this many times shorter than allowed."""
+_SHRINK = 4.0
+"""Weight of the job's overall stop rate, in sequences, against what one length shows."""
+
+_WATERMARK = 0.01
+"""Share of the pool that admission leaves free, where no output length is known for sure."""
+_GOLDEN = 0.6180339887498949
+
+
+class OutputLengths:
+    """What this job has shown of its output lengths.
+
+    A discrete hazard per output length: sequences that stopped there over sequences that came
+    that far (Kaplan & Meier 1958; running sequences are censored, not ignored, so early finishers
+    do not bias it). Each is shrunk to the overall rate, which alone speaks for lengths nobody has
+    reached yet.
+
+    Args:
+        longest: most output tokens any sequence may have.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._width = max(1, -(-longest // 2048))  # tokens per bin
+        bins = -(-longest // self._width) + 1
+        self._stopped = np.zeros(bins)
+        self._reached = np.zeros(bins)
+        self._edges = np.arange(bins + 1, dtype=np.float64) * self._width
+        self._cumulative: Float | None = None
+
+    def observe(self, lengths: Int, stopped: npt.NDArray[np.bool_]) -> None:
+        """Sequences came to ``lengths`` output tokens; those ``stopped`` ended there by choice."""
+        bins = len(self._stopped)
+        at = np.minimum(lengths // self._width, bins - 1)
+        self._reached += np.bincount(at, minlength=bins)
+        if stopped.any():
+            self._stopped += np.bincount(at[stopped], minlength=bins)
+        self._cumulative = None
+
+    def predict(self, ages: Int, limits: Int, quantiles: Float) -> Float:
+        """Total output length of sequences that are ``ages`` long and end at ``limits``.
+
+        ``quantiles`` in (0, 1) says how long-lived each is taken to be among its like: with them
+        spread evenly, the predictions of many sequences are distributed as their lengths are.
+        """
+        hazard = self._cumulative_hazard()
+        target = np.interp(ages, self._edges, hazard) - np.log1p(-quantiles)
+        return np.clip(np.interp(target, hazard, self._edges), ages + 1, limits)
+
+    def _cumulative_hazard(self) -> Float:
+        if self._cumulative is None:
+            overall = (self._stopped.sum() + 1.0) / (
+                self._reached.sum() + len(self._reached) * self._width / _FIRST_GUESS
+            )
+            # Counts are per token, so a bin of several tokens adds up several hazards.
+            hazard = (self._stopped + _SHRINK * overall) / (self._reached + _SHRINK)
+            per_bin = -np.log1p(-np.minimum(hazard, 0.999)) * self._width
+            self._cumulative = np.concatenate([[0.0], np.cumsum(per_bin)])
+        return self._cumulative
+
+
+class Forecast:
+    """Blocks in use at every later step, if nobody else is admitted.
+
+    Demand peaks just before a sequence ends. Which end is highest is found with block tables
+    taken as half a block longer than full; the demand there is then counted exactly, since
+    sequences that run in step fill their last blocks in step.
+
+    Args:
+        tokens: tokens known of each running sequence; the newest has no KV yet.
+        remaining: output tokens each is predicted to add.
+        joined: blocks of each that are also somebody else's; not given back when it ends.
+        shared_blocks: blocks in use beyond those the sequences hold alone.
+        capacity: blocks that may be used.
+        block_size: tokens per block.
+        windows: of each layer group; blocks are counted in slots, one in each group. What a
+            sequence holds behind a window that it outgrows is taken to be the most all the time.
+    """
+
+    def __init__(
+        self,
+        tokens: Int,
+        remaining: Float,
+        joined: Int,
+        *,
+        shared_blocks: float,
+        capacity: float,
+        block_size: int,
+        windows: tuple[int, ...] = (0,),
+    ) -> None:
+        order = np.argsort(remaining)
+        self._block_size = block_size
+        self._full = sum(window == 0 for window in windows)
+        self._most_in_windows = [most_in_window(w, block_size) for w in windows if w]
+        self._capacity = capacity
+        self._shared = shared_blocks
+        self._ends = np.asarray(remaining, dtype=np.float64)[order]
+        self._tokens = np.asarray(tokens, dtype=np.float64)[order]
+        self._joined = np.asarray(joined, dtype=np.float64)[order]
+
+    def admit(self, tokens: int, remaining: float, joined: int) -> bool:
+        """Whether one more fits; if so it counts from now on."""
+        at = int(np.searchsorted(self._ends, remaining))
+        ends = np.insert(self._ends, at, remaining)
+        known = np.insert(self._tokens, at, tokens)
+        shared = np.insert(self._joined, at, joined)
+        if self._shared + self._peak(ends, known, shared) > self._capacity:
+            return False
+        self._ends, self._tokens, self._joined = ends, known, shared
+        return True
+
+    def admit_together(self, entries: Iterable[tuple[int, float, int]]) -> bool:
+        """Whether all of several fit, each as ``admit`` takes it; if so they count from now on."""
+        before = self._ends, self._tokens, self._joined
+        if all(self.admit(*entry) for entry in entries):
+            return True
+        self._ends, self._tokens, self._joined = before
+        return False
+
+    def _peak(self, ends: Float, tokens: Float, joined: Float) -> float:
+        """Most blocks that the sequences, sorted by their ends, hold alone at any time."""
+        size = self._block_size
+        half = (tokens + (size - 1) / 2) / size - joined
+        growth: Float = np.arange(len(ends), 0, -1, dtype=np.float64)
+        if self._most_in_windows:
+            growing, constant = self._growing(ends, tokens, joined)
+            half, growth = half * growing + constant, np.cumsum(growing[::-1])[::-1]
+        held = np.cumsum(half[::-1])[::-1] + growth * ends / size
+        top = int(held.argmax())
+        exact = np.ceil((tokens[top:] + ends[top] - 1) / size) - joined[top:]
+        if self._most_in_windows:
+            exact = exact * growing[top:] + constant[top:]
+        return float(exact.sum())
+
+    def _growing(self, ends: Float, tokens: Float, joined: Float) -> tuple[Float, Float]:
+        """In how many groups each sequence grows to its end, and what it holds in the others."""
+        growing, constant = np.full(len(ends), float(self._full)), np.zeros(len(ends))
+        final = np.ceil((tokens + ends - 1) / self._block_size) - joined
+        for most in self._most_in_windows:
+            growing += final <= most
+            constant += np.where(final <= most, 0, most)
+        return growing, constant
+
+
+class Packing:
+    """Makes forecasts of the pool from the running sequences and from what the job has shown.
+
+    Args:
+        pool: the KV pool's blocks.
+        table: the running sequences.
+    """
+
+    def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
+        self._pool = pool
+        self._table = table
+        self.lengths = OutputLengths(table.max_model_len)
+
+    def forecast(self) -> Forecast:
+        """The pool's future with what runs now, and with the samples that will fork from it."""
+        table = self._table
+        rows = table.rows()
+        joined = table.num_joined[rows]
+        elsewhere = np.maximum(joined, table.num_left(table.num_computed[rows]))
+        owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
+        unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
+        remaining = self._remaining_of_rows(rows)
+        unborn = table.unborn[rows]
+        full_blocks = np.repeat(table.num_prompt[rows] // table.block_size, unborn)
+        return Forecast(
+            np.concatenate([table.num_tokens[rows], np.repeat(table.num_tokens[rows], unborn)]),
+            np.concatenate([remaining, np.repeat(remaining, unborn)]),
+            np.concatenate([joined, full_blocks]),
+            shared_blocks=max(self._pool.num_used - owned, 0),
+            capacity=self._pool.num_blocks * (1.0 - _WATERMARK * unsure),
+            block_size=table.block_size,
+            windows=table.windows,
+        )
+
+    def admit(self, forecast: Forecast, sequence: Sequence, joined: int) -> bool:
+        """Whether a waiting sequence fits, and its gang with it; if so they count from now on."""
+        tokens, remaining = sequence.num_tokens, self.remaining(sequence)
+        shared = sequence.request.num_prompt_tokens // self._table.block_size
+        others = [(tokens, remaining, shared)] * (sequence.request.gang_size - 1)
+        return forecast.admit_together([(tokens, remaining, joined), *others])
+
+    def expect_samples(self, forecast: Forecast, leader: Sequence) -> None:
+        """Count on the samples that will fork from a row just admitted, as far as they fit."""
+        if leader.output_ids:
+            return
+        remaining, full_blocks = self.remaining(leader), leader.num_tokens // self._table.block_size
+        for _ in range(leader.request.num_draws - 1):
+            if not forecast.admit(leader.num_tokens, remaining, full_blocks):
+                break
+
+    def _remaining_of_rows(self, rows: Rows) -> npt.NDArray[np.float64]:
+        table = self._table
+        ages = table.num_tokens[rows] - table.num_prompt[rows]
+        limits = table.max_total[rows] - table.num_prompt[rows]
+        quantiles = np.asarray(table.admission[rows] * _GOLDEN + 0.5, dtype=np.float64) % 1.0
+        totals = self.lengths.predict(ages, limits, quantiles)
+        remaining: npt.NDArray[np.float64]
+        remaining = np.where(table.length_known[rows], limits, totals) - ages
+        return remaining
+
+    def remaining(self, sequence: Sequence) -> float:
+        """Output tokens a waiting sequence is taken to add: an average one of its age."""
+        age = len(sequence.output_ids)
+        limit = self._table.total_limit(sequence) - sequence.request.num_prompt_tokens
+        if not sequence.request.stop_token_ids and sequence.stop_checker is None:
+            return float(limit - age)
+        total = self.lengths.predict(np.array([age]), np.array([limit]), np.array([0.5]))
+        return float(total[0]) - age

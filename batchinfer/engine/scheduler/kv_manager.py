@@ -1,0 +1,173 @@
+"""The blocks of running sequences: given as they grow, freed behind windows, cached for reuse."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.prefix_index import Block
+from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
+from batchinfer.engine.sequence import Sequence
+
+
+class Growth:
+    """Says which blocks new tokens need, and hands them out.
+
+    Args:
+        pool: the KV pool's blocks.
+        table: the running sequences.
+    """
+
+    def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
+        self._pool = pool
+        self._table = table
+
+    def blocks_wanted(self, rows: Rows, num_new: Int) -> Int:
+        """[S] blocks each row must be given: for new tokens, and to copy a shared last block."""
+        table = self._table
+        end = table.num_computed[rows] + num_new
+        wanted: Int = -(-end // table.block_size) - table.num_blocks[rows]
+        copies: Counter[Block] = Counter()
+        for at in np.flatnonzero(table.tail_shared[rows]):
+            last = table.sequence(rows[at]).blocks[-1]
+            if self._must_copy_tail(int(rows[at])) and copies[last] < last.ref_count - 1:
+                copies[last] += 1  # the last one to refer to it writes to it
+                wanted[at] += 1
+        return wanted
+
+    def extend(self, row: int, num_new: int) -> None:
+        """Give a row its own last block and the blocks its new tokens need."""
+        table, pool = self._table, self._pool
+        if table.tail_shared[row]:
+            if self._must_copy_tail(row):  # copy-on-write
+                own = pool.allocate()
+                shared = table.replace_last_block(row, own)
+                pool.copy(shared, own)
+                pool.release([shared])
+            table.tail_shared[row] = False
+        end = int(table.num_computed[row]) + num_new
+        for _ in range(-(-end // table.block_size) - int(table.num_blocks[row])):
+            table.append_block(row, pool.allocate())
+
+    def _must_copy_tail(self, row: int) -> bool:
+        """Whether the row's next token goes into a block that others refer to as well."""
+        table = self._table
+        partly_filled = table.num_computed[row] % table.block_size != 0
+        return bool(partly_filled) and table.sequence(row).blocks[-1].ref_count > 1
+
+
+class Windows:
+    """Gives up the parts of blocks that no later token of a sequence sees.
+
+    That is when a step is submitted. It reads them before a later one writes to their slots, as
+    steps run in order (see ``Runner``).
+
+    Args:
+        pool: the KV pool's blocks.
+        table: the running sequences.
+    """
+
+    def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
+        self._pool = pool
+        self._table = table
+
+    def leave(self, rows: Rows, num_new: Int) -> None:
+        """Give up what left a window by the tokens just submitted.
+
+        Args:
+            rows: [S] table rows.
+            num_new: [S] tokens of each in the step; they count as computed.
+        """
+        table = self._table
+        if not self._pool.parts.windows:
+            return
+        after = table.num_computed[rows]
+        moved = (table.num_left(after) > table.num_left(after - num_new)).any(axis=0)
+        for row in rows[moved]:
+            sequence = table.sequence(row)
+            if not self._is_waited_for(sequence):
+                self._leave(sequence, self._pool.parts.left(int(table.num_computed[row])))
+
+    def _leave(self, sequence: Sequence, left: tuple[int, ...]) -> None:
+        sequence.state.note_peak_blocks()
+        for part, (gone, now) in enumerate(zip(sequence.left, left, strict=True)):
+            for block in sequence.blocks[gone:now]:
+                self._pool.parts.leave(block.parts[part])
+        sequence.left = left
+
+    @staticmethod
+    def _is_waited_for(sequence: Sequence) -> bool:
+        """Whether others of its gang will fork from before where it is."""
+        return any(other.row < 0 for other in sequence.gang)
+
+
+class PrefixWriter:
+    """Other rows share a prompt's blocks; an output's are found again by the row itself alone.
+
+    So a block of a prompt is entered when the step that fills it is scheduled, and those of an
+    output only when its sequence is preempted: steady decode enters nothing.
+
+    Args:
+        pool: the KV pool's blocks.
+        table: the running sequences.
+    """
+
+    def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
+        self._pool = pool
+        self._table = table
+        self.prefilling: dict[Block, list[Sequence]] = {}
+        """Rows whose prompts this step leaves unfinished, by the last block they entered."""
+
+    def begin_step(self) -> None:
+        """Another step is being scheduled."""
+        self.prefilling = {}
+
+    def enter_prompts(self, rows: Rows, num_new: npt.NDArray[np.integer]) -> None:
+        """Enter blocks of prompts that this step fills, and the part of one a prompt ends in."""
+        start, prompt = self._table.num_computed[rows], self._table.num_prompt[rows]
+        for at in np.flatnonzero(start < prompt):
+            end = int(start[at] + num_new[at])
+            self._enter_prompt(self._table.sequence(rows[at]), end, int(prompt[at]))
+
+    def enter_computed(self, sequence: Sequence) -> list[Block]:
+        """Enter all that a running sequence computed, the block it ends in as far as it goes.
+
+        Returns:
+            The indexed blocks that hold it.
+        """
+        computed, size = int(self._table.num_computed[sequence.row]), self._pool.block_size
+        parent, entries = self._pool.entry_below([], sequence.request.adapter), list[Block]()
+        for block, start in zip(sequence.blocks, range(0, computed, size), strict=True):
+            if parent is None:
+                break
+            key = sequence.key(start, min(start + size, computed))
+            parent = self._pool.enter(parent, block, key)
+            if parent is not None:
+                self._pool.settle_block(parent)
+                entries.append(parent)
+        return entries
+
+    def _enter_prompt(self, sequence: Sequence, end: int, prompt: int) -> None:
+        size = self._pool.block_size
+        self._enter_blocks(sequence, min(end, prompt) // size)
+        parent = sequence.index_parent
+        if parent is None:
+            return
+        if end < prompt:
+            self.prefilling.setdefault(parent, []).append(sequence)
+        elif prompt % size and end // size == prompt // size:
+            key = sequence.key(prompt - prompt % size, prompt)
+            self._pool.enter(parent, sequence.blocks[prompt // size], key)
+
+    def _enter_blocks(self, sequence: Sequence, stop: int) -> None:
+        """Enter a sequence's blocks up to ``stop``."""
+        size = self._pool.block_size
+        while sequence.index_parent is not None and sequence.num_indexed < stop:
+            at = sequence.num_indexed
+            key = sequence.key(at * size, (at + 1) * size)
+            block = sequence.blocks[at]
+            sequence.index_parent = self._pool.enter(sequence.index_parent, block, key)
+            sequence.num_indexed += 1

@@ -1,0 +1,159 @@
+"""What preemption does with a sequence's blocks: recompute them or swap them out, by their reuse.
+
+Nothing is kept for a known future use (a sequence that waits, a row to come); it only orders
+eviction, and says what is worth a place on the host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Literal
+
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.prefix_index import Block
+from batchinfer.engine.sequence import Sequence
+
+Preemption = Literal["auto", "recompute", "swap"]
+
+_WEIGHT = 0.2
+"""Of a step against those before it."""
+_MOSTLY = 0.8
+"""A step with at least this share of prompt tokens says how long one takes."""
+_FIRST_TOKEN_S = 1e-4
+"""Until one was measured, which is before anything can be preempted."""
+
+
+class Victims:
+    """Chooses for each victim what takes less time.
+
+    To swap is to move its blocks to the host and back: the bytes over the copies' bandwidth. To
+    recompute is to compute their tokens again, at the speed of this run's prompts. Blocks that
+    others hold as well are not given up and cost nothing.
+
+    Args:
+        preemption: ``auto``, or what to do without looking.
+        block_copy_s: seconds to copy a block one way.
+    """
+
+    def __init__(self, preemption: Preemption = "recompute", block_copy_s: float = 0.0) -> None:
+        self._preemption = preemption
+        self.block_copy_s = block_copy_s
+        self.token_s = _FIRST_TOKEN_S
+        """Seconds to compute a token of a prompt."""
+
+    def observe(self, seconds: float, prefill_tokens: int, decode_tokens: int) -> None:
+        """A step took so long for so many tokens."""
+        tokens = prefill_tokens + decode_tokens
+        if prefill_tokens < _MOSTLY * tokens or tokens == 0:
+            return
+        self.token_s += _WEIGHT * (seconds / tokens - self.token_s)
+
+    def swaps(self, tables: Items[list[Block]], block_size: int) -> bool:
+        """Whether the blocks of sequences that are preempted together are worth keeping."""
+        if self._preemption != "auto":
+            return self._preemption == "swap"
+        held = Counter(block for table in tables for block in table)
+        own = [block for block, count in held.items() if block.ref_count == count]
+        copies = len(own) + sum(block.host_slot < 0 for block in own)
+        return copies * self.block_copy_s < len(own) * block_size * self.token_s
+
+
+class FutureUse:
+    """Tells blocks who will need them.
+
+    Args:
+        pool: the KV pool's blocks.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._waiting: dict[Sequence, list[Block]] = {}
+        """Waiting sequences, with the indexed blocks that they begin with."""
+        self._num_swapped = 0
+        self._counted_at = -1
+
+    @property
+    def num_swapped(self) -> int:
+        """Waiting sequences that have blocks on the host only."""
+        changes = self._pool.host.changes
+        if self._counted_at != changes:
+            self._counted_at = changes
+            self._num_swapped = sum(
+                any(block.slot < 0 <= block.host_slot for block in blocks)
+                for blocks in self._waiting.values()
+            )
+        return self._num_swapped
+
+    def expect(self, sequence: Sequence, blocks: Iterable[Block]) -> None:
+        """A sequence waits that begins with ``blocks``, which are indexed."""
+        self.forget(sequence)
+        self._waiting[sequence] = list(blocks)
+        self._counted_at = -1
+        for block in reversed(self._waiting[sequence]):  # the last first, as in ``forget``
+            block.waiters += 1
+            if block.waiters == 1:
+                self._pool.refile(block)
+
+    def left_behind(self, sequence: Sequence, block: Block | None) -> bool:
+        """Whether a block is the end of what a sequence computed, and nobody else needs it."""
+        return (
+            block is not None
+            and self._waiting.get(sequence, [None])[-1] is block
+            and block.ref_count == 0
+            and block.slot >= 0
+            and block.children is None
+            and block.waiters == 1
+            and not block.used_later
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence waits no longer."""
+        blocks = self._waiting.pop(sequence, None)
+        if blocks is None:
+            return
+        self._counted_at = -1
+        for block in reversed(blocks):  # the last go first, as in ``BlockPool.release``
+            block.waiters -= 1
+            if block.waiters == 0:
+                self._pool.refile(block)
+
+    def forget_all(self) -> None:
+        """Nothing waits any longer."""
+        for sequence in list(self._waiting):
+            self.forget(sequence)
+
+    def note_use(self, sequence: Sequence) -> None:
+        """A running sequence is done with its prompt's blocks: are there rows that need them?
+
+        The row that arrived last of those that used a block says so.
+        """
+        state, size = sequence.state, self._pool.block_size
+        shared = -(-state.request.shared_later // size)
+        prompt_blocks = -(-state.request.num_prompt_tokens // size)
+        for at, block in enumerate(sequence.blocks[:prompt_blocks]):
+            self._note(block, state.arrival, used_later=at < shared)
+
+    def note_copied(self, source: Block, sequence: Sequence) -> None:
+        """A sequence took its own copy of an unreferenced block's first tokens.
+
+        Rows after it that need these find them there.
+        """
+        self._note(source, sequence.state.arrival, used_later=False)
+
+    def _note(self, block: Block, arrival: int, *, used_later: bool) -> None:
+        if arrival >= block.last_arrival:
+            block.last_arrival, block.used_later = arrival, used_later
+            if block.parts:  # some may have been given up before
+                self._pool.refile(block)
+
+    def check_invariants(self) -> None:
+        """Assert that blocks in the index know who waits for them."""
+        waiters: dict[Block, int] = {}
+        for blocks in self._waiting.values():
+            for block in blocks:
+                waiters[block] = waiters.get(block, 0) + 1
+        for block in (*waiters, *self._pool.index.blocks()):
+            assert block.waiters == waiters.get(block, 0)
+        assert all(sequence.row < 0 for sequence in self._waiting)

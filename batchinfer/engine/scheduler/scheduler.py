@@ -1,0 +1,256 @@
+"""Who runs next: one rule, ``num_computed`` chases ``num_tokens``.
+
+There are no phases. A prompt computed in chunks, a prefix hit, a sequence that comes back after
+preemption and plain decode differ only in how far the one number is behind the other (the rule is
+vLLM v1's, vllm/v1/core/sched/scheduler.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.scheduler.admission import Admission
+from batchinfer.engine.scheduler.beam_groups import Gangs, share_blocks
+from batchinfer.engine.scheduler.forecast import Forecast, Packing
+from batchinfer.engine.scheduler.kv_manager import Growth, PrefixWriter, Windows
+from batchinfer.engine.scheduler.preemption import FutureUse, Victims
+from batchinfer.engine.scheduler.schedule import Schedule
+from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
+from batchinfer.engine.sequence import Sequence
+
+_MOST_SITTING_OUT = 0.25
+"""Share of the running sequences that may miss a step for their last token's value. Half as much is
+lost, as each then runs every other step; reading first costs the host's share of a step instead."""
+
+
+class Scheduler:
+    """Decides each step; owns the waiting queue, the sequence table and the block pool.
+
+    Args:
+        pool: the KV pool's blocks.
+        table: rows for running sequences.
+        max_num_batched_tokens: most tokens in a step.
+        victims: says what becomes of what a preempted sequence computed.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        table: SequenceTable,
+        max_num_batched_tokens: int,
+        victims: Victims | None = None,
+    ) -> None:
+        assert pool.windows == table.windows
+        self.pool = pool
+        self.table = table
+        self._windows = Windows(pool, table)
+        self.waiting: deque[Sequence] = deque()
+        self.packing = Packing(pool, table)
+        self.future_use = FutureUse(pool)
+        self.gangs = Gangs(pool, table, self.future_use, max_num_batched_tokens)
+        self.victims = victims or Victims()
+        self.max_num_batched_tokens = max_num_batched_tokens
+        """Most tokens in a step from now on."""
+        self._growth = Growth(pool, table)
+        self._prefixes = PrefixWriter(pool, table)
+        self._admission = Admission(
+            pool, table, self.packing, self._growth, self._prefixes, self.future_use
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence behind those that wait."""
+        # Lowered meanwhile, it may be too little for beams that run together.
+        gang_size = sequence.request.gang_size
+        self.max_num_batched_tokens = max(self.max_num_batched_tokens, gang_size)
+        self.waiting.append(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Queue a sequence that has run before those that have not."""
+        self.waiting.appendleft(sequence)
+
+    def schedule(self) -> Schedule | None:
+        """The next step, with every block it writes to allocated.
+
+        None if there is nothing to run, or none worth running before the step in flight is read;
+        with nothing in flight it is the first.
+        """
+        self.gangs.join()
+        schedule = self._continue_running()
+        if schedule is None:
+            return None
+        self._prefixes.begin_step()
+        self._prefixes.enter_prompts(schedule.rows, schedule.num_new)
+        if schedule.num_preempted == 0 and self.waiting:
+            budget = self.max_num_batched_tokens - int(schedule.num_new.sum())
+            self._admission.admit(self.waiting, schedule, budget)
+        if len(schedule.rows) == 0:
+            assert not self.waiting, "nothing runs, yet nothing was admitted"
+            return None
+        first_decodes = np.argsort(schedule.num_new != 1, kind="stable")
+        schedule.rows = schedule.rows[first_decodes]
+        schedule.num_new = schedule.num_new[first_decodes]
+        schedule.copies = self.pool.take_copies()
+        return schedule
+
+    def advance(self, schedule: Schedule, sampled: Rows, copies: Int) -> None:
+        """The step was submitted: for every step after it, its tokens are computed and drawn.
+
+        Args:
+            schedule: what it computes.
+            sampled: [R] rows that samples are drawn for.
+            copies: [R] samples drawn for each.
+        """
+        table, rows = self.table, schedule.rows
+        self.pool.settle()
+        table.num_computed[rows] += schedule.num_new.astype(np.int32)
+        self._windows.leave(rows, schedule.num_new)
+        table.computed_once[rows] = np.maximum(table.computed_once[rows], table.num_computed[rows])
+        table.num_tokens[sampled] += 1
+        table.sample_at[sampled] = np.cumsum(copies) - copies
+
+    def retire(self, sampled: Rows) -> None:
+        """Give up the rows whose last token, by length, was just submitted.
+
+        The token is taken back from the sequence, which needs no row for it. The step reads the
+        blocks before a later one writes to them (see ``Runner``).
+        """
+        table = self.table
+        for row in sampled[table.num_tokens[sampled] >= table.max_total[sampled]]:
+            sequence = table.sequence(row)
+            sequence.given_back = sequence.blocks
+            self.finish(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence, forecast: Forecast) -> None:
+        """Run ``child``, which shares all tokens computed so far with ``parent``, if it fits.
+
+        Otherwise it waits, and finds or recomputes the prefix when its turn comes. ``forecast``
+        is the present one, forks before this one included.
+        """
+        table, row = self.table, parent.row
+        computed = int(table.num_computed[row])
+        child.computed_once = computed
+        joined = computed // table.block_size  # a partly filled block will be copied
+        remaining = self.packing.remaining(child)
+        if not table.has_room() or not forecast.admit(child.num_tokens, remaining, joined):
+            match = self.pool.match(child.key(0, computed), child.request.adapter)
+            tail = [] if match.tail is None else [match.tail]
+            self.future_use.expect(child, [*match.blocks, *tail])
+            self.requeue(child)
+            return
+        share_blocks(self.pool, table, parent, child, computed)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Give up a running sequence's row and blocks."""
+        sequence.state.note_peak_blocks()
+        self.future_use.note_use(sequence)
+        self.pool.release(self.table.remove(sequence), sequence.left)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Give up an unfinished sequence; none of its blocks must be found again."""
+        self.future_use.forget(sequence)
+        for block in (*sequence.blocks, *sequence.given_back):
+            if block.indexed:
+                self.pool.forget(block)
+        if sequence.row >= 0:
+            self.pool.release(self.table.remove(sequence), sequence.left)
+        elif sequence in self.waiting:  # not there if it was drawn in this very step
+            self.waiting.remove(sequence)
+
+    def abort_all(self) -> None:
+        """Drop every sequence, and take what no step is known to have filled out of the index."""
+        self.withdraw()
+        self.waiting.clear()
+        self.future_use.forget_all()
+
+    def withdraw(self) -> list[Sequence]:
+        """Take all rows and blocks back, trusting nothing that a step not read was to fill.
+
+        Returns:
+            The sequences that ran.
+        """
+        self.pool.revoke()
+        running = list(self.table.running())
+        for sequence in running:
+            self.pool.release(self.table.remove(sequence), sequence.left)
+        return running
+
+    def preempt(self, sequence: Sequence) -> int:
+        """Take a running sequence's blocks, with those of its gang.
+
+        Its tokens must be known: what it computed is entered into the prefix index. Blocks that
+        are still there, or on the host, when it comes back are found; others are recomputed.
+
+        Returns:
+            Sequences that lost their blocks.
+        """
+        running = [member for member in sequence.gang if member.row >= 0]
+        assert all(self.table.sample_at[member.row] < 0 for member in running)
+        state = sequence.state
+        swaps = self.victims.swaps([member.blocks for member in running], self.pool.block_size)
+        state.stats.preemptions += len(running)
+        state.stats.swap_preemptions += swaps * len(running)
+        state.note_peak_blocks()
+        for member in running:
+            entries = self._prefixes.enter_computed(member)
+            if swaps:
+                self.future_use.expect(member, entries)
+        for member in reversed(running):
+            self.pool.release(self.table.remove(member), member.left)
+        self.requeue(sequence.gang[0])
+        return len(running)
+
+    def _continue_running(self) -> Schedule | None:
+        """Tokens and blocks for running sequences, preempting the newest where blocks lack.
+
+        None where the step in flight is better read first: when too many sequences would sit
+        out otherwise, and before any is preempted, as one that ended may free the blocks.
+        """
+        preempted = 0
+        while True:
+            running = self.table.rows()
+            in_flight = self.table.sample_at[running] >= 0
+            ready = ~in_flight | self._can_run_ahead(running)
+            if np.count_nonzero(~ready) > _MOST_SITTING_OUT * len(running):
+                return None
+            rows, num_new = self._share_budget(running[ready])
+            wanted = self._growth.blocks_wanted(rows, num_new)
+            if int(wanted.sum()) * self.pool.slots_per_block <= self.pool.num_available:
+                break
+            if in_flight.any():
+                return None
+            preempted += self.preempt(self.table.sequence(running[-1]))
+        schedule = Schedule(rows, num_new, num_preempted=preempted)
+        for at in np.flatnonzero(wanted):
+            self._growth.extend(int(rows[at]), int(num_new[at]))
+        return schedule
+
+    def _can_run_ahead(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Rows whose next step does not depend on a token's value, or on forks it has to make."""
+        table = self.table
+        ahead: npt.NDArray[np.bool_] = ~table.needs_values[rows] & (table.unborn[rows] == 0)
+        return ahead
+
+    def _share_budget(self, rows: Rows) -> tuple[Rows, Int]:
+        """Rows and tokens of each within the step's budget: decodes first, then the oldest."""
+        pending = self.table.num_tokens[rows] - self.table.num_computed[rows]
+        order = np.argsort(pending > 1, kind="stable")
+        rows, pending = rows[order], pending[order]
+        left = self.max_num_batched_tokens - (np.cumsum(pending) - pending)
+        num_new = self.gangs.keep_together(rows, np.clip(left, 0, pending))
+        some = num_new > 0
+        return rows[some], num_new[some]
+
+    def check_invariants(self) -> None:
+        """Assert that queue, table and pool agree."""
+        self.table.check_invariants()
+        self.gangs.check_invariants()
+        running = list(self.table.running())
+        self.pool.check_invariants(
+            (sequence.blocks for sequence in running), (sequence.left for sequence in running)
+        )
+        self.future_use.check_invariants()
+        assert all(waiting.row < 0 and not waiting.blocks for waiting in self.waiting)

@@ -1,0 +1,307 @@
+"""The running sequences' numbers, one row each, as numpy arrays.
+
+A step touches every running sequence; with the numbers in arrays it does so without a Python
+loop. Waiting sequences have no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.engine.kv.layer_groups import left_windows
+from batchinfer.engine.kv.prefix_index import Block
+from batchinfer.engine.sequence import Sequence
+
+Int = npt.NDArray[np.integer]
+Rows = npt.NDArray[np.intp]
+
+
+class SequenceTable:
+    """Rows of at most ``max_num_seqs`` running sequences.
+
+    Args:
+        max_num_seqs: rows.
+        max_model_len: most tokens of a sequence; prompt + ``max_tokens`` is cut to it.
+        block_size: tokens per block.
+        windows: of each layer group; 0 is full attention and comes first.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        windows: tuple[int, ...] = (0,),
+    ) -> None:
+        rows = max_num_seqs
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.windows = windows
+        self._has_windows = any(windows)
+        self._none_left = np.zeros((1, 1), dtype=np.int32)
+        self.sequences: npt.NDArray[np.object_] = np.full(rows, None, dtype=object)
+        """The ``Sequence`` in each row, or None."""
+        self.active = np.zeros(rows, dtype=np.bool_)
+        self.admission = np.zeros(rows, dtype=np.int64)
+        """Order of admission; the newest is preempted first."""
+        self.num_prompt = np.zeros(rows, dtype=np.int32)
+        self.num_tokens = np.zeros(rows, dtype=np.int32)
+        """Prompt and output tokens, one that is being drawn among them."""
+        self.num_computed = np.zeros(rows, dtype=np.int32)
+        """Leading tokens with KV in the pool once every submitted step ran."""
+        self.computed_once = np.zeros(rows, dtype=np.int32)
+        self.max_total = np.zeros(rows, dtype=np.int32)
+        """Tokens at which the sequence ends by length."""
+        self.length_known = np.zeros(rows, dtype=np.bool_)
+        """Whether the sequence surely runs to ``max_total``."""
+        self.last_token = np.zeros(rows, dtype=np.int32)
+        self.sample_at = np.full(rows, -1, dtype=np.int32)
+        """Which sample of the step in flight the last token is; -1 = ``last_token`` has it."""
+        self.num_blocks = np.zeros(rows, dtype=np.int32)
+        self.num_joined = np.zeros(rows, dtype=np.int32)
+        """Leading blocks that somebody else refers to as well; not given back at the end."""
+        self.unborn = np.zeros(rows, dtype=np.int32)
+        """Further samples, or beams, that will fork from the row when it has caught up."""
+        self.tail_shared = np.zeros(rows, dtype=np.bool_)
+        """Whether the last block may be shared, so that writing to it must look."""
+        self.block_table = np.zeros((rows, 16), dtype=np.int32)
+        """[rows, longest] slots in the first layer group; anything where a block left a window."""
+        self.other_tables = np.zeros((len(windows) - 1, rows, 16), dtype=np.int32)
+        """[G - 1, rows, longest] slots in the others."""
+        self._serials = np.zeros((rows if windows[0] else 0, 16), dtype=np.int64)
+        """[rows, longest] of blocks, where these have no slot of their own."""
+        self.version = 0
+        """Changes with every change of a block table but growth at its end."""
+        self.temperature = np.zeros(rows, dtype=np.float32)
+        self.top_p = np.zeros(rows, dtype=np.float32)
+        self.top_k = np.zeros(rows, dtype=np.int32)
+        self.min_p = np.zeros(rows, dtype=np.float32)
+        self.seed = np.zeros(rows, dtype=np.uint64)
+        self.stream = np.zeros(rows, dtype=np.uint64)
+        self.sample_index = np.zeros(rows, dtype=np.int32)
+        self.num_logprobs = np.zeros(rows, dtype=np.int32)
+        self.min_tokens = np.zeros(rows, dtype=np.int32)
+        self.stop_ids = np.full((rows, 4), -1, dtype=np.int32)
+        self.checks_stops = np.zeros(rows, dtype=np.bool_)
+        """Whether a stop checker sees each token."""
+        self.edits_logits = np.zeros(rows, dtype=np.bool_)
+        """Whether penalties, biases or bans need looking after, one sequence at a time."""
+        self.needs_values = np.zeros(rows, dtype=np.bool_)
+        """Whether drawing a token takes the values of all tokens before it."""
+        self.scores_prompt = np.zeros(rows, dtype=np.bool_)
+        """Whether log-probabilities of its prompt's tokens are asked for."""
+        self.given_token = np.full(rows, -1, dtype=np.int32)
+        """What its output token is told to be; -1 = it is drawn."""
+        self.adapter = np.zeros(rows, dtype=np.int32)
+        """Number of the adapter the sequence runs through; 0 = the base model alone."""
+        self.has_grammar = np.zeros(rows, dtype=np.bool_)
+        """Whether a grammar says which tokens may come next."""
+        self.is_beam = np.zeros(rows, dtype=np.bool_)
+        """Whether the sequence is one of a row's beams."""
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._admissions = 0
+
+    @property
+    def block_ids(self) -> npt.NDArray[np.integer]:
+        """[rows, longest] numbers that tell blocks apart."""
+        return self._serials if self.windows[0] else self.block_table
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with a row."""
+        return len(self.sequences) - len(self._free_rows)
+
+    def has_room(self, count: int = 1) -> bool:
+        """Whether so many more sequences can run; rows are kept for beams to be born."""
+        return len(self._free_rows) - int(self.unborn[self.is_beam].sum()) >= count
+
+    def rows(self) -> Rows:
+        """Rows in use, oldest admission first."""
+        rows = np.flatnonzero(self.active)
+        return rows[np.argsort(self.admission[rows], kind="stable")]
+
+    def running(self) -> Iterator[Sequence]:
+        """The running sequences, oldest admission first."""
+        return (self.sequence(row) for row in self.rows())
+
+    def sequence(self, row: int | np.intp) -> Sequence:
+        """The sequence in a row that is in use."""
+        sequence = self.sequences[row]
+        assert isinstance(sequence, Sequence)
+        return sequence
+
+    def num_left(self, num_tokens: Int) -> npt.NDArray[np.integer]:
+        """[G, S] leading blocks that left each group's window.
+
+        Args:
+            num_tokens: [S] computed of each sequence.
+
+        Returns:
+            What broadcasts to that.
+        """
+        if not self._has_windows:
+            return self._none_left
+        return np.stack([left_windows(num_tokens, w, self.block_size) for w in self.windows])
+
+    def total_limit(self, sequence: Sequence) -> int:
+        """Tokens at which the sequence ends by length."""
+        request = sequence.request
+        return min(request.num_prompt_tokens + request.params.max_tokens, self.max_model_len)
+
+    def add(self, sequence: Sequence, blocks: list[Block], num_computed: int, joined: int) -> int:
+        """Give a sequence a row; ``blocks`` hold its first ``num_computed`` tokens."""
+        row = self._free_rows.pop()
+        sequence.row = row
+        self.version += 1
+        self.sequences[row] = sequence
+        self.active[row] = True
+        self.admission[row] = self._admissions
+        self._admissions += 1
+        self.num_prompt[row] = sequence.request.num_prompt_tokens
+        self.num_tokens[row] = sequence.num_tokens
+        self.num_computed[row] = num_computed
+        self.computed_once[row] = max(sequence.computed_once, num_computed)
+        self.max_total[row] = self.total_limit(sequence)
+        self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
+        self.sample_at[row] = -1
+        self.num_joined[row] = joined
+        self.unborn[row] = sequence.num_unborn
+        self.tail_shared[row] = False
+        sequence.blocks = []
+        self.num_blocks[row] = 0
+        if joined:
+            self._note_joined(blocks[joined - 1], joined)
+        for block in blocks:
+            self.append_block(row, block)
+        self._set_sampling(row, sequence)
+        return row
+
+    def remove(self, sequence: Sequence) -> list[Block]:
+        """Take a sequence's row back; returns its blocks, which the caller releases."""
+        row, blocks = sequence.row, sequence.blocks
+        sequence.computed_once = int(self.computed_once[row])
+        self.block_table[row, : len(blocks)] = 0
+        if self._has_windows:
+            self.other_tables[:, row, : len(blocks)] = 0
+        self.version += 1
+        self.active[row] = False
+        self.unborn[row] = 0
+        self.sequences[row] = None
+        self._free_rows.append(row)
+        sequence.row, sequence.blocks = -1, []
+        return blocks
+
+    def append_block(self, row: int, block: Block) -> None:
+        """Add a block at the end of a row's table."""
+        blocks = self.sequence(row).blocks
+        if len(blocks) == self.block_table.shape[1]:
+            more = ((0, 0), (0, len(blocks)))
+            self.block_table = np.pad(self.block_table, more)
+            self.other_tables = np.pad(self.other_tables, ((0, 0), *more))
+            self._serials = np.pad(self._serials, more)
+        if block.parts:
+            self._set_slots(row, len(blocks), block)
+        else:
+            self.block_table[row, len(blocks)] = block.slot
+        if block.row < 0:
+            block.row = row
+        blocks.append(block)
+        self.num_blocks[row] = len(blocks)
+
+    def _note_joined(self, block: Block, count: int) -> None:
+        """The first ``count`` blocks of the sequence that ``block`` was made for are now shared."""
+        maker = self.sequences[block.row]
+        if maker is not None and count <= len(maker.blocks) and maker.blocks[count - 1] is block:
+            self.num_joined[block.row] = max(self.num_joined[block.row], count)
+
+    def replace_last_block(self, row: int, block: Block) -> Block:
+        """Put ``block`` in the place of a row's last one; returns that one."""
+        blocks = self.sequence(row).blocks
+        replaced, blocks[-1] = blocks[-1], block
+        self.version += 1
+        if block.parts:
+            self._set_slots(row, len(blocks) - 1, block)
+        else:
+            self.block_table[row, len(blocks) - 1] = block.slot
+        return replaced
+
+    def _set_slots(self, row: int, at: int, block: Block) -> None:
+        self.block_table[row, at], *others = _slots(block, self.windows)
+        self.other_tables[:, row, at] = others
+        if len(self._serials):
+            self._serials[row, at] = block.serial
+
+    def _set_sampling(self, row: int, sequence: Sequence) -> None:
+        request, params = sequence.request, sequence.request.params
+        self.adapter[row] = request.adapter
+        self.temperature[row] = params.temperature
+        self.top_p[row] = params.top_p
+        self.top_k[row] = max(params.top_k, 0)
+        self.min_p[row] = params.min_p
+        self.seed[row], self.stream[row] = request.rng_key
+        self.sample_index[row] = sequence.index
+        self.num_logprobs[row] = request.num_candidates
+        self.min_tokens[row] = params.min_tokens
+        stop_ids = request.stop_token_ids
+        if len(stop_ids) > self.stop_ids.shape[1]:
+            wider = np.full((len(self.sequences), len(stop_ids)), -1, dtype=np.int32)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+        self.checks_stops[row] = sequence.stop_checker is not None
+        self.length_known[row] = not stop_ids and request.make_stop_checker is None
+        self.is_beam[row] = params.beam_width is not None
+        self.scores_prompt[row] = params.prompt_logprobs is not None
+        self.given_token[row] = -1 if request.given_token is None else request.given_token
+        self.has_grammar[row] = request.grammar is not None
+        looks_back = bool(
+            params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty != 1.0
+            or request.bad_words_token_ids
+        )
+        self.needs_values[row] = looks_back or self.is_beam[row] or self.has_grammar[row]
+        self.edits_logits[row] = bool(
+            looks_back
+            or params.logit_bias
+            or params.allowed_token_ids is not None
+            or (params.min_tokens > 0 and stop_ids)
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that arrays, sequences and block tables agree."""
+        assert self.num_running == int(self.active.sum())
+        for row, sequence in enumerate(self.sequences):
+            assert (sequence is not None) == bool(self.active[row])
+            if sequence is None:
+                continue
+            assert sequence.row == row
+            in_flight = bool(self.sample_at[row] >= 0)
+            assert self.num_tokens[row] == sequence.num_tokens + in_flight
+            assert not in_flight or self.num_computed[row] == sequence.num_tokens
+            assert self.num_blocks[row] == len(sequence.blocks)
+            slots = self._check_slots(row, sequence)
+            assert 0 <= self.num_computed[row] < self.num_tokens[row] <= self.max_total[row]
+            assert len(slots) == -(-int(self.num_computed[row]) // self.block_size)
+
+    def _check_slots(self, row: int, sequence: Sequence) -> list[Block]:
+        blocks, parts = sequence.blocks, len(self.windows) - (self.windows[0] == 0)
+        left = (*(0 for _ in range(len(self.windows) - parts)), *sequence.left)
+        assert len(left) == len(self.windows)
+        for group, gone in enumerate(left):
+            slots = [_slots(block, self.windows)[group] for block in blocks]
+            assert all(slot >= 0 for slot in slots[gone:])
+            table = self.other_tables[group - 1, row] if group else self.block_table[row]
+            assert table[gone : len(slots)].tolist() == slots[gone:]
+            assert not table[len(slots) :].any()
+        return blocks
+
+
+def _slots(block: Block, windows: tuple[int, ...]) -> list[int]:
+    """A block's slot in each layer group; 0 where it has none."""
+    own = [] if windows[0] else [block.slot]
+    return own + [max(part.slot, 0) for part in block.parts]

@@ -1,0 +1,1 @@
+"""An engine that computes nothing, on a clock that a roofline sets."""

@@ -1,0 +1,170 @@
+"""An engine that computes nothing: the same schedule, on a clock that a roofline sets."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batchinfer.config import EngineConfig
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.runner import Pending, Ready
+from batchinfer.engine.scheduler.preemption import Victims
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
+from batchinfer.engine.simulate.roofline import (
+    PERFECT,
+    WELL_BUILT,
+    Device,
+    ModelCost,
+    StepWork,
+    step_seconds,
+)
+from batchinfer.engine.step import Float32, Int32, Step, StepResult
+
+END_TOKEN = 2**31 - 1
+"""What samples end with that end before ``max_tokens``; no model has such a token."""
+_FILLER = 2**30  # and up: tokens that no prompt has
+# Log-probabilities of made-up beams: what a beam's next tokens may lose against another beam's,
+# what the next best loses against the best, and what nobody goes on with.
+_BEAM_LUCK = 1.0
+_NEXT_BEST = 0.25
+_NEVER = 1e6
+# Measured on two cores: the host's own time, which a GPU hides if its step takes longer, and what
+# steps of a tiny model take on a CPU beside arithmetic.
+_HOST_STEP_S = 1.2e-3
+_HOST_CHUNK_S = 0.17e-3
+_CPU_SAMPLE_S = 35e-6
+_CPU_TOKEN_S = 5e-6
+
+
+class DryRunner:
+    """Draws made-up tokens, different for every sample, and adds up the time of each step.
+
+    Beams draw made-up candidates: which of them go on is like a model's, not the model's own.
+
+    Args:
+        model: what a token costs.
+        device: what it runs on.
+        end_after: samples draw ``END_TOKEN`` when they come to so many tokens; None: never.
+        block_copy_s: seconds a block takes to the host or back.
+    """
+
+    def __init__(
+        self,
+        model: ModelCost,
+        device: Device,
+        end_after: int | None = None,
+        block_copy_s: float = 0.0,
+    ) -> None:
+        self.seconds = 0.0
+        """Time of all steps, on a well-built engine; the engine's clock."""
+        self.bound_s = 0.0
+        """The same at the device's limits."""
+        self.samples_drawn = 0
+        """Output tokens so far."""
+        self._model = model
+        self._device = device
+        self._end_after = end_after
+        self._block_copy_s = block_copy_s
+
+    def submit(self, step: Step) -> Pending:
+        """Let the step's time pass."""
+        work = StepWork.of(step)
+        self.seconds += self._step_seconds(work)
+        self.seconds += self._block_copy_s * (len(step.swap_outs) + len(step.swap_ins))
+        self.bound_s += step_seconds(self._model, self._device, work, PERFECT)
+        self.samples_drawn += step.num_samples
+        tokens = self._tokens(step)
+        top_token_ids, top_logprobs = _candidates(step, tokens)
+        return Ready(
+            StepResult(
+                token_ids=tokens,
+                logprobs=np.zeros(step.num_samples, dtype=np.float32),
+                nonfinite=np.zeros(step.num_samples, dtype=np.bool_),
+                ranks=None,
+                top_token_ids=top_token_ids,
+                top_logprobs=top_logprobs,
+                scored=_scored(step),
+            )
+        )
+
+    def _step_seconds(self, work: StepWork) -> float:
+        host = _HOST_STEP_S + work.chunks * _HOST_CHUNK_S
+        computing = step_seconds(self._model, self._device, work, WELL_BUILT)
+        if self._device.is_gpu:
+            return max(host, computing)
+        beside = work.logits_rows * _CPU_SAMPLE_S + work.tokens * _CPU_TOKEN_S
+        return host + computing + beside
+
+    def _tokens(self, step: Step) -> Int32:
+        """[K] token ids; equal prompts do not go on alike, so that no output is shared."""
+        batch = step.sampling
+        mixed = batch.stream * 7919 + batch.sample_index.astype(np.uint64) * 104_729
+        mixed = (mixed + batch.position.astype(np.uint64)) % np.uint64(_FILLER - 1)
+        tokens = mixed.astype(np.int32) + np.int32(_FILLER)
+        if self._end_after is not None:
+            tokens[batch.position >= self._end_after - 1] = END_TOKEN
+        return tokens
+
+
+def _scored(step: Step) -> StepResult | None:
+    """Made-up log-probabilities of a prompt's tokens."""
+    if step.scored is None:
+        return None
+    tokens, most = step.scored.token_ids, int(step.scored.num_logprobs.max())
+    return StepResult(
+        token_ids=tokens,
+        logprobs=np.zeros(len(tokens), dtype=np.float32),
+        nonfinite=np.zeros(len(tokens), dtype=np.bool_),
+        ranks=np.ones(len(tokens), dtype=np.int32),
+        top_token_ids=np.zeros((len(tokens), most), dtype=np.int32),
+        top_logprobs=np.zeros((len(tokens), most), dtype=np.float32),
+    )
+
+
+def _candidates(step: Step, tokens: Int32) -> tuple[Int32 | None, Float32 | None]:
+    """[K, L] made-up continuations of the beams among the samples, best first; None without any.
+
+    A beam that ends has its end as the best by far; others are as in a search that keeps going
+    back to a few beams, so that what its beams have in common is all but their last tokens.
+    """
+    wanted = step.sampling.num_logprobs
+    most = int(wanted.max(initial=0))
+    if most <= 0:
+        return None, None
+    ranks = np.arange(most)
+    place = np.arange(len(tokens), dtype=np.int64)[:, None] + tokens.astype(np.int64)[:, None]
+    token_ids = _FILLER + (place * 31 + ranks) % (_FILLER - 1)
+    luck = (place * 2_654_435_761 % 1_000_003) / 1_000_003
+    logprobs = -_BEAM_LUCK * luck - _NEXT_BEST * ranks
+    ends = tokens == END_TOKEN
+    token_ids[ends, 0], logprobs[ends, 0], logprobs[ends, 1:] = END_TOKEN, 0.0, -_NEVER
+    return token_ids.astype(np.int32), logprobs.astype(np.float32)
+
+
+def make_dry_engine(
+    config: EngineConfig,
+    model: ModelCost,
+    device: Device,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    num_host_blocks: int = 0,
+    end_after: int | None = None,
+    windows: tuple[int, ...] = (0,),
+) -> tuple[Engine, DryRunner]:
+    """An engine as a run would have it, over a ``DryRunner`` and on its clock."""
+    pool = BlockPool(
+        num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+        windows=windows,
+    )
+    table = SequenceTable(config.max_num_seqs, max_model_len, config.block_size, windows)
+    block_copy_s = model.kv_bytes * config.block_size / device.host_bandwidth
+    runner = DryRunner(model, device, end_after, block_copy_s)
+    victims = Victims(config.preemption, block_copy_s) if num_host_blocks else Victims()
+    scheduler = Scheduler(pool, table, config.max_num_batched_tokens, victims)
+    engine = Engine(scheduler, runner, lambda: runner.seconds, runs_ahead=device.is_gpu)
+    return engine, runner

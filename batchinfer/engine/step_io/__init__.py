@@ -1,0 +1,1 @@
+"""A schedule to the arrays of a step, and its result back to the sequences."""

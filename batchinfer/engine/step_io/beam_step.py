@@ -1,0 +1,98 @@
+"""Takes a step's candidates back to the searches that wait for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batchinfer.engine.beam_search import Continuation
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.sequence import RequestState, Sequence
+from batchinfer.engine.step import Int64, StepResult
+from batchinfer.engine.step_io.in_flight import Drawn
+
+States = dict[RequestState, None]
+"""A set of rows, in order."""
+
+
+def take_back_beams(
+    scheduler: Scheduler, drawn: Drawn, result: StepResult, now: float
+) -> tuple[States, States]:
+    """Let each search go on by a token.
+
+    A gang's beams are all drawn in one step (see ``Gangs.keep_together``), and none is in the
+    step after it.
+
+    Args:
+        scheduler: after the step was submitted.
+        drawn: the step's beams.
+        result: as many samples, each with its beam's candidates.
+        now: the engine's clock, in seconds.
+
+    Returns:
+        Rows whose search is over; and rows whose logits are not numbers, still running.
+    """
+    places = {sequence: at for at, sequence in enumerate(drawn.sequences)}
+    done: States = {}
+    failed: States = {}
+    for state in dict.fromkeys(sequence.state for sequence in places):
+        at = np.array([places[beam] for beam in state.live])
+        if result.nonfinite[at].any():
+            failed[state] = None
+            continue
+        if state.first_token_at is None:
+            state.first_token_at = now
+        at_limit = bool(drawn.at_limit[at[0]])
+        heirs = _advance(state, at, result, at_limit=at_limit)
+        stopped = np.full(len(at), not heirs and not at_limit)
+        scheduler.packing.lengths.observe(drawn.lengths[at], stopped)
+        if heirs:
+            _replace(scheduler, state, heirs)
+        else:
+            _end(scheduler, state)
+            done[state] = None
+    return done, failed
+
+
+def _advance(
+    state: RequestState, at: Int64, result: StepResult, *, at_limit: bool
+) -> list[Continuation]:
+    """Hand the search the candidates of its beams, which are the samples ``at`` [B]."""
+    assert state.search is not None
+    assert result.top_token_ids is not None
+    assert result.top_logprobs is not None
+    wanted = state.request.num_candidates
+    return state.search.advance(
+        state.live,
+        result.top_token_ids[at, :wanted],
+        result.top_logprobs[at, :wanted],
+        at_limit=at_limit,
+    )
+
+
+def _replace(scheduler: Scheduler, state: RequestState, heirs: list[Continuation]) -> None:
+    """Run the next beams in place of the present ones, whose blocks they share."""
+    state.note_peak_blocks()
+    present = state.live
+    before = [beam.output_ids for beam in present]
+    continued: set[int] = set()
+    state.live = []
+    for heir in heirs:
+        beam = present[heir.beam]
+        if heir.beam in continued:
+            beam = Sequence(state, 0)
+        continued.add(heir.beam)
+        beam.output_ids = [*before[heir.beam], heir.token_id]
+        beam.cumulative_logprob = heir.cumulative_logprob
+        state.live.append(beam)
+    parents = [heir.beam for heir in heirs]
+    scheduler.gangs.replace(present, list(zip(state.live, parents, strict=True)))
+
+
+def _end(scheduler: Scheduler, state: RequestState) -> None:
+    """Give back what the beams hold and keep the search's outputs."""
+    assert state.search is not None
+    for beam in state.live:
+        if beam.row >= 0:
+            scheduler.finish(beam)
+    state.live.clear()
+    state.finished = dict(enumerate(state.search.outputs()))

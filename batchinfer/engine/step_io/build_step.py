@@ -1,0 +1,106 @@
+"""Turns a schedule into the arrays of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from batchinfer.engine.kv.pending_blocks import Pairs
+from batchinfer.engine.scheduler.schedule import Schedule
+from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
+from batchinfer.engine.step import Int32, Int64, ScoredTokens, SharedPrefixes, Step
+from batchinfer.engine.step_io.sampling_batch import build_sampling_batch
+
+
+def sampled_rows(table: SequenceTable, schedule: Schedule) -> tuple[Rows, Int32]:
+    """Rows whose last known token is computed, and how many samples to draw from each.
+
+    A row's first token is drawn for all its samples at once, from the same logits.
+    """
+    rows = schedule.rows
+    done = table.num_computed[rows] + schedule.num_new == table.num_tokens[rows]
+    rows = rows[done]
+    copies = np.ones(len(rows), dtype=np.int32)
+    for at in np.flatnonzero(table.num_tokens[rows] == table.num_prompt[rows]):
+        copies[at] = table.sequence(rows[at]).request.num_draws
+    return rows, copies
+
+
+def build_step(
+    table: SequenceTable,
+    schedule: Schedule,
+    sampled: Rows,
+    copies: Int32,
+    shared_prefixes: SharedPrefixes | None = None,
+    scored: ScoredTokens | None = None,
+) -> Step:
+    """The step that computes ``schedule``; slots of blocks are resolved here.
+
+    ``sampled`` and ``copies`` are those of ``sampled_rows``, ``shared_prefixes`` and ``scored`` of
+    the schedule's rows.
+    """
+    rows, num_new = schedule.rows, schedule.num_new
+    starts = np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)
+    computed = table.num_computed[rows]
+    within = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], num_new)
+    positions = (np.repeat(computed, num_new) + within).astype(np.int32)
+    size = table.block_size
+    at_row, at_block = np.repeat(rows, num_new), positions // size
+    context_lens = (computed + num_new).astype(np.int32)
+    longest = -(-int(context_lens.max()) // size)
+    others: dict[str, Any] = {}
+    if len(table.windows) > 1:
+        others["other_tables"] = table.other_tables[:, rows, :longest]
+        slots = table.other_tables[:, at_row, at_block]
+        others["other_slots"] = _places(slots, positions, size)
+    adapters = table.adapter[rows]
+    finishes = computed + num_new == table.num_tokens[rows]
+    return Step(
+        token_ids=_token_ids(table, schedule, starts),
+        previous_sample=_previous_sample(table, schedule, starts),
+        positions=positions,
+        query_starts=starts,
+        context_lens=context_lens,
+        block_tables=table.block_table[rows, :longest],
+        slot_mapping=_places(table.block_table[at_row, at_block], positions, size),
+        block_copies=_pairs(schedule.copies.within),
+        logits_indices=(starts[1:] - 1)[finishes],
+        sampling=build_sampling_batch(table, sampled, copies),
+        shared_prefixes=shared_prefixes,
+        swap_outs=_pairs(schedule.copies.outs),
+        swap_ins=_pairs(schedule.copies.ins),
+        scored=scored,
+        adapters=adapters if adapters.any() else None,
+        **others,
+    )
+
+
+def _places(slots: Int32, positions: Int32, block_size: int) -> Int64:
+    """Where in the pool the tokens at ``positions`` go, whose blocks have these slots."""
+    return slots.astype(np.int64) * block_size + positions % block_size
+
+
+def _pairs(pairs: Pairs) -> Int32:
+    return np.asarray(pairs, dtype=np.int32).reshape(-1, 2)
+
+
+def _previous_sample(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
+    """Where the value of a row's only token is not known yet: the sample it will be."""
+    previous = np.full(starts[-1], -1, dtype=np.int32)
+    previous[starts[:-1]] = table.sample_at[schedule.rows]
+    return previous
+
+
+def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
+    """The tokens each row computes: its last one, or the next chunk of what it knows."""
+    rows, num_new = schedule.rows, schedule.num_new
+    token_ids = np.empty(starts[-1], dtype=np.int32)
+    token_ids[starts[:-1]] = table.last_token[rows]
+    computed = table.num_computed[rows]
+    behind = table.num_tokens[rows] - computed > 1
+    for at in np.flatnonzero(behind):
+        start = int(computed[at])
+        tokens = table.sequence(rows[at]).tokens(start, start + int(num_new[at]))
+        token_ids[starts[at] : starts[at + 1]] = tokens
+    return token_ids

@@ -1,0 +1,78 @@
+"""What the engine remembers of a step while it waits for its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.engine.runner import Pending
+from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
+from batchinfer.engine.stats import StepStats
+from batchinfer.engine.step import Bool, Int32, Int64
+from batchinfer.engine.step_io.scored_prompts import ScoredSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The sequences a step draws samples for, [R] of each.
+
+    By the time the samples are known the step after may be under way, and a sequence may have
+    left its row, so what taking them back needs is noted when the step is submitted.
+    """
+
+    rows: Rows
+    admission: Int64  # with the row, says whether the sequence is still in it
+    sequences: npt.NDArray[np.object_]  # of Sequence
+    copies: Int32  # samples drawn from the row's logits
+    num_tokens: Int32  # with the token drawn
+    lengths: Int32  # output tokens, with the token drawn
+    at_limit: Bool  # ends by length with this token
+    may_stop: Bool  # as long as min_tokens
+    stop_ids: Int32  # [R, most of any row] padded with -1
+    checks_stops: Bool
+    num_logprobs: Int32
+    is_beam: Bool
+    scores_prompt: Bool
+    has_grammar: Bool
+
+    def only(self, chosen: Bool | Rows) -> Drawn:
+        """Those sequences, by a mask or by their places."""
+        return Drawn(*(getattr(self, entry.name)[chosen] for entry in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that was submitted and not read."""
+
+    pending: Pending
+    drawn: Drawn
+    stats: StepStats
+    """Without its times."""
+    began: float
+    """When its scheduling began, by the engine's clock."""
+    scored: list[ScoredSpan]
+    """What it tells of prompts."""
+
+
+def note_drawn(table: SequenceTable, rows: Rows, copies: Int32) -> Drawn:
+    """What ``take_back`` needs to know of the rows a step samples. Call it before ``advance``."""
+    num_tokens = table.num_tokens[rows] + np.int32(1)
+    lengths = num_tokens - table.num_prompt[rows]
+    return Drawn(
+        rows=rows,
+        admission=table.admission[rows],
+        sequences=table.sequences[rows],
+        copies=copies,
+        num_tokens=num_tokens,
+        lengths=lengths,
+        at_limit=num_tokens >= table.max_total[rows],
+        may_stop=lengths >= table.min_tokens[rows],
+        stop_ids=table.stop_ids[rows],
+        checks_stops=table.checks_stops[rows],
+        num_logprobs=table.num_logprobs[rows],
+        is_beam=table.is_beam[rows],
+        scores_prompt=table.scores_prompt[rows],
+        has_grammar=table.has_grammar[rows],
+    )

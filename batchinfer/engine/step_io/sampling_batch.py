@@ -1,0 +1,120 @@
+"""Builds the part of a step that says how its samples are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.step import Int32, Penalties, SamplingBatch
+from batchinfer.engine.step_io.structured_output import grammar_masks
+
+
+def build_sampling_batch(table: SequenceTable, rows: Rows, copies: Int32) -> SamplingBatch:
+    """Samples for each of ``rows``, ``copies[i]`` of them from the logits of row ``i``.
+
+    The samples of one row follow each other, with sample indices counting up from its own.
+    """
+    logits_rows = np.repeat(np.arange(len(rows), dtype=np.int32), copies)
+    drawn = np.repeat(rows, copies)
+    first = np.cumsum(copies) - copies
+    nth = np.arange(len(drawn), dtype=np.int32) - np.repeat(first, copies)
+    edited = np.flatnonzero(table.edits_logits[drawn])
+    sequences = [table.sequence(drawn[at]) for at in edited]
+    position = (table.num_tokens[drawn] - table.num_prompt[drawn]).astype(np.int32)
+    given = table.given_token[drawn]
+    bias, allowed = _Entries(), _Entries()
+    for at, sequence in zip(edited.tolist(), sequences, strict=True):
+        _add_biases(sequence, int(position[at]), at, bias)
+        allowed.add(at, sequence.request.params.allowed_token_ids or ())
+    masked_rows, masks = grammar_masks(table, rows)
+    return SamplingBatch(
+        logits_rows=logits_rows,
+        temperature=table.temperature[drawn],
+        top_p=table.top_p[drawn],
+        top_k=table.top_k[drawn],
+        min_p=table.min_p[drawn],
+        seed=table.seed[drawn],
+        stream=table.stream[drawn],
+        sample_index=(table.sample_index[drawn] + nth).astype(np.int32),
+        position=position,
+        num_logprobs=table.num_logprobs[drawn],
+        penalties=_penalties(edited.tolist(), sequences),
+        bias_samples=np.asarray(bias.samples, dtype=np.int32),
+        bias_token_ids=np.asarray(bias.token_ids, dtype=np.int32),
+        bias_values=np.asarray(bias.values, dtype=np.float32),
+        allowed_samples=np.asarray(allowed.samples, dtype=np.int32),
+        allowed_token_ids=np.asarray(allowed.token_ids, dtype=np.int32),
+        given_token_ids=given if (given >= 0).any() else None,
+        masked_rows=masked_rows,
+        masks=masks,
+    )
+
+
+class _Entries:
+    """A sparse matrix being written: (sample, token id, value)."""
+
+    def __init__(self) -> None:
+        self.samples: list[int] = []
+        self.token_ids: list[int] = []
+        self.values: list[float] = []
+
+    def add(self, sample: int, token_ids: Items[int], values: Items[float] = ()) -> None:
+        self.samples.extend([sample] * len(token_ids))
+        self.token_ids.extend(token_ids)
+        self.values.extend(values)
+
+
+def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) -> None:
+    """The row's own biases, and bans: bad words about to complete, stops before min_tokens."""
+    request, params = sequence.request, sequence.request.params
+    if params.logit_bias:
+        bias.add(sample, list(params.logit_bias), list(params.logit_bias.values()))
+    banned = {
+        word[-1]
+        for word in request.bad_words_token_ids
+        if _ends_with(sequence.output_ids, word[:-1])
+    }
+    if position < params.min_tokens and request.grammar is None:  # else its mask says so
+        banned.update(request.stop_token_ids)
+    bias.add(sample, sorted(banned), [-np.inf] * len(banned))
+
+
+def _ends_with(token_ids: list[int], ending: tuple[int, ...]) -> bool:
+    return not ending or tuple(token_ids[-len(ending) :]) == ending
+
+
+def _penalties(samples: list[int], sequences: list[Sequence]) -> Penalties | None:
+    penalised = [
+        (at, sequence)
+        for at, sequence in zip(samples, sequences, strict=True)
+        if _is_penalised(sequence)
+    ]
+    if not penalised:
+        return None
+    params = [sequence.request.params for _, sequence in penalised]
+    return Penalties(
+        samples=np.asarray([at for at, _ in penalised], dtype=np.int32),
+        presence=np.asarray([p.presence_penalty for p in params], dtype=np.float32),
+        frequency=np.asarray([p.frequency_penalty for p in params], dtype=np.float32),
+        repetition=np.asarray([p.repetition_penalty for p in params], dtype=np.float32),
+        prompt_token_ids=_padded([s.request.prompt_token_ids for _, s in penalised]),
+        output_token_ids=_padded([s.output_ids for _, s in penalised]),
+    )
+
+
+def _is_penalised(sequence: Sequence) -> bool:
+    params = sequence.request.params
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    )
+
+
+def _padded(rows: Items[Int32 | list[int]]) -> Int32:
+    """Rows of token ids, filled up with -1."""
+    padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int32)
+    for row, token_ids in zip(padded, rows, strict=True):
+        row[: len(token_ids)] = token_ids
+    return padded

@@ -1,0 +1,74 @@
+"""What a step tells of the tokens that prompts hold: asked for, and given to each prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchinfer.engine.scheduler.schedule import Schedule
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
+from batchinfer.engine.sequence import RequestState
+from batchinfer.engine.step import ScoredTokens, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSpan:
+    """Neighbouring positions of one prompt whose logits a step takes."""
+
+    state: RequestState
+    start: int
+    stop: int
+    packed: int
+    """Where in the step's row of tokens the first of them is."""
+
+
+def scored_spans(table: SequenceTable, schedule: Schedule) -> list[ScoredSpan]:
+    """What a step is to tell of prompts. Call it before its tokens count as computed."""
+    rows, num_new = schedule.rows, schedule.num_new
+    computed = table.num_computed[rows]
+    asking = table.scores_prompt[rows] & (computed < table.num_prompt[rows] - 1)
+    if not asking.any():
+        return []
+    starts, spans = np.cumsum(num_new) - num_new, []
+    for at in np.flatnonzero(asking):
+        state, first = table.sequence(rows[at]).state, int(computed[at])
+        assert state.scores is not None
+        start = max(first, state.scores.next)
+        stop = min(first + int(num_new[at]), state.scores.stop)
+        if start < stop:
+            spans.append(ScoredSpan(state, start, stop, int(starts[at]) + start - first))
+    return spans
+
+
+def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
+    """The same as a step has it; None where there is nothing."""
+    if not spans:
+        return None
+    lengths = [span.stop - span.start for span in spans]
+    wanted = [0 if span.state.scores is None else span.state.scores.num_top for span in spans]
+    return ScoredTokens(
+        rows=np.concatenate(
+            [np.arange(s.packed, s.packed + s.stop - s.start, dtype=np.int32) for s in spans]
+        ),
+        token_ids=np.concatenate(
+            [s.state.request.prompt_token_ids[s.start + 1 : s.stop + 1] for s in spans]
+        ),
+        num_logprobs=np.repeat(np.asarray(wanted, dtype=np.int32), lengths),
+    )
+
+
+def take_back_scores(spans: list[ScoredSpan], result: StepResult | None) -> None:
+    """Give every prompt what a step told of it.
+
+    Args:
+        spans: of the step, in its order.
+        result: of the tokens of ``scored_tokens``, one after the other.
+    """
+    at = 0
+    for span in spans:
+        assert result is not None
+        assert span.state.scores is not None
+        end = at + span.stop - span.start
+        span.state.scores.take(span.start, result.only(slice(at, end)))
+        at = end

@@ -1,0 +1,130 @@
+"""Sequences whose text has a grammar: what may be drawn for them, and what must follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchinfer.engine.request import TokenLogprobs
+from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
+from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.step import Bool, Int32, StepResult
+from batchinfer.engine.step_io.in_flight import Drawn
+from batchinfer.protocols import GrammarState, StopMatch
+
+
+def grammar_masks(table: SequenceTable, rows: Rows) -> tuple[Int32, Int32]:
+    """What grammars allow next, made in one call.
+
+    Args:
+        table: the running sequences.
+        rows: [R] those that samples are drawn for.
+
+    Returns:
+        [M] which of the R have a grammar, and [M, words] their masks (see ``Grammar``). The samples
+        that a row begins with have one in common.
+    """
+    places = np.flatnonzero(table.has_grammar[rows]).astype(np.int32)
+    if len(places) == 0:
+        return places, np.empty((0, 0), dtype=np.int32)
+    sequences = [table.sequence(rows[at]) for at in places]
+    grammar = sequences[0].request.grammar
+    assert grammar is not None
+    masks = grammar.masks([_state(sequence) for sequence in sequences])
+    for mask, sequence in zip(masks, sequences, strict=True):
+        if len(sequence.output_ids) < sequence.request.params.min_tokens:
+            _forbid_ends(mask, sequence.request.stop_token_ids)
+    return places, masks
+
+
+def _forbid_ends(mask: Int32, stop_token_ids: Items[int]) -> None:
+    """Take the ends out of a mask, unless nothing else can follow."""
+    others = mask.view(np.uint32).copy()
+    for token_id in stop_token_ids:
+        others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    if others.any():
+        mask[:] = others.view(np.int32)
+
+
+@dataclass(slots=True)
+class Ends:
+    """Which of a step's K samples end, and how; forced tokens are counted as they are added."""
+
+    stops: dict[int, int | StopMatch]
+    """By choice: the stop token or the stop string that did it."""
+    at_limit: Bool
+    lengths: Int32
+    """Output tokens so far."""
+    broken: dict[int, str] = field(default_factory=dict)
+    """Samples whose grammars gave up, and why."""
+
+
+def add_forced_tokens(
+    table: SequenceTable, samples: Drawn, sequences: list[Sequence], result: StepResult, ends: Ends
+) -> None:
+    """Tell grammars what was drawn, and add the tokens that they leave no choice about.
+
+    These are computed in the next step, as a chunk is. Nothing was drawn for them: their
+    log-probability among the tokens allowed is 0.
+
+    Args:
+        table: the running sequences.
+        samples: [K] what they were drawn for.
+        sequences: [K] these, with the tokens drawn.
+        result: the tokens.
+        ends: gets the ends that this brings.
+    """
+    tokens, goes_on = result.token_ids.tolist(), (~result.nonfinite & ~ends.at_limit).tolist()
+    for at in np.flatnonzero(samples.has_grammar).tolist():
+        sequence, token, forced = sequences[at], tokens[at], list[int]()
+        state = _state(sequence)
+        if goes_on[at] and token in sequence.request.eos_token_ids:
+            ends.stops[at] = token  # before min_tokens, too: nothing else can follow
+        elif goes_on[at] and at not in ends.stops:
+            forced = state.take(token)
+        error = state.error  # with this token, or already when its mask was made
+        if error is not None:
+            ends.broken[at] = error
+            ends.stops.pop(at, None)
+        elif forced:
+            _add(sequence, forced, at, ends, table)
+
+
+def _add(sequence: Sequence, forced: list[int], at: int, ends: Ends, table: SequenceTable) -> None:
+    """Add tokens to a sequence, up to the one that ends it."""
+    request, before = sequence.request, len(sequence.output_ids)
+    most = table.total_limit(sequence) - request.num_prompt_tokens
+    for token in forced:
+        sequence.output_ids.append(token)
+        if sequence.logprobs is not None:
+            top = ((token, 0.0),) if request.params.logprobs else ()
+            sequence.logprobs.append(TokenLogprobs(token, 0.0, 1, top))
+        stop = _stop(sequence, token)
+        ends.at_limit[at] = len(sequence.output_ids) == most
+        if stop is not None:
+            ends.stops[at] = stop
+        if stop is not None or ends.at_limit[at]:
+            break
+    num_added = len(sequence.output_ids) - before
+    ends.lengths[at] += num_added
+    if sequence.row >= 0:
+        table.num_tokens[sequence.row] += num_added
+        table.last_token[sequence.row] = sequence.output_ids[-1]
+
+
+def _stop(sequence: Sequence, token: int) -> int | StopMatch | None:
+    """What ends a sequence with the token added last, if it is not the limit."""
+    request, checker = sequence.request, sequence.stop_checker
+    if token in request.eos_token_ids:  # whatever min_tokens says: the text is complete
+        return token
+    may_stop = len(sequence.output_ids) >= request.params.min_tokens
+    if may_stop and token in request.params.stop_token_ids:
+        return token
+    return None if checker is None else checker.on_token(token, may_stop=may_stop)
+
+
+def _state(sequence: Sequence) -> GrammarState:
+    assert sequence.grammar_state is not None
+    return sequence.grammar_state

@@ -1,0 +1,442 @@
+"""Block accounting under random operations, and exact prefix lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.prefix_hit import Hit, take
+from batchinfer.engine.kv.prefix_index import Block, common_tokens, token_key
+from batchinfer.engine.scheduler.preemption import FutureUse
+from batchinfer.engine.sequence import RequestState, Sequence
+from tests.engine.fake import make_request
+
+SIZE = 4
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Tables grow, share, copy, wait, come back and go at random; every block stays accounted for,
+    and what a table's blocks hold is what was put there, on the device or brought back to it."""
+
+    @initialize(
+        num_blocks=st.integers(1, 16), num_host_blocks=st.integers(0, 12), caching=st.booleans()
+    )
+    def start(self, num_blocks: int, num_host_blocks: int, caching: bool) -> None:
+        self.pool = BlockPool(
+            num_blocks, SIZE, enable_prefix_caching=caching, num_host_blocks=num_host_blocks
+        )
+        self.future_use = FutureUse(self.pool)
+        self.tables: list[list[Block]] = []
+        self.waiting: list[Sequence] = []
+        self.arrivals = self.steps = 0
+        self.device: dict[int, object] = {}
+        self.host: dict[int, object] = {}
+        self.holds: dict[Block, object] = {}
+
+    def allocate(self) -> Block:
+        """A block that the step writes something to which no other holds."""
+        block = self.pool.allocate()
+        self.holds[block] = object()
+        return block
+
+    def step(self, writes: Iterable[Block] = ()) -> None:
+        """Copy and write as a worker does."""
+        copies = self.pool.take_copies()
+        for slot, host_slot in copies.outs:
+            self.host[host_slot] = self.device[slot]
+        for host_slot, slot in copies.ins:
+            self.device[slot] = self.host[host_slot]
+        for block in writes:
+            self.device[block.slot] = self.holds[block]
+        self.pool.settle()
+        self.steps += 1
+        if self.steps > 2:
+            self.pool.confirm()
+
+    def sequence(self, shared_later: int) -> Sequence:
+        request = replace(make_request(0, [1] * 64, max_tokens=1), shared_later=shared_later)
+        self.arrivals += 1
+        return Sequence(RequestState(request, 0.0, self.arrivals), 0)
+
+    @rule(count=st.integers(0, 16))
+    def grant(self, count: int) -> None:
+        """k blocks are granted whenever k are available, however scattered."""
+        if count <= self.pool.num_available:
+            table = [self.allocate() for _ in range(count)]
+            self.step(table)
+            self.tables.append(table)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        for block in table:
+            self.pool.acquire(block)
+        self.tables.append(list(table))
+
+    @precondition(lambda self: any(self.tables) and self.pool.num_available)
+    @rule(data=st.data())
+    def write_to_last_block(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from([table for table in self.tables if table]))
+        if table[-1].ref_count > 1:
+            shared, table[-1] = table[-1], self.allocate()
+            self.pool.release([shared])
+            self.step(table[-1:])
+        assert table[-1].ref_count == 1
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
+    def index(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Index a table's blocks as if they held ``tokens``; few distinct tokens, many clashes."""
+        self.enter(data.draw(st.sampled_from(self.tables)), tokens)
+
+    def enter(self, table: list[Block], tokens: list[int]) -> list[Block]:
+        parent, entries = self.pool.entry_below([]), []
+        for at, block in enumerate(table[: -(-len(tokens) // SIZE)]):
+            if parent is not None and not block.indexed:
+                key = token_key(tokens[at * SIZE : (at + 1) * SIZE])
+                parent = self.pool.enter(parent, block, key) if len(key) == 4 * SIZE else None
+                entries += [] if parent is None else [parent]
+        self.step()
+        return entries
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=12), fails=st.booleans())
+    def come_back(self, tokens: list[int], fails: bool) -> None:
+        """Start with what is found, wherever it is."""
+        blocks = self.pool.match(token_key(tokens)).blocks
+        hit = Hit(blocks, None, len(blocks) * SIZE)
+        if hit.num_idle > self.pool.num_available:
+            return
+        absent = sum(block.slot < 0 for block in blocks)
+        taken = take(self.pool, hit)
+        assert taken.num_swapped == absent
+        assert len(self.pool.copies.ins) == absent
+        self.tables.append(taken.blocks)
+        if fails:
+            self.abort_all()
+        else:
+            self.step()
+
+    @precondition(lambda self: any(self.tables))
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=4, max_size=12))
+    def preempt(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Enter a table's blocks and let its sequence wait for them."""
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        entries = self.enter(table, tokens)
+        waiting = self.sequence(0)
+        self.future_use.expect(waiting, entries)
+        self.waiting.append(waiting)
+        self.pool.release(table)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def stop_waiting(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.waiting) - 1))
+        self.future_use.forget(self.waiting.pop(at))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), shared_later=st.integers(0, 12))
+    def finish(self, data: st.DataObject, shared_later: int) -> None:
+        sequence = self.sequence(shared_later)
+        sequence.blocks = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.future_use.note_use(sequence)
+        self.pool.release(sequence.blocks)
+
+    @precondition(lambda self: any(self.tables))
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([block for table in self.tables for block in table]))
+        if block.indexed:
+            self.pool.forget(block)
+
+    @rule()
+    def abort_all(self) -> None:
+        self.pool.revoke()
+        self.steps = 0
+        for table in self.tables:
+            self.pool.release(table)
+        self.tables.clear()
+        self.waiting.clear()
+        self.future_use.forget_all()
+
+    @invariant()
+    def accounted_for(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check_invariants(self.tables)
+            self.future_use.check_invariants()
+
+    @invariant()
+    def nothing_is_mistaken(self) -> None:
+        """A block holds what was written to it, wherever it is."""
+        if hasattr(self, "pool"):
+            for block in {*self.pool.index.blocks(), *(b for t in self.tables for b in t)}:
+                if block.slot >= 0:
+                    assert self.device[block.slot] is self.holds[block]
+                if block.host_slot >= 0:
+                    assert self.host[block.host_slot] is self.holds[block]
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.abort_all()
+            self.pool.check_invariants([])
+            assert self.pool.num_used == 0
+
+
+TestPoolMachine = PoolMachine.TestCase
+
+
+def indexed(pool: BlockPool, tokens: list[int]) -> list[Block]:
+    """A table that holds ``tokens``, indexed and released."""
+    table = [pool.allocate() for _ in range(-(-len(tokens) // SIZE))]
+    parent = pool.entry_below([])
+    for at, block in enumerate(table):
+        assert parent is not None
+        parent = pool.enter(parent, block, token_key(tokens[at * SIZE : (at + 1) * SIZE]))
+    pool.settle()
+    pool.release(table)
+    return table
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(8, SIZE, enable_prefix_caching=True)
+
+
+def test_a_prefix_is_found_in_whole_blocks_and_part_of_one_more(pool: BlockPool) -> None:
+    table = indexed(pool, [1, 2, 3, 4, 5, 6, 7, 8])
+    match = pool.match(token_key([1, 2, 3, 4, 5, 6, 9, 9]))
+    assert match.blocks == table[:1]
+    assert (match.tail, match.tail_tokens) == (table[1], 2)
+
+
+def test_of_several_children_the_longest_match_is_taken(pool: BlockPool) -> None:
+    for tail in ([5, 1, 1, 1], [5, 6, 1, 1], [5, 6, 7, 1], [5, 7, 7, 7]):
+        indexed(pool, [1, 2, 3, 4, *tail])
+    match = pool.match(token_key([1, 2, 3, 4, 5, 6, 7, 8]))
+    assert match.tail is not None
+    assert match.tail.key == token_key([5, 6, 7, 1])
+    assert match.tail_tokens == 3
+
+
+def test_equal_tokens_after_unequal_prefixes_are_not_confused(pool: BlockPool) -> None:
+    indexed(pool, [1, 1, 1, 1, 5, 6, 7, 8])
+    assert pool.match(token_key([2, 2, 2, 2, 5, 6, 7, 8])).blocks == []
+
+
+def test_least_recently_used_blocks_go_first_and_leaves_before_prefixes(pool: BlockPool) -> None:
+    old = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    new = indexed(pool, [3, 3, 3, 3])
+    taken = [pool.allocate() for _ in range(pool.num_free + 1)]
+    assert not old[1].indexed
+    assert old[0].indexed
+    taken.append(pool.allocate())
+    assert not old[0].indexed
+    assert new[0].indexed
+    pool.check_invariants([taken])
+
+
+def test_evicting_a_prefix_takes_what_continues_it_out_of_the_index(pool: BlockPool) -> None:
+    table = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    pool.forget(table[0])
+    assert pool.num_cached == 0
+    assert pool.num_free == 8
+
+
+def test_a_partly_filled_block_is_found_again_under_all_its_tokens(pool: BlockPool) -> None:
+    block, root = pool.allocate(), pool.entry_below([])
+    assert root is not None
+    pool.enter(root, block, token_key([1, 2]))
+    pool.settle()
+    pool.enter(root, block, token_key([1, 2, 3, 4]))
+    assert pool.match(token_key([1, 2, 3, 4, 5])).blocks == [block]
+    pool.check_invariants([[block]])
+
+
+def test_blocks_of_a_failed_step_are_not_found(pool: BlockPool) -> None:
+    block, root = pool.allocate(), pool.entry_below([])
+    assert root is not None
+    pool.enter(root, block, token_key([1, 2, 3, 4]))
+    pool.revoke()
+    assert pool.match(token_key([1, 2, 3, 4])).blocks == []
+
+
+@pytest.mark.parametrize("ran", [0, 1, 2])
+def test_blocks_of_a_submitted_step_are_found_until_it_or_one_before_fails(
+    pool: BlockPool, ran: int
+) -> None:
+    table = [pool.allocate(), pool.allocate()]
+    keys = [token_key([at] * SIZE) for at in range(2)]
+    root = pool.entry_below([])
+    assert root is not None
+    for block, key in zip(table, keys, strict=True):
+        pool.enter(root, block, key)
+        pool.settle()
+    assert [pool.match(key).blocks for key in keys] == [[block] for block in table]
+    for _ in range(ran):
+        pool.confirm()
+    pool.revoke()
+    assert [bool(pool.match(key).blocks) for key in keys] == [ran > 0, ran > 1]
+
+
+def test_a_block_entered_after_its_step_was_submitted_fails_with_it(pool: BlockPool) -> None:
+    block, root = pool.allocate(), pool.entry_below([])
+    assert root is not None
+    pool.settle()
+    pool.enter(root, block, token_key([1] * SIZE))
+    pool.settle_block(block)
+    pool.revoke()
+    assert not block.indexed
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    pool = BlockPool(2, SIZE, enable_prefix_caching=False)
+    assert pool.entry_below([]) is None
+    pool.release([pool.allocate()])
+    assert (pool.num_free, pool.num_cached) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "count"),
+    [([], [1], 0), ([1, 2, 3], [1, 2, 3, 4], 3), ([1, 2, 3], [1, 9, 3], 1), ([256], [1], 0)],
+)
+def test_common_tokens(left: list[int], right: list[int], count: int) -> None:
+    assert common_tokens(token_key(left), token_key(right)) == count
+
+
+def small_pool(num_blocks: int, num_host_blocks: int) -> tuple[BlockPool, FutureUse]:
+    pool = BlockPool(num_blocks, SIZE, enable_prefix_caching=True, num_host_blocks=num_host_blocks)
+    return pool, FutureUse(pool)
+
+
+def waiting_for(future_use: FutureUse, blocks: list[Block]) -> Sequence:
+    sequence = Sequence(RequestState(make_request(0, [1] * 8, max_tokens=1), 0.0, 0), 0)
+    future_use.expect(sequence, blocks)
+    return sequence
+
+
+def evict_all(pool: BlockPool) -> None:
+    """Take every block for something else."""
+    pool.release([pool.allocate() for _ in range(pool.num_available)])
+
+
+def test_a_host_slot_that_a_step_reads_is_not_filled_by_it() -> None:
+    """Copies to the host come first, so it would be read as something else."""
+    pool, future_use = small_pool(2, 2)
+    first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    waiting_for(future_use, first)
+    evict_all(pool)
+    assert len(pool.take_copies().outs) == 2
+    pool.settle()
+    waiting_for(future_use, indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4]))
+    take(pool, Hit(first, None, 8))
+    copies = pool.take_copies()
+    assert (copies.outs, len(copies.ins)) == ([], 2)
+    pool.check_invariants([first])
+
+
+def test_a_host_slot_that_a_step_reads_is_not_filled_by_it_when_its_block_is_forgotten() -> None:
+    """A row beside it failed: who refers to the block goes on with what comes back."""
+    pool, future_use = small_pool(4, 2)
+    first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    waiting_for(future_use, first)
+    evict_all(pool)
+    pool.take_copies()
+    pool.settle()
+    waiting_for(future_use, indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4]))
+    take(pool, Hit(first, None, 8))
+    pool.forget(first[0])
+    evict_all(pool)
+    copies = pool.take_copies()
+    assert {slot for slot, _ in copies.ins}.isdisjoint(slot for _, slot in copies.outs)
+    pool.check_invariants([first])
+    pool.settle()
+    assert pool.host.num_used == 0
+    pool.check_invariants([first])
+
+
+def test_a_spare_copy_is_given_up_before_anything_is_lost() -> None:
+    pool, future_use = small_pool(4, 2)
+    first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    waiting_for(future_use, first)
+    evict_all(pool)
+    pool.settle()
+    take(pool, Hit(first, None, 8))
+    pool.settle()
+    second = indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4])
+    waiting_for(future_use, second)
+    evict_all(pool)
+    assert [block.host_slot >= 0 for block in first + second] == [False, False, True, True]
+    assert all(block.indexed for block in first + second)
+    pool.check_invariants([first])
+
+
+def test_making_room_on_the_host_may_drop_the_block_that_was_to_go_there() -> None:
+    """The prefix went first, as it was wanted before what continues it."""
+    pool, future_use = small_pool(2, 1)
+    prefix, rest = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
+    waiting_for(future_use, [prefix])
+    future_use.forget(waiting_for(future_use, [rest]))
+    waiting_for(future_use, [rest])
+    evict_all(pool)
+    assert not prefix.indexed
+    assert not rest.indexed
+    assert pool.host.num_used == 0
+    pool.check_invariants([])
+
+
+def test_a_full_host_drops_what_nobody_wants_then_the_least_recently_used() -> None:
+    pool, future_use = small_pool(1, 2)
+    tables = []
+    for token in range(4):
+        tables += indexed(pool, [token] * SIZE)
+        waiting = waiting_for(future_use, tables[-1:])
+        evict_all(pool)
+        if token == 1:
+            future_use.forget(waiting)
+    assert [block.indexed for block in tables] == [False, False, True, True]
+    assert [block.slot for block in tables[2:]] == [-1, -1]
+
+
+def test_the_row_that_arrived_last_says_whether_a_block_is_used_later() -> None:
+    """Whichever finishes last."""
+    pool, future_use = small_pool(4, 0)
+    table = [pool.allocate(), pool.allocate()]
+    verdicts = []
+    for arrival, shared_later in ((1, 5), (3, 4), (2, 8)):
+        request = replace(make_request(0, [1] * 8, max_tokens=1), shared_later=shared_later)
+        sequence = Sequence(RequestState(request, 0.0, arrival), 0)
+        sequence.blocks = table
+        future_use.note_use(sequence)
+        verdicts.append([block.used_later for block in table])
+    assert verdicts == [[True, True], [True, False], [True, False]]
+
+
+@pytest.mark.parametrize("submitted", [False, True])
+def test_blocks_that_a_failed_step_moved_are_not_found(submitted: bool) -> None:
+    """Neither what it took to the host nor what it brought back."""
+    pool, future_use = small_pool(2, 4)
+    there = indexed(pool, [1] * SIZE)
+    waiting_for(future_use, there)
+    evict_all(pool)
+    pool.take_copies()
+    pool.settle()
+    for _ in range(2):
+        pool.confirm()
+    leaves = indexed(pool, [2] * SIZE)
+    waiting_for(future_use, leaves)
+    pool.confirm()
+    taken = take(pool, Hit(there, None, SIZE))
+    taken.blocks.append(pool.allocate())
+    assert leaves[0].slot < 0
+    if submitted:
+        pool.settle()
+    pool.revoke()
+    assert not there[0].indexed
+    assert not leaves[0].indexed
+    pool.check_invariants([taken.blocks])
+    assert pool.host.num_used == 0

@@ -1,0 +1,189 @@
+"""Blocks that left a window serve others, and rows get what they get without windows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.layer_groups import most_in_window
+from batchinfer.engine.kv.prefix_hit import find_hit
+from batchinfer.engine.kv.prefix_index import token_key
+from batchinfer.engine.request import Request
+from tests.engine.fake import MakeEngine, expected, make_engine, make_request, run_all
+from tests.engine.searches import assert_found, beams
+from tests.engine.test_swap import run_preempting, workloads
+
+SIZE = 4
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    requests=workloads(),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    pool_tokens=st.sampled_from([80, 128, 512]),
+    max_tokens=st.sampled_from([5, 7, 64]),
+    windows=st.sampled_from([(0, 3), (0, 0, 9), (0, 2, 9, 9), (9,), (2, 5)]),
+    caching=st.booleans(),
+    every=st.sampled_from([2, 5, 1000]),
+    runs_ahead=st.booleans(),
+)
+def test_outputs_do_not_depend_on_what_left_a_window(
+    requests: list[Request],
+    block_size: int,
+    pool_tokens: int,
+    max_tokens: int,
+    windows: tuple[int, ...],
+    caching: bool,
+    every: int,
+    runs_ahead: bool,
+) -> None:
+    """The runner reads every position of every window, and checks that it is there."""
+    engine, _ = make_engine(
+        pool_tokens // block_size * len(windows),
+        block_size,
+        max_tokens=max_tokens,
+        caching=caching,
+        windows=windows,
+        runs_ahead=runs_ahead,
+    )
+    if runs_ahead:
+        completions, _ = run_all(engine, requests)
+    else:
+        completions, _ = run_preempting(engine, requests, every)
+    sees = 0 if 0 in windows else max(windows)
+    for completion in completions.values():
+        if completion.error_code == "does_not_fit":
+            continue
+        if completion.request.params.beam_width:
+            assert_found(completion, window=sees)
+            continue
+        for output in completion.outputs:
+            tokens = expected(completion.request, output.index, window=sees)
+            assert output.token_ids.tolist() == tokens
+    assert len(completions) == len(requests)
+    assert engine.scheduler.pool.num_used == 0
+
+
+def most_held(prompt: int, output: int, chunk: int, windows: tuple[int, ...]) -> int:
+    """Most slots of a row alone, counted position by position."""
+    most, computed = 0, 0
+    while computed < prompt + output - 1:
+        num_new = min(chunk, prompt - computed) if computed < prompt else 1
+        firsts = [max(computed - window + 1, 0) if window else 0 for window in windows]
+        last = (computed + num_new - 1) // SIZE
+        most = max(most, sum(last - first // SIZE + 1 for first in firsts))
+        computed += num_new
+    return most
+
+
+@pytest.mark.parametrize("windows", [(0,), (9,), (0, 9), (0, 9, 9), (0, 6, 13)])
+@pytest.mark.parametrize("chunk", [64, 7])
+def test_a_row_holds_what_its_windows_see(
+    make_engine: MakeEngine, windows: tuple[int, ...], chunk: int
+) -> None:
+    """A prompt of 50 tokens and 40 of output: 23 blocks of full attention, 3 of a window of 9."""
+    engine, _ = make_engine(200, max_tokens=chunk, windows=windows, caching=False)
+    request = make_request(0, list(range(1, 51)), max_tokens=40, ignore_eos=True)
+    completions, steps = run_all(engine, [request])
+    assert completions[0].stats.peak_blocks == most_held(50, 40, chunk, windows)
+    within = [23 if window == 0 else most_in_window(window, SIZE) for window in windows]
+    late = [step.kv_blocks_used for step in steps[-12:]]
+    assert max(late) <= sum(within)
+    assert min(late) >= sum(within) - 3 * len(windows)
+
+
+def test_blocks_that_left_the_window_serve_other_rows(make_engine: MakeEngine) -> None:
+    """Eight rows of 23 blocks in a pool of 40 slots: each needs 3, and 5 more for a chunk."""
+    requests = [make_request(row, [row + 1] * 50, max_tokens=40) for row in range(8)]
+    engine, _ = make_engine(40, max_tokens=16, windows=(9,))
+    completions, steps = run_all(engine, requests)
+    for completion in completions.values():
+        assert completion.outputs[0].token_ids.tolist() == expected(completion.request, 0, window=9)
+    assert sum(step.num_preempted for step in steps) == 0
+    assert max(step.num_running for step in steps) == 8
+    assert max(step.kv_logical_blocks for step in steps) <= 40
+
+
+@pytest.mark.parametrize("windows", [(9,), (0, 9)])
+def test_a_prefix_hit_needs_the_last_window_only(windows: tuple[int, ...]) -> None:
+    prompt = list(range(1, 41))
+    engine, runner = make_engine(24, windows=windows)
+    run_all(engine, [make_request(0, prompt, max_tokens=1)])
+    pool = engine.scheduler.pool
+    blocks = pool.match(token_key(prompt)).blocks
+    for block in blocks[:7]:  # positions up to 27; the hit ends behind 39, so 31 is seen
+        pool.parts.give_up(block.parts[-1])
+    _, steps = run_all(engine, [make_request(1, [*prompt, 7], max_tokens=1)])
+    assert steps[0].cached_tokens == 40
+    assert steps[0].prefill_tokens == 1
+    assert steps[0].kv_blocks_used == sum(11 if window == 0 else 3 for window in windows)
+    assert len(runner.steps) == 2
+
+
+@pytest.mark.parametrize("windows", [(9,), (0, 9)])
+def test_a_hit_that_lacks_its_window_is_shortened_then_healed(windows: tuple[int, ...]) -> None:
+    """Block 5 lost its part: a hit ends before it, or two blocks after it."""
+    prompt = list(range(1, 33))
+    engine, _ = make_engine(60, windows=windows)
+    run_all(engine, [make_request(0, prompt, max_tokens=1)])
+    pool = engine.scheduler.pool
+    blocks = pool.match(token_key(prompt)).blocks
+    pool.parts.give_up(blocks[5].parts[-1])
+    pool.check_invariants([])
+    assert find_hit(pool, pool.match(token_key(prompt))).num_tokens == 32
+    assert find_hit(pool, pool.match(token_key(prompt[:31]))).num_tokens == 20
+    assert find_hit(pool, pool.match(token_key(prompt)), least=30).num_tokens == 20
+    rows = [make_request(row, [*prompt[:28], 99, row], max_tokens=3) for row in (1, 2, 3)]
+    completions, steps = run_all(engine, rows)
+    assert sum(step.prefill_tokens for step in steps) == 10 + 1 + 1
+    for completion in completions.values():
+        window = 0 if 0 in windows else 9
+        tokens = expected(completion.request, 0, window=window)
+        assert completion.outputs[0].token_ids.tolist() == tokens
+    assert find_hit(pool, pool.match(token_key(prompt[:31]))).num_tokens == 31
+
+
+def test_nothing_in_the_index_leads_to_nothing() -> None:
+    """Where every layer has a window, entries go with the last part that they lead to."""
+    pool = BlockPool(4, SIZE, enable_prefix_caching=True, windows=(9,))
+    table, parent = [pool.allocate() for _ in range(4)], pool.entry_below([])
+    for at, block in enumerate(table):
+        assert parent is not None
+        parent = pool.enter(parent, block, token_key([at] * SIZE))
+    pool.settle()
+    for block in table[:2]:
+        pool.parts.leave(block.parts[0])
+    pool.release(table, (2,))
+    pool.check_invariants([])
+    taken = [pool.allocate() for _ in range(2)]
+    assert [block.indexed for block in table] == [True] * 4
+    pool.check_invariants([taken])
+    taken += [pool.allocate() for _ in range(2)]
+    assert [block.indexed for block in table] == [False] * 4
+    pool.check_invariants([taken])
+
+
+@pytest.mark.parametrize("windows", [(2,), (0, 2)])
+@pytest.mark.parametrize("caching", [False, True])
+def test_beams_that_parted_long_ago_come_back(windows: tuple[int, ...], caching: bool) -> None:
+    """They fork where they parted, further back than a window, or take up what they left."""
+    engine, _ = make_engine(600, 1, windows=windows, max_tokens=16, caching=caching)
+    request = beams(0, [3, 4, 5, 6, 7], 6, max_tokens=40, ignore_eos=True)
+    completions, _ = run_preempting(engine, [request], every=7)
+    assert completions[0].stats.preemptions >= 12
+    assert_found(completions[0], window=0 if 0 in windows else 2)
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "refused"),
+    [((9,), 6, True), ((9,), 7, False), ((0, 9), 29, True), ((0, 9), 30, False)],
+)
+def test_a_row_that_can_never_fit_is_refused(
+    windows: tuple[int, ...], num_blocks: int, refused: bool
+) -> None:
+    """A chunk of 16 and the 8 tokens before it lie in up to 7 blocks; 89 tokens in 23."""
+    engine, _ = make_engine(num_blocks, windows=windows, max_tokens=16)
+    completions, _ = run_all(engine, [make_request(0, [1] * 50, max_tokens=40)])
+    assert (completions[0].error_code == "does_not_fit") == refused

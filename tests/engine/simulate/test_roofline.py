@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from batchinfer.engine.simulate.roofline import (
+    DEVICES,
+    WELL_BUILT,
+    ModelCost,
+    StepWork,
+    step_seconds,
+)
+from batchinfer.engine.step_io.build_step import build_step, sampled_rows
+from tests.engine.fake import make_engine, make_request
+from tests.models import tiny_config
+
+H200 = DEVICES["h200"]
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+
+
+def qwen3_8b() -> ModelCost:
+    return ModelCost.from_config(QWEN3_8B, "bfloat16")
+
+
+def test_a_known_model_has_its_known_size() -> None:
+    model = qwen3_8b()
+    assert model.weight_bytes == pytest.approx(16.4e9, rel=0.01)
+    assert model.kv_bytes == 144 * 2**10
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "starcoder2", "qwen3_moe"])
+def test_weights_are_what_transformers_makes_of_the_config(family: str) -> None:
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 1024}
+    if family == "gpt2":
+        sizes |= {"n_embd": 64}
+    config = tiny_config(family, **(sizes | {"hidden_size": 64, "intermediate_size": 256}))
+    model = AutoModelForCausalLM.from_config(config)
+    actual = 4 * sum(parameter.numel() for parameter in model.parameters())
+    planned = ModelCost.from_config(config.to_dict(), "float32").weight_bytes
+    # gpt2's learned positions are as many as half its vocabulary here.
+    assert planned == pytest.approx(actual, rel=0.15 if family == "gpt2" else 0.03)
+
+
+def test_small_steps_read_the_weights_and_large_ones_compute() -> None:
+    model = qwen3_8b()
+    matrices = model.weight_bytes - model.head_parameters * 2  # but for the embedding
+    one = step_seconds(model, H200, StepWork(1, 1, decode_context=1))
+    assert one == pytest.approx(matrices / H200.bandwidth, rel=0.01)
+    chunk = StepWork(tokens=8192, logits_rows=0, decode_context=0)
+    flops = 2 * model.active_parameters * 8192
+    passes = 8192 * model.layers * model.activations * 2 / H200.bandwidth
+    assert step_seconds(model, H200, chunk) == pytest.approx(flops / 790e12 + passes, rel=0.02)
+
+
+def test_decodes_read_their_context() -> None:
+    model = qwen3_8b()
+    short, long = (
+        step_seconds(model, H200, StepWork(256, 256, decode_context=256 * context))
+        for context in (1, 2049)
+    )
+    assert long - short == pytest.approx(256 * 2048 * model.kv_bytes / H200.bandwidth, rel=1e-6)
+
+
+def test_a_well_built_engine_is_slower_than_the_bound() -> None:
+    work = StepWork(tokens=64, logits_rows=64, decode_context=64 * 500)
+    bound = step_seconds(qwen3_8b(), H200, work)
+    assert bound < step_seconds(qwen3_8b(), H200, work, WELL_BUILT) < 2 * bound
+
+
+def test_few_tokens_read_few_experts() -> None:
+    config = QWEN3_8B | {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    model = ModelCost.from_config(config, "bfloat16")
+    dense = replace(model, experts=0, experts_per_token=0)
+    mlp = model.layers * model.mlp_parameters * 2
+    without = dense.weights_read(1) - mlp
+    assert model.weights_read(1) == pytest.approx(without + 8 * mlp)
+    assert model.weights_read(10_000) == pytest.approx(without + 128 * mlp)
+
+
+def test_the_work_of_a_step_is_counted_from_its_arrays() -> None:
+    engine, _ = make_engine(64)
+    engine.add_request(make_request(0, [1, 2, 3, 4, 5], max_tokens=4))
+    engine.step()
+    engine.add_request(make_request(1, [7, 8, 9], max_tokens=4))
+    table = engine.scheduler.table
+    schedule = engine.scheduler.schedule()
+    assert schedule is not None
+    work = StepWork.of(build_step(table, schedule, *sampled_rows(table, schedule)))
+    # Row 0 computes its sixth token; row 1 its prompt of three, whose tokens see 1, 2 and 3.
+    assert work == StepWork(
+        tokens=4, logits_rows=2, decode_context=6, chunks=1, chunk_context=3, chunk_pairs=6
+    )
+    assert np.isfinite(step_seconds(qwen3_8b(), H200, work))
