@@ -14,7 +14,7 @@ from batchinfer.bench_dataset import read_dataset
 from batchinfer.bench_options import BenchOptions
 from batchinfer.config import SamplingParams
 from batchinfer.errors import DataError, JobError, RowError, StorageError, UsageError
-from batchinfer.worker.model_files import CONFIG_FILES, read_config, resolve_folder
+from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
 
 _ENGINE_KEYS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
 

@@ -20,19 +20,19 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
-from batchinfer.worker.cpu_runner import GovernedThreads, PinnedThreads
-from batchinfer.worker.decode_graphs import DecodeGraphs
-from batchinfer.worker.kernel_choice import KernelChoice, KernelWish
+from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.memory import model_bytes, plan_memory
-from batchinfer.worker.model_config import check_config
+from batchinfer.worker.model.config import check_config
+from batchinfer.worker.model.tokenizer import load_tokenizer
+from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.products.choice import KernelChoice, KernelWish
 from batchinfer.worker.row_bits import check_row_bits
-from batchinfer.worker.runner import ModelRunner
-from batchinfer.worker.sampler import Sampler
-from batchinfer.worker.thread_governor import ThreadGovernor
-from batchinfer.worker.threads import TORCH_THREADS, ThreadCount, choose_threads
-from batchinfer.worker.tokenizer_files import load_tokenizer
+from batchinfer.worker.sampling.sampler import Sampler
+from batchinfer.worker.threads.governor import ThreadGovernor
+from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
+from batchinfer.worker.threads.threads import TORCH_THREADS, ThreadCount, choose_threads
 
 
 class ModelChoice(Protocol):

@@ -14,14 +14,14 @@ from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.engine.simulate.dry_run import DryRunner, make_dry_engine
 from batchinfer.engine.simulate.roofline import DEVICES, Device, ModelCost
 from batchinfer.errors import DeviceError, UsageError
-from batchinfer.worker.adapter_files import read_adapters
 from batchinfer.worker.loader import choose_max_model_len
+from batchinfer.worker.lora.checkpoint import read_adapters
 from batchinfer.worker.memory import DeviceMemory, fit_memory, free_host_bytes
-from batchinfer.worker.model_config import load_config
-from batchinfer.worker.model_files import CONFIG_FILES, resolve_folder
-from batchinfer.worker.quantization import check_quantization
-from batchinfer.worker.tokenizer_files import eos_token_ids
-from batchinfer.worker.weights import choose_dtype
+from batchinfer.worker.model.checkpoint import CONFIG_FILES, resolve_folder
+from batchinfer.worker.model.config import load_config
+from batchinfer.worker.model.quantization import check_quantization
+from batchinfer.worker.model.tokenizer import eos_token_ids
+from batchinfer.worker.model.weights import choose_dtype
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig
 from workloads import Row, workload
 
-from batchinfer.worker.linear import PackedLinear
 from batchinfer.worker.product_kernels import product_kernels
+from batchinfer.worker.products.linear import PackedLinear
 
 ROWS = 64
 """Rows of a product: as many sequences as a step of the quarter-size workloads holds."""

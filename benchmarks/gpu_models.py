@@ -15,13 +15,13 @@ from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
-from batchinfer.worker.attention import ATTENTION_NAME, register
-from batchinfer.worker.decode_graphs import DecodeGraphs
-from batchinfer.worker.fusion import fuse
+from batchinfer.worker.attention.attention import ATTENTION_NAME, register
+from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
+from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.memory import model_bytes, plan_memory
-from batchinfer.worker.runner import ModelRunner
-from batchinfer.worker.sampler import Sampler
+from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.sampling.sampler import Sampler
 
 MAX_MODEL_LEN = 4096
 _WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from batchinfer import LLM, SamplingParams
 from batchinfer.engine.step_io import process_result, sampling_batch
-from batchinfer.worker import sampler
+from batchinfer.worker.sampling import sampler
 
 VOCAB_SIZE = 50_000
 AT_A_TIME = 64

@@ -32,8 +32,8 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
-from batchinfer.worker.runner import ModelRunner
-from batchinfer.worker.sampler import Sampler
+from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.sampling.sampler import Sampler
 
 BLOCK_SIZE, MAX_LEN = 16, 4096
 PREFIX, OWN, OUTPUT, SAMPLES = 2048, 16, 12, 8

@@ -18,8 +18,8 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.stats import StepStats
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
-from batchinfer.worker.runner import ModelRunner
-from batchinfer.worker.sampler import Sampler
+from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.sampling.sampler import Sampler
 from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
 
 EOS = tuple(range(5, 25))

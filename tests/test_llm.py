@@ -20,7 +20,7 @@ import batchinfer
 import batchinfer.llm.llm
 from batchinfer import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from batchinfer.errors import DeviceError, ModelError, NotYetError
-from batchinfer.worker.tokenizer_files import load_tokenizer
+from batchinfer.worker.model.tokenizer import load_tokenizer
 from tests.models import make_text_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -21,8 +21,8 @@ from batchinfer.engine.step import SharedPrefixes
 from batchinfer.engine.step_io import shared_prefix
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
-from batchinfer.worker.runner import ModelRunner
-from batchinfer.worker.sampler import Sampler
+from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.sampling.sampler import Sampler
 from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
 
 FAMILIES = (

@@ -17,8 +17,8 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import load_model
-from batchinfer.worker.runner import ModelRunner
-from batchinfer.worker.sampler import Sampler
+from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.sampling.sampler import Sampler
 from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
 
 CPU = torch.device("cpu")

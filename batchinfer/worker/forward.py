@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 
 from batchinfer.engine.step import Step
-from batchinfer.worker.adapter_rows import step_adapters
-from batchinfer.worker.attention import AttentionBackend, ForwardContext, forward_context
-from batchinfer.worker.decode_graphs import DecodeGraphs
+from batchinfer.worker.adapter_batch import step_adapters
+from batchinfer.worker.attention.attention import AttentionBackend, ForwardContext, forward_context
+from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.transfer import to_device
 

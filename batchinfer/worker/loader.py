@@ -14,27 +14,27 @@ from transformers import PreTrainedConfig
 
 from batchinfer.engine.kv.layout import KVLayout, max_positions
 from batchinfer.errors import ModelError
-from batchinfer.worker.adapter_files import read_adapters
-from batchinfer.worker.adapters import add_adapters
-from batchinfer.worker.fusion import fuse
-from batchinfer.worker.kernel_choice import (
+from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.fusion.native_join import join_native_layers
+from batchinfer.worker.fusion.native_layers import fuse_native_layers
+from batchinfer.worker.lora.checkpoint import read_adapters
+from batchinfer.worker.lora.lora import add_adapters
+from batchinfer.worker.memory import model_bytes
+from batchinfer.worker.model.checkpoint import check_weights, resolve_folder
+from batchinfer.worker.model.config import load_config
+from batchinfer.worker.model.quantization import check_quantization, saved_quantization
+from batchinfer.worker.model.rope import fix_longrope
+from batchinfer.worker.model.tokenizer import eos_token_ids, num_tokenizer_ids
+from batchinfer.worker.model.weights import choose_dtype, load_weights
+from batchinfer.worker.products.choice import (
     TORCH_MULTIPLIES,
     KernelChoice,
     KernelWish,
     choose_kernel,
 )
-from batchinfer.worker.linear import pack_linears
-from batchinfer.worker.memory import model_bytes
-from batchinfer.worker.model_config import load_config
-from batchinfer.worker.model_files import check_weights, resolve_folder
-from batchinfer.worker.native_join import join_native_layers
-from batchinfer.worker.native_layer import fuse_native_layers
-from batchinfer.worker.packed_int8 import quantize_packed
-from batchinfer.worker.quantization import check_quantization, saved_quantization
-from batchinfer.worker.rope import fix_longrope
+from batchinfer.worker.products.int8 import quantize_packed
+from batchinfer.worker.products.linear import pack_linears
 from batchinfer.worker.self_check import check_model
-from batchinfer.worker.tokenizer_files import eos_token_ids, num_tokenizer_ids
-from batchinfer.worker.weights import choose_dtype, load_weights
 
 _ANY_KERNELS = KernelWish()
 

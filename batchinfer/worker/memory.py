@@ -1,4 +1,7 @@
-"""How many KV blocks the pool gets, and where a device's memory goes."""
+"""How many KV blocks the pool gets, and where a device's memory goes.
+
+Beside the pool it goes to weights, activations, logits and CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,47 @@ import torch
 from batchinfer.config import EngineConfig, parse_size
 from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
-from batchinfer.worker.activations import LOGITS_COPIES, activation_elements
-from batchinfer.worker.graph_memory import graph_bytes
-from batchinfer.worker.linear import PackedLinear
-from batchinfer.worker.prompt_scorer import SCORED_ROWS
-from batchinfer.worker.quantization import plain_tensors
-from batchinfer.worker.sampler import workspace_bytes
+from batchinfer.worker.cuda_graphs.decode_graphs import batch_sizes
+from batchinfer.worker.model.quantization import plain_tensors
+from batchinfer.worker.products.linear import PackedLinear
+from batchinfer.worker.prompt_logprobs import SCORED_ROWS
+from batchinfer.worker.sampling.sampler import workspace_bytes
+
+# Copies of a token's hidden and of its inner MLP state that are alive at the widest point of a
+# layer: residual, normed, q, k, v, rotated q and k, attended; gate, up and their product.
+_HIDDEN_COPIES = 8
+_INNER_COPIES = 3
+# Copies of the logits themselves: the model's own, and one scaled or capped as some families do.
+LOGITS_COPIES = 2
+
+# Of an instantiated graph of some hundred kernels, by estimate.
+_BYTES_PER_GRAPH = 8 * 2**20
+# Most that the partial results of split contexts take (`kernels/decode_work.py`), for each window.
+_WORKSPACE_BYTES = 2 * 256 * 2**20
 
 _CPU_SHARE_OF_FREE = 0.25
 _DEFAULT_SWAP_SPACE = EngineConfig.swap_space
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def activation_elements(config: Mapping[str, Any]) -> int:
+    """Elements of one token, its logits not among them."""
+    text = text_config(config)
+    hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
+    inner = int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
+    return _HIDDEN_COPIES * hidden + _INNER_COPIES * inner
+
+
+def graph_bytes(
+    layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
+) -> int:
+    """An upper estimate. All graphs share one pool of memory, as large as the largest needs."""
+    logits = LOGITS_COPIES * int(text_config(config)["vocab_size"])
+    elements = activation_elements(config) + logits
+    tables = 4 * len(layout.windows) * max_num_seqs * layout.blocks_for(max_model_len)
+    # Each batch size once with shared prefixes and once without.
+    graphs = 2 * _BYTES_PER_GRAPH * len(batch_sizes(max_num_seqs))
+    return max_num_seqs * elements * layout.element_bytes + tables + graphs + _WORKSPACE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

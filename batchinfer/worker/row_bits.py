@@ -8,7 +8,7 @@ import torch
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import ModelError
-from batchinfer.worker.attention import make_backend
+from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.probe_step import probe_step

@@ -18,11 +18,15 @@ from batchinfer.engine.kv.layer_groups import layer_windows
 from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.engine.step import Step
 from batchinfer.errors import ModelError
-from batchinfer.worker.attention import AttentionBackend, UnsupportedAttentionError, make_backend
+from batchinfer.worker.attention.attention import (
+    AttentionBackend,
+    UnsupportedAttentionError,
+    make_backend,
+)
+from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.probe_step import probe_step
-from batchinfer.worker.variant import AttentionVariant
 
 _TOKENS = (3, 7)
 _RELATIVE_TOLERANCE = 2e-2  # of the largest logit: enough for 16-bit weights

@@ -1,7 +1,8 @@
 /* Drawing tokens from rows of logits, for CPUs, compiled on first use.
 
    Probabilities are integers in units of 2^-40 of the most likely token's, as in
-   worker/sampler.py: sums do not depend on their order, and a row's tokens not on other rows. */
+   worker/sampling/sampler.py: sums do not depend on their order, and a row's tokens not on
+   other rows. */
 
 #include <stdlib.h>
 
@@ -217,7 +218,7 @@ int draw(const draw_args *a) {
     return failed;
 }
 
-/* Philox-4x32-10 (Salmon et al. 2011), as worker/philox.py has it. */
+/* Philox-4x32-10 (Salmon et al. 2011), as worker/sampling/philox.py has it. */
 void random_bits(const random_args *a) {
     for (int64_t k = 0; k < a->count; k++) {
         uint32_t c0 = (uint32_t)a->stream[k], c1 = (uint32_t)(a->stream[k] >> 32);

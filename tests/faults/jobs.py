@@ -38,7 +38,7 @@ def import_model_code() -> None:
     import transformers.models.llama.tokenization_llama
 
     import batchinfer.build
-    import batchinfer.worker.attention
+    import batchinfer.worker.attention.attention
 
     assert transformers.models
     assert batchinfer.build

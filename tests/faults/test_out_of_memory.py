@@ -21,8 +21,8 @@ from batchinfer.job.spec import JobSpec
 from batchinfer.kernels.cpu import gemm, native
 from batchinfer.kernels.cpu import sampling as native_sampling
 from batchinfer.llm import LLM
-from batchinfer.worker import native_layer
-from batchinfer.worker.runner import ModelRunner
+from batchinfer.worker.fusion import native_layers
+from batchinfer.worker.model_runner import ModelRunner
 from tests.job.datasets import write_parquet
 from tests.models import make_text_model
 
@@ -129,7 +129,7 @@ def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 
 _FAILURES = {
-    "layer": (native_layer, "decoder_layers", (0, 1, 4)),
+    "layer": (native_layers, "decoder_layers", (0, 1, 4)),
     "attention": (native, "attention_args", (0, 1, 2)),  # once for each of the three layers
     "sampling": (native_sampling, "draw", (0, 1, 4)),
 }

@@ -13,7 +13,7 @@ import torch
 from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase
 from batchinfer.kernels.cpu import decoder_layer, gemm, library, native, row_ops
 from batchinfer.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, RowCase
-from batchinfer.worker.attention import make_backend
+from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.product_kernels import product_kernels
 from tests.kernels import test_cpu_gemm, test_cpu_native, test_cpu_row_ops
@@ -24,7 +24,7 @@ from tests.kernels.cpu_product import (
     check_product,
     check_rows_do_not_depend_on_each_other,
 )
-from tests.worker.test_native_layer import Run, fused
+from tests.worker.fusion.test_native_layers import Run, fused
 
 _FLAGS = {
     "no_pairs": ("-mno-amx-tile", "-mno-avx512bf16"),

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.kernels.cpu import native, sampling
-from batchinfer.worker.philox import RANDOM_BITS
-from batchinfer.worker.sampling_filters import keep_most_likely
+from batchinfer.worker.sampling.philox import RANDOM_BITS
+from batchinfer.worker.sampling.top_k_top_p import keep_most_likely
 
 pytestmark = pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler")
 

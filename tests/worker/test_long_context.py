@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.worker.attention import ATTENTION_NAME, make_backend, register
+from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
 from batchinfer.worker.forward import forward
-from batchinfer.worker.fusion import fuse
+from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.rope import fix_longrope
+from batchinfer.worker.model.rope import fix_longrope
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker
 

@@ -10,8 +10,8 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ExitCode
 from batchinfer.worker import memory
 from batchinfer.worker.memory import MemoryPlan, plan_memory
-from batchinfer.worker.prompt_scorer import SCORED_ROWS
-from batchinfer.worker.sampler import workspace_bytes
+from batchinfer.worker.prompt_logprobs import SCORED_ROWS
+from batchinfer.worker.sampling.sampler import workspace_bytes
 
 CONFIG = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
 LAYOUT = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=4)  # 4 KiB a block

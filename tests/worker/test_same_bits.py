@@ -18,13 +18,13 @@ from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
 from batchinfer.engine.step import SamplingBatch, SharedPrefixes
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
 from batchinfer.kernels.cpu import native
-from batchinfer.worker import kernel_choice
-from batchinfer.worker.kernel_choice import KernelWish
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
-from batchinfer.worker.runner import ModelRunner
-from batchinfer.worker.sampled import Sampled
-from batchinfer.worker.sampler import Sampler
+from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.products import choice
+from batchinfer.worker.products.choice import KernelWish
+from batchinfer.worker.sampling.output import Sampled
+from batchinfer.worker.sampling.sampler import Sampler
 from tests.models import make_checkpoint
 from tests.worker.of_company import OF_COMPANY
 
@@ -166,7 +166,7 @@ def test_where_products_depend_on_company_bits_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the tests above: they can fail."""
-    monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (OF_COMPANY,))
+    monkeypatch.setattr(choice, "product_kernels", lambda dtype: (OF_COMPANY,))
     loaded = load_model(str(make_checkpoint("llama", tmp_path, **WIDE)), device=CPU)
     usual = logits_of(loaded, Setup())
     alone = logits_of(loaded, replace(Setup(), rows=(4,)))

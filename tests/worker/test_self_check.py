@@ -5,7 +5,7 @@ import torch
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import ModelError
-from batchinfer.worker.attention import ATTENTION_NAME, register
+from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.self_check import check_model
 from tests.models import FAMILIES, tiny_model
 

@@ -1,0 +1,1 @@
+"""Paged attention: one function for transformers' classes, a back end for each device."""

@@ -1,0 +1,155 @@
+"""One attention function for transformers' own model classes, over the paged KV pool.
+
+Registered with transformers' ``AttentionInterface`` and without a mask function, so that
+transformers makes no mask. What a call cannot be told by the model (block tables, slots) it finds
+in the forward context that is opened around the model's call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from batchinfer.engine.step import Step
+from batchinfer.kernels.cpu import native
+from batchinfer.worker.adapter_batch import StepAdapters
+from batchinfer.worker.attention.native_cpu import NativeAttention
+from batchinfer.worker.attention.torch_cpu import CpuAttention
+from batchinfer.worker.attention.triton import CudaAttention
+from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.product_kernels import ProductKernel
+
+ATTENTION_NAME = "batchinfer_paged"
+
+# Arguments that would change the result, and that this function does not implement.
+_UNSUPPORTED = ("position_bias", "indices", "block_indices", "relative_attention_bias")
+
+
+class UnsupportedAttentionError(Exception):
+    """A model asks its attention for something that is not paged attention."""
+
+
+class AttentionBackend(Protocol):
+    """What runs a layer's attention on one kind of device."""
+
+    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the step that the following calls belong to, and its arrays on the device."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, Dk]
+        variant: AttentionVariant,
+    ) -> torch.Tensor:
+        """Attend over what is in the cache; returns [T, Hq, Dv]."""
+        ...
+
+
+def make_backend(cache: KVCache, like: ProductKernel | None = None) -> AttentionBackend:
+    """The backend for the device the pool is on; on a CPU the C kernels where they can be built.
+
+    Args:
+        like: what multiplies by the model's weights (see ``NativeAttention``).
+    """
+    if cache.pool.is_cuda:
+        return CudaAttention(cache)
+    if native.supports(cache.pool.dtype):
+        return NativeAttention(cache, like)
+    return CpuAttention(cache)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What the attention layers of one forward pass need."""
+
+    cache: KVCache
+    backend: AttentionBackend
+    tensors: Mapping[str, torch.Tensor]
+    """The step's ``slot_mapping`` and ``other_slots`` on the device, and what ``adapters`` need."""
+    adapters: StepAdapters | None = None
+    """None: the step has no rows with adapters."""
+
+    def slot_mapping(self, layer: int) -> torch.Tensor:
+        """[T] int64: where a layer's keys and values of each token go."""
+        group = self.cache.group(layer)
+        if group == 0:
+            return self.tensors["slot_mapping"]
+        return self.tensors["other_slots"][group - 1]
+
+
+_context: ContextVar[ForwardContext] = ContextVar("forward_context")
+current_context = _context.get
+
+
+@contextmanager
+def forward_context(context: ForwardContext) -> Iterator[None]:
+    """Let the attention layers of the models called inside use ``context``."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, Hq, T, Dk]
+    key: torch.Tensor,  # [1, Hkv, T, Dk]
+    value: torch.Tensor,  # [1, Hkv, T, Dv]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every attention layer; returns [1, T, Hq, Dv] and no weights.
+
+    Raises:
+        UnsupportedAttentionError: when the model asks for a mask, a bias or sparse attention.
+    """
+    _check_call(module, query, attention_mask, kwargs)
+    context, layer = current_context(), int(module.layer_idx)  # type: ignore[arg-type]
+    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    context.cache.write(layer, key, value, context.slot_mapping(layer))
+    out = context.backend.attend(
+        layer,
+        query[0].transpose(0, 1),
+        AttentionVariant(
+            scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            sliding_window=int(kwargs.get("sliding_window") or 0),
+            softcap=float(kwargs.get("softcap") or 0.0),
+            sinks=kwargs.get("s_aux"),
+        ),
+    )
+    return out[None], None
+
+
+def register() -> None:
+    """Make ``attn_implementation="batchinfer_paged"`` known to transformers."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+
+
+def _check_call(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    kwargs: Mapping[str, Any],
+) -> None:
+    if getattr(module, "layer_idx", None) is None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} does not know its layer")
+    if attention_mask is not None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} makes its own attention mask")
+    if query.shape[0] != 1:
+        raise UnsupportedAttentionError(f"{type(module).__name__} reshapes its batch")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise UnsupportedAttentionError(f"{type(module).__name__} is not causal")
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise UnsupportedAttentionError(f"{type(module).__name__} passes {name}")

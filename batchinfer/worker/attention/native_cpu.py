@@ -1,0 +1,88 @@
+"""Paged attention on the CPU by the project's C kernels, straight over the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from batchinfer.engine.step import Step
+from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu.decoder_layer import StepArgs
+from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.product_kernels import ProductKernel
+
+
+class NativeAttention:
+    """Attends over the pool's blocks for one step at a time.
+
+    Args:
+        like: what multiplies by the model's weights. Where it is a kernel of our own, attention
+            takes the same instructions, so that one name tells all that decides a row's bits;
+            beside any other, and where it is None, the fastest.
+    """
+
+    def __init__(self, cache: KVCache, like: ProductKernel | None = None) -> None:
+        self._cache = cache
+        dtype = cache.pool.dtype
+        wanted = like.instructions if like is not None and like.kind == "own" else None
+        self.kernel = native.kernel_of(dtype, wanted if wanted in native.available(dtype) else None)
+        """The number of the C kernel."""
+
+    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the step that the following calls belong to, and its arrays as tensors."""
+        self._lens = [tensors[name].contiguous() for name in ("query_starts", "context_lens")]
+        self._tables = [tensors["block_tables"].contiguous(), *tensors.get("other_tables", ())]
+        self._order, self._shared_lens = tensors.get("order"), tensors.get("shared_lens")
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, Dk]
+        variant: AttentionVariant,
+    ) -> torch.Tensor:
+        """Attend over what is in the cache; returns [T, Hq, Dv]."""
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        out = query.new_empty(*query.shape[:2], self._cache.layout.value_width)
+        native.paged_attention(query, *self._context(layer), out=out, **self._options(variant))
+        return out
+
+    def arguments(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, Dk], last dimension contiguous
+        variant: AttentionVariant,
+        *,
+        out: torch.Tensor,  # [T, Hq, Dv], last two contiguous
+    ) -> native.AttentionArgs:
+        """What the C function is called with. It holds the address of ``out`` and ``query``."""
+        options = self._options(variant)
+        return native.attention_args(query, *self._context(layer), out=out, **options)
+
+    def point_to_step(self, group: int, arguments: StepArgs) -> None:
+        """Say what a layer group's attention is called with in this step."""
+        tables, (starts, lens) = self._tables[group], self._lens
+        arguments.block_tables, arguments.query_starts = tables.data_ptr(), starts.data_ptr()
+        arguments.context_lens = lens.data_ptr()
+        arguments.table_width, arguments.num_sequences = tables.shape[1], len(lens)
+        arguments.order = None if self._order is None else self._order.data_ptr()
+        shared_lens = self._shared_lens
+        arguments.shared_lens = None if shared_lens is None else shared_lens.data_ptr()
+
+    def _context(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Keys, values, and where each sequence's are."""
+        tables = self._tables[self._cache.group(layer)]
+        return self._cache.key(layer), self._cache.value(layer), tables, *self._lens
+
+    def _options(self, variant: AttentionVariant) -> dict[str, Any]:
+        return {
+            "scale": variant.scale,
+            "sliding_window": variant.sliding_window,
+            "softcap": variant.softcap,
+            "sinks": variant.sinks,
+            "order": self._order,
+            "shared_lens": self._shared_lens,
+            "kernel": self.kernel,
+        }

@@ -1,0 +1,128 @@
+"""Paged attention on the CPU from torch operations: gather blocks, multiply, softmax, multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from batchinfer.engine.step import Step
+from batchinfer.worker.attention.gather_plan import Bucket, Plan, make_plan
+from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.kv_cache import KVCache
+
+
+class CpuAttention:
+    """Attends over the pool's blocks for one step at a time.
+
+    Gathered keys, values and scores live in buffers that are kept from call to call: fresh ones
+    would be paid for in page faults. Scores are masked by selection, and values that no query may
+    see are zeroed, so that stale NaN in the pool reaches no output. What a pool of float8 holds is
+    widened to the queries' dtype when it has been gathered.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._plans: dict[tuple[int, int], Plan] = {}
+        """By layer group and window."""
+
+    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the step that the following calls belong to, and its arrays as tensors."""
+        self._step = step
+        self._plans.clear()
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, Dk]
+        variant: AttentionVariant,
+    ) -> torch.Tensor:
+        """Attend over what is in the cache; returns [T, Hq, Dv]."""
+        window, softcap = variant.sliding_window, variant.softcap
+        layout = self._cache.layout
+        group = self._cache.group(layer)
+        if (group, window) not in self._plans:
+            self._plans[group, window] = make_plan(self._step, self._cache, window, group)
+        plan = self._plans[group, window]
+        keys = self._cache.units(layer, values=False)
+        values = self._cache.units(layer, values=True)
+        queries = query.index_select(0, plan.tokens)
+        attended = query.new_empty(len(queries), query.shape[1], layout.value_width)
+        for bucket in plan.buckets:
+            scores = self._scores(bucket, queries[bucket.queries], keys, variant.scale)
+            if softcap:
+                scores.div_(softcap).tanh_().mul_(softcap)
+            # [R, Hkv, heads per KV head, Q, C]
+            by_head = scores.view(
+                bucket.num_tiles, layout.num_kv_heads, -1, bucket.tile_size, bucket.context
+            )
+            by_head[..., bucket.all_visible :].masked_fill_(bucket.hidden, float("-inf"))
+            weighed = self._weigh(bucket, scores, values)
+            if variant.sinks is not None:
+                weighed *= _left_by_sinks(by_head, variant.sinks).to(weighed.dtype)
+            _store(weighed, attended[bucket.queries], bucket)
+        return attended.index_select(0, plan.rows)
+
+    def _scores(
+        self, bucket: Bucket, queries: torch.Tensor, keys: torch.Tensor, scale: float
+    ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, C]
+        layout = self._cache.layout
+        num_kv_heads, width = layout.num_kv_heads, layout.key_width
+        gathered = self._gather("keys", keys, bucket.key_rows).to(queries.dtype)
+        gathered = gathered.view(-1, bucket.context, width)
+        tiled = queries.view(bucket.num_tiles, bucket.tile_size, -1, width).transpose(1, 2)
+        tiled = tiled.reshape(bucket.num_tiles * num_kv_heads, -1, width)
+        scores = self._buffer("scores", queries.dtype, (*tiled.shape[:2], bucket.context))
+        return torch.baddbmm(
+            scores, tiled, gathered.transpose(1, 2), beta=0.0, alpha=scale, out=scores
+        )
+
+    def _weigh(
+        self, bucket: Bucket, scores: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, Dv]
+        width = self._cache.layout.value_width
+        gathered = self._gather("values", values, bucket.value_rows).to(scores.dtype)
+        gathered.view(-1, width).index_fill_(0, bucket.stale, 0.0)
+        # For 16-bit scores torch computes the softmax in float32 and rounds its result.
+        weights = self._buffer("weights", scores.dtype, tuple(scores.shape))
+        torch.softmax(scores, dim=-1, out=weights)
+        return torch.bmm(weights, gathered.view(-1, bucket.context, width))
+
+    def _gather(self, name: str, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        out = self._buffer(name, source.dtype, (len(rows), source.shape[1]))
+        return torch.index_select(source, 0, rows, out=out)
+
+    def _buffer(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A reused, uninitialised tensor of this shape."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            buffer = self._buffers[name] = torch.empty(size + size // 4, dtype=dtype)
+        return buffer[:size].view(shape)
+
+
+def _left_by_sinks(
+    scores: torch.Tensor,  # [R, Hkv, heads per KV head, Q, C], masked
+    sinks: torch.Tensor,  # [Hq]
+) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, 1] float32
+    """The share of the softmax that a sink, one more logit without a value, leaves the others.
+
+    exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
+    """
+    num_tiles, num_kv_heads, _, _, _ = scores.shape
+    per_head = sinks.float().view(1, num_kv_heads, -1, 1)
+    left = torch.sigmoid(torch.logsumexp(scores.float(), dim=-1) - per_head)
+    return left.view(num_tiles * num_kv_heads, -1, 1)
+
+
+def _store(
+    weighed: torch.Tensor,  # [R * Hkv, heads per KV head * Q, Dv]
+    out: torch.Tensor,  # [R * Q, Hq, Dv]
+    bucket: Bucket,
+) -> None:
+    tiles = (bucket.num_tiles, -1, bucket.tile_size, out.shape[2])
+    by_token = out.view(bucket.num_tiles, bucket.tile_size, -1, out.shape[2])
+    by_token.copy_(weighed.view(tiles).transpose(1, 2))

@@ -1,0 +1,127 @@
+"""Paged attention on a CUDA device by the project's Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchinfer.engine.step import Step
+from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.kv_cache import KVCache
+
+
+class CudaAttention:
+    """Attends over the pool's blocks for one step at a time."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the step that the following calls belong to, and its arrays on the device."""
+        query_lens = np.diff(step.query_starts)
+        self._begin(
+            tensors,
+            shares=shares_pieces(step),
+            min_query_len=int(query_lens.min(initial=2)),
+            max_query_len=int(query_lens.max(initial=0)),
+            max_context_len=int(step.context_lens.max(initial=0)),
+        )
+
+    def begin_decode(
+        self, tensors: Mapping[str, torch.Tensor], max_context_len: int, *, shares: bool
+    ) -> None:
+        """Take a step of one token a sequence at most, as the device's arrays have it.
+
+        Nothing is read from them here, so that what follows can be replayed with others.
+
+        Args:
+            shares: the arrays tell of shared prefixes.
+        """
+        self._begin(
+            tensors,
+            shares=shares,
+            min_query_len=0,
+            max_query_len=1,
+            max_context_len=max_context_len,
+        )
+
+    def _begin(self, tensors: Mapping[str, torch.Tensor], *, shares: bool, **bounds: int) -> None:
+        self._tensors, self._shares = tensors, shares
+        self._bounds: dict[str, Any] = dict(bounds)
+        self._work: dict[int, _Work] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, Dk]
+        variant: AttentionVariant,
+    ) -> torch.Tensor:
+        """Attend over what is in the cache; returns [T, Hq, Dv]."""
+        from batchinfer.kernels.paged_attention import paged_attention
+
+        out = query.new_empty(*query.shape[:2], self._cache.layout.value_width)
+        paged_attention(
+            query,
+            self._cache.key(layer),
+            self._cache.value(layer),
+            self._block_tables(layer),
+            self._tensors["query_starts"],
+            self._tensors["context_lens"],
+            out=out,
+            scale=variant.scale,
+            sliding_window=variant.sliding_window,
+            softcap=variant.softcap,
+            sinks=variant.sinks,
+            work=self._decode_work(layer, query.shape[1], variant.sliding_window),
+            launch=layer,
+            **self._bounds,
+        )
+        return out
+
+    def _block_tables(self, layer: int) -> torch.Tensor:
+        group = self._cache.group(layer)
+        return self._tensors["other_tables"][group - 1] if group else self._tensors["block_tables"]
+
+    def _decode_work(self, layer: int, num_heads: int, window: int) -> Any:
+        """The list of the step's decodes, made once for the layers of a window."""
+        from batchinfer.kernels.decode_work import plan_decode
+
+        if self._bounds["min_query_len"] > 1:
+            return None
+        work = self._work.get(window)
+        if work is None or layer in work.layers:  # a layer that attends again needs a new list
+            plan = plan_decode(
+                self._tensors["query_starts"],
+                self._tensors["context_lens"],
+                order=self._tensors["order"] if self._shares else None,
+                shared_lens=self._tensors["shared_lens"] if self._shares else None,
+                num_heads=num_heads,
+                num_kv_heads=self._cache.layout.num_kv_heads,
+                value_width=self._cache.layout.value_width,
+                max_context_len=self._bounds["max_context_len"],
+                sliding_window=window,
+                num_launches=self._cache.layout.num_layers,
+            )
+            work = self._work[window] = _Work(plan)
+        work.layers.add(layer)
+        return work.plan
+
+
+def shares_pieces(step: Step) -> bool:
+    """Whether some sequences of a step have so much in common that it is read once for them."""
+    from batchinfer.kernels.decode_work import DECODE_PIECE
+
+    shared = step.shared_prefixes
+    return shared is not None and int(shared.shared_lens.max()) >= DECODE_PIECE
+
+
+@dataclass
+class _Work:
+    """A work list, and the layers that have taken it."""
+
+    plan: Any
+    layers: set[int] = field(default_factory=set)

@@ -1,0 +1,1 @@
+"""Decode steps captured once and replayed as CUDA graphs."""

@@ -1,0 +1,116 @@
+"""CUDA graphs that share one pool of memory, and a watch for operations that make the host wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_INTEGERS = {2: "<i2", 4: "<i4"}  # bytes of an element: NumPy's name, which has no bfloat16
+
+# Their results are on the host, or are sized by what is on the device.
+_WAITS = frozenset(
+    [
+        "_local_scalar_dense",
+        "_unique2",
+        "allclose",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "one_hot",
+        "unique_consecutive",
+        "unique_dim",
+    ]
+)
+
+
+class CudaCapture:
+    """Captures computations on the current device; each gives back a call that repeats it.
+
+    All graphs use the same memory, one after the other: results are good until the next replay.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Capture ``run``, which has run before.
+
+        Raises:
+            RuntimeError: it does something that cannot be captured.
+        """
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # Other threads (tokenizing, reading files) may go on meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run().contiguous()
+        alias = _alias(result)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return alias
+
+        return replay
+
+
+class _Memory:
+    """Where a tensor lies, without owning it (NumPy's CUDA array interface, version 3)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": _INTEGERS[tensor.element_size()],
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that does not keep the memory from the pool's other graphs.
+
+    The logits of the largest batch are most of what a graph holds; with an owner each graph would
+    keep its own. The memory itself stays as long as one graph of the pool does.
+    """
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+
+
+class SyncWatch(TorchDispatchMode):
+    """Notes the names of torch's operations that wait, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        result = func(*args, **kwargs)
+        if (
+            name in _WAITS
+            or (name == "where" and len(args) == 1)
+            or (name == "repeat_interleave" and kwargs.get("output_size") is None)
+            or (name.startswith("index") and _has_mask(args))
+            or _comes_to_host(args, result)
+        ):
+            self.seen.add(name)
+        return result
+
+
+def _has_mask(args: Any) -> bool:
+    indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+    return any(isinstance(at, torch.Tensor) and at.dtype is torch.bool for at in indices)
+
+
+def _comes_to_host(args: Any, result: Any) -> bool:
+    first = args[0] if args else None
+    if not (isinstance(first, torch.Tensor) and isinstance(result, torch.Tensor)):
+        return False
+    return first.device.type != "cpu" and result.device.type == "cpu"

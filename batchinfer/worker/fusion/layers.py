@@ -1,0 +1,181 @@
+"""Adds a decoder layer's two products onto the residual where they are computed.
+
+A layer of the Llama shape ends its attention and its MLP with ``residual + x @ weight.T``. A matrix
+product that adds to what its output holds costs nothing more, and saves a pass over the hidden
+state that reads two and writes one: two launches less a layer. Norms then read the sum as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.kernels.cpu import gemm
+from batchinfer.worker.attention.attention import ForwardContext, forward_context, make_backend
+from batchinfer.worker.fusion.modules import keep_plain_attributes
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.model.quantization import is_plain
+from batchinfer.worker.probe_step import probe_step
+from batchinfer.worker.products.linear import PackedLinear
+from batchinfer.worker.transfer import to_device
+
+_TOKENS = (3, 7, 5, 3)
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+# Largest difference over the largest value: the sum is rounded once less.
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+class AddLinear(nn.Module):
+    """Adds ``x @ weight.T`` to ``residual``, which whoever calls for it sets before."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.residual: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to the residual [T, out_features]."""
+        residual, self.residual = self.residual, None
+        assert residual is not None
+        return residual.addmm_(x.reshape(-1, x.shape[-1]), self.weight.t())
+
+
+class AddPackedLinear(nn.Module):
+    """The same over a weight that the project's own kernel multiplies by."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.residual: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to the residual [T, out_features]."""
+        residual, self.residual = self.residual, None
+        own = self.linear.own
+        assert residual is not None
+        assert own is not None
+        gemm.gemm(x.reshape(-1, x.shape[-1]), own.weight, self.linear.bias, out=residual, adds=True)
+        return residual
+
+
+class FusedDecoderLayer(nn.Module):
+    """A pre-norm layer that adds its attention and its MLP to the hidden state in place."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        keep_plain_attributes(self, layer)
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        attention, mlp = layer.self_attn, layer.mlp
+        self.self_attn = _with_part(attention, "o_proj", _adding(attention.o_proj))
+        self.mlp = _with_part(mlp, "down_proj", _adding(mlp.down_proj))
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """[1, T, hidden], which is changed, and returned."""
+        residual = hidden_states[0]
+        attended = self.input_layernorm(hidden_states)
+        self.self_attn.o_proj.residual = residual
+        self.self_attn(hidden_states=attended, **options)
+        gated = self.post_attention_layernorm(hidden_states)
+        self.mlp.down_proj.residual = residual
+        self.mlp(gated)
+        return hidden_states
+
+
+def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
+    """Swap the layers that give the same with their products added in place.
+
+    Call it after ``fuse``, and where linear layers keep their weights as they are (not packed).
+
+    Returns:
+        The number of layers swapped.
+    """
+    return swap_layers(model, layout, _with_sums_in_place)
+
+
+def swap_layers(model: nn.Module, layout: KVLayout, make: Callable[[Any], nn.Module | None]) -> int:
+    """Swap pre-norm layers for what ``make`` makes of them, where that gives the same.
+
+    Args:
+        make: what may take a layer's place, and leaves the layer as it is; None where nothing may.
+
+    Returns:
+        The number of layers swapped.
+    """
+    weight = next(model.parameters())
+    step = probe_step(_TOKENS, 1, layout, range(len(_TOKENS)))
+    cache = KVCache(layout, step.block_tables.size, weight.device, weight.dtype)
+    names = ("query_starts", "context_lens", "block_tables", "slot_mapping")
+    tensors = to_device({name: getattr(step, name) for name in names}, weight.device)
+    backend = make_backend(cache)
+    backend.begin_step(step, tensors)
+    token_ids = torch.tensor([_TOKENS], device=weight.device)
+    count = 0
+    with (
+        torch.inference_mode(),
+        forward_context(ForwardContext(cache, backend, tensors)),
+    ):
+        calls = _calls(model, token_ids)
+        for parent in list(model.modules()):
+            for name, layer in list(parent.named_children()):
+                swapped = make(layer) if layer in calls else None
+                if swapped is not None and _does_the_same(swapped, *calls[layer]):
+                    setattr(parent, name, swapped)
+                    count += 1
+    return count
+
+
+def _calls(model: nn.Module, token_ids: torch.Tensor) -> dict[nn.Module, tuple[Any, Any, Any]]:
+    """Run the model once: the input, the options and the output of each layer that may do."""
+    calls: dict[nn.Module, tuple[Any, Any, Any]] = {}
+
+    def note(layer: nn.Module, arguments: Any, options: Any, output: Any) -> None:
+        if len(arguments) == 1 and isinstance(output, torch.Tensor):
+            calls[layer] = (arguments[0].clone(), options, output.clone())
+
+    layers = [module for module in model.modules() if _has_the_shape(module)]
+    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        model(input_ids=token_ids, position_ids=positions[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _has_the_shape(module: Any) -> bool:
+    return {name for name, _ in module.named_children()} == _PARTS
+
+
+def _does_the_same(
+    swapped: nn.Module, hidden: torch.Tensor, options: Any, output: torch.Tensor
+) -> bool:
+    try:
+        difference = (swapped(hidden, **options) - output).float().abs().max()
+    except (AssertionError, RuntimeError, TypeError):
+        return False  # the layer's parts are called in another way
+    return bool(difference <= _TOLERANCE[output.dtype] * output.float().abs().max())
+
+
+def _with_sums_in_place(layer: Any) -> nn.Module | None:
+    products = (getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None))
+    if not all(is_plain(product) and product.bias is None for product in products):
+        return None
+    return FusedDecoderLayer(layer)
+
+
+def _adding(linear: Any) -> nn.Module:
+    return AddPackedLinear(linear) if isinstance(linear, PackedLinear) else AddLinear(linear)
+
+
+def _with_part(module: nn.Module, name: str, part: nn.Module) -> Any:
+    """A module like ``module``, of the same parts but one."""
+    other = copy.copy(module)
+    other._modules = {**module._modules, name: part}
+    return other

@@ -1,0 +1,245 @@
+"""Decoder layers that run as one call of a C function, on a CPU, each or several together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.kernels.cpu import gemm, row_ops
+from batchinfer.kernels.cpu.decoder_layer import (
+    LayerArgs,
+    StepArgs,
+    array_of_layers,
+    array_of_steps,
+    decoder_layers,
+    supports,
+)
+from batchinfer.worker.attention.attention import ForwardContext, current_context
+from batchinfer.worker.attention.native_cpu import NativeAttention
+from batchinfer.worker.fusion.layers import swap_layers
+from batchinfer.worker.fusion.modules import (
+    FusedAttention,
+    FusedGatedMLP,
+    FusedRMSNorm,
+    keep_plain_attributes,
+)
+from batchinfer.worker.ops import head_norm_options
+from batchinfer.worker.products.linear import PackedLinear
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, [1, T, rotary width]."""
+
+
+class NativeDecoderLayers(nn.Module):
+    """Pre-norm layers that follow each other, one call: else Python takes a tenth of a decode step.
+
+    Every number is computed as in the layers they were made of, but that the two products are added
+    to the hidden state before they are rounded. Over a pool that the C kernels do not read (of
+    float8) those layers run themselves.
+
+    Args:
+        layers: made of fused modules, their products with packed weights.
+        workspace: shared by the layers of a model.
+    """
+
+    def __init__(self, layers: Sequence[Any], workspace: Workspace) -> None:
+        super().__init__()
+        keep_plain_attributes(self, layers[0])
+        self.layers = nn.ModuleList(layers)
+        self.workspace = workspace
+        self._groups: dict[int, int] = {}  # of layers: one that is in it
+        self._arguments, self._steps = array_of_layers([]), array_of_steps([])
+        self._made_for: tuple[object, ...] = ()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, T, hidden], contiguous
+        position_embeddings: Rotary,
+        **options: Any,
+    ) -> torch.Tensor:
+        """[1, T, hidden], in the memory of ``hidden_states``."""
+        context, workspace = current_context(), self.workspace
+        if not isinstance(context.backend, NativeAttention):
+            options["position_embeddings"] = position_embeddings
+            for layer in self.layers:
+                hidden_states = layer(hidden_states, **options)
+            return hidden_states
+        workspace.begin_step(context, position_embeddings)
+        made_for = context.cache, context.backend.kernel, workspace.generation
+        if made_for != self._made_for:
+            try:
+                self._make_arguments(hidden_states[0], context)
+            except (MemoryError, RuntimeError):
+                workspace.release()  # a smaller step must not ask for as much again
+                raise
+            self._made_for = made_for
+        for group, number in self._groups.items():
+            workspace.step_of(group, number).hidden = hidden_states.data_ptr()
+        decoder_layers(self._arguments, self._steps, hidden_states.dtype)
+        return hidden_states
+
+    def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
+        """For every step over this pool and workspace; what differs is in ``StepArgs``."""
+        layers: list[Any] = [*self.layers]
+        numbers = [layer.self_attn.layer for layer in layers]
+        groups = [context.cache.group(number) for number in numbers]
+        self._groups = dict(zip(groups, numbers, strict=True))
+        self._arguments = array_of_layers(
+            [self._arguments_of(layer, hidden, context) for layer in layers]
+        )
+        steps = [self.workspace.step_of(*pair) for pair in zip(groups, numbers, strict=True)]
+        self._steps = array_of_steps(steps)
+
+    def _arguments_of(self, layer: Any, hidden: torch.Tensor, context: ForwardContext) -> LayerArgs:
+        """Of whole buffers: of one row torch tells no stride that rows of a longer step lie at, and
+        a step with more rows than a buffer has makes another."""
+        cache, backend = context.cache, context.backend
+        assert isinstance(backend, NativeAttention)
+        attention, mlp = layer.self_attn, layer.mlp
+        width, workspace = cache.layout.key_width, self.workspace
+        hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))  # of one row it may be any
+        normed = workspace.take_factor("normed", hidden.shape[1])
+        qkv = workspace.take("qkv", attention.qkv_proj.out_features)
+        attended = workspace.take_factor("attended", attention.o_proj.in_features)
+        gate_up = workspace.take("gate_up", mlp.gate_up_proj.out_features)
+        gated = workspace.take_factor("gated", mlp.down_proj.in_features)
+        query = qkv[:, : attended.shape[1]].view(len(qkv), -1, width)
+        return LayerArgs(
+            _norm(layer.input_layernorm, hidden, normed),
+            _product(attention.qkv_proj, normed, qkv),
+            row_ops.rotary_write_args(
+                *(qkv, *workspace.rotary, cache.key(attention.layer), cache.value(attention.layer)),
+                context.slot_mapping(attention.layer),
+                **head_norm_options(attention.head_norms()),
+            ),
+            backend.arguments(
+                *(attention.layer, query, attention.variant),
+                out=attended.view(len(qkv), -1, width),
+            ),
+            _product(attention.o_proj, attended, hidden, adds=True),
+            _norm(layer.post_attention_layernorm, hidden, normed),
+            _product(mlp.gate_up_proj, normed, gate_up),
+            row_ops.silu_mul_args(gate_up, out=gated),
+            _product(mlp.down_proj, gated, hidden, adds=True),
+        )
+
+
+class Workspace:
+    """What layers compute on the way, in memory that the next layer and step use again.
+
+    Args:
+        dtype: of all of it.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.generation = 0
+        """Where it stays the same, so does the memory."""
+        self._num_rows = 0  # tokens there is room for
+        self._empty = torch.empty(0, dtype=dtype)
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self.rotary = self._empty, self._empty
+        """Cosines and sines of the step, [T, rotary width]."""
+        self._of: tuple[ForwardContext, Rotary] | None = None  # the step that layers run in
+        self._steps: dict[int, StepArgs] = {}  # by layer group, where they stay
+        self._told: set[int] = set()  # groups whose steps are of this step
+
+    def begin_step(self, context: ForwardContext, position_embeddings: Rotary) -> None:
+        """Make room, unless layers before have done so in this step."""
+        if self._of and self._of[0] is context and self._of[1] is position_embeddings:
+            return
+        cos, sin = position_embeddings
+        self.rotary = cos[0].contiguous(), sin[0].contiguous()
+        self.reserve(len(self.rotary[0]))
+        self._told.clear()
+        self._of = context, position_embeddings
+
+    def step_of(self, group: int, layer: int) -> StepArgs:
+        """What the layers of a group are called with: always the same object, told of each step.
+
+        Args:
+            group: of layers that have their blocks in common.
+            layer: one of them.
+        """
+        step = self._steps.setdefault(group, StepArgs())
+        if group not in self._told:
+            self._tell(step, group, layer)
+            self._told.add(group)
+        return step
+
+    def _tell(self, step: StepArgs, group: int, layer: int) -> None:
+        assert self._of is not None
+        context, (cos, sin) = self._of[0], self.rotary
+        assert isinstance(context.backend, NativeAttention)
+        step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
+        step.slot_mapping = context.slot_mapping(layer).data_ptr()
+        step.num_tokens, step.num_threads = len(cos), torch.get_num_threads()
+        context.backend.point_to_step(group, step)
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for ``num_rows`` tokens; what was taken before may go."""
+        if num_rows > self._num_rows:
+            self.release()
+            self._num_rows = num_rows
+
+    def release(self) -> None:
+        """Give the memory back; what was taken before goes."""
+        self.generation += 1
+        self._num_rows = 0
+        self._buffers.clear()
+        self._of = None
+
+    def take(self, name: str, width: int) -> torch.Tensor:
+        """Uninitialised, contiguous [rows, width]; the same to everyone who asks for it."""
+        if (name, width) not in self._buffers:
+            self._buffers[name, width] = self._empty.new_empty(self._num_rows, width)
+        return self._buffers[name, width]
+
+    def take_factor(self, name: str, width: int) -> torch.Tensor:
+        """The same, but laid out to be multiplied by a weight (see ``rows_apart``)."""
+        if (name, width) not in self._buffers:
+            self._buffers[name, width] = gemm.rows_apart(self._num_rows, width, self._empty)
+        return self._buffers[name, width]
+
+
+def fuse_native_layers(model: nn.Module, layout: KVLayout) -> int:
+    """Swap the layers that give the same as one call, each by itself.
+
+    Call it after ``fuse`` and ``pack_linears``.
+
+    Returns:
+        The number of layers swapped.
+    """
+    dtype = next(model.parameters()).dtype
+    workspace = Workspace(dtype)
+
+    def make(layer: Any) -> nn.Module | None:
+        return NativeDecoderLayers([layer], workspace) if _fits(layer, dtype) else None
+
+    return swap_layers(model, layout, make)
+
+
+def _fits(layer: Any, dtype: torch.dtype) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    if not (supports(dtype) and type(attention) is FusedAttention and type(mlp) is FusedGatedMLP):
+        return False
+    if attention.variant.sinks is not None:
+        return False  # the C function takes them as float32, which they may not be
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    products = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+    return all(type(norm) is FusedRMSNorm and norm.weight.dtype == dtype for norm in norms) and all(
+        type(product) is PackedLinear and product.own is not None for product in products
+    )
+
+
+def _norm(norm: FusedRMSNorm, x: torch.Tensor, out: torch.Tensor) -> row_ops.RMSNormArgs:
+    return row_ops.rms_norm_args(x, norm.weight, eps=norm.eps, offset=norm.offset, out=out)
+
+
+def _product(
+    linear: Any, x: torch.Tensor, out: torch.Tensor, *, adds: bool = False
+) -> gemm.GemmArgs:
+    return gemm.gemm_args(x, linear.own.weight, linear.bias, out=out, adds=adds)

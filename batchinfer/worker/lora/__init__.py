@@ -1,0 +1,1 @@
+"""LoRA adapters: read, checked, added to what linear layers give."""

@@ -1,0 +1,213 @@
+"""LoRA adapters in a loaded model: how they get into it, and what they add to its linear layers.
+
+The method is that of Hu et al. 2021 (https://arxiv.org/abs/2106.09685). A layer computes
+``x @ weight.T`` for every row of a step as it would without adapters, from whatever its weight is
+stored in. Then ``(x @ A.T) @ B.T`` is added to the rows of each adapter that
+the step uses, one adapter after the other: rows of one share its two small products (the idea of
+SGMV, Chen et al. 2023, https://arxiv.org/abs/2310.18547). Rows without an adapter are not touched.
+Adapters go into a loaded model whatever its layers were merged into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.errors import DeviceError, ModelError
+from batchinfer.worker.attention.attention import current_context, make_backend
+from batchinfer.worker.forward import forward
+from batchinfer.worker.fusion.layers import FusedDecoderLayer
+from batchinfer.worker.fusion.modules import keep_plain_attributes
+from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.lora.checkpoint import Adapter
+from batchinfer.worker.probe_step import probe_step
+from batchinfer.worker.product_kernels import ProductKernel
+from batchinfer.worker.products.linear import PackedLinear, packs
+
+_TOKENS = (3, 7)
+
+
+class Factors(NamedTuple):
+    """What one adapter adds to a slice of a layer's outputs."""
+
+    down: torch.Tensor  # [rank, in], A
+    up: torch.Tensor  # [out, rank], B times the adapter's scale
+    start: int
+    """The slice's first output."""
+
+
+class _OfOne(nn.Module):
+    """One adapter's factors of one layer: its A matrices side by side, each B for itself."""
+
+    def __init__(self, factors: list[Factors], kernel: ProductKernel | None) -> None:
+        super().__init__()
+        self._down = _linear(torch.cat([one.down for one in factors]), kernel)
+        self._ups = nn.ModuleList(_linear(one.up, kernel) for one in factors)
+        ranks = [len(one.down) for one in factors]
+        ends = torch.tensor(ranks).cumsum(0).tolist()
+        self._slices = [
+            (slice(end - rank, end), slice(one.start, one.start + len(one.up)))
+            for one, rank, end in zip(factors, ranks, ends, strict=True)
+        ]
+
+    def add(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Add to ``rows`` [n] of ``out`` [T, out] what they come to of ``x`` [T, in]."""
+        lowered = self._down(x.index_select(0, rows))
+        for up, (inner, outer) in zip(self._ups, self._slices, strict=True):
+            out[:, outer].index_add_(0, rows, up(lowered[:, inner]))
+
+
+class LoraSum(nn.Module):
+    """The adapters of one linear layer; a forward hook of it.
+
+    Args:
+        kernel: what multiplies by the adapters' matrices; None: torch does.
+    """
+
+    def __init__(self, kernel: ProductKernel | None) -> None:
+        super().__init__()
+        self._kernel = kernel
+        self._by_adapter: dict[int, _OfOne] = {}
+
+    def put(self, adapter: int, factors: list[Factors]) -> None:
+        """Take an adapter's factors."""
+        one = _OfOne(factors, self._kernel)
+        self._by_adapter[adapter] = one
+        self.add_module(str(adapter), one)
+
+    def forward(self, layer: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Add to ``output`` [..., out], contiguous, in place; ``arguments`` are the layer's x."""
+        context = current_context()
+        if context.adapters is None:
+            return
+        x, out = arguments[0], output.view(-1, output.shape[-1])
+        x = x.reshape(-1, x.shape[-1])
+        if len(x) != len(context.tensors["positions"]):
+            raise RuntimeError(f"a {type(layer).__name__} takes some of a step's rows only")
+        for adapter, rows in context.adapters.each(context.tensors["adapter_tokens"]):
+            one = self._by_adapter.get(adapter)
+            if one is not None:
+                one.add(x, rows, out)
+
+
+def _linear(weight: torch.Tensor, kernel: ProductKernel | None) -> nn.Module:
+    """A layer without bias; on a CPU packed, so that rows do not depend on each other."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if kernel is None or not packs(linear, kernel, weight.dtype):
+        return linear
+    return PackedLinear(linear, kernel)
+
+
+class LayerInParts(nn.Module):
+    """A layer that is one call, but in steps with adapters runs module by module, to the same bits.
+
+    Only there can something be added between two of its products.
+    """
+
+    def __init__(self, layer: NativeDecoderLayers) -> None:
+        super().__init__()
+        keep_plain_attributes(self, layer)
+        self.whole = layer
+        self.parts = FusedDecoderLayer(layer.layers[0])
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """[1, T, hidden], which is changed, and returned."""
+        runs = self.whole if current_context().adapters is None else self.parts
+        out: torch.Tensor = runs(hidden_states, **options)
+        return out
+
+
+def add_adapters(
+    model: nn.Module,
+    layout: KVLayout,
+    adapters: Sequence[Adapter],
+    kernel: ProductKernel | None = None,
+) -> None:
+    """Read the adapters' weights and let rows of a step run through them, numbered from 1.
+
+    Args:
+        model: loaded, its layers fused or not.
+        layout: of a pool for it.
+        adapters: checked against the model's config.
+        kernel: what multiplies by their matrices; None: torch does.
+
+    Raises:
+        ModelError: naming the adapter, when its layers cannot be added to.
+        DeviceError: the weights do not fit the device.
+    """
+    _open_up(model)
+    weight = next(model.parameters())
+    for number, adapter in enumerate(adapters, start=1):
+        try:
+            _add(model, number, adapter, weight, kernel)
+            _try(model, layout, number, adapter)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"model.adapters.{adapter.name} does not fit the device") from error
+
+
+def _open_up(model: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, NativeDecoderLayers):
+                setattr(parent, name, LayerInParts(child))
+
+
+def _add(
+    model: nn.Module,
+    number: int,
+    adapter: Adapter,
+    like: torch.Tensor,
+    kernel: ProductKernel | None,
+) -> None:
+    by_layer: dict[nn.Module, list[Factors]] = {}
+    for target in adapter.targets:
+        layer, start = _find(model, target.module)
+        down, up = (factor.to(like.device, like.dtype) for factor in adapter.factors(target))
+        by_layer.setdefault(layer, []).append(Factors(down, up, start))
+    for layer, factors in by_layer.items():
+        lora = getattr(layer, "lora", None)
+        if lora is None:
+            lora = LoraSum(kernel)
+            layer.lora = lora
+            layer.register_forward_hook(lora)
+        lora.put(number, factors)
+
+
+def _find(model: nn.Module, name: str) -> tuple[Any, int]:
+    """What computes a linear layer of transformers' model now, and from which output on."""
+    module: Any = model
+    for part in name.split("."):
+        if isinstance(module, LayerInParts):
+            module = module.parts
+        starts = getattr(module, "starts", {})
+        if part in starts:
+            merged_name, start = starts[part]
+            return getattr(module, merged_name), start
+        module = getattr(module, part)
+    return module, 0
+
+
+@torch.inference_mode()
+def _try(model: nn.Module, layout: KVLayout, number: int, adapter: Adapter) -> None:
+    """Run a few tokens through an adapter: are its layers called with a step's rows?"""
+    weight = next(model.parameters())
+    step = probe_step(_TOKENS, 2, layout, range(len(_TOKENS)))
+    step = replace(step, adapters=np.array([number, 0], dtype=np.int32))
+    cache = KVCache(layout, step.block_tables.size, weight.device, weight.dtype)
+    try:
+        forward(model, cache, make_backend(cache), step)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code does with its layers
+        raise ModelError(
+            f"model.adapters.{adapter.name} changes layers that cannot be added to: {error}"
+        ) from error

@@ -1,0 +1,1 @@
+"""A model's folder: config, checkpoint, weights, tokenizer."""

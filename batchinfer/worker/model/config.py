@@ -1,0 +1,83 @@
+"""Reads a model's config.json, and refuses families that cannot be run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from batchinfer.engine.kv.layout import KVLayout, refuse_unsupported
+from batchinfer.errors import ModelError
+from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
+from batchinfer.worker.model.quiet import quiet_transformers
+
+_PREAMBLE = re.compile(r"^Validation error for field '\w+': \w+: ")
+
+
+def check_config(name: str, revision: str | None) -> None:
+    """Find out early, from config.json alone, whether a model (folder or hub id) can be run.
+
+    Raises:
+        ModelError: it is not there, or as ``load_config`` raises.
+    """
+    load_config(resolve_folder(name, revision, CONFIG_FILES))
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """The folder's config, of a family that can be run.
+
+    Raises:
+        ModelError: naming config.json: it is missing or broken, or the family cannot be run.
+    """
+    raw = read_config(folder)
+    family = raw.get("model_type")
+    if not isinstance(family, str):
+        raise ModelError(
+            f"{folder}/config.json has no model_type that says what the model is; "
+            "fetch the model again"
+        )
+    if family not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{folder}/config.json: transformers {transformers.__version__} has no model of the "
+            f"type {family!r}; a later version may"
+        )
+    try:
+        refuse_unsupported(raw)
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+        KVLayout.from_config(config.to_dict(), block_size=1, dtype="float32")
+    except Exception as error:  # a config's own validation raises errors of several libraries
+        raise ModelError(f"{folder}/config.json: {_reason(error)}") from error
+    _check_class(config)
+    return config
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, on one line; of a validator's report on every type, the first sentence."""
+    text = " ".join(str(error).split())
+    return _PREAMBLE.sub("", text).partition(". Errors:")[0]
+
+
+def _check_class(config: PreTrainedConfig) -> None:
+    """Refuse what is no text generator, and classes whose attention cannot be replaced."""
+    family = config.model_type
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"models of the family {family!r} cannot be run: they do not write text")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    saved = config.architectures or [model_class.__name__]
+    if model_class.__name__ not in saved:
+        raise ModelError(f"the model is a {saved[0]}; only {model_class.__name__} writes text")
+    replaceable = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not replaceable or "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+        raise ModelError(
+            f"models of the family {family!r} cannot be run: transformers "
+            f"{transformers.__version__} does not let their attention be replaced"
+        )

@@ -1,0 +1,146 @@
+"""A model folder's tokenizer, taken apart for the text plane, and its end-of-sequence ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from batchinfer.errors import ModelError
+from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_json, resolve_folder
+
+_MARKUP = re.compile(r"<.*>|\[.*\]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What the text plane needs of a tokenizer."""
+
+    backend: Tokenizer
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    """Roles and their texts, e.g. ``{"bos_token": "<s>"}``; templates may name them."""
+    control_tokens: frozenset[str]
+    """Texts of the added tokens that steer the model, wherever they are parsed."""
+    clean_up_tokenization_spaces: bool
+
+
+def load_tokenizer(
+    name: str, *, revision: str | None = None, key: str = "model.name"
+) -> TokenizerParts:
+    """Load the tokenizer of a model folder or hub id. Nothing from the folder is executed.
+
+    Args:
+        revision: of the repository on the hub.
+        key: where the user wrote the name, for messages.
+
+    Raises:
+        ModelError: there is none, it needs its own code, or its files are damaged.
+    """
+    folder = resolve_folder(name, revision, CONFIG_FILES, key=key)
+    read_json(folder / "config.json")  # transformers would blame the tokenizer for its faults
+    if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
+        raise ModelError(
+            f"{folder}/tokenizer_config.json needs the model's own code (auto_map), "
+            "which is never run; save the tokenizer as tokenizer.json"
+        )
+    from transformers import AutoTokenizer
+
+    from batchinfer.worker.model.quiet import quiet_transformers
+
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+    except Exception as error:  # damaged files raise errors of several libraries
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{folder}: the tokenizer cannot be loaded: {reason}",
+            hint="fetch tokenizer.json again, or give model.tokenizer",
+        ) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ModelError(
+            f"{folder}: only tokenizers that can be saved as tokenizer.json are supported"
+        )
+    return TokenizerParts(
+        backend=backend,
+        chat_template=_chat_template(tokenizer.chat_template),
+        special_tokens=_special_tokens(tokenizer),
+        control_tokens=_control_tokens(backend),
+        clean_up_tokenization_spaces=bool(tokenizer.clean_up_tokenization_spaces),
+    )
+
+
+def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+    """Every id of generation_config.json, else of the config, else the tokenizer's.
+
+    Raises:
+        ModelError: naming file and key, where they are no token ids of the model.
+    """
+    sources: tuple[tuple[str, Mapping[str, Any] | None], ...] = (
+        ("generation_config.json: ", read_json(folder / "generation_config.json")),
+        ("config.json: ", config),
+        ("config.json: text_config.", config.get("text_config")),
+    )
+    for origin, source in sources:
+        found = (source or {}).get("eos_token_id")
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        for token_id in ids:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise ModelError(
+                    f"{folder}/{origin}eos_token_id has {json.dumps(token_id)}; it must be token "
+                    f"ids from 0 to {vocab_size - 1}, or null if the model has none"
+                )
+        return frozenset(ids)
+    name = (read_json(folder / "tokenizer_config.json") or {}).get("eos_token")
+    content = name.get("content") if isinstance(name, Mapping) else name
+    backend = _backend(folder)
+    token_id = backend.token_to_id(content) if backend is not None and content else None
+    return frozenset() if token_id is None else frozenset([token_id])
+
+
+def num_tokenizer_ids(folder: Path) -> int:
+    """One more than the highest id of the folder's tokenizer.json; 0 where it has none."""
+    backend = _backend(folder)
+    if backend is None:
+        return 0
+    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _backend(folder: Path) -> Tokenizer | None:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path} cannot be read: {error}; fetch the model again") from error
+
+
+def _chat_template(template: Any) -> str | None:
+    """A tokenizer may have several templates by name; the one called default is meant."""
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, str]:
+    tokens = tokenizer.special_tokens_map
+    return {role: str(text) for role, text in tokens.items() if isinstance(text, str)}
+
+
+def _control_tokens(backend: Tokenizer) -> frozenset[str]:
+    """Special tokens, and added ones that look like markup: chat formats use some unmarked."""
+    added = backend.get_added_tokens_decoder().values()
+    return frozenset(
+        token.content for token in added if token.special or _MARKUP.fullmatch(token.content)
+    )

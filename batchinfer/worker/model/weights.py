@@ -1,0 +1,148 @@
+"""Loads a model's weights, and checks that config.json and the weight files belong together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from batchinfer.errors import DeviceError, ModelError
+from batchinfer.worker.attention.attention import ATTENTION_NAME, register
+from batchinfer.worker.model.quantization import TORCHAO_METHODS, quantize
+from batchinfer.worker.model.quiet import quiet_transformers
+
+_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_NAMES_SHOWN = 3
+_BUFFER = re.compile(r"\b(attn|attention)\.(masked_)?bias$|\binv_freq$")
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def choose_dtype(wanted: str, values: Mapping[str, Any], saved: Mapping[str, str]) -> str:
+    """The dtype to load in, by torch's name.
+
+    Args:
+        wanted: ``auto`` or torch's name.
+        values: the model's config.
+        saved: the dtypes of the tensors in the files, as safetensors writes them.
+
+    Raises:
+        ModelError: the model is saved in a dtype that it cannot be run in.
+    """
+    if wanted != "auto":
+        return wanted
+    named = values.get("dtype") or values.get("torch_dtype")
+    name = str(named or _SAFETENSORS_DTYPES.get(next(iter(saved.values()), ""), "float32"))
+    name = name.removeprefix("torch.")
+    if name not in _SAFETENSORS_DTYPES.values():
+        raise ModelError(f"the model is saved as {name}; give model.dtype: bfloat16 or float32")
+    return name
+
+
+def load_weights(
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    device: torch.device,
+    quantization: str | None = None,
+) -> torch.nn.Module:
+    """transformers' own model of the config, filled from the folder, on the device.
+
+    Args:
+        quantization: a name of ``model.quantization``.
+
+    Raises:
+        ModelError: the files cannot be read, or are not of the model that the config describes.
+        DeviceError: the weights do not fit the device.
+    """
+    register()
+    try:
+        with quiet_transformers():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
+            )
+        _check_complete(folder, found, _misplaced(model, found["unexpected_keys"]))
+        if quantization in TORCHAO_METHODS:
+            quantize(model, quantization, device)
+        model = model.to(device).eval().requires_grad_(False)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError("the model's weights do not fit the device; use a smaller one") from error
+    except SafetensorError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"{folder}: the safetensors files are damaged ({reason}); fetch the model again"
+        ) from error
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{folder}: the weights cannot be loaded: {reason}") from error
+    assert isinstance(model, torch.nn.Module)
+    return model
+
+
+def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
+    """Those of ``unused`` tensors without which the model would write other text than it was
+    trained to: what lies inside its own layers, embeddings and output head.
+
+    Spare are whole parts the model does not have (value heads, classifiers, draft layers), masks
+    and rotary frequencies that older versions of transformers saved, and the layers after the
+    last that predict tokens further ahead (``num_nextn_predict_layers``).
+    """
+    decoder, prefix = model.base_model, f"{model.base_model_prefix}."
+    parts = {name for name, _ in (*decoder.named_children(), *model.named_children())}
+    config = model.config.get_text_config()
+    num_layers = config.num_hidden_layers
+    ahead = range(num_layers, num_layers + (getattr(config, "num_nextn_predict_layers", 0) or 0))
+
+    def is_spare(name: str) -> bool:
+        place = name.removeprefix(prefix)
+        layer = _LAYER.match(place)
+        return (
+            place.partition(".")[0] not in parts
+            or _BUFFER.search(place) is not None
+            or (layer is not None and int(layer.group(1)) in ahead)
+        )
+
+    return [name for name in unused if not is_spare(name)]
+
+
+def _check_complete(folder: Path, found: Mapping[str, Any], unused: Collection[str]) -> None:
+    """Every parameter is filled, and nothing that belongs in the model is left over."""
+    remedy = "take config.json and the safetensors files from the same model, or fetch it again"
+    mismatched = sorted(found["mismatched_keys"])
+    missing = found["missing_keys"] - {name for name, *_ in mismatched}  # they are in both lists
+    if missing:
+        problem = f"{len(missing)} tensors are missing from the weight files: {_some(missing)}"
+    elif mismatched:
+        name, saved, wanted = mismatched[0]
+        problem = f"{name} is {_shape(saved)}, by config.json it should be {_shape(wanted)}"
+    elif unused:
+        problem = (
+            f"the weight files have {len(unused)} tensors that have no place in the model that "
+            f"config.json describes: {_some(unused)}"
+        )
+        if any(".lora_" in name for name in unused):
+            remedy = "merge the adapters into the weights (merge_and_unload in peft) and save again"
+    else:
+        return
+    raise ModelError(f"{folder}: {problem}; {remedy}")
+
+
+def _some(names: Collection[str]) -> str:
+    more = ", ..." if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(sorted(names)[:_NAMES_SHOWN]) + more
+
+
+def _shape(size: Collection[int]) -> str:
+    return " x ".join(map(str, size)) or "a single number"

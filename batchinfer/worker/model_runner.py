@@ -1,0 +1,84 @@
+"""Runs steps: one forward pass, then sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from batchinfer.engine.runner import Pending
+from batchinfer.engine.step import SamplingBatch, ScoredTokens, Step
+from batchinfer.worker.attention.attention import make_backend
+from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
+from batchinfer.worker.forward import forward
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.memory import model_bytes
+from batchinfer.worker.oom import telling
+from batchinfer.worker.product_kernels import ProductKernel
+from batchinfer.worker.prompt_logprobs import PromptScorer, WithScores
+from batchinfer.worker.sampling.output import Sampled
+
+Sample = Callable[[torch.Tensor, SamplingBatch], Sampled]
+"""Draws the samples of a step from its logits [R, vocabulary]."""
+
+
+class ModelRunner:
+    """The data plane as the engine sees it: steps go in, what their samples came to comes out.
+
+    On CUDA everything a step does is queued on the current stream, nothing waits for it, and the
+    next step takes its tokens from the device; so steps run in order, as ``Runner`` asks. On the
+    CPU a step is computed when it is submitted.
+
+    Args:
+        kernel: what multiplies by the model's weights, and so by what instructions to attend.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        cache: KVCache,
+        sample: Sample,
+        graphs: DecodeGraphs | None = None,
+        kernel: ProductKernel | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._sample = sample
+        self._backend = make_backend(cache, kernel)
+        self._previous = Sampled.nothing(cache.pool.device)
+        self._graphs = graphs
+        self._scorer = PromptScorer(model)
+
+    def submit(self, step: Step) -> Pending:
+        """Start one step. A step that samples nothing gives an empty result.
+
+        Raises:
+            OutOfMemory: there is none for it.
+        """
+        tokens = step.scored
+        if tokens is None:
+            self._previous = telling(lambda: self._start(step))
+            return self._previous
+        self._previous, scored = telling(lambda: self._start_scoring(step, tokens))
+        return WithScores(self._previous, scored)
+
+    def _start(self, step: Step) -> Sampled:
+        sampled_before = self._previous.token_ids
+        logits = forward(
+            self._model, self._cache, self._backend, step, sampled_before, self._graphs
+        )
+        if step.num_samples == 0:
+            return Sampled.nothing(logits.device)
+        return self._sample(logits, step.sampling)
+
+    def _start_scoring(self, step: Step, tokens: ScoredTokens) -> tuple[Sampled, Sampled]:
+        """Samples first: their logits are gone before those of the prompts are taken."""
+        with self._scorer.body_output() as output:
+            sampled = self._start(step)
+        return sampled, self._scorer(output, tokens)
+
+    def device_bytes(self) -> int:
+        """Bytes in use: of a CUDA device as torch counts them, of a CPU weights and pool."""
+        if self._cache.pool.is_cuda:
+            return int(torch.cuda.memory_allocated(self._cache.pool.device))
+        return model_bytes(self._model) + self._cache.nbytes

@@ -1,0 +1,1 @@
+"""Linear layers packed for a CPU, and what multiplies: measured, chosen, kept to."""

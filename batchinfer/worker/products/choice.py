@@ -1,0 +1,161 @@
+"""Chooses what multiplies by a model's weights on a CPU.
+
+Processors differ: what is fastest on one is half as fast on another. So it is measured, on the
+shapes of the model; but rows that were computed by one kernel do not go on with another, and a
+kernel whose rows depend on what stands beside them is never taken where that matters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from batchinfer.errors import DeviceError
+from batchinfer.worker.product_kernels import ProductKernel, product_kernels
+from batchinfer.worker.products.timing import Shape, linear_shapes, time_kernels
+
+_WORTH_A_CHANGE = 1.15
+"""How much faster another kernel must be than the project's own, which keeps a row's bits and runs
+whole decoder layers in one call."""
+_DTYPE_NAMES = "model.dtype: float32 or bfloat16"
+_WORTH_MEASURING = 1 << 22
+"""Elements of all weights; the products of a smaller model take no time to speak of."""
+
+
+@dataclass(frozen=True)
+class KernelWish:
+    """What is asked of the kernels."""
+
+    kind: str = "auto"
+    """``engine.cpu_kernels``."""
+    deterministic: bool = False
+    """``engine.deterministic``: only kernels that keep a row's bits."""
+    before: Mapping[str, str] = field(default_factory=dict)
+    """Names of the kernels that earlier runs of the same job had, by dtype; taken again where they
+    can be."""
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """What multiplies, and why."""
+
+    kernel: ProductKernel | None
+    """None: linear layers stay as they are, and torch multiplies."""
+    why: str
+    gflops: Mapping[str, float]
+    """Of the kernels that were measured, by name."""
+
+    @property
+    def name(self) -> str:
+        """The name for people and records."""
+        return "torch" if self.kernel is None else self.kernel.name
+
+    def __str__(self) -> str:
+        speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in self.gflops.items())
+        measured = f" (GFLOP/s of one thread: {speeds})" if speeds else ""
+        keeps = self.kernel is None or self.kernel.keeps_row_bits
+        warning = "" if keeps else "; a row's last bits may depend on the rows beside it"
+        return f"products by {self.name}: {self.why}{measured}{warning}"
+
+
+TORCH_MULTIPLIES = KernelChoice(None, "as on any CUDA device", {})
+"""Where nothing is to choose."""
+
+
+def choose_kernel(model: nn.Module, dtype: torch.dtype, wish: KernelWish) -> KernelChoice:
+    """Choose what multiplies by the weights of a model on the CPU.
+
+    Raises:
+        DeviceError: no kernel here is of the kind that is asked for, or keeps a row's bits, or
+            earlier runs of a deterministic job had one that is not here.
+    """
+    kernels = _allowed(product_kernels(dtype), dtype, wish)
+    before = wish.before.get(_short(dtype))
+    for kernel in kernels:
+        if kernel.name == before:
+            return KernelChoice(kernel, "as in the runs before", {})
+    if before is not None and wish.deterministic:
+        raise DeviceError(
+            f"engine.deterministic is true, and the rows that are finished were computed by "
+            f"{before}, which does not run on this machine",
+            hint="go on where the job was begun, or start over with --overwrite",
+        )
+    choice = _choose(kernels, model, dtype, wish)
+    if before in (None, choice.name):
+        return choice
+    return replace(choice, why=f"{choice.why}; runs before had {before}, and bits may differ")
+
+
+def _choose(
+    kernels: Sequence[ProductKernel], model: nn.Module, dtype: torch.dtype, wish: KernelWish
+) -> KernelChoice:
+    if not kernels:
+        return KernelChoice(
+            None,
+            f"nothing else multiplies {_short(dtype)}; a row's bits may depend on those beside it",
+            {},
+        )
+    if len(kernels) == 1 or wish.deterministic:  # the same in every run, whatever is measured
+        return KernelChoice(kernels[0], _why_only(wish), {})
+    shapes = linear_shapes(model, dtype)
+    if sum(map(_elements, shapes.items())) < _WORTH_MEASURING:
+        return KernelChoice(kernels[0], "too few weights to measure others", {})
+    gflops = time_kernels(kernels, shapes, dtype)
+    return KernelChoice(fastest(kernels, gflops), "measured", gflops)
+
+
+def fastest(kernels: Iterable[ProductKernel], gflops: Mapping[str, float]) -> ProductKernel:
+    """The kernel to take, where one of our own is ahead of others that are a little faster."""
+
+    def worth(kernel: ProductKernel) -> float:
+        return gflops[kernel.name] * (_WORTH_A_CHANGE if kernel.kind == "own" else 1.0)
+
+    return max(kernels, key=worth)
+
+
+def _allowed(
+    kernels: Iterable[ProductKernel], dtype: torch.dtype, wish: KernelWish
+) -> list[ProductKernel]:
+    """Those that do what is asked for.
+
+    Raises:
+        DeviceError: there are none.
+    """
+    found = [kernel for kernel in kernels if wish.kind in ("auto", kernel.kind)]
+    if wish.kind not in ("auto", "torch") and not found:
+        needs = "a C compiler (cc, or $CC)" if wish.kind == "own" else "oneDNN"
+        raise DeviceError(
+            f"engine.cpu_kernels is {wish.kind}, and no such kernel multiplies {_short(dtype)} "
+            f"on this machine: {needs} is needed, and {_DTYPE_NAMES}",
+            hint="install it, choose another model.dtype, or set engine.cpu_kernels: auto",
+        )
+    if not wish.deterministic:
+        return found
+    kept = [kernel for kernel in found if kernel.keeps_row_bits]
+    if not kept:
+        raise DeviceError(
+            "engine.deterministic is true, and no kernel that keeps a row's bits multiplies "
+            f"{_short(dtype)} on this machine: a C compiler (cc, or $CC) is needed, and "
+            f"{_DTYPE_NAMES}",
+            hint="install one, or set engine.deterministic: false",
+        )
+    return kept
+
+
+def _why_only(wish: KernelWish) -> str:
+    if wish.kind != "auto":
+        return f"engine.cpu_kernels is {wish.kind}"
+    return "engine.deterministic is true" if wish.deterministic else "there is no other here"
+
+
+def _elements(entry: tuple[Shape, int]) -> int:
+    shape, count = entry
+    return math.prod(shape) * count
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

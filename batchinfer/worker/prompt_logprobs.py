@@ -1,0 +1,134 @@
+"""Log-probabilities of given tokens, with logits taken a few rows at a time.
+
+A prompt's logits are as many rows as it has tokens: of 8,192 tokens and a vocabulary of 150,000
+they are 5 GB in float32. So the model's head is called again and again on the hidden states that
+the body gave in one pass, and of each call's logits only what is asked for is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer.engine.step import Int32, ScoredTokens, StepResult
+from batchinfer.worker.sampling.logprobs import row_stats, token_ranks, top_logits
+from batchinfer.worker.sampling.output import Sampled
+from batchinfer.worker.sampling.sampler import workspace_rows
+from batchinfer.worker.transfer import to_device
+
+SCORED_ROWS = 256
+"""Rows of logits taken at a time: enough for the head to run at its speed. They are planned for
+where ``engine.max_num_seqs`` is less."""
+
+
+class PromptScorer:
+    """Judges tokens by a model's own head, with whatever its class does to logits.
+
+    Args:
+        model: one of transformers' causal language models: a body, then a head on the rows of
+            hidden states that ``logits_to_keep`` names.
+        rows: of logits at a time.
+    """
+
+    def __init__(self, model: torch.nn.Module, rows: int = SCORED_ROWS) -> None:
+        self._model = model
+        self._rows = rows
+
+    @contextmanager
+    def body_output(self) -> Iterator[list[Any]]:
+        """Within, what the model's body gives is put into the list."""
+        outputs: list[Any] = []
+        hook = _body(self._model).register_forward_hook(lambda *call: outputs.append(call[2]))
+        try:
+            yield outputs
+        finally:
+            hook.remove()
+
+    @torch.inference_mode()
+    def __call__(self, outputs: list[Any], tokens: ScoredTokens) -> Sampled:
+        """Judge the tokens of a step.
+
+        Args:
+            outputs: of the model's body, as ``body_output`` gave them.
+            tokens: P tokens.
+
+        Returns:
+            The tokens as if they were samples, on their way to the host, with ranks and
+            alternatives [P, L]; L is at most the vocabulary.
+        """
+        (output,) = outputs
+        arrays = {"rows": tokens.rows.astype(np.int64), "ids": tokens.token_ids.astype(np.int64)}
+        on = to_device(arrays, output[0].device)
+        wanted = np.full(len(tokens.rows), tokens.num_logprobs.max(), dtype=np.int32)
+        parts = []
+        with _body_gives(_body(self._model), output):
+            for start in range(0, len(tokens.rows), self._rows):
+                span = slice(start, start + self._rows)
+                logits = self._head(on["rows"][span])
+                parts.append(_judge(logits, on["ids"][span], wanted[span]))
+        logprobs, finite, *alternatives = map(torch.cat, zip(*parts, strict=True))
+        ranks, top_ids, top_logprobs = alternatives
+        return Sampled(on["ids"], logprobs, ~finite, (ranks, top_ids, top_logprobs))
+
+    def _head(self, rows: Tensor) -> Tensor:
+        nothing = rows.new_zeros((1, 1))
+        output = self._model(input_ids=nothing, use_cache=False, logits_to_keep=rows)
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def _judge(logits: Tensor, ids: Tensor, wanted: Int32) -> tuple[Tensor, ...]:
+    """Log-probabilities [P], whether they are numbers [P], ranks [P], the most likely tokens [P, L]
+    and their log-probabilities [P, L]."""
+    count, vocab = logits.shape
+    chunk = workspace_rows(vocab, logits.device.type)
+    stats = row_stats(logits, chunk, want_argmax=False)
+    rows = np.arange(count, dtype=np.int32)
+    each = torch.arange(count, device=logits.device)
+    values, finite = logits[each, ids].float(), stats.maximum.isfinite()
+    top_ids, top_values = top_logits(logits, rows, wanted, chunk)
+    return (
+        stats.logprobs(each, values).masked_fill_(~finite, 0),
+        finite,
+        token_ranks(logits, rows, values, wanted, chunk),
+        top_ids,
+        stats.logprobs(each, top_values),
+    )
+
+
+def _body(model: torch.nn.Module) -> torch.nn.Module:
+    """What gives the hidden states that the model's head is applied to."""
+    body: torch.nn.Module = getattr(model, str(model.base_model_prefix))
+    return body
+
+
+@contextmanager
+def _body_gives(body: torch.nn.Module, output: Any) -> Iterator[None]:
+    """Within, calling the body computes nothing."""
+    body.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        del body.forward
+
+
+@dataclass(frozen=True, slots=True)
+class WithScores:
+    """A step that also judges tokens of prompts."""
+
+    sampled: Sampled
+    scored: Sampled
+
+    def result(self) -> StepResult:
+        """The samples and the judged tokens on the host.
+
+        Raises:
+            OutOfMemory: the device says only now that it had none for the step.
+        """
+        return replace(self.sampled.result(), scored=self.scored.result())

@@ -1,0 +1,1 @@
+"""Logits to tokens: processors, filters, draws, log-probabilities."""

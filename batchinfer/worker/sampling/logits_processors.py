@@ -1,0 +1,164 @@
+"""Changes to the logits before temperature, in vLLM's order: masks, biases, bans, penalties.
+
+Bias (with the bans, which are biases of -inf), allowed token ids, penalties: vLLM's
+``v1/sample/sampler.py`` and ``model_executor/layers/utils.py`` are the reference for meaning and
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchinfer.engine.step import Int32, Int64, Penalties, SamplingBatch
+from batchinfer.kernels.cpu import native, row_ops
+from batchinfer.worker.transfer import to_device
+
+
+def edit_logits(logits: Tensor, batch: SamplingBatch, heads: Int64) -> None:
+    """Change ``logits`` in place as the samples ``heads`` ask.
+
+    Args:
+        logits: float32 [D, V]; row d belongs to sample ``heads[d]``.
+        batch: every sample's wishes; those of samples not in ``heads`` are passed over.
+        heads: [D].
+    """
+    rows = np.full(len(batch.logits_rows), -1)
+    rows[heads] = np.arange(len(heads))
+    _add_bias(logits, batch, rows)
+    _keep_allowed(logits, batch, rows)
+    if batch.penalties is not None:
+        _penalise(logits, batch.penalties, rows)
+
+
+def _add_bias(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
+    mine = rows[batch.bias_samples] >= 0
+    if not mine.any():
+        return
+    at = _entries(logits, rows[batch.bias_samples[mine]], batch.bias_token_ids[mine])
+    values = to_device({"values": batch.bias_values[mine]}, logits.device)["values"]
+    logits.index_put_(at, values, accumulate=True)
+
+
+def _keep_allowed(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
+    mine = rows[batch.allowed_samples] >= 0
+    if not mine.any():
+        return
+    owners = rows[batch.allowed_samples[mine]]
+    at = _entries(logits, owners, batch.allowed_token_ids[mine])
+    kept = logits[at]
+    restricted = to_device({"rows": np.unique(owners)}, logits.device)["rows"]
+    logits.index_fill_(0, restricted, -torch.inf)
+    logits.index_put_(at, kept)
+
+
+def _entries(logits: Tensor, rows: Int64, token_ids: Int32) -> tuple[Tensor, Tensor]:
+    # On a GPU an index out of range takes the whole process with it.
+    assert 0 <= token_ids.min() <= token_ids.max() < logits.shape[1], "token id not in the model"
+    at = to_device({"rows": rows, "ids": token_ids.astype(np.int64)}, logits.device)
+    return at["rows"], at["ids"]
+
+
+def _penalise(logits: Tensor, penalties: Penalties, rows: Int64) -> None:
+    """Apply the three penalties.
+
+    Repetition (Keskar et al. 2019, arXiv:1909.05858) divides positive and multiplies other
+    logits of tokens in the prompt or the output. Then, as in the OpenAI API, a token that is c
+    times in the output loses ``frequency * c``, and ``presence`` if c > 0.
+    """
+    mine = np.flatnonzero(rows[penalties.samples] >= 0)
+    if len(mine) == 0:
+        return
+    arrays: dict[str, npt.NDArray[np.generic]] = {
+        "rows": rows[penalties.samples[mine], None],
+        "presence": penalties.presence[mine, None],
+        "frequency": penalties.frequency[mine, None],
+        "repetition": penalties.repetition[mine, None],
+        "prompt": penalties.prompt_token_ids[mine],
+        "output": penalties.output_token_ids[mine],
+    }
+    on = to_device(arrays, logits.device)
+    output = on["output"].long()
+    seen = torch.cat((on["prompt"].long(), output), dim=1)
+    repetition = on["repetition"]
+    _rewrite(
+        logits,
+        on["rows"],
+        seen,
+        lambda _, at: torch.where(at > 0, at / repetition, at * repetition),
+    )
+    counts = torch.zeros(len(mine), logits.shape[1], device=logits.device)
+    counts.scatter_add_(1, output.clamp(min=0), (output >= 0).float())
+    _rewrite(
+        logits,
+        on["rows"],
+        output,
+        lambda ids, at: at - on["frequency"] * counts.gather(1, ids) - on["presence"],
+    )
+
+
+def _rewrite(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, change: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Replace logits by what ``change(ids, logits at the ids)`` gives.
+
+    A token listed twice is written twice with the same value, so the order of writes is free.
+
+    Args:
+        logits: float32 [D, V].
+        rows: int64 [P, 1], all different.
+        token_ids: int64 [P, any length], padded with -1.
+        change: takes and gives [P, any length].
+    """
+    if token_ids.shape[1] == 0:
+        return
+    # Padding repeats a token of its own row; a row of nothing but padding keeps its values.
+    stand_in = token_ids.amax(dim=1, keepdim=True)
+    ids = torch.where(token_ids >= 0, token_ids, stand_in.clamp(min=0))
+    at = logits[rows, ids]
+    logits.index_put_((rows, ids), torch.where(stand_in >= 0, change(ids, at), at))
+
+
+def forbid_masked(logits: Tensor, rows: Int32, masks: Int32, chunk: int) -> None:
+    """Set the logits of tokens that are not in their row's mask to -inf, in place.
+
+    Args:
+        logits: [R, V] floating point.
+        rows: [M] ascending, of the R.
+        masks: [M, words] bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may come; a
+            token beyond the last word may not.
+        chunk: rows to work on at a time.
+    """
+    if not logits.is_cuda and native.supports(logits.dtype):
+        row_ops.forbid_masked(logits, torch.from_numpy(rows), torch.from_numpy(masks))
+        return
+    words = -(-logits.shape[1] // 32)
+    lacking = max(words - masks.shape[1], 0)
+    masks = np.pad(masks, ((0, 0), (0, lacking)))[:, :words]
+    for low in range(0, len(rows), chunk):
+        mine = slice(low, low + chunk)
+        on = to_device(
+            {"bytes": masks[mine].view(np.uint8), "rows": rows[mine].astype(np.int64)},
+            logits.device,
+        )
+        table = _forbidden_of_bytes(logits.device)
+        forbidden = table[on["bytes"].int()].view(torch.bool)[:, : logits.shape[1]]
+        first, last = int(rows[mine][0]), int(rows[mine][-1])
+        if last - first + 1 == len(rows[mine]):  # most often: nothing is copied
+            logits[first : last + 1].masked_fill_(forbidden, -torch.inf)
+        else:
+            kept = logits.index_select(0, on["rows"]).masked_fill_(forbidden, -torch.inf)
+            logits.index_copy_(0, on["rows"], kept)
+
+
+@cache
+def _forbidden_of_bytes(device: torch.device) -> Tensor:
+    """int64 [256]: of each byte of a mask, eight bools in one number, true where its bit is not
+    set; looking them up is the fastest way to unpack bits that torch has."""
+    absent = np.unpackbits(~np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(absent.view(np.int64)[:, 0].copy()).to(device)

@@ -1,0 +1,69 @@
+"""A step's samples: on the device for the next step, and on their way to the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer.engine.step import StepResult
+from batchinfer.worker.oom import telling
+from batchinfer.worker.transfer import HostCopy
+
+
+class Sampled:
+    """What a step drew. Its copy to the host starts here; ``result`` waits for no more than that.
+
+    Args:
+        token_ids: int64 [K], on any device.
+        logprobs: float32 [K].
+        nonfinite: bool [K].
+        alternatives: ranks int64 [K], top token ids int64 [K, L] and their log-probabilities
+            float32 [K, L]; None when no sample asked for any.
+    """
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        logprobs: Tensor,
+        nonfinite: Tensor,
+        alternatives: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        self.token_ids = token_ids
+        self._has_alternatives = alternatives is not None
+        columns = [token_ids, logprobs, nonfinite, *(alternatives or ())]
+        # One int32 matrix, float32 columns by their bits, so that there is one copy.
+        self._packed = HostCopy(torch.cat([_as_int32(column) for column in columns], dim=1))
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> Sampled:
+        """The samples of a step that draws none."""
+        none = torch.zeros(0, device=device)
+        return cls(none.long(), none, none)
+
+    def result(self) -> StepResult:
+        """The samples as arrays on the host.
+
+        Raises:
+            OutOfMemory: the device says only now that it had none for the step.
+        """
+        packed = telling(self._packed.wait).view(np.int32)
+        floats = packed.view(np.float32)
+        ranks = top_token_ids = top_logprobs = None
+        if self._has_alternatives:
+            middle = (packed.shape[1] + 4) // 2
+            ranks, top_token_ids = packed[:, 3], packed[:, 4:middle]
+            top_logprobs = floats[:, middle:]
+        return StepResult(
+            token_ids=packed[:, 0],
+            logprobs=floats[:, 1],
+            nonfinite=packed[:, 2].astype(np.bool_),
+            ranks=ranks,
+            top_token_ids=top_token_ids,
+            top_logprobs=top_logprobs,
+        )
+
+
+def _as_int32(column: Tensor) -> Tensor:
+    matrix = column if column.ndim == 2 else column[:, None]
+    return matrix.view(torch.int32) if matrix.is_floating_point() else matrix.int()

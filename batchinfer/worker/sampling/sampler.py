@@ -1,0 +1,237 @@
+"""Draws a step's tokens from its logits.
+
+Probabilities are held as integers in units of 2**-40 of the most likely token's, so that sums
+over the vocabulary are exact and do not depend on the order of summation. A row therefore gets
+the same token alone or in company, in any chunk, for any number of samples. What is cut off is
+under 1e-12 of the most likely token's probability.
+
+K samples draw from R rows of logits; D = distinct distributions among them; V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer.engine.step import Bool, Int32, Int64, SamplingBatch
+from batchinfer.kernels.cpu import native
+from batchinfer.kernels.cpu import sampling as native_sampling
+from batchinfer.worker.sampling.groups import Part, edited_samples, split
+from batchinfer.worker.sampling.logits_processors import edit_logits, forbid_masked
+from batchinfer.worker.sampling.logprobs import RowStats, row_stats, token_ranks, top_logits
+from batchinfer.worker.sampling.output import Sampled
+from batchinfer.worker.sampling.philox import RANDOM_BITS, random_bits
+from batchinfer.worker.sampling.top_k_top_p import keep_most_likely
+from batchinfer.worker.transfer import to_device
+
+_WEIGHT_OF_MAX = 2.0**40
+"""Weights of 2**22 tokens add up to less than 2**62."""
+
+_DISTRIBUTION = ("temperature", "min_p", "top_p", "top_k")
+
+_WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
+"""Most logits worked on at a time, or one row; the CPU's is about what a cache holds."""
+_WORKSPACE_BYTES_EACH = 64
+"""Measured: 24 for temperature, 28 for a small top-k, 51 for a top-k of nearly the vocabulary, 54
+for top-p on flat rows; the rest is for a device's own sorting."""
+
+
+def workspace_bytes(rows: int, vocab: int, device_type: str) -> int:
+    """Most bytes that sampling takes besides the logits, for ``rows`` rows of ``vocab`` logits."""
+    elements = min(rows * vocab, max(vocab, _WORKSPACE_ELEMENTS[device_type]))
+    own = native_sampling.draw_bytes(vocab) if device_type == "cpu" else 0
+    return elements * _WORKSPACE_BYTES_EACH + own
+
+
+def workspace_rows(vocab: int, device_type: str) -> int:
+    """Rows of ``vocab`` logits worked on at a time."""
+    return max(1, _WORKSPACE_ELEMENTS[device_type] // vocab)
+
+
+class Sampler:
+    """Turns logits and sampling parameters into tokens. Holds no state.
+
+    Follows vLLM's order: what grammars forbid is left out; log-probabilities of the logits as they
+    are then; bias and bans, allowed ids, penalties; most likely token for temperature 0; else
+    temperature, min-p, top-k, top-p, and the inverse of the cumulative distribution in id order at
+    one uniform number per token from Philox keyed by (seed, stream, sample index, position).
+    """
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        """Draw every sample's token; one copy from device to host, at the end, not waited for.
+
+        A sample is marked nonfinite where its raw row holds NaN or +inf or nothing but -inf, and
+        where its bans and allowed ids leave it no token; its token and log-probability are 0.
+        A sample whose token is given gets that, with the log-probability it has.
+        Other samples are not affected. Equally likely tokens count as ordered by id.
+
+        Args:
+            logits: [R, V] floating point, on any device; left as they are, but for tokens that
+                masks forbid, which become -inf.
+            batch: how to draw K samples.
+
+        Returns:
+            The samples, on their way to the host. ``ranks`` are 0, ``top_token_ids`` 0 and
+            ``top_logprobs`` -inf for samples that asked for none while others did; L is at most V.
+        """
+        if len(batch.logits_rows) == 0:
+            return Sampled.nothing(logits.device)
+        chunk = workspace_rows(logits.shape[1], logits.device.type)
+        if len(batch.masked_rows):
+            forbid_masked(logits, batch.masked_rows, batch.masks, chunk)
+        edited = edited_samples(batch)
+        plain = (batch.temperature == 0) & ~edited
+        stats = row_stats(logits, chunk, want_argmax=bool(plain.any()))
+        rows = to_device({"rows": batch.logits_rows.astype(np.int64)}, logits.device)["rows"]
+        token_ids, finite = _choose_all(logits, batch, edited, stats, rows, chunk)
+        if batch.given_token_ids is not None:
+            told = to_device({"ids": batch.given_token_ids.astype(np.int64)}, logits.device)["ids"]
+            token_ids = torch.where((told >= 0) & finite, told, token_ids)
+        values = logits[rows, token_ids].float()
+        logprobs = stats.logprobs(rows, values).masked_fill_(~finite, 0)
+        return Sampled(
+            token_ids,
+            logprobs,
+            ~finite,
+            _alternatives(logits, batch, stats, rows, values, chunk),
+        )
+
+
+def _choose_all(
+    logits: Tensor, batch: SamplingBatch, edited: Bool, stats: RowStats, rows: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Token ids [K], and whether each sample had finite logits to draw from [K]."""
+    finite = stats.maximum.isfinite()[rows]
+    token_ids = torch.zeros_like(rows) if stats.argmax is None else stats.argmax[rows]
+    bits = np.zeros(len(rows), np.int64)
+    if (batch.temperature > 0).any():
+        bits = _random_bits(batch, natively=_draws_natively(logits.device, torch.float32))
+    in_place = _draws_natively(logits.device, logits.dtype)
+    for part in split(batch, edited, logits.shape[1], chunk, in_place=in_place):
+        arrays = {"samples": part.samples, "distributions": part.distributions}
+        on = to_device(arrays, logits.device)
+        heads = batch.logits_rows[part.heads]
+        if part.in_place:
+            drawn = _draw_natively(logits, stats.maximum, heads, batch, part, bits[part.samples])
+            token_ids[on["samples"]] = drawn
+            continue
+        own = _rows_of(logits, heads)
+        if edited[part.heads].any():
+            own = own.clone()
+            edit_logits(own, batch, part.heads)
+        maximum = own.amax(1)
+        if part.greedy:
+            chosen = own.argmax(1)[on["distributions"]]
+        elif _draws_natively(own.device, own.dtype):
+            each = np.arange(len(own), dtype=np.int32)
+            chosen = _draw_natively(own, maximum, each, batch, part, bits[part.samples])
+        else:
+            weights = _weights(own, maximum[:, None], batch, part)
+            chosen = _draw(weights, part, bits[part.samples])
+        token_ids[on["samples"]] = chosen
+        finite[on["samples"]] &= maximum.isfinite()[on["distributions"]]
+    return token_ids.masked_fill_(~finite, 0), finite
+
+
+def _rows_of(logits: Tensor, rows: Int32) -> Tensor:
+    """Those rows in float32; neighbours in a float32 tensor are not copied."""
+    if (np.diff(rows) == 1).all():
+        return logits[int(rows[0]) : int(rows[-1]) + 1].float()
+    on = to_device({"rows": rows}, logits.device)
+    return logits.index_select(0, on["rows"]).float()
+
+
+def _draws_natively(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and native.supports(dtype)
+
+
+def _random_bits(batch: SamplingBatch, *, natively: bool) -> Int64:
+    """[K] uniform in [0, 2**RANDOM_BITS); the same either way."""
+    keys = batch.seed, batch.stream, batch.sample_index, batch.position
+    if not natively:
+        return random_bits(*keys)
+    bits = np.empty(len(batch.seed), np.int64)
+    tensors = [
+        torch.from_numpy(np.ascontiguousarray(words.view(f"i{words.itemsize}"))) for words in keys
+    ]
+    native_sampling.random_bits(*tensors, out=torch.from_numpy(bits))
+    return bits
+
+
+def _draw_natively(
+    logits: Tensor, maximum: Tensor, rows: Int32, batch: SamplingBatch, part: Part, bits: Int64
+) -> Tensor:
+    """Token ids [k], one row at a time in C: what ``_weights`` and ``_draw`` give, at a tenth of
+    the time. ``exp`` differs in its last bit, which moves one token in some millions.
+
+    Args:
+        logits: [R, V].
+        maximum: [R] of each row.
+        rows: [D] which of the R each distribution is of.
+        batch, part: the samples.
+        bits: [k] uniform in [0, 2**RANDOM_BITS).
+    """
+    chosen = torch.zeros(len(part.samples), dtype=torch.int64)
+    arrays = {name: getattr(batch, name)[part.heads] for name in _DISTRIBUTION}
+    starts = np.searchsorted(part.distributions, np.arange(len(part.heads) + 1))
+    arrays |= {"rows": rows.astype(np.int64), "starts": starts.astype(np.int64), "bits": bits}
+    native_sampling.draw(logits, maximum, **to_device(arrays, logits.device), out=chosen)
+    return chosen
+
+
+def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, part: Part) -> Tensor:
+    """Probabilities as integers, int64 [D, V], at temperature and with the filters applied."""
+    min_p = batch.min_p[part.heads]
+    arrays = {"temperature": batch.temperature[part.heads, None], "min_p": min_p[:, None]}
+    on = to_device(arrays, logits.device)
+    shifted = logits - maximum
+    # A row without a finite maximum is drawn from as if flat; its token is dropped later.
+    shifted.masked_fill_(~maximum.isfinite(), 0)
+    relative = shifted.div_(on["temperature"]).exp_()
+    if min_p.any():
+        relative.masked_fill_(relative < on["min_p"], 0)
+    weights = relative.mul_(_WEIGHT_OF_MAX).long()
+    if part.filtered:
+        keep_most_likely(weights, logits, batch.top_k[part.heads], batch.top_p[part.heads])
+    return weights
+
+
+def _draw(weights: Tensor, part: Part, bits: Int64) -> Tensor:
+    """The first token, in id order, whose cumulative weight is over u times the total.
+
+    Exact in integers, so a token of weight 0 is never drawn.
+
+    Args:
+        weights: int64 [D, V].
+        part: the k samples.
+        bits: [k] u in units of 2**-RANDOM_BITS.
+
+    Returns:
+        int64 [k].
+    """
+    order = np.arange(len(part.samples))
+    place = order - np.searchsorted(part.distributions, part.distributions)  # in its distribution
+    arrays = {"distributions": part.distributions, "place": place, "bits": bits}
+    on = to_device(arrays, weights.device)
+    at = on["distributions"], on["place"]
+    cumulative = weights.cumsum(1)
+    total = cumulative[:, -1][on["distributions"]]
+    # floor(total * bits / 2**RANDOM_BITS), in halves: the product does not fit in 63 bits.
+    low = (total & (2**RANDOM_BITS - 1)) * on["bits"] >> RANDOM_BITS
+    targets = cumulative.new_zeros(len(weights), int(place.max()) + 1)
+    targets[at] = (total >> RANDOM_BITS) * on["bits"] + low
+    return torch.searchsorted(cumulative, targets, right=True)[at]
+
+
+def _alternatives(
+    logits: Tensor, batch: SamplingBatch, stats: RowStats, rows: Tensor, values: Tensor, chunk: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Ranks [K], top token ids [K, L] and their log-probabilities, if any sample wants them."""
+    wanted = batch.num_logprobs
+    if wanted.max() < 0:
+        return None
+    ranks = token_ranks(logits, batch.logits_rows, values, wanted, chunk)
+    top_ids, top_values = top_logits(logits, batch.logits_rows, wanted, chunk)
+    return ranks, top_ids, stats.logprobs(rows, top_values)

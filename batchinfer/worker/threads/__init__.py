@@ -1,0 +1,1 @@
+"""Threads that compute on a CPU: how many, why, and fewer while others use the cores."""

@@ -1,0 +1,113 @@
+"""The CUDA backend over CPU tensors, in Triton's interpreter, against the backend of the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.step import SharedPrefixes, Step
+from batchinfer.kernels import decode_work
+from batchinfer.worker.attention.attention import make_backend
+from batchinfer.worker.attention.triton import CudaAttention
+from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.forward import _device_arrays
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.transfer import to_device
+from tests.worker.on_triton import traced
+from tests.worker.step_maker import HandSequence, StepMaker
+
+LAYOUT = KVLayout(
+    num_layers=3, num_kv_heads=2, key_width=16, value_width=16, block_size=16, element_bytes=4
+)
+PLAIN, WINDOWED = (AttentionVariant(0.25, window, 0.0, None) for window in (0, 5))
+
+
+def begun(
+    step_parts: list[tuple[int, int]], *, fp8: bool = False
+) -> tuple[CudaAttention, Any, torch.Tensor]:
+    """Both backends at the start of a step over a random pool, and its queries.
+
+    Args:
+        step_parts: (tokens computed before, tokens of the step) of each sequence.
+        fp8: the pool's dtype is float8.
+    """
+    maker = StepMaker(32, 16)
+    sequences = [(maker.sequence([1] * (before + new)), before, new) for before, new in step_parts]
+    earlier = [(sequence, before) for sequence, before, _ in sequences if before]
+    if earlier:
+        maker.step(earlier)
+    return begin(maker.step([(sequence, new) for sequence, _, new in sequences]), fp8=fp8)
+
+
+def begin(step: Step, *, fp8: bool = False) -> tuple[CudaAttention, Any, torch.Tensor]:
+    torch.manual_seed(0)
+    by_position, own = (
+        KVCache(replace(LAYOUT, fp8=fp8), 32, torch.device("cpu"), torch.float32) for _ in range(2)
+    )
+    by_position.pool[:32].copy_(torch.randn(32, by_position.pool.shape[1]))
+    for layer in range(LAYOUT.num_layers):
+        blocks = by_position.key(layer)[:32], by_position.value(layer)[:32]
+        rows = [block.float().transpose(1, 2).flatten(0, 1) for block in blocks]
+        own.write(layer, *rows, torch.arange(len(rows[0])))
+    tensors = to_device(_device_arrays(step), torch.device("cpu"))
+    backends = CudaAttention(by_position), make_backend(own)
+    for backend in backends:
+        backend.begin_step(step, tensors)
+    return *backends, torch.randn(step.num_tokens, 4, 16)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [[(9, 1), (20, 1)], [(0, 7), (9, 1), (30, 4)], [(0, 7), (16, 20)]],
+    ids=["decodes", "mixed", "chunks"],
+)
+def test_layers_of_two_windows_equal_the_cpus(parts: list[tuple[int, int]], fp8: bool) -> None:
+    cuda, cpu, query = begun(parts, fp8=fp8)
+    for layer, variant in ((0, WINDOWED), (1, PLAIN), (2, WINDOWED)):
+        got = cuda.attend(layer, query, variant)
+        torch.testing.assert_close(got, cpu.attend(layer, query, variant), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("piece", [64, 512])
+def test_shared_pieces_are_read_once_where_no_window_is(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", piece)
+    maker = StepMaker(32, 16)
+    first = maker.sequence([1] * 100)
+    maker.step([(first, 99)])
+    others = [HandSequence([1] * n, first.block_table[:4], 64) for n in (80, 90)]
+    maker.step([(others[0], 15), (others[1], 25)])
+    shared = SharedPrefixes(np.array([2, 0, 1], np.int32), np.array([0, 64, 64], np.int32))
+    step = maker.step([(sequence, 1) for sequence in (first, *others)])
+    cuda, cpu, query = begin(replace(step, shared_prefixes=shared))
+    with traced(monkeypatch) as trace:
+        got = [cuda.attend(layer, query, v) for layer, v in ((0, WINDOWED), (1, PLAIN))]
+    assert trace.names.count("_shared_kernel") == (1 if piece == 64 else 0)
+    for layer, variant in ((0, WINDOWED), (1, PLAIN)):
+        expected = cpu.attend(layer, query, variant)
+        torch.testing.assert_close(got[layer], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_that_attends_again_gets_the_same() -> None:
+    cuda, _, query = begun([(9, 1), (20, 1)])
+    first, again = (cuda.attend(1, query, PLAIN) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+
+
+def test_work_is_listed_once_a_window_and_only_for_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for parts, lists in (([(9, 1), (20, 1)], 2), ([(0, 7), (16, 20)], 0)):
+        cuda, _, query = begun(parts)
+        with traced(monkeypatch) as trace:
+            for layer, variant in ((0, WINDOWED), (1, PLAIN), (2, WINDOWED)):
+                cuda.attend(layer, query, variant)
+        assert trace.names.count("_plan_kernel") == lists
+        assert trace.names.count("_decode_kernel") == (3 if lists else 0)

@@ -1,0 +1,101 @@
+"""Layers that add onto the residual in place: the same logits, and how many kernels that takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
+from batchinfer.worker.attention.triton import CudaAttention
+from batchinfer.worker.forward import forward
+from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.fusion.layers import FusedDecoderLayer, fuse_layers
+from batchinfer.worker.kv_cache import KVCache
+from tests.models import VOCAB_SIZE, tiny_model
+from tests.worker.on_triton import pretend_cuda, traced
+from tests.worker.step_maker import StepMaker
+
+
+def fused(family: str, **changes: Any) -> tuple[torch.nn.Module, KVLayout, int]:
+    """A model with everything fused that can be, and how many of its layers are."""
+    register()
+    model = tiny_model(family, **changes)
+    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    config: Any = model.config
+    layout = KVLayout.from_config(config.to_dict(), block_size=16, dtype="float32")
+    fuse(model, layout, 512)
+    return model, layout, fuse_layers(model, layout)
+
+
+def prefill_and_decode(layout: KVLayout) -> tuple[KVCache, list[Any], list[list[int]]]:
+    """A pool, a chunked prefill and a decode over it, and the token ids of the two sequences."""
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 20)).tolist()
+    cache = KVCache(layout, 8, torch.device("cpu"), torch.float32)
+    maker = StepMaker(8, 16)
+    first, second = map(maker.sequence, ids)
+    parts = [(first, 19), (second, 7)], [(second, 12)], [(first, 1), (second, 1)]
+    return cache, [maker.step(part, every_logit=True) for part in parts], ids
+
+
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [
+        ("llama", 3),
+        ("qwen2", 3),
+        ("qwen3", 3),
+        ("mistral", 3),
+        ("gemma2", 0),  # norms after the products
+        ("granite", 0),  # scales what it adds
+        ("qwen3_moe", 0),
+        ("gpt2", 0),
+    ],
+)
+def test_logits_stay_those_of_transformers(family: str, count: int) -> None:
+    model, layout, swapped = fused(family)
+    assert swapped == count
+    assert sum(isinstance(module, FusedDecoderLayer) for module in model.modules()) == count
+    cache, steps, ids = prefill_and_decode(layout)
+    with torch.inference_mode():
+        expected = tiny_model(family)(input_ids=torch.tensor(ids), use_cache=False).logits
+    for step in steps:
+        got = forward(model, cache, make_backend(cache), step)
+    torch.testing.assert_close(got, expected[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_that_scales_its_sum_is_left_alone() -> None:
+    model, layout, swapped = fused("granite", residual_multiplier=0.99)
+    assert swapped == 0
+    cache, steps, _ = prefill_and_decode(layout)
+    assert forward(model, cache, make_backend(cache), steps[0]).isfinite().all()
+
+
+def launches(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of a decode step of two sequences."""
+    model, layout, _ = fused("qwen3", num_hidden_layers=num_layers)
+    cache, steps, _ = prefill_and_decode(layout)
+    for step in steps[:-1]:
+        forward(model, cache, CudaAttention(cache), step)
+    with traced(monkeypatch) as trace:
+        forward(model, cache, CudaAttention(cache), steps[-1])
+    return Counter(trace.names)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_decode_layer_is_nine_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `_merge_kernel` is the tenth where contexts may be longer than a piece."""
+    pretend_cuda(monkeypatch)
+    layer = launches(3, monkeypatch) - launches(2, monkeypatch)
+    assert layer == {
+        "_rms_norm_kernel": 2,
+        "linear": 2,
+        "_rotary_write_kernel": 1,
+        "_decode_kernel": 1,
+        "addmm_": 2,
+        "_silu_mul_kernel": 1,
+    }
+    assert layer.total() == 9

@@ -1,0 +1,233 @@
+"""Decoder layers as one C call: transformers' logits, whatever the steps before were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.kernels.cpu import decoder_layer
+from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
+from batchinfer.worker.forward import forward
+from batchinfer.worker.fusion import native_layers
+from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.fusion.native_join import join_native_layers
+from batchinfer.worker.fusion.native_layers import NativeDecoderLayers, fuse_native_layers
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.product_kernels import product_kernels
+from batchinfer.worker.products.linear import pack_linears
+from tests.models import VOCAB_SIZE, tiny_model
+from tests.worker.step_maker import StepMaker
+
+pytestmark = pytest.mark.skipif(
+    not decoder_layer.supports(torch.float32), reason="not on this processor"
+)
+
+LENGTHS = (40, 25)
+JOINED = pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+
+
+def fused(
+    family: str, *, joined: bool = False, dtype: torch.dtype = torch.float32, **changes: Any
+) -> tuple[torch.nn.Module, KVLayout]:
+    """A model with packed weights whose layers are one call, each by itself or together."""
+    register()
+    model = tiny_model(family, **changes).to(dtype)
+    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    config: Any = model.config
+    name = str(dtype).removeprefix("torch.")
+    layout = KVLayout.from_config(config.to_dict(), block_size=16, dtype=name)
+    fuse(model, layout, 512)
+    pack_linears(model, product_kernels(dtype)[0], dtype)
+    fuse_native_layers(model, layout)
+    if joined:
+        join_native_layers(model, layout)
+    return model, layout
+
+
+class Run:
+    """Two sequences over one pool, and what transformers makes of the first's every position."""
+
+    def __init__(
+        self, family: str, layout: KVLayout, dtype: torch.dtype = torch.float32, **changes: Any
+    ) -> None:
+        rng = np.random.default_rng(0)
+        ids = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+        self.cache = KVCache(layout, 8, torch.device("cpu"), dtype)
+        self.maker = StepMaker(8, 16)
+        self.first, self.second = map(self.maker.sequence, ids)
+        with torch.inference_mode():
+            self.expected = [
+                tiny_model(family, **changes)(
+                    input_ids=torch.tensor([row]), use_cache=False
+                ).logits[0]
+                for row in ids
+            ]
+
+    def logits(self, model: torch.nn.Module, *parts: tuple[Any, int]) -> torch.Tensor:
+        step = self.maker.step(list(parts), every_logit=True)
+        return forward(model, self.cache, make_backend(self.cache), step)
+
+
+def calls(model: torch.nn.Module) -> list[int]:
+    """How many layers each call computes."""
+    modules = [module for module in model.modules() if isinstance(module, NativeDecoderLayers)]
+    return [len(module.layers) for module in modules]
+
+
+@JOINED
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [
+        ("llama", 3),
+        ("qwen2", 3),  # biases
+        ("qwen3", 3),  # head norms
+        ("mistral", 3),  # a window
+        ("gemma2", 0),  # norms after the products
+        ("granite", 0),  # scales what it adds
+        ("qwen3_moe", 0),
+        ("gpt2", 0),
+    ],
+)
+def test_logits_stay_those_of_transformers(family: str, count: int, joined: bool) -> None:
+    """In steps that grow, shrink and are as long as the one before, of other sequences."""
+    model, layout = fused(family, joined=joined)
+    assert calls(model) == ([count] if joined and count else [1] * count)
+    run = Run(family, layout)
+    a, b = run.expected
+    for got, expected in (
+        (run.logits(model, (run.first, 5)), a[:5]),
+        (run.logits(model, (run.second, 5)), b[:5]),
+        (run.logits(model, (run.first, 33), (run.second, 19)), torch.cat((a[5:38], b[5:24]))),
+        (run.logits(model, (run.first, 1), (run.second, 1)), torch.stack((a[38], b[24]))),
+        (run.logits(model, (run.first, 1)), a[39:40]),
+    ):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def _turn_from(place: int) -> Any:
+    """A hook that gives a layer angles of its own, as some models do, from a place on."""
+
+    def turn(layer: Any, arguments: Any, options: Any) -> tuple[Any, Any]:
+        cos, sin = (part.clone() for part in options["position_embeddings"])
+        sin[:, place:] *= -1
+        return arguments, options | {"position_embeddings": (cos, sin)}
+
+    return turn
+
+
+@pytest.mark.parametrize("place", [0, 8], ids=["at once", "late"])
+def test_layers_that_are_turned_differently_stay_apart(place: int) -> None:
+    """Even where it shows at no position that is tried."""
+    model, layout = fused("llama")
+    body: Any = model.model
+    body.layers[1].register_forward_pre_hook(_turn_from(place), with_kwargs=True)
+    join_native_layers(model, layout)
+    assert calls(model) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("error", [IndexError, KeyError, ValueError])
+def test_layers_that_the_model_counts_stay_apart(error: type[Exception]) -> None:
+    def count(body: Any, _: Any) -> None:
+        if len(body.layers) != 3:
+            raise error
+
+    model, layout = fused("llama")
+    body: Any = model.model
+    body.register_forward_pre_hook(count)
+    join_native_layers(model, layout)
+    assert calls(model) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_with_and_without_a_window_are_one_call(dtype: torch.dtype) -> None:
+    """Such of two layer groups: ``tests/test_windows.py``."""
+    if not decoder_layer.supports(dtype):
+        pytest.skip("not on this processor")
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    changes: dict[str, Any] = {"layer_types": types, "use_sliding_window": True}
+    changes["sliding_window"] = 16
+    logits = []
+    for joined in (False, True):
+        model, layout = fused("qwen2", joined=joined, dtype=dtype, **changes)
+        assert calls(model) == ([3] if joined else [1, 1, 1])
+        run = Run("qwen2", layout, dtype, **changes)
+        steps = [run.logits(model, (run.first, count)) for count in (30, 1, 9)]
+        logits.append(torch.cat(steps))
+    assert torch.equal(*logits)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    off = (logits[0].float() - run.expected[0]).norm() / run.expected[0].norm()
+    assert off < tolerance
+
+
+@JOINED
+@pytest.mark.parametrize("room", [0, 1, 16])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("qwen3", {"num_attention_heads": 64, "intermediate_size": 1024})],
+    ids=["dense", "padded"],  # rows of 1024 floats are kept apart
+)
+def test_steps_over_a_pool_whose_first_was_of_a_single_token(
+    family: str, changes: dict[str, int], room: int, joined: bool
+) -> None:
+    """In a workspace that has room for so many tokens."""
+    model, layout = fused(family, joined=joined, **changes)
+    workspace = next(x for x in model.modules() if isinstance(x, NativeDecoderLayers)).workspace
+    workspace.release()
+    workspace.reserve(room)
+    run = Run(family, layout, **changes)
+    for start, count in ((0, 1), (1, 2), (3, 3), (6, 4)):
+        got = run.logits(model, (run.first, count))
+        expected = run.expected[0][start : start + count]
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@JOINED
+@pytest.mark.parametrize("counts", [(4,), (1, 4)], ids=str)
+def test_steps_go_on_after_one_that_failed_in_the_middle(
+    counts: tuple[int, ...], joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later layers have not seen that the workspace moved."""
+    model, layout = fused("llama", joined=joined)
+    run = Run("llama", layout)
+    run.logits(model, (run.first, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(native_layers, "decoder_layers", _no_memory)
+        with pytest.raises(MemoryError):
+            run.logits(model, (run.second, 20))
+    got = torch.cat([run.logits(model, (run.first, count)) for count in counts])
+    torch.testing.assert_close(got, run.expected[0][4 : 4 + len(got)], atol=1e-4, rtol=1e-4)
+    layers = [module for module in model.modules() if isinstance(module, NativeDecoderLayers)]
+    assert len({part.qkv.out for layer in layers for part in layer._arguments}) == 1
+
+
+def _no_memory(*_: Any) -> None:
+    raise MemoryError
+
+
+@JOINED
+def test_another_pool_is_another_address(joined: bool) -> None:
+    model, layout = fused("llama", joined=joined)
+    for _ in range(2):
+        run = Run("llama", layout)
+        got = run.logits(model, (run.first, 7))
+        torch.testing.assert_close(got, run.expected[0][:7], atol=1e-4, rtol=1e-4)
+
+
+@JOINED
+def test_a_pool_of_float8_is_left_to_the_layers(joined: bool) -> None:
+    model, layout = fused("llama", joined=joined)
+    layout = replace(layout, fp8=True)
+    run = Run("llama", layout)
+    run.cache = KVCache(layout, 8, torch.device("cpu"), torch.float8_e4m3fn)
+    got = run.logits(model, (run.first, 7))
+    assert (got - run.expected[0][:7]).abs().max() < 0.5
+
+
+def test_without_the_kernels_nothing_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_layers, "supports", lambda dtype: False)
+    assert calls(fused("llama")[0]) == []

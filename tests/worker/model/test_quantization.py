@@ -1,0 +1,304 @@
+"""Quantised weights: transformers' own logits, fewer bytes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+from batchinfer.engine.simulate.roofline import ModelCost
+from batchinfer.errors import DeviceError, ModelError
+from batchinfer.worker.attention.attention import make_backend
+from batchinfer.worker.forward import forward
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.loader import LoadedModel, load_model
+from batchinfer.worker.memory import model_bytes
+from batchinfer.worker.model.quantization import check_quantization
+from batchinfer.worker.product_kernels import int8_kernel
+from batchinfer.worker.products.linear import PackedLinear
+from tests.kernels.cpu_product import as_int8
+from tests.lora import make_adapter
+from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
+from tests.worker.step_maker import StepMaker
+
+pytest.importorskip("torchao")
+
+CPU = torch.device("cpu")
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def theirs(method: str) -> Any:
+    """torchao's configuration that a method of ours stands for."""
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    if method == "int8_weight_only":
+        return Int8WeightOnlyConfig(version=2)
+    return PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = make_checkpoint(family, tmp_path_factory.mktemp(family), **WIDE)
+        return made[family]
+
+    return make
+
+
+IDS = np.random.default_rng(0).integers(2, VOCAB_SIZE, 21).tolist()
+
+
+def logits_of(loaded: LoadedModel, adapter: int = 0) -> torch.Tensor:
+    dtype = getattr(torch, loaded.dtype)
+    cache = KVCache(loaded.layout(16), 8, CPU, dtype)
+    maker = StepMaker(8, 16)
+    step = maker.step([(maker.sequence(IDS), len(IDS))], every_logit=True)
+    if adapter:
+        step = replace(step, adapters=np.array([adapter], dtype=np.int32))
+    return forward(loaded.model, cache, make_backend(cache), step).float()
+
+
+@torch.inference_mode()
+def logits_of_transformers(folder: Path, dtype: str, **options: Any) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+    return model(input_ids=torch.tensor([IDS])).logits[0].float()
+
+
+@torch.inference_mode()
+def logits_of_rounded(folder: Path) -> torch.Tensor:
+    """transformers' model; what its linear layers multiply is rounded to int8, but its head's."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not model.get_output_embeddings():
+            module.weight.copy_(as_int8(module.weight))
+            module.register_forward_pre_hook(_round_rows)
+    return model(input_ids=torch.tensor([IDS])).logits[0]
+
+
+def _round_rows(module: nn.Module, arguments: tuple[torch.Tensor]) -> torch.Tensor:
+    return as_int8(arguments[0][0]).float()[None]
+
+
+def assert_alike(ours: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    assert (ours - wanted).norm() <= tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["int8_weight_only", "int4_weight_only"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
+def test_logits_are_those_of_transformers(
+    checkpoint: Callable[[str], Path], family: str, method: str, dtype: str
+) -> None:
+    folder = checkpoint(family)
+    loaded = load_model(str(folder), dtype=dtype, device=CPU, quantization=method)
+    config = TorchAoConfig(theirs(method))
+    wanted = logits_of_transformers(folder, dtype, quantization_config=config)
+    assert_alike(logits_of(loaded), wanted, 1e-4 if dtype == "float32" else 3e-2)
+    plain = logits_of_transformers(folder, "float32")
+    assert (wanted - plain).norm() > 1e-2 * plain.norm(), "it is quantised"
+    assert loaded.facts["quantization"] == method
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Int8WeightOnlyConfig",
+        "Int8DynamicActivationInt8WeightConfig",
+        "IntxWeightOnlyConfig",
+        "Int8DynamicActivationIntxWeightConfig",
+    ],
+)
+def test_a_quantised_checkpoint_is_loaded_as_it_was_saved(
+    checkpoint: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    import torchao.quantization as ao
+
+    options = {"weight_dtype": torch.int4} if name == "IntxWeightOnlyConfig" else {}
+    config = TorchAoConfig(getattr(ao, name)(**options))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), quantization_config=config)
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        wanted = model(input_ids=torch.tensor([IDS])).logits[0]
+    loaded = load_model(str(tmp_path), device=CPU)
+    # Activations that are rounded to 8 bits fall to the other side for the least of reasons.
+    assert_alike(logits_of(loaded), wanted, 5e-2 if "Dynamic" in name else 1e-4)
+    assert loaded.facts["quantization"] == name
+    with pytest.raises(ModelError, match="weights are quantised already; leave the key out"):
+        load_model(str(tmp_path), device=CPU, quantization="int8_weight_only")
+
+
+@pytest.mark.skipif(int8_kernel(torch.float32) is None, reason="no C compiler here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_int8_of_our_own_rounds_weights_and_rows(
+    checkpoint: Callable[[str], Path], family: str, dtype: str
+) -> None:
+    folder = checkpoint(family)
+    loaded = load_model(str(folder), dtype=dtype, device=CPU, quantization="int8")
+    plain, wanted = logits_of_transformers(folder, "float32"), logits_of_rounded(folder)
+    ours = logits_of(loaded)
+    noise = (wanted - plain).norm()
+    assert noise > 1e-2 * plain.norm(), "it is quantised"
+    assert_alike(ours, wanted, 1e-2 if dtype == "float32" else 2e-1)
+    kernels = {
+        name.rsplit(".", 1)[-1]: module.kernel.name
+        for name, module in loaded.model.named_modules()
+        if isinstance(module, PackedLinear)
+    }
+    assert kernels.pop("lm_head") != "own int8"
+    assert set(kernels.values()) == {"own int8"}
+
+
+@pytest.mark.skipif(int8_kernel(torch.float32) is None, reason="no C compiler here")
+def test_int8_of_our_own_is_fused_and_small(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    loaded = load_model(str(checkpoint("llama")), device=CPU, quantization="int8")
+    kinds = {type(module).__name__ for module in loaded.model.modules()}
+    assert "NativeDecoderLayers" in kinds
+    config = json.loads((checkpoint("llama") / "config.json").read_text())
+    cost = ModelCost.from_config(config, "float32", quantization="int8")
+    assert loaded.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.15)
+    assert model_bytes(loaded.model) == loaded.facts["weight_bytes"]
+    with pytest.raises(DeviceError, match=r"needs a C compiler \(cc, or \$CC\), and model.dtype"):
+        load_model(str(checkpoint("llama")), dtype="float16", device=CPU, quantization="int8")
+    with pytest.raises(ModelError, match=r"not yet: model\.quantization: int8 is for CPUs"):
+        check_quantization({}, "int8", "cuda")
+    make_checkpoint("gpt2", tmp_path)
+    with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantised"):
+        load_model(str(tmp_path), device=CPU, quantization="int8")
+
+
+def test_bytes_are_counted_as_they_are_kept(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("llama")
+    config = json.loads((folder / "config.json").read_text())
+    embeddings = 2 * VOCAB_SIZE * 64
+    matrices = 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)
+    rows = 3 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
+    norms = 7 * 64
+    for method, wanted in (
+        ("int8_weight_only", matrices + rows * (4 + 1)),
+        ("int4_weight_only", matrices // 2 + matrices // 32 * 2 * 4),
+    ):
+        loaded = load_model(str(folder), device=CPU, quantization=method)
+        rest = loaded.facts["weight_bytes"] - 4 * (embeddings + norms)
+        frequencies = rest - wanted
+        assert 0 <= frequencies < 400, "and the rotary frequencies"
+        assert model_bytes(loaded.model) == loaded.facts["weight_bytes"]
+        cost = ModelCost.from_config(config, "float32", quantization=method)
+        assert cost.weight_bytes == pytest.approx(loaded.facts["weight_bytes"], rel=0.1)
+        plain = ModelCost.from_config(config, "float32")
+        assert cost.weights_read(1) < plain.weights_read(1) / 2
+
+
+def test_what_is_not_quantised_is_packed_and_fused_as_ever(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    loaded = load_model(str(checkpoint("llama")), device=CPU, quantization="int8_weight_only")
+    kinds = {type(module).__name__ for module in loaded.model.modules()}
+    assert {"PackedLinear", "FusedRMSNorm", "Linear"} <= kinds
+    assert not kinds & {"FusedAttention", "FusedGatedMLP", "NativeDecoderLayers"}
+
+
+def test_adapters_are_added_to_quantised_layers(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = tiny_model("llama", **WIDE)
+    make_adapter(base, tmp_path / "a", seed=1, r=4, target_modules=["q_proj", "down_proj"])
+    loaded = load_model(
+        str(checkpoint("llama")),
+        device=CPU,
+        quantization="int8_weight_only",
+        adapters={"a": str(tmp_path / "a")},
+    )
+    with torch.inference_mode():
+        wanted = base(input_ids=torch.tensor([IDS])).logits[0]  # peft has put the adapter into it
+    assert_alike(logits_of(loaded, adapter=1), wanted, 0.2)
+    assert (logits_of(loaded) - wanted).norm() > 0.5 * wanted.norm()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "not yet: .* quantised by gptq"),
+        ({"quant_method": "awq"}, "not yet: .* quantised by awq"),
+        ({"quant_method": "fp8"}, "not yet: .* quantised by fp8"),
+        ({"quant_method": "mxfp4"}, "not yet: .* quantised by mxfp4"),
+        ({"load_in_8bit": True}, "not yet: .* quantised by a method without a name"),
+        ({"quant_method": "torchao"}, "not yet: .* torchao's None; known: Int8WeightOnly"),
+        (
+            {"quant_method": "torchao", "quant_type": "int8_weight_only"},
+            "not yet: .* torchao's int8_weight_only",
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "quantize_"}}},
+            "not yet: .* torchao's quantize_",
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {
+                    "default": {
+                        "_type": "Int8WeightOnlyConfig",
+                        "_data": {"a": [{"_type": "quantize_", "_data": {}}]},
+                    }
+                },
+            },
+            "holds a quantize_, which is unknown",
+        ),
+    ],
+)
+def test_other_ways_to_quantise_are_refused_by_name_before_weights_load(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    saved: Any,
+    message: str,
+) -> None:
+    config = json.loads((checkpoint("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": saved}))
+    (tmp_path / "model.safetensors").symlink_to(checkpoint("llama") / "model.safetensors")
+    monkeypatch.setattr("batchinfer.worker.loader.load_weights", _not_reached)
+    with pytest.raises(ModelError, match=message):
+        load_model(str(tmp_path), device=CPU)
+
+
+def _not_reached(*_: Any) -> None:
+    raise AssertionError("weights are loaded")
+
+
+def test_models_and_widths_that_do_not_go_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("gpt2", tmp_path / "gpt2")
+    with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantised"):
+        load_model(str(tmp_path / "gpt2"), device=CPU, quantization="int8_weight_only")
+    make_checkpoint("llama", tmp_path / "odd", intermediate_size=48)
+    with pytest.raises(ModelError, match="int4_weight_only needs widths divisible by 32"):
+        load_model(str(tmp_path / "odd"), device=CPU, quantization="int4_weight_only")
+
+
+def test_without_torchao_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torchao", None)
+    saved: Mapping[str, Any] = {
+        "quantization_config": {
+            "quant_method": "torchao",
+            "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}},
+        }
+    }
+    for config, wanted in (({}, "int8_weight_only"), (saved, None)):
+        with pytest.raises(ModelError, match=r"pip install 'batchinfer\[quantization\]'"):
+            check_quantization(config, wanted, "cpu")

@@ -1,0 +1,195 @@
+"""What multiplies on a CPU: the kernel asked for, the one before, or the fastest measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from batchinfer.errors import DeviceError, ModelError
+from batchinfer.kernels.cpu import native
+from batchinfer.worker.loader import load_model
+from batchinfer.worker.product_kernels import ProductKernel
+from batchinfer.worker.products import choice as kernel_choice
+from batchinfer.worker.products import timing
+from batchinfer.worker.products.choice import KernelWish, choose_kernel, fastest
+from batchinfer.worker.row_bits import check_row_bits
+from tests.models import make_checkpoint
+from tests.worker.of_company import OF_COMPANY
+
+F32 = torch.float32
+CPU = torch.device("cpu")
+
+
+def kernel(kind: str, instructions: str = "AVX2", *, keeps: bool = False) -> ProductKernel:
+    return ProductKernel(kind, instructions, keeps, lambda weight: Counting(weight))
+
+
+class Counting:
+    """Multiplies, and counts how often."""
+
+    calls = 0
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        Counting.calls += 1
+        return nn.functional.linear(rows, self.weight, bias)
+
+
+OWN, OLD_OWN = kernel("own", "AVX-512", keeps=True), kernel("own", "AVX2", keeps=True)
+ONEDNN, TORCH = kernel("onednn"), kernel("torch")
+ALL = (OWN, OLD_OWN, ONEDNN, TORCH)
+LARGE = nn.Linear(4096, 1024, device="meta")
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: ALL)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, gflops: Mapping[str, float]) -> None:
+    def speeds(kernels: Any, shapes: Any, dtype: Any) -> dict[str, float]:
+        return {kernel.name: gflops[kernel.name] for kernel in kernels}
+
+    monkeypatch.setattr(kernel_choice, "time_kernels", speeds)
+
+
+def test_the_fastest_is_taken_and_its_speed_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {OWN.name: 200.0, OLD_OWN.name: 100.0, ONEDNN.name: 900.0, TORCH.name: 300.0}
+    measured(monkeypatch, speeds)
+    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelWish())
+    assert choice.kernel is ONEDNN
+    assert str(choice) == (
+        "products by onednn AVX2: measured (GFLOP/s of one thread: own AVX-512 200, own AVX2 100, "
+        "onednn AVX2 900, torch AVX2 300); a row's last bits may depend on the rows beside it"
+    )
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=4, max_size=4))
+def test_our_own_is_taken_unless_another_is_much_faster(speeds: list[float]) -> None:
+    gflops = {each.name: speed for each, speed in zip(ALL, speeds, strict=True)}
+    chosen = fastest(ALL, gflops)
+    own, others = max(speeds[:2]), max(speeds[2:])
+    if chosen.kind == "own":
+        assert gflops[chosen.name] == own
+        assert others <= own * 1.15 * (1 + 1e-9)
+    else:
+        assert gflops[chosen.name] == others > own * 1.15 * (1 - 1e-9)
+
+
+def test_a_small_model_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, {})
+    assert choose_kernel(nn.Sequential(nn.Linear(8, 8)), F32, KernelWish()).kernel is OWN
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("onednn", ONEDNN), ("torch", TORCH)])
+def test_the_one_asked_for_is_taken(kind: str, expected: ProductKernel) -> None:
+    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelWish(kind))
+    assert choice.kernel is expected
+    assert f"engine.cpu_kernels is {kind}" in str(choice)
+
+
+def test_a_kernel_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (TORCH,))
+    for wish in (KernelWish("own"), KernelWish("onednn"), KernelWish(deterministic=True)):
+        with pytest.raises(DeviceError, match=r"cpu_kernels is|deterministic is true"):
+            choose_kernel(nn.Sequential(LARGE), F32, wish)
+
+
+def test_deterministic_takes_the_first_that_keeps_a_rows_bits_whatever_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (ONEDNN, OWN, OLD_OWN))
+    speeds = {OWN.name: 10.0, OLD_OWN.name: 20.0, ONEDNN.name: 900.0}
+    measured(monkeypatch, speeds)
+    choice = choose_kernel(nn.Sequential(LARGE), F32, KernelWish(deterministic=True))
+    assert choice.kernel is OWN
+
+
+@pytest.mark.parametrize("before", ALL, ids=lambda kernel: kernel.name)
+def test_a_resumed_job_goes_on_with_what_it_began_with(before: ProductKernel) -> None:
+    wish = KernelWish(before={"float32": before.name, "bfloat16": "own AMX"})
+    choice = choose_kernel(nn.Sequential(LARGE), F32, wish)
+    assert (choice.kernel, choice.why) == (before, "as in the runs before")
+
+
+def test_where_what_it_began_with_is_not_here_that_is_told() -> None:
+    wish = KernelWish("onednn", before={"float32": "own AMX"})
+    assert "runs before had own AMX, and bits may differ" in str(
+        choose_kernel(nn.Sequential(LARGE), F32, wish)
+    )
+    with pytest.raises(DeviceError, match="own AMX, which does not run on this machine"):
+        choose_kernel(nn.Sequential(LARGE), F32, KernelWish(deterministic=True, before=wish.before))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(timing.library, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"{", b"[1]", b'{"own AVX2": 3}'])
+def test_kernels_are_timed_once(cache: Path, damage: bytes | None) -> None:
+    """And again where what is kept of it is damaged."""
+    shapes = {(48, 64): 3, (64, 32): 1}
+    first = timing.time_kernels(ALL, shapes, F32)
+    assert set(first) == {each.name for each in ALL}
+    assert all(speed > 0 for speed in first.values())
+    (kept,) = cache.iterdir()
+    if damage is not None:
+        kept.write_bytes(damage)
+    calls = Counting.calls
+    again = timing.time_kernels(ALL, shapes, F32)
+    assert (Counting.calls > calls) == (damage is not None)
+    assert damage is not None or again == first
+    timing.time_kernels(ALL, {(48, 64): 4}, F32)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_without_a_folder_to_keep_it_in_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing.library, "cache_folder", lambda: None)
+    assert set(timing.time_kernels((OWN,), {(8, 8): 1}, F32)) == {OWN.name}
+
+
+def test_shapes_that_are_left_out_for_time_are_those_least_is_computed_with(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "_SECONDS", 0.0)
+    seen = []
+    time_shape = timing._time_shape
+
+    def listen(kernels: Any, shape: Any, dtype: Any, ends: float) -> dict[str, float]:
+        seen.append(shape)
+        return time_shape(kernels, shape, dtype, ends)
+
+    monkeypatch.setattr(timing, "_time_shape", listen)
+    timing.time_kernels((OWN,), {(64, 64): 1, (32, 32): 5, (8, 8): 9}, F32)
+    assert seen == [(32, 32)]
+
+
+@pytest.mark.skipif(not native.supports(F32), reason="needs a C compiler")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_rows_bits_are_tried_on_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    monkeypatch.undo()
+    if not keeps:
+        claims = replace(OF_COMPANY, keeps_row_bits=True)
+        monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (claims,))
+    widths = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
+    folder = make_checkpoint("llama", tmp_path, **widths)
+    loaded = load_model(str(folder), device=CPU, kernels=KernelWish(deterministic=True))
+    if keeps:
+        check_row_bits(loaded.model, loaded.layout(16))
+    else:
+        with pytest.raises(ModelError, match="deterministic is true, but in models of"):
+            check_row_bits(loaded.model, loaded.layout(16))

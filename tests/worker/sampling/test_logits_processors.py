@@ -1,0 +1,119 @@
+"""Bias, allowed ids and penalties against one row at a time, and against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from batchinfer.worker.sampling.logits_processors import edit_logits
+from tests.worker.sampling.sampling_batches import Sample, make_batch
+
+VOCAB = 23
+IDS = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+
+
+def edited(logits: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
+    result = logits[[sample.row for sample in samples]].clone()
+    edit_logits(result, make_batch(samples), np.arange(len(samples)))
+    return result
+
+
+def reference(row: npt.NDArray[np.float32], sample: Sample) -> npt.NDArray[Any]:
+    """One sample, token by token, in float64."""
+    result = row.astype(np.float64)
+    for token_id, value in sample.bias.items():
+        result[token_id] += value
+    if sample.allowed:
+        result[[i for i in range(VOCAB) if i not in sample.allowed]] = -np.inf
+    for token_id in set(sample.prompt) | set(sample.output):
+        positive = result[token_id] > 0
+        result[token_id] *= 1 / sample.repetition if positive else sample.repetition
+    for token_id in set(sample.output):
+        count = list(sample.output).count(token_id)
+        result[token_id] -= sample.frequency * count + sample.presence
+    return result
+
+
+@given(
+    st.lists(
+        st.builds(
+            Sample,
+            row=st.integers(0, 2),
+            presence=st.sampled_from([0.0, 0.5, -2.0]),
+            frequency=st.sampled_from([0.0, 0.25, -1.0]),
+            repetition=st.sampled_from([1.0, 1.3, 0.5]),
+            prompt=IDS,
+            output=IDS,
+            bias=st.dictionaries(
+                st.integers(0, VOCAB - 1), st.sampled_from([-np.inf, -3.0, 100.0]), max_size=4
+            ),
+            allowed=IDS,
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_each_sample_is_edited_as_if_alone(samples: list[Sample]) -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+    for row, sample in zip(edited(logits, samples).numpy(), samples, strict=True):
+        expected = reference(logits[sample.row].numpy(), sample)
+        np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_repetition_penalty_is_transformers() -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
+    prompt, output = [1, 2, 2, 7], [7, 9]
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(
+        torch.tensor([prompt + output]), logits.clone()
+    )
+    sample = Sample(repetition=1.7, prompt=prompt, output=output)
+    torch.testing.assert_close(edited(logits, [sample]), expected)
+
+
+def test_presence_and_frequency_look_at_the_output_only() -> None:
+    sample = Sample(presence=1.0, frequency=0.5, prompt=[3, 4], output=[4, 4, 5])
+    row = edited(torch.zeros(1, VOCAB), [sample])[0]
+    assert row[[3, 4, 5]].tolist() == [0.0, -2.0, -1.5]
+    assert row.count_nonzero() == 2
+
+
+def test_padding_penalises_no_token() -> None:
+    long = Sample(frequency=1.0, repetition=2.0, prompt=[5, 6, 7, 8], output=[1, 2, 3])
+    short = Sample(frequency=1.0, repetition=2.0, prompt=[9], output=[0])
+    nothing = Sample(frequency=1.0, repetition=2.0)
+    rows = edited(torch.ones(1, VOCAB), [long, short, nothing])
+    assert rows[1, [0, 9]].tolist() == [-0.5, 0.5]
+    assert (rows[1] != 1).sum() == 2
+    assert rows[2].equal(torch.ones(VOCAB))
+
+
+def test_a_ban_outlasts_bias_and_penalties() -> None:
+    sample = Sample(
+        bias={2: -np.inf}, presence=-2.0, frequency=-2.0, repetition=0.1, output=[2, 2, 3]
+    )
+    assert edited(torch.zeros(1, VOCAB), [sample])[0, 2] == -np.inf
+
+
+def test_edits_of_other_parts_are_passed_over() -> None:
+    samples = [
+        Sample(bias={1: 5.0}),
+        Sample(allowed=[2]),
+        Sample(presence=1.0, output=[3]),
+        Sample(bias={4: 5.0}),
+    ]
+    result = torch.zeros(1, VOCAB)
+    edit_logits(result, make_batch(samples), np.array([3]))
+    assert result[0].nonzero().flatten().tolist() == [4]
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB])
+def test_a_token_the_model_does_not_have_is_a_bug(token_id: int) -> None:
+    with pytest.raises(AssertionError, match="not in the model"):
+        edited(torch.zeros(1, VOCAB), [Sample(bias={token_id: 1.0})])

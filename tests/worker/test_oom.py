@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.engine.runner import OutOfMemory
+from batchinfer.worker.oom import telling
+
+TOO_MUCH = 10**15
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    def compute() -> None:
+        raise error
+
+    return compute
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: torch.empty(TOO_MUCH),
+        lambda: np.empty(TOO_MUCH),
+        raises(MemoryError()),
+        raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")),
+        raises(RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")),
+    ],
+    ids=["torch", "numpy", "c_kernel", "cuda", "pinned"],
+)
+def test_a_lack_of_memory_is_told_in_a_line(compute: Callable[[], object]) -> None:
+    with pytest.raises(OutOfMemory) as told:
+        telling(compute)
+    assert 0 < len(str(told.value)) <= 200
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("memory")])
+def test_other_failures_are_left_alone(error: Exception) -> None:
+    with pytest.raises(type(error)) as told:
+        telling(raises(error))
+    assert told.value is error
+
+
+def test_the_tensors_of_the_attempt_are_gone() -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def compute() -> torch.Tensor:
+        activations = torch.zeros(3)
+        kept.append(weakref.ref(activations))
+        return activations + torch.empty(TOO_MUCH)
+
+    with pytest.raises(OutOfMemory):
+        telling(compute)
+    assert kept[0]() is None
+
+
+def test_what_there_is_memory_for_is_returned() -> None:
+    assert telling(lambda: 7) == 7

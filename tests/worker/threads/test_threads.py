@@ -1,0 +1,231 @@
+"""How many threads compute on a CPU: what wins, what is said, what an engine leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from threading import Thread
+
+import pytest
+import torch
+
+from batchinfer import build
+from batchinfer.config import EngineConfig
+from batchinfer.cpus import CpuLimits
+from batchinfer.engine.runner import Pending, Ready
+from batchinfer.engine.step import Step
+from batchinfer.llm.arguments import ModelArguments
+from batchinfer.worker.threads.governor import ThreadGovernor
+from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
+from batchinfer.worker.threads.threads import TorchThreads, choose_threads
+from tests.models import make_text_model
+
+FREE = CpuLimits(machine=64, affinity=64, quota=None)
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "torch_count", "environ", "line"),
+    [
+        (None, FREE, 64, {}, "64 threads: the cores this process may use"),
+        (3, FREE, 1, {"OMP_NUM_THREADS": "2"}, "3 threads: engine.num_threads"),
+        (None, FREE, 1, {"OMP_NUM_THREADS": "1"}, "1 thread: OMP_NUM_THREADS"),
+        (None, FREE, 3, {"OMP_NUM_THREADS": "3,2"}, "3 threads: OMP_NUM_THREADS"),
+        (
+            None,
+            CpuLimits(64, 64, 2.0),
+            16,
+            {"OMP_NUM_THREADS": "16"},
+            "16 threads: OMP_NUM_THREADS",
+        ),
+        (
+            None,
+            FREE,
+            8,
+            {"OMP_NUM_THREADS": "9", "MKL_NUM_THREADS": "8"},
+            "8 threads: MKL_NUM_THREADS",
+        ),
+        (
+            None,
+            FREE,
+            1,
+            {"OMP_NUM_THREADS": "4"},
+            "1 thread: as torch has; OMP_NUM_THREADS is 4",
+        ),
+        (None, FREE, 64, {"OMP_NUM_THREADS": "many"}, "64 threads: the cores this process may use"),
+        (None, FREE, 64, {"OMP_NUM_THREADS": "0"}, "64 threads: the cores this process may use"),
+        (
+            None,
+            CpuLimits(64, 64, 1.5),
+            64,
+            {},
+            "2 threads: the control group's quota of 1.5 cores; the machine has 64",
+        ),
+        (
+            None,
+            CpuLimits(64, 64, 1.0),
+            64,
+            {},
+            "1 thread: the control group's quota of 1 core; the machine has 64",
+        ),
+        (
+            None,
+            CpuLimits(64, 2, 4.0),
+            2,
+            {},
+            "2 threads: the cores this process may use; the machine has 64",
+        ),
+        (None, FREE, 32, {}, "32 threads: as torch has; this process may use 64 cores"),
+    ],
+)
+def test_what_wins_and_what_is_said(
+    asked: int | None,
+    limits: CpuLimits,
+    torch_count: int,
+    environ: Mapping[str, str],
+    line: str,
+) -> None:
+    assert choose_threads(asked, limits, torch_count, environ).line() == line
+
+
+def test_only_what_the_user_says_is_pinned() -> None:
+    assert choose_threads(2, FREE, 64, {}).pinned
+    assert choose_threads(None, FREE, 2, {"OMP_NUM_THREADS": "2"}).pinned
+    assert not choose_threads(None, FREE, 2, {}).pinned
+
+
+@pytest.mark.parametrize("count", [0, -1, 4097])
+def test_a_number_out_of_range_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"num_threads is {count}; it must be 1 to 4096"):
+        EngineConfig(num_threads=count)
+
+
+def test_numbers_set_for_engines_are_not_taken_for_the_callers() -> None:
+    torch.set_num_threads(3)
+    threads = TorchThreads()
+    threads.set(2)
+    threads.set(1)
+    assert (torch.get_num_threads(), threads.found()) == (1, 3)
+    torch.set_num_threads(4)  # the caller, since
+    assert threads.found() == 4
+
+
+def test_a_callers_number_that_an_engine_had_before_counts() -> None:
+    torch.set_num_threads(4)
+    threads = TorchThreads()
+    for count in (1, 4):
+        threads.set(count)
+    torch.set_num_threads(1)  # the caller, since
+    assert threads.found() == 1
+
+
+def test_numbers_set_in_another_thread_are_not_taken_for_the_callers() -> None:
+    torch.set_num_threads(4)
+    threads, found = TorchThreads(), []
+    threads.set(2)
+
+    def run() -> None:
+        found.append(threads.found())
+        threads.set(1)
+        found.append(threads.found())
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    assert [*found, threads.found()] == [4, 4, 4]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArguments:
+    path = make_text_model(tmp_path_factory.mktemp("model"))
+    return ModelArguments(str(path), None, None, "float32", None, None, {})
+
+
+def built_with(model: ModelArguments, **engine: int) -> tuple[str, str, int]:
+    """An engine's line about threads, its device, and torch's number."""
+    lines: list[str] = []
+    config = EngineConfig(device="cpu", num_kv_blocks=8, **engine)  # type: ignore[arg-type]
+    built = build.build_engine(model, config, log=lines.append)
+    return lines[0], built.device, torch.get_num_threads()
+
+
+def test_engines_of_one_process_choose_each_for_itself(
+    model: ModelArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(build, "cpu_limits", lambda: CpuLimits(8, 8, 3.0))
+    monkeypatch.setattr(build, "TORCH_THREADS", TorchThreads())
+    torch.set_num_threads(5)
+    first = built_with(model)
+    assert first[0].startswith("3 threads: the control group's quota of 3 cores")
+    assert first[1].startswith("cpu (3 threads of ")
+    assert built_with(model, num_threads=2)[0::2] == ("2 threads: engine.num_threads", 2)
+    assert built_with(model) == first
+    torch.set_num_threads(1)
+    assert built_with(model)[0::2] == ("1 thread: as torch has; this process may use 3 cores", 1)
+
+
+@pytest.mark.parametrize("kind", ["own", "torch"])
+def test_only_kernels_that_keep_a_rows_bits_are_governed(
+    model: ModelArguments, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(build, "cpu_limits", lambda: CpuLimits(8, 8, 3.0))
+    monkeypatch.setattr(build, "TORCH_THREADS", TorchThreads())
+    torch.set_num_threads(3)
+    config = EngineConfig(device="cpu", num_kv_blocks=8, cpu_kernels=kind)
+    built = build.build_engine(model, config, log=lambda line: None)
+    expected = GovernedThreads if kind == "own" else PinnedThreads
+    assert type(built.engine._runner) is expected
+
+
+class Counting:
+    """A runner that notes torch's number of threads."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def submit(self, step: Step) -> Pending:
+        self.counts.append(torch.get_num_threads())
+        return Ready(None)  # type: ignore[arg-type]  # nobody looks at it
+
+
+def test_steps_run_on_the_engines_number_in_every_thread_of_python() -> None:
+    torch.set_num_threads(4)
+    runner = Counting()
+    pinned = PinnedThreads(runner, 2)
+    pinned.submit(None)  # type: ignore[arg-type]  # nobody looks at it
+    thread = Thread(target=pinned.submit, args=(None,))
+    thread.start()
+    thread.join()
+    torch.set_num_threads(3)
+    pinned.submit(None)  # type: ignore[arg-type]
+    assert runner.counts == [2, 2, 2]
+
+
+def test_a_governor_is_told_each_step_and_asked_before_it() -> None:
+    runner, ticks = Counting(), iter(range(100))
+    governor = ThreadGovernor(4, delay=lambda: 0.0)
+    seen: list[tuple[int, float]] = []
+
+    def observe(tokens: int, seconds: float) -> None:
+        seen.append((tokens, seconds))
+        governor.count = 2
+
+    governor.observe = observe  # type: ignore[method-assign]
+    governed = GovernedThreads(runner, governor, clock=lambda: float(next(ticks)))
+
+    class Tokens:
+        num_tokens = 7
+
+    for _ in range(2):
+        governed.submit(Tokens())  # type: ignore[arg-type]
+    assert seen == [(7, 1.0), (7, 1.0)]
+    assert runner.counts == [4, 2]
