@@ -12,7 +12,7 @@ from batchinfer.errors import ExitCode, NotYetError
 from batchinfer.program import run_program, say, to_json
 
 if TYPE_CHECKING:
-    from batchinfer.job.spec import JobSpec
+    from batchinfer.job.spec.spec import JobSpec
 
 app = typer.Typer(
     help="Run a language model over a whole Parquet dataset.",
@@ -46,8 +46,7 @@ def _read_job(
     limit: int | None = None,
 ) -> JobSpec:
     """The job that the options of ``run``, ``validate`` and ``plan`` describe."""
-    from batchinfer.job.load import load_job
-    from batchinfer.job.variables import parse_variables
+    from batchinfer.job.spec.load import load_job, parse_variables
 
     return load_job(
         job,
@@ -282,7 +281,7 @@ def report(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of the job file, for editors."""
-    from batchinfer.job.schema import json_schema
+    from batchinfer.job.spec.json_schema import json_schema
 
     say(to_json(json_schema()))
 

@@ -29,7 +29,7 @@ from batchinfer.config import EngineConfig, SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.step import Step
-from batchinfer.job.spec import ModelSpec
+from batchinfer.job.spec.spec import ModelSpec
 from batchinfer.worker.kv_cache import KVCache
 
 VOCAB_SIZE = 64

@@ -53,7 +53,7 @@ from batchinfer.job import sink
 from batchinfer.job.recorder import Recorder
 from batchinfer.job.run import run_job
 from batchinfer.job.segments import Segments
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.tokenizer import Tokenizer
 
 PROMPT = "Row {row:07d} has a question of some sixty letters, and wants it"

@@ -25,8 +25,8 @@ from models import make_small
 from transformers import AutoModelForCausalLM
 from workloads import FIRST_ID, LAST_ID
 
-from batchinfer.job.load import load_job
 from batchinfer.job.run import run_job
+from batchinfer.job.spec.load import load_job
 
 CHOICES = 4
 CLOSE = 1e-4

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.config import SAMPLING_ALIASES
-from batchinfer.job.schema import json_schema
+from batchinfer.job.spec.json_schema import json_schema
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = ROOT / "configs" / "job.schema.json"

@@ -26,7 +26,7 @@ from batchinfer.errors import (
     StorageError,
 )
 from batchinfer.job.run import run_job
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.lean import UNUSED
 from batchinfer.report.at_end import report_at_end
 from tests.job.datasets import write_parquet

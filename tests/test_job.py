@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run import run_job
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from tests.models import make_text_model
 
 NUM_ROWS = 120

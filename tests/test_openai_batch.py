@@ -20,7 +20,7 @@ from batchinfer.errors import ExitCode
 from batchinfer.job.openai.batch_options import BatchOptions, state_directory
 from batchinfer.job.openai.run_batch import run_batch
 from batchinfer.job.run import run_job
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from tests.models import make_text_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

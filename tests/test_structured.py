@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 from batchinfer import LLM, SamplingParams
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.load import load_job
 from batchinfer.job.run import run_job
+from batchinfer.job.spec.load import load_job
 from tests.models import make_text_model
 from tests.text.schemas import SCHEMAS
 

@@ -9,11 +9,11 @@ import pyarrow as pa
 
 from batchinfer.errors import StorageError
 from batchinfer.job.explode import first_of_rows
-from batchinfer.job.files import publish, read_file, storage_errors
 from batchinfer.job.output import OutputDir, parquet_bytes
 from batchinfer.job.parquet_check import read_part
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.row_ids import Part
+from batchinfer.job.storage.filesystem import publish, read_file, storage_errors
 
 
 def commit(

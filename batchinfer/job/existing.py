@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from batchinfer.errors import DataError, LockedError
-from batchinfer.job.files import storage_errors
-from batchinfer.job.lock import HOLDER, LOCK
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.messages import printable
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.row_ids import Part
+from batchinfer.job.storage.filesystem import storage_errors
+from batchinfer.job.storage.local_lock import HOLDER, LOCK
 from batchinfer.job.stored_manifest import (
     is_begun,
     restore_manifest,

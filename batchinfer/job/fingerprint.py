@@ -14,7 +14,7 @@ from typing import Any
 
 from batchinfer.errors import UsageError
 from batchinfer.job.messages import printable
-from batchinfer.job.spec import JobSpec, resolved
+from batchinfer.job.spec.spec import JobSpec, resolved
 
 MAJOR_VERSION = 0
 """Of batchinfer: output of different major versions does not mix."""

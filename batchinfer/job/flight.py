@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.errors import JobError
-from batchinfer.job.files import read_file, storage_errors
 from batchinfer.job.output import OutputDir
 from batchinfer.job.row_ids import RowIds, sorted_row_ids, within
+from batchinfer.job.storage.filesystem import read_file, storage_errors
 from batchinfer.job.suspects import Suspicion, suspicion_from
 
 _ROW = np.dtype("<i8")

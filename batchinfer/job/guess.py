@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.errors import DataError, UsageError
-from batchinfer.job.columns import is_conversation, is_text, python_rows
-from batchinfer.job.ids import check_unique_ids
+from batchinfer.job.input.arrow_text import is_conversation, is_text, python_rows
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.unique_ids import check_unique_ids
 from batchinfer.job.messages import did_you_mean, printable
-from batchinfer.job.source import Source
 
 _LOOKED_AT = 1_000
 """Rows whose values are looked at."""

@@ -11,9 +11,9 @@ from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError
-from batchinfer.job.failpoints import failpoint
 from batchinfer.job.order import PromptRow
 from batchinfer.job.progress import Progress
+from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.job.threads import Ahead, Behind
 from batchinfer.job.twins import Twins, for_twin
 

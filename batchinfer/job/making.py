@@ -15,7 +15,7 @@ from batchinfer.errors import JobError, RowError
 from batchinfer.garbage import long_lived_left_alone
 from batchinfer.job.explode import METADATA as EXPLODED
 from batchinfer.job.flight import FlightLog
-from batchinfer.job.input_format import BATCH_ROWS
+from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.loop import EngineLoop, Finished
 from batchinfer.job.order import prompt_rows, without_text
 from batchinfer.job.pipeline import Job, Loaded

@@ -10,12 +10,12 @@ from pathlib import PurePath
 from typing import Any
 
 from batchinfer.errors import DataError, LockedError
-from batchinfer.job.files import Files, LocalFiles, read_file
 from batchinfer.job.fingerprint import differences
-from batchinfer.job.input_format import InputFile
+from batchinfer.job.input.format import InputFile
 from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.row_ids import Part
-from batchinfer.job.stored_json import parse
+from batchinfer.job.storage.filesystem import Files, LocalFiles, read_file
+from batchinfer.job.storage.stored_json import parse
 
 
 @dataclass(frozen=True)

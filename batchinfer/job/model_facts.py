@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import ModelError
-from batchinfer.job.spec import ModelSpec
+from batchinfer.job.spec.spec import ModelSpec
 
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _MAX_HEADER = 100 << 20  # the safetensors format's own limit

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from batchinfer.errors import RowError
-from batchinfer.job.failpoints import failpoint
-from batchinfer.job.input_format import BATCH_ROWS, Row, Rows
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.format import BATCH_ROWS, Row, Rows
 from batchinfer.job.row_adapters import BASE
 from batchinfer.job.row_ids import Part
 from batchinfer.job.row_params import RowSampling
 from batchinfer.job.row_reader import Read, RowReader
-from batchinfer.job.source import Source
+from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.text.prompts import Prompt
 
 

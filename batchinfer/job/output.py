@@ -20,7 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
-from batchinfer.job.files import (
+from batchinfer.job.part_record import PartRecord, parse_record
+from batchinfer.job.row_ids import Part
+from batchinfer.job.storage.filesystem import (
     Files,
     FileStat,
     LocalFiles,
@@ -29,9 +31,7 @@ from batchinfer.job.files import (
     storage_errors,
     write_file,
 )
-from batchinfer.job.lock import LocalLock, Lock
-from batchinfer.job.part_record import PartRecord, parse_record
-from batchinfer.job.row_ids import Part
+from batchinfer.job.storage.local_lock import LocalLock, Lock
 
 T = TypeVar("T")
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchinfer.errors import StorageError, UsageError
-from batchinfer.job.connection import connect
 from batchinfer.job.messages import printable
 from batchinfer.job.output import OutputDir
-from batchinfer.job.place import STORES, is_url, scheme_of
-from batchinfer.job.store_path import StorePath
+from batchinfer.job.storage.connection import connect
+from batchinfer.job.storage.urls import STORES, StorePath, is_url, scheme_of
 
 
 def output_at(path: str) -> OutputDir:
@@ -41,9 +40,9 @@ def _in_store(url: str) -> OutputDir:
     if scheme_of(url) not in STORES or len(root.parts) < 3:
         raise UsageError(f"{printable(url)} is not a place that output can be in; name a folder")
     connect(root.bucket)
-    from batchinfer.job.objects import Objects  # what follows needs obstore
-    from batchinfer.job.store_files import StoreFiles
-    from batchinfer.job.store_lock import StoreLock
+    from batchinfer.job.storage.object_filesystem import StoreFiles
+    from batchinfer.job.storage.object_lock import StoreLock
+    from batchinfer.job.storage.object_store import Objects  # what follows needs obstore
 
     objects = Objects(root)
     lock = StoreLock(objects, root / "_batchinfer")

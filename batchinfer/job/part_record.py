@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from batchinfer.job.row_ids import Part
-from batchinfer.job.stored_json import parse
+from batchinfer.job.storage.stored_json import parse
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import UsageError
-from batchinfer.job.columns import is_conversation
+from batchinfer.job.input.arrow_text import is_conversation
+from batchinfer.job.input.dataset import Source
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.row_adapters import RowAdapters
 from batchinfer.job.row_params import RowParams
 from batchinfer.job.row_reader import ColumnReader, Prompts, RowReader
-from batchinfer.job.source import Source
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.table import OutputTable
 from batchinfer.job.task import Task, make_task
 from batchinfer.text.completions import ScoringBuilder

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
+from batchinfer.job.input.dataset import open_source
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.messages import did_you_mean
 from batchinfer.job.order import PromptRow, prompt_rows
@@ -31,8 +32,7 @@ from batchinfer.job.plan_rows import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sample
 from batchinfer.job.plan_steps import Lengths, ScoreLengths, Simulation
 from batchinfer.job.prompt_columns import check_completions_column, check_prompt_columns
 from batchinfer.job.scoring import Scoring
-from batchinfer.job.source import open_source
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.table import output_table
 from batchinfer.job.token_store import TokenStore
 from batchinfer.job.window import planned

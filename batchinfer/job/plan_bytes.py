@@ -6,9 +6,9 @@ and to compress to half.
 
 from __future__ import annotations
 
+from batchinfer.job.input.dataset import Source
 from batchinfer.job.plan_rows import Census
-from batchinfer.job.source import Source
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.table import OutputTable
 
 _CHARACTERS_PER_TOKEN = 4.0  # where no prompt's text is known

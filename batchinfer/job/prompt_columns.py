@@ -15,10 +15,10 @@ from batchinfer.config import (
     field_names,
 )
 from batchinfer.errors import DataError, UsageError
-from batchinfer.job.columns import is_conversation, is_text
-from batchinfer.job.input_format import SAMPLING_COLUMN
+from batchinfer.job.input.arrow_text import is_conversation, is_text
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.format import SAMPLING_COLUMN
 from batchinfer.job.messages import did_you_mean, printable
-from batchinfer.job.source import Source
 from batchinfer.text.sources import ColumnSource, checked_template, make_source, require_column
 
 

@@ -16,11 +16,11 @@ import pyarrow as pa
 
 from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.stats import StepStats
-from batchinfer.job.files import Files, read_file, storage_errors
 from batchinfer.job.output import OutputDir
-from batchinfer.job.spec import JobSpec, resolved
+from batchinfer.job.spec.spec import JobSpec, resolved
 from batchinfer.job.stats import STEPS_SCHEMA, StepRow, StepSampler
-from batchinfer.job.stored_json import parse
+from batchinfer.job.storage.filesystem import Files, read_file, storage_errors
+from batchinfer.job.storage.stored_json import parse
 
 if TYPE_CHECKING:
     from batchinfer.build import Built

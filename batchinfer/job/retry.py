@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 
 from batchinfer.errors import DataError
 from batchinfer.job.explode import whole_rows
-from batchinfer.job.files import storage_errors
 from batchinfer.job.flight import forgive
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
@@ -23,6 +22,7 @@ from batchinfer.job.part_record import PartRecord
 from batchinfer.job.row_ids import Part
 from batchinfer.job.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, Segments
 from batchinfer.job.stats import REQUEST
+from batchinfer.job.storage.filesystem import storage_errors
 
 
 def has_errors(out: OutputDir, plan: Manifest) -> bool:

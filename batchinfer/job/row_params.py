@@ -14,11 +14,11 @@ from pydantic_core import ErrorDetails
 
 from batchinfer.config import SAMPLING_ALIASES, SamplingParams, field_names
 from batchinfer.errors import RowError, UsageError
-from batchinfer.job.document import dotted
-from batchinfer.job.input_format import SAMPLING_COLUMN
+from batchinfer.job.input.format import SAMPLING_COLUMN
 from batchinfer.job.messages import did_you_mean, printable, shown
-from batchinfer.job.problems import expectation, is_unknown_key
-from batchinfer.job.token_keys import check_token_keys
+from batchinfer.job.spec.document import dotted
+from batchinfer.job.spec.errors import expectation, is_unknown_key
+from batchinfer.job.spec.load import check_token_keys
 from batchinfer.text.grammar import GrammarCompiler, GrammarError
 
 _PARAMS = TypeAdapter(SamplingParams)

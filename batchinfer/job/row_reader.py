@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from batchinfer.errors import RowError
-from batchinfer.job.input_format import SAMPLING_COLUMN, Row
+from batchinfer.job.input.format import SAMPLING_COLUMN, Row
 from batchinfer.job.row_adapters import RowAdapters
 from batchinfer.job.row_params import RowParams, RowSampling
 from batchinfer.text.prompts import Prompt

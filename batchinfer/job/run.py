@@ -13,7 +13,8 @@ from batchinfer.garbage import put_off
 from batchinfer.job.ending import too_many_errors
 from batchinfer.job.existing import Work, look, prepare, refuse_strays, start_over
 from batchinfer.job.fingerprint import fingerprint, fingerprint_facts
-from batchinfer.job.ids import check_unique_ids
+from batchinfer.job.input.dataset import Source, open_source
+from batchinfer.job.input.unique_ids import check_unique_ids
 from batchinfer.job.making import make_parts
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.messages import printable
@@ -31,8 +32,7 @@ from batchinfer.job.recovery import from_scratch, recover
 from batchinfer.job.retry import has_errors, reopen
 from batchinfer.job.row_ids import Part
 from batchinfer.job.signals import stop_signals
-from batchinfer.job.source import Source, open_source
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stored_manifest import is_stored_whole
 from batchinfer.job.summary import write_summary
 from batchinfer.job.table import output_table

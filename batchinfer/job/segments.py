@@ -28,13 +28,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
-from batchinfer.job.files import Files, read_file, storage_errors
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir, parquet_bytes
 from batchinfer.job.parquet_check import first_line
 from batchinfer.job.row_ids import NO_ROWS, Part, RowIds
 from batchinfer.job.rows import FinishedRow
 from batchinfer.job.stats import DISTINCT_TOKENS, REQUEST
+from batchinfer.job.storage.filesystem import Files, read_file, storage_errors
 
 REQUEST_COLUMN = "request"
 CONTROL_TEXT_COLUMN = "has_control_text"

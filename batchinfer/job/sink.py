@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pyarrow as pa
 
 from batchinfer.job.commit import commit
+from batchinfer.job.input.dataset import Source
 from batchinfer.job.output import OutputDir
 from batchinfer.job.row_ids import Part, RowIds, of_part
 from batchinfer.job.rows import FinishedRow
@@ -18,7 +19,6 @@ from batchinfer.job.segments import (
     Segments,
     segment_table,
 )
-from batchinfer.job.source import Source
 from batchinfer.job.stats import requests_table
 from batchinfer.job.table import OutputTable
 

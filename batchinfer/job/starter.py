@@ -12,11 +12,11 @@ from typing import Any
 
 from batchinfer.errors import StorageError, UsageError
 from batchinfer.job.guess import Guess, guess_columns
+from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.messages import printable
-from batchinfer.job.place import is_url
-from batchinfer.job.schema import json_schema
-from batchinfer.job.source import Source, open_source
-from batchinfer.job.spec import output_columns
+from batchinfer.job.spec.json_schema import json_schema
+from batchinfer.job.spec.spec import output_columns
+from batchinfer.job.storage.urls import is_url
 
 SCHEMA_FILE = "job.schema.json"
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"

@@ -21,12 +21,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.engine.metrics import STEP_COLUMNS, Float, measures, sharing
-from batchinfer.job.files import publish, storage_errors
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.recorder import Run, package_versions, read_run
 from batchinfer.job.stats import DISTINCT_TOKENS, REQUESTS_SCHEMA, STEPS_SCHEMA
+from batchinfer.job.storage.filesystem import publish, storage_errors
 from batchinfer.text.acceptance import Tally
 
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}

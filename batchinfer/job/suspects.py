@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from batchinfer.job.stored_json import parse
+from batchinfer.job.storage.stored_json import parse
 
 CRASHES_TO_SUSPECT = 2
 DEATHS_TO_GIVE_UP = 2

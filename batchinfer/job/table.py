@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from batchinfer.errors import UsageError
-from batchinfer.job.columns import with_valid_text
 from batchinfer.job.explode import exploded
+from batchinfer.job.input.arrow_text import with_valid_text
+from batchinfer.job.input.dataset import Source
 from batchinfer.job.messages import listed, shown
-from batchinfer.job.source import Source
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 
 _TOP = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
 _LOGPROB = pa.struct(

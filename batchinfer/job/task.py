@@ -10,7 +10,7 @@ from batchinfer.job.accepting import AcceptedGeneration
 from batchinfer.job.order import PromptRow
 from batchinfer.job.rows import FinishedRow, RequestMaker, RowFinisher
 from batchinfer.job.scoring import Scoring
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import Prompt
 

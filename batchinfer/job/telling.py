@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.job.ending import summary_facts
-from batchinfer.job.files import read_file
 from batchinfer.job.messages import printable
 from batchinfer.job.output import OutputDir
 from batchinfer.job.progress import say
 from batchinfer.job.screen import shown
+from batchinfer.job.storage.filesystem import read_file
 
 Report = Callable[[OutputDir, Callable[[str], None]], bool]
 """Writes the report; told where to say why there is none. Whether there is one now."""

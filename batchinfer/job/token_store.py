@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinfer.engine.request import TokenIds
-from batchinfer.job.files import storage_errors
+from batchinfer.job.storage.filesystem import storage_errors
 
 BUDGET_BYTES = 256 * 2**20
 """Token ids that one store keeps in memory: about 64 million."""

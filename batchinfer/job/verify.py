@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 from batchinfer.errors import DataError
 from batchinfer.job.existing import plan_of, strays
 from batchinfer.job.explode import first_of_rows
-from batchinfer.job.files import read_file
 from batchinfer.job.fingerprint import digest
 from batchinfer.job.manifest import Manifest, read_manifest
 from batchinfer.job.messages import printable
@@ -24,7 +23,8 @@ from batchinfer.job.part_record import PartRecord
 from batchinfer.job.row_ids import Part
 from batchinfer.job.screen import Fact
 from batchinfer.job.segments import read_segment
-from batchinfer.job.stored_json import parse
+from batchinfer.job.storage.filesystem import read_file
+from batchinfer.job.storage.stored_json import parse
 
 MOST_SHOWN = 10
 _FINGERPRINT = b"batchinfer.fingerprint"

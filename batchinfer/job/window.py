@@ -21,7 +21,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.input_format import BATCH_ROWS
+from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.order import PromptRow
 from batchinfer.job.prefixes import common_with_next, most_in_common, prefix_order
 from batchinfer.job.row_ids import Part

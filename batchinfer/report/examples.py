@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from batchinfer.job.output import OutputDir
 from batchinfer.job.part_record import PartRecord
 from batchinfer.job.row_ids import Part
-from batchinfer.job.spec import output_columns
+from batchinfer.job.spec.spec import output_columns
 from batchinfer.report.findings import Example, Failure
 from batchinfer.report.stored import UNREADABLE, FinishedRows, batches
 

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 
 from batchinfer.errors import UsageError
-from batchinfer.job.files import storage_errors
 from batchinfer.job.output import OutputDir
+from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.report.from_output import from_output
 
 _NEEDS = "report.html needs the packages altair and vl-convert-python"

@@ -21,8 +21,8 @@ import pytest
 import typer.main
 
 from batchinfer import cli
-from batchinfer.job.load import load_job
-from batchinfer.job.yaml_file import parse_yaml
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.yaml import parse_yaml
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 
 README, *OTHERS = PAGES

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.load import load_job
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.yaml import parse_yaml
 from batchinfer.job.status import Status
-from batchinfer.job.yaml_file import parse_yaml
 from tests.docs.pages import ROOT, Block, blocks
 
 PAGE = ROOT / "docs" / "pipelines.md"

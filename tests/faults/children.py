@@ -17,13 +17,13 @@ from pathlib import Path
 
 from batchinfer.errors import JobError
 from batchinfer.job import sink
-from batchinfer.job.failpoints import VARIABLE
-from batchinfer.job.files import LocalFiles
 from batchinfer.job.rows import FinishedRow
 from batchinfer.job.run import run_job
 from batchinfer.job.sink import Sink
-from batchinfer.job.spec import JobSpec
-from batchinfer.job.store_files import StoreFiles
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.storage.failpoints import VARIABLE
+from batchinfer.job.storage.filesystem import LocalFiles
+from batchinfer.job.storage.object_filesystem import StoreFiles
 
 KILLED = -signal.SIGKILL
 BuildEngine = Callable[..., object]

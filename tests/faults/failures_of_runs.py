@@ -16,8 +16,9 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from batchinfer import build
-from batchinfer.job import lock, run
-from batchinfer.job.files import LocalFiles
+from batchinfer.job import run
+from batchinfer.job.storage import local_lock
+from batchinfer.job.storage.filesystem import LocalFiles
 from tests.faults.failures import JOB, Failure, Place
 from tests.job.datasets import rot
 
@@ -145,10 +146,10 @@ def _held(place: Place) -> list[str]:
     place.finished()
     _unfinished(place)
     state = place.folder / "out" / "_batchinfer"
-    held = FileLock(state / lock.LOCK)
+    held = FileLock(state / local_lock.LOCK)
     held.acquire()
-    place.patch.setattr(lock, "_held_by", partial(_and_release, held, lock._held_by))
-    (state / lock.HOLDER).write_text(json.dumps(lock.this_process()))
+    place.patch.setattr(local_lock, "_held_by", partial(_and_release, held, local_lock._held_by))
+    (state / local_lock.HOLDER).write_text(json.dumps(local_lock.this_process()))
     return RUN
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from random import Random
 
 from batchinfer.errors import ExitCode, JobError
-from batchinfer.job.load import load_job
-from batchinfer.job.variables import parse_variables
+from batchinfer.job.spec.load import load_job, parse_variables
 from batchinfer.program import MAX_MESSAGE_LINES
 from tests.faults.job_mutations import WORDS, job_file, options
 from tests.faults.violation import ViolationError

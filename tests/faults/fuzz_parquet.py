@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.errors import DataError
-from batchinfer.job.columns import python_rows, python_values, with_valid_text
-from batchinfer.job.source import open_source
+from batchinfer.job.input.arrow_text import python_rows, python_values, with_valid_text
+from batchinfer.job.input.dataset import open_source
 from batchinfer.program import MAX_MESSAGE_LINES
 from tests.faults.failures import JOB
 from tests.faults.violation import ViolationError
@@ -130,8 +130,8 @@ def _check_message(message: str, path: Path) -> None:
 
 
 def _run(folder: Path, word: str) -> None:
-    from batchinfer.job.load import load_job
     from batchinfer.job.run import run_job
+    from batchinfer.job.spec.load import load_job
     from tests.job.fakes import FakeBuild
 
     (folder / "job.yaml").write_text(JOB.replace("NAME", "echo"))

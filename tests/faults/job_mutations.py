@@ -8,7 +8,7 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
-from batchinfer.job.yaml_file import parse_yaml
+from batchinfer.job.spec.yaml import parse_yaml
 from tests.faults.failures import JOB
 from tests.job.job_files import EVERY_KEY, MINIMAL
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet
 
 _MAKE_MODEL = "import sys; from pathlib import Path; from tests.models import make_text_model; "

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import BinaryIO
 
-from batchinfer.job.files import FileStat
+from batchinfer.job.storage.filesystem import FileStat
 
 
 @dataclass
@@ -36,7 +36,7 @@ Node = File | Folder
 
 
 class LossyFiles:
-    """See ``batchinfer.job.files.Files``; files and folders by absolute path."""
+    """See ``batchinfer.job.storage.filesystem.Files``; files and folders by absolute path."""
 
     flush_every_s = 0.0
     at_once = 1

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from tokenizers.pre_tokenizers import ByteLevel
 
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from tests.faults.children import Pace, start
 from tests.faults.jobs import tiny_job
 from tests.faults.violation import ViolationError

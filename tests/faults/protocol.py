@@ -14,14 +14,14 @@ import pyarrow as pa
 
 from batchinfer.engine.request import RequestStats
 from batchinfer.job.existing import look, prepare
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.parquet import ParquetFormat
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
-from batchinfer.job.parquet_input import ParquetFormat
 from batchinfer.job.recovery import recover
 from batchinfer.job.retry import reopen
 from batchinfer.job.rows import FinishedRow
 from batchinfer.job.sink import Sink
-from batchinfer.job.source import Source
 from batchinfer.job.table import ERROR, OutputTable
 from tests.faults.lossy_files import LossyFiles
 from tests.faults.violation import ViolationError

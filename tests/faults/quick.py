@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from random import Random
 
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from tests.faults.children import Pace
 from tests.faults.kills import Killer
 from tests.job.datasets import write_parquet

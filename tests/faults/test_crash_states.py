@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from batchinfer.job import commit
-from batchinfer.job.files import Files
+from batchinfer.job.storage.filesystem import Files
 from tests.faults.lossy_files import LossyFiles, NeverSynced
 from tests.faults.protocol import PLAN, Job
 from tests.faults.states import count_violations

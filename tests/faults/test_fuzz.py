@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.job import parquet_input
+from batchinfer.job.input import parquet
 from tests.faults import fuzz_jobs, fuzz_parquet
 from tests.faults.fuzz import Case, run_cases
 from tests.faults.violation import ViolationError
@@ -30,7 +30,7 @@ def test_nothing_is_wrong_slow_or_fatal(case: Case, tmp_path: Path) -> None:
 
 def unchecked(number: int, seed: int, folder: Path) -> str:
     unsafe = partial(pq.ParquetFile, page_checksum_verification=False)
-    parquet_input._reader = unsafe  # type: ignore[assignment]
+    parquet._reader = unsafe  # type: ignore[assignment]
     return fuzz_parquet.case(number, seed, folder)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.job.failpoints import VARIABLE
+from batchinfer.job.storage.failpoints import VARIABLE
 from tests.faults.kills import KINDS, STAGES
 from tests.faults.quick import POISON
 
@@ -53,7 +53,7 @@ def test_the_same_samples_are_accepted_after_kills(found: list[dict[str, Any]]) 
 
 
 def test_a_failpoint_does_nothing_unless_it_is_asked_for() -> None:
-    code = "from batchinfer.job.failpoints import failpoint\nfailpoint('x')\nfailpoint('x')"
+    code = "from batchinfer.job.storage.failpoints import failpoint\nfailpoint('x')\nfailpoint('x')"
     for value, expected in ((None, 0), ("x:3", 0), ("y:1", 0), ("x:2", -9)):
         environment = {VARIABLE: value} if value else {}
         done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)

@@ -17,7 +17,7 @@ from batchinfer.job.existing import look, prepare, start_over
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.row_ids import Part
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.tokenizer import Tokenizer
 from tests.engine.fake import EOS, NextToken, make_engine

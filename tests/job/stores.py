@@ -19,7 +19,7 @@ import pytest
 from obstore import put
 from obstore.store import from_url
 
-from batchinfer.job import connection
+from batchinfer.job.storage import connection
 
 BUCKET = "lake"
 LAKE = f"s3://{BUCKET}"

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from batchinfer.engine.engine import Engine
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.ending import summary_facts
-from batchinfer.job.load import load_job
 from batchinfer.job.run import run_job
 from batchinfer.job.screen import plain
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, drawn, job
 from tests.models import make_text_model

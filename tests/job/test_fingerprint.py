@@ -9,8 +9,8 @@ import pytest
 
 from batchinfer.errors import UsageError
 from batchinfer.job.fingerprint import differences, fingerprint, fingerprint_facts
-from batchinfer.job.load import load_job
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec
 from tests.job.job_files import write_job
 
 MODEL = {"weights": "abc", "tokenizer": "def"}

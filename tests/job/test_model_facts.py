@@ -6,7 +6,7 @@ import pytest
 
 from batchinfer.errors import ModelError
 from batchinfer.job.model_facts import model_facts
-from batchinfer.job.spec import ModelSpec
+from batchinfer.job.spec.spec import ModelSpec
 
 HEADER = b'{"w":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}'
 WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + b"\x00\x00"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.failpoints import VARIABLE
 from batchinfer.job.output import OutputDir
 from batchinfer.job.run import run_job
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.storage.failpoints import VARIABLE
 from batchinfer.job.verify import verify
 from tests.job.fakes import FakeBuild, job
 from tests.job.test_resume import Build, stop_at

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import RowError
-from batchinfer.job.openai.custom_ids import CustomIds
+from batchinfer.job.input.openai_batch import CustomIds
 from batchinfer.job.openai.requests import ParsedRequest, is_served, parse_request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -7,12 +7,12 @@ import numpy as np
 
 from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.errors import RowError
+from batchinfer.job.input.dataset import open_source
 from batchinfer.job.order import PromptRow, prompt_rows, without_text
 from batchinfer.job.row_adapters import RowAdapters
 from batchinfer.job.row_ids import Part
 from batchinfer.job.row_params import RowParams
 from batchinfer.job.row_reader import ColumnReader
-from batchinfer.job.source import open_source
 from batchinfer.text.prompts import Prompt, PromptBuilder
 from tests.job.datasets import write_parquet
 from tests.job.fakes import byte_tokenizer, grammars

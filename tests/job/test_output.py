@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer.errors import DataError, LockedError, StorageError
 from batchinfer.job.commit import commit as write_part
-from batchinfer.job.input_format import InputFile
+from batchinfer.job.input.format import InputFile
 from batchinfer.job.manifest import Manifest, read_manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.output_place import output_at

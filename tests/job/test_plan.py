@@ -21,7 +21,7 @@ from batchinfer.job.plan_rows import sampled_parts
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run import run_job
 from batchinfer.job.screen import plain
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import strings, write_parquet
 from tests.job.job_files import MINIMAL, write_job
 from tests.models import make_text_model

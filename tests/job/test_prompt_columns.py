@@ -10,9 +10,9 @@ import pytest
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import DataError, UsageError
+from batchinfer.job.input.dataset import open_source
 from batchinfer.job.prompt_columns import check_prompt_columns
 from batchinfer.job.run import run_job
-from batchinfer.job.source import open_source
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 

@@ -17,8 +17,8 @@ import pytest
 
 from batchinfer.errors import DeviceError, ExitCode, LockedError, StorageError, UsageError
 from batchinfer.job import making, sink
-from batchinfer.job.files import LocalFiles
 from batchinfer.job.run import run_job
+from batchinfer.job.storage.filesystem import LocalFiles
 from tests.job.datasets import flip_bit, write_parquet
 from tests.job.fakes import AtOnce, FakeBuild, job
 

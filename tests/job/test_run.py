@@ -263,7 +263,7 @@ def test_nothing_to_do_is_found_out_without_torch(tmp_path: Path, build: FakeBui
     run_job(spec, build=build)
     script = (
         "import sys; from batchinfer.job.run import run_job\n"
-        "from batchinfer.job.spec import JobSpec\n"
+        "from batchinfer.job.spec.spec import JobSpec\n"
         "assert run_job(JobSpec.model_validate_json(sys.argv[1])) == 0\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
@@ -703,7 +703,7 @@ def test_a_signal_while_the_model_loads_ends_the_process_at_once(tmp_path: Path)
         "import os, signal, sys\n"
         "from batchinfer.job.run import run_job\n"
         "from batchinfer.job.signals import leave_on_signals\n"
-        "from batchinfer.job.spec import JobSpec\n"
+        "from batchinfer.job.spec.spec import JobSpec\n"
         "def build(*model, log):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "leave_on_signals()\n"
@@ -754,7 +754,7 @@ def test_a_killed_run_is_taken_up_where_it_was(tmp_path: Path) -> None:
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from batchinfer.job.run import run_job\n"
-        "from batchinfer.job.spec import JobSpec\n"
+        "from batchinfer.job.spec.spec import JobSpec\n"
         "from tests.job.fakes import FakeBuild\n"
         "record = Path(sys.argv[2], '_batchinfer/parts/part-00000.json')\n"
         "def kill(step):\n"

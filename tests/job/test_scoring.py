@@ -18,15 +18,15 @@ from batchinfer.config import SCORING
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job import making
 from batchinfer.job.existing import plan_of
-from batchinfer.job.load import load_job
+from batchinfer.job.input.dataset import open_source
 from batchinfer.job.order import PromptRow
 from batchinfer.job.output import OutputDir
 from batchinfer.job.plan import plan_job
 from batchinfer.job.rows import FinishedRow
 from batchinfer.job.run import run_job
 from batchinfer.job.scoring import Scoring
-from batchinfer.job.source import open_source
-from batchinfer.job.spec import JobSpec, output_columns
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec, output_columns
 from batchinfer.job.table import output_table
 from batchinfer.job.verify import verify
 from batchinfer.report.examples import find_examples

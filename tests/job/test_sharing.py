@@ -20,7 +20,7 @@ import pytest
 from batchinfer.errors import ExitCode
 from batchinfer.job import making
 from batchinfer.job.run import run_job
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.token_store import TokenStore
 from batchinfer.job.window import Lot, planned
 from batchinfer.text.prompts import PromptBuilder

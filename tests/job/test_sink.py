@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from batchinfer.engine.request import RequestStats
 from batchinfer.errors import StorageError
 from batchinfer.job import sink
-from batchinfer.job.files import LocalFiles
+from batchinfer.job.input.dataset import open_source
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import OutputDir
 from batchinfer.job.row_ids import NO_ROWS, Part
 from batchinfer.job.rows import FinishedRow
 from batchinfer.job.segments import Segments
 from batchinfer.job.sink import Sink
-from batchinfer.job.source import open_source
+from batchinfer.job.storage.filesystem import LocalFiles
 from batchinfer.job.table import output_table
 from tests.job.datasets import write_parquet
 from tests.job.fakes import begin, job

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.errors import DataError, ExitCode, StorageError, UsageError
-from batchinfer.job.load import load_job
+from batchinfer.job.input.dataset import open_source
 from batchinfer.job.prompt_columns import check_prompt_columns
 from batchinfer.job.run import run_job
-from batchinfer.job.schema import json_schema
-from batchinfer.job.source import open_source
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.json_schema import json_schema
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.yaml import read_yaml
 from batchinfer.job.starter import Starter, write_starter
 from batchinfer.job.table import output_table
-from batchinfer.job.yaml_file import read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 TALK = [{"role": "user", "content": "Hi"}]

@@ -14,10 +14,10 @@ import pytest
 
 from batchinfer.errors import DataError, ExitCode
 from batchinfer.job import making, sink
-from batchinfer.job.lock import HOLDER
 from batchinfer.job.output import OutputDir
 from batchinfer.job.run import run_job
 from batchinfer.job.status import SILENT_S, Status, read_status
+from batchinfer.job.storage.local_lock import HOLDER
 from tests.job.datasets import write_parquet
 from tests.job.fakes import AtOnce, job
 from tests.job.test_resume import Build, stop_at

@@ -21,12 +21,13 @@ from typer.testing import CliRunner
 
 from batchinfer.cli import app
 from batchinfer.errors import DataError, ExitCode, LockedError, StorageError, UsageError
-from batchinfer.job import connection, making, sink, store_lock
+from batchinfer.job import making, sink
 from batchinfer.job.output import OutputDir
 from batchinfer.job.output_place import output_at
 from batchinfer.job.run import run_job
-from batchinfer.job.spec import JobSpec
-from batchinfer.job.store_files import StoreFiles
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.storage import connection, object_lock
+from batchinfer.job.storage.object_filesystem import StoreFiles
 from batchinfer.job.verify import verify
 from tests.job.datasets import write_parquet
 from tests.job.fakes import AtOnce, FakeBuild, job
@@ -206,8 +207,8 @@ def test_a_run_that_was_taken_for_dead_commits_nothing_more(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sink, "FLUSH_ROWS", 1)
-    monkeypatch.setattr(store_lock, "_TRUSTED_S", 0.0)
-    monkeypatch.setattr(store_lock, "LAPSE_S", -60.0)  # whoever comes takes over
+    monkeypatch.setattr(object_lock, "_TRUSTED_S", 0.0)
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # whoever comes takes over
     first, left = FakeBuild(max_num_seqs=2), {}
 
     def be_passed(step: int) -> None:
@@ -228,8 +229,8 @@ def test_what_a_frozen_run_had_sent_off_is_not_taken_for_rows_of_the_next_job(
 ) -> None:
     monkeypatch.setattr(sink, "FLUSH_ROWS", 4)
     monkeypatch.setattr(making, "Behind", AtOnce)
-    monkeypatch.setattr(store_lock, "_TRUSTED_S", 0.0)
-    monkeypatch.setattr(store_lock, "LAPSE_S", -60.0)  # whoever comes takes over
+    monkeypatch.setattr(object_lock, "_TRUSTED_S", 0.0)
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # whoever comes takes over
     next_job = job(tmp_path, output={"path": OUT}, sampling={"max_tokens": 3})
     stopped = FakeBuild(max_num_seqs=4)
     late: list[str] = []
@@ -400,7 +401,7 @@ def test_a_store_that_stops_answering_ends_the_run_and_keeps_its_rows(
     assert len(str(caught.value).splitlines()) <= 2
     assert len(set(asked)) <= 3, "what cannot be written, and at the end the lock and a log"
     point_to(address, monkeypatch)
-    monkeypatch.setattr(store_lock, "LAPSE_S", -60.0)  # nobody could be told that it was let go
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # nobody could be told that it was let go
     again = Telling()
     assert run(spec, again) is ExitCode.OK
     assert 0 < len(again.ran) < NUM_ROWS

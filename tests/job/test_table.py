@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.errors import DataError, UsageError
-from batchinfer.job.source import open_source
-from batchinfer.job.spec import output_columns
+from batchinfer.job.input.dataset import open_source
+from batchinfer.job.spec.spec import output_columns
 from batchinfer.job.table import OutputTable, output_table
 from tests.job.datasets import strings, write_parquet
 from tests.job.fakes import job

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from batchinfer.errors import ExitCode
 from batchinfer.job import twins
 from batchinfer.job.run import run_job
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.twins import Twins
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -13,7 +13,7 @@ import pytest
 from batchinfer.errors import DataError
 from batchinfer.job.output import OutputDir
 from batchinfer.job.run import run_job
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.verify import Verification, verify
 from tests.job.datasets import flip_bit, rot, write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.load import load_job
 from batchinfer.job.run import run_job
+from batchinfer.job.spec.load import load_job
 
 JOBS = Path(__file__).parent.parent.parent / "jobs"
 EXAMPLES = sorted(JOBS.glob("*.yaml"))

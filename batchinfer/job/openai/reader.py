@@ -9,7 +9,7 @@ from pydantic_core import to_json
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
-from batchinfer.job.input_format import Row
+from batchinfer.job.input.format import Row
 from batchinfer.job.openai.requests import ParsedRequest, parse_request
 from batchinfer.job.row_adapters import BASE
 from batchinfer.job.row_params import RowParams

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from batchinfer.job.files import read_file, sha256_of
 from batchinfer.job.output import OutputDir
-from batchinfer.job.stored_json import parse
+from batchinfer.job.storage.filesystem import read_file, sha256_of
+from batchinfer.job.storage.stored_json import parse
 
 
 def is_there(out: OutputDir, together: Path | None) -> bool:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.document import JobDocument
-from batchinfer.job.load import checked_job
 from batchinfer.job.messages import printable
 from batchinfer.job.openai.batch_options import BatchOptions, state_directory
-from batchinfer.job.place import is_url
 from batchinfer.job.run import run_job
-from batchinfer.job.spec import JobSpec
-from batchinfer.job.yaml_file import YamlText
+from batchinfer.job.spec.document import JobDocument
+from batchinfer.job.spec.load import checked_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.yaml import YamlText
+from batchinfer.job.storage.urls import is_url
 
 _TO_THE_END = 2**31 - 1
 """As ``max_tokens``: all that the model's length leaves after the prompt."""

@@ -1,0 +1,1 @@
+"""The dataset: its files, formats, columns and selected rows."""

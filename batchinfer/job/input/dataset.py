@@ -1,0 +1,169 @@
+"""The prompt dataset: files read in order as one table, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TypeVar
+
+import pyarrow as pa
+
+from batchinfer.errors import DataError
+from batchinfer.job.input.discover import find_files, named_format
+from batchinfer.job.input.filter import Condition, Selection, select_rows
+from batchinfer.job.input.format import Format, InputFile, Row, Rows, check_unchanged
+from batchinfer.job.input.hive_partitions import HiveFormat, folder_values
+from batchinfer.job.messages import listed, printable, shown
+
+_Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
+_Found = Iterator[tuple[int, _Piece]]
+_Read = Callable[[InputFile, int, Sequence[str], pa.Schema, deque[range]], _Found[_Piece]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a dataset, read one after the other."""
+
+    files: tuple[InputFile, ...]
+    schema: pa.Schema
+    num_rows: int
+    """Rows selected: all, those that meet ``filter``, and of these ``limit``."""
+    format: Format
+    selection: Selection | None = None
+    """Which; None: the first ones."""
+
+    @property
+    def rows_there(self) -> range:
+        """Row ids from the first selected row to the last, or more."""
+        if self.selection is None:
+            return range(self.num_rows)
+        return range(sum(file.num_rows for file in self.files))
+
+    def count(self, rows: range) -> int:
+        """How many of the rows in ``rows`` are selected."""
+        return len(rows) if self.selection is None else self.selection.count(rows)
+
+    def bounds(self, rows_per_part: int) -> tuple[int, ...] | None:
+        """``Manifest.bounds`` of these rows."""
+        return None if self.selection is None else self.selection.bounds(rows_per_part)
+
+    def require(self, columns: Iterable[str], key: str) -> None:
+        """Check that the dataset has ``columns``, which ``key`` of the job file asks for.
+
+        Raises:
+            DataError: naming the missing column and the columns there are.
+        """
+        for name in columns:
+            if name not in self.schema.names:
+                raise DataError(
+                    f"{key}: {self.files[0].path} has no column {shown(name)}",
+                    hint=printable(f"its columns are: {listed(self.schema.names)}"),
+                )
+
+    def check_unchanged(self) -> None:
+        """Check that every file is still the one that was opened.
+
+        Raises:
+            DataError: one was written again, or is gone.
+        """
+        for file in self.files:
+            try:
+                check_unchanged(file)
+            except OSError as error:
+                raise DataError(
+                    f"{file.path} cannot be read any more: {error.strerror or error}",
+                    hint="put it back, then run again: finished rows are kept",
+                ) from None
+
+    def scan(
+        self, columns: Sequence[str], ranges: Iterable[range]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Read ``columns`` of the rows in ``ranges``, once through the files.
+
+        Args:
+            columns: names of top-level columns; batches have them in this order.
+            ranges: row ids to read, ascending and disjoint; those not selected are left out.
+
+        Yields:
+            The row id of a batch's first row, and the batch: at most ``BATCH_ROWS`` rows, all
+            of one range, that follow each other.
+
+        Raises:
+            DataError: naming the file and the place in it that cannot be read.
+        """
+        return self._read(self.format.scan, columns, ranges)
+
+    def rows(self, columns: Sequence[str], ranges: Iterable[range]) -> Iterator[Rows]:
+        """The same as Python's values: texts as ``str`` or UTF-8 bytes, a value or a row that
+        cannot be read as a ``RowError``."""
+        return self._read(self.format.rows, columns, ranges)
+
+    def _read(
+        self, read: _Read[_Piece], columns: Sequence[str], ranges: Iterable[range]
+    ) -> _Found[_Piece]:
+        selection = self.selection
+        chosen = ranges if selection is None else selection.near(ranges)
+        wanted = deque(rows for rows in chosen if len(rows))
+        first_rows = accumulate((file.num_rows for file in self.files), initial=0)
+        for file, first_row in zip(self.files, first_rows, strict=False):
+            if not wanted:
+                return
+            if wanted[0].start < first_row + file.num_rows:
+                for first, piece in read(file, first_row, columns, self.schema, wanted):
+                    if selection is None:
+                        yield first, piece
+                    else:
+                        yield from selection.of_piece(first, piece)
+
+
+def open_source(
+    path: str | Sequence[str],
+    limit: int | None = None,
+    format_name: str = "auto",
+    condition: str | None = None,
+) -> Source:
+    """Find the files behind ``path`` and check that they can be read together.
+
+    Args:
+        path: a file, a glob, a directory (searched for names that data has), or a list of these,
+            local or in an object store. Folders in it that are named key=value are columns.
+        limit: use only this many rows, of those that meet the condition.
+        format_name: ``input.format``.
+        condition: ``input.filter``; the rows that meet it are found at once.
+
+    Raises:
+        DataError: no file, a file that is not readable, or files that do not go together.
+        StorageError: an object store does not answer.
+        UsageError: ``auto``, and files are named for two formats; a condition that is wrong.
+    """
+    names = find_files(path, format_name)
+    chosen = _format(named_format(names) if format_name == "auto" else format_name)
+    folders = folder_values([path] if isinstance(path, str) else path, names)
+    if any(folders.values()) and not chosen.holds_requests:
+        chosen = HiveFormat(chosen, folders)
+    found = [chosen.inspect(name) for name in names]
+    files = tuple(file for file, _ in found)
+    schema = chosen.common_schema(files, [schema for _, schema in found])
+    total = sum(file.num_rows for file in files)
+    if condition is None:
+        return Source(files, schema, total if limit is None else min(total, limit), chosen)
+    whole = Source(files, schema, total, chosen)
+    meets = Condition(condition, schema)
+    selection = select_rows(meets, whole.scan(meets.columns, [whole.rows_there]), limit)
+    return replace(whole, num_rows=len(selection), selection=selection)
+
+
+def _format(name: str) -> Format:
+    if name == "jsonl":
+        from batchinfer.job.input.jsonl import JsonlFormat
+
+        return JsonlFormat()
+    if name == "openai-batch":
+        from batchinfer.job.input.openai_batch import OpenAIFormat
+
+        return OpenAIFormat()
+    from batchinfer.job.input.parquet import ParquetFormat
+
+    return ParquetFormat()

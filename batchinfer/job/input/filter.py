@@ -1,0 +1,216 @@
+"""``input.filter``: a condition in SQL on the columns of a row, and the rows that it selects.
+
+Polars parses and evaluates it, batch by batch; so only functions of one row are let through, by
+name: one of many rows, like ``avg``, would mean something else in every batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinfer.errors import UsageError
+from batchinfer.job.input.format import BATCH_ROWS, Row
+from batchinfer.job.messages import did_you_mean, printable, shown
+from batchinfer.job.row_ids import NO_ROWS, RowIds, ranges_of
+
+if TYPE_CHECKING:
+    import polars as pl
+
+_KEY = "input.filter"
+_MOST_CHARACTERS = 100_000
+_MOST_STEPS = 400
+"""Words and signs, but for values and what lists are made of; Polars takes their cube in time."""
+_MOST_DEPTH = 50
+_FUNCTIONS = """
+abs array_contains array_length bit_length cast ceil ceiling char_length character_length coalesce
+concat concat_ws date date_part ends_with exp extract floor greatest if ifnull initcap least left
+length ln log10 log2 lower ltrim mod nullif octet_length position pow power regexp_like replace
+reverse right round rtrim sign sqrt starts_with strpos substr substring timestamp trim try_cast
+upper"""
+_BEFORE_BRACKETS = """
+and or not in like ilike rlike regexp between is case when then else from for
+decimal numeric varchar char"""
+_NEVER = "select with over current_date current_time current_timestamp"
+_QUOTED = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"")
+_CALL = re.compile(r"(\"|\w+)\s*\(")
+_STEP = re.compile(r"[^\W\d]\w*|[^\s\w,'.()]")
+_ODD = re.compile(r"\w'|--|/\*|[`$;]")
+
+_Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
+
+
+class Condition:
+    """A condition that rows meet or do not.
+
+    Args:
+        text: in SQL.
+        schema: the columns that rows have.
+
+    Raises:
+        UsageError: it is no condition, or not on these columns.
+    """
+
+    def __init__(self, text: str, schema: pa.Schema) -> None:
+        self._text = text
+        self._expression = parsed(text)
+        names = list(dict.fromkeys(self._expression.meta.root_names()))
+        for name in names:
+            if name not in schema.names:
+                raise UsageError(
+                    f"{_KEY}: the data has no column {shown(name)}"
+                    f"{did_you_mean(name, schema.names)}",
+                    hint="texts are in single quotes: lang = 'en'",
+                )
+        self.columns = names or schema.names[:1]
+        """Columns to read: one at least, which says how many rows there are."""
+        fields = [schema.field(name) for name in self.columns]
+        kind = self._evaluated(pa.schema(fields).empty_table()).dtype
+        if str(kind) != "Boolean":
+            raise UsageError(
+                f"{_KEY}: {shown(text)} is a value ({printable(str(kind), 60)}), no condition",
+                hint="compare it with something, as in score >= 0.5",
+            )
+
+    def holds(self, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+        """Whether each row of a batch meets it, bool [rows]; one that is null does not.
+
+        Args:
+            batch: rows, with ``columns``.
+
+        Raises:
+            UsageError: it cannot be evaluated on these values.
+        """
+        found = self._evaluated(pa.Table.from_batches([batch])).fill_null(False).to_numpy()
+        return np.broadcast_to(found, len(batch))  # without a column, it is one value
+
+    def _evaluated(self, table: pa.Table) -> pl.Series:
+        import polars as pl
+
+        try:
+            frame = pl.from_arrow(table)
+            assert isinstance(frame, pl.DataFrame)
+            return frame.select(self._expression).to_series()
+        except (*_errors(), pa.ArrowException, TypeError, ValueError, NotImplementedError) as error:
+            raise _refused(self._text, error) from None
+
+
+def parsed(text: str) -> pl.Expr:
+    """A condition on columns that are not known yet.
+
+    Raises:
+        UsageError: it is none, whatever the columns.
+    """
+    _check_functions(text)
+    import polars as pl
+
+    try:
+        return pl.sql_expr(text)
+    except _errors() as error:
+        raise _refused(text, error) from None
+
+
+def _errors() -> tuple[type[BaseException], ...]:
+    from polars.exceptions import PanicException, PolarsError
+
+    return PolarsError, PanicException
+
+
+def _refused(text: str, error: BaseException) -> UsageError:
+    why: Any = (str(error).splitlines() or [type(error).__name__])[0]
+    return UsageError(f"{_KEY}: {shown(text)} cannot be evaluated: {printable(why)}")
+
+
+def _check_functions(text: str) -> None:
+    """Check what is called, and that nothing is written in a way that this does not see."""
+    bare = _QUOTED.sub(lambda quoted: '"' if quoted[0][0] == '"' else " ' ", text)
+    odd = _ODD.search(_QUOTED.sub(lambda quoted: quoted[0][0], text))
+    if odd or len(text) > _MOST_CHARACTERS:
+        what = f"{shown(odd[0])} cannot be in it" if odd else f"over {_MOST_CHARACTERS} characters"
+        raise UsageError(f"{_KEY}: {what}", hint="write one condition, texts in single quotes")
+    if len(_STEP.findall(bare)) > _MOST_STEPS:
+        raise UsageError(f"{_KEY}: over {_MOST_STEPS} words and signs; say it in fewer")
+    if _depth(bare) > _MOST_DEPTH:
+        raise UsageError(f"{_KEY}: over {_MOST_DEPTH} brackets inside each other")
+    for word in re.findall(r"\w+", bare):
+        if word.lower() in _NEVER.split():
+            raise UsageError(
+                f"{_KEY}: {word.lower()} is not of one row alone",
+                hint=f'a column of this name is written "{word}"',
+            )
+    known = {*_FUNCTIONS.split(), *_BEFORE_BRACKETS.split()}
+    for name in _CALL.findall(bare):
+        if name.lower() not in known:
+            near = did_you_mean(name.lower(), _FUNCTIONS.split())
+            raise UsageError(f"{_KEY}: {printable(name, 60)}() is no function of one row{near}")
+
+
+def _depth(text: str) -> int:
+    steps = (1 if c == "(" else -1 for c in text if c in "()")
+    return max(accumulate(steps), default=0)
+
+
+class Selection:
+    """Some of a dataset's rows; a row keeps the id that it has in the whole.
+
+    Args:
+        row_ids: of the rows, sorted: 8 bytes each are kept.
+    """
+
+    def __init__(self, row_ids: RowIds) -> None:
+        self._row_ids = row_ids
+
+    def __len__(self) -> int:
+        return len(self._row_ids)
+
+    def count(self, rows: range) -> int:
+        """How many of ``rows`` are selected."""
+        return len(self._of(rows))
+
+    def bounds(self, rows_per_part: int) -> tuple[int, ...]:
+        """The first row of each part, and where the last one ends."""
+        if not len(self):
+            return 0, 0
+        return *self._row_ids[::rows_per_part].tolist(), int(self._row_ids[-1]) + 1
+
+    def near(self, ranges: Iterable[range]) -> Iterator[range]:
+        """What to read of ``ranges``: without the long stretches where nothing is selected."""
+        for rows in ranges:
+            yield from ranges_of(self._of(rows), BATCH_ROWS)
+
+    def of_piece(self, first_row: int, piece: _Piece) -> Iterator[tuple[int, _Piece]]:
+        """The selected rows of a piece of the dataset: runs of them, and the first one's id."""
+        for rows in ranges_of(self._of(range(first_row, first_row + len(piece)))):
+            yield rows.start, piece[rows.start - first_row : rows.stop - first_row]
+
+    def _of(self, rows: range) -> RowIds:
+        first, stop = np.searchsorted(self._row_ids, (rows.start, rows.stop))
+        return self._row_ids[first:stop]
+
+
+def select_rows(
+    condition: Condition, pieces: Iterable[tuple[int, pa.RecordBatch]], limit: int | None
+) -> Selection:
+    """The rows that meet a condition; no more is read than that takes.
+
+    Args:
+        condition: ``input.filter``.
+        pieces: the condition's columns of the whole dataset, each with its first row's id.
+        limit: the first so many; None: all.
+
+    Raises:
+        UsageError: the condition is wrong for this data.
+    """
+    found, num_rows = [NO_ROWS], 0
+    for first_row, batch in pieces:
+        found.append(first_row + np.flatnonzero(condition.holds(batch)))
+        num_rows += len(found[-1])
+        if limit is not None and num_rows >= limit:
+            break
+    return Selection(np.concatenate(found)[:limit])

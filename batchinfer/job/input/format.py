@@ -1,0 +1,134 @@
+"""What a dataset's files may be, and what is known of a file."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import pyarrow as pa
+
+from batchinfer.errors import DataError, RowError
+from batchinfer.job.messages import printable
+from batchinfer.job.storage.reader import store_of
+
+BATCH_ROWS = 1024
+"""Most rows read at a time."""
+MEND = "write it again, or leave it out of input.path"
+SAMPLING_COLUMN = "sampling_params"
+"""The column that holds a row's own sampling parameters."""
+READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What reading a file may raise; the last: names of columns."""
+
+Row = Mapping[str, Any] | RowError
+"""A row's values by column, or why it cannot be read."""
+Rows = tuple[int, list[Row]]
+"""The first row's id, and rows that follow each other."""
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file of the dataset, as it was when it was planned."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    num_rows: int
+    content_sha256: str
+    """Of a Parquet file's footer; of other files' content, decompressed."""
+    etag: str | None = None
+    """An object store's mark of the content."""
+
+
+class Format(Protocol):
+    """A kind of file that holds rows.
+
+    Methods that read raise DataError, naming the file, where it cannot be read. ``wanted`` are row
+    ids, ascending and disjoint; ranges that are read are dropped from it. What is read at a time
+    is at most ``BATCH_ROWS`` rows, all of one range.
+    """
+
+    holds_requests: bool
+    """Whether each row says itself what its prompt is, and how it is sampled."""
+
+    def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
+        """What is known of a file, and its columns."""
+        ...
+
+    def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
+        """The columns of several files together; DataError where they do not go together."""
+        ...
+
+    def scan(
+        self,
+        file: InputFile,
+        first_row: int,
+        columns: Sequence[str],
+        schema: pa.Schema,
+        wanted: deque[range],
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Columns as Arrow holds them: a batch, and its first row's id."""
+        ...
+
+    def rows(
+        self,
+        file: InputFile,
+        first_row: int,
+        columns: Sequence[str],
+        schema: pa.Schema,
+        wanted: deque[range],
+    ) -> Iterator[Rows]:
+        """Rows as Python's values."""
+        ...
+
+    def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
+        """About how many bytes the columns will take in an output file."""
+        ...
+
+
+def check_unchanged(file: InputFile) -> None:
+    """Check that a file is still the one that was planned.
+
+    Raises:
+        DataError: it was written again.
+        OSError: it is not there any more.
+    """
+    stat = store_of(file.path).stat(file.path)
+    if (stat.size, stat.mtime_ns, stat.etag) != (file.size, file.mtime_ns, file.etag):
+        raise DataError(
+            f"{file.path} was changed while the job ran",
+            hint="put it back and run again, or start over with --overwrite",
+        )
+
+
+def cut(
+    batch: _Item,
+    length: int,
+    row: int,
+    wanted: deque[range],
+    piece: Callable[[_Item, int, int], _Item],
+) -> Iterator[tuple[int, _Item]]:
+    """Yield what ``wanted`` asks of a batch that begins at ``row``; drop ranges it completes.
+
+    Args:
+        batch: rows.
+        length: how many.
+        row: the first one's id.
+        wanted: row ids, ascending and disjoint.
+        piece: makes a smaller batch: of which, from where, how many.
+    """
+    stop = row + length
+    while wanted and wanted[0].start < stop:
+        rows = range(max(wanted[0].start, row), min(wanted[0].stop, stop))
+        if rows:
+            yield rows.start, piece(batch, rows.start - row, len(rows))
+        if wanted[0].stop > stop:
+            return
+        wanted.popleft()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, as far as one line."""
+    return printable((str(error).splitlines() or [type(error).__name__])[0])

@@ -1,0 +1,171 @@
+"""Columns that the names of folders hold: ``lang=en/year=2026/x.parquet``, as Hive writes them.
+
+Folders below the one that ``input.path`` names count, or from the first wildcard of a glob on. A
+column that a file has itself is read from it.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from batchinfer.errors import DataError, RowError
+from batchinfer.job.input.format import Format, InputFile, Row, Rows
+
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+Values = Mapping[str, str | None]
+"""Column: what it holds in a file."""
+
+
+def folder_values(entries: Sequence[str], files: Sequence[str]) -> dict[str, Values]:
+    """What the folders of each file say.
+
+    Args:
+        entries: of ``input.path``.
+        files: found there.
+    """
+    bases = [(_base(entry), entry) for entry in entries]
+    return {file: _values(file, bases) for file in files}
+
+
+class HiveFormat:
+    """Another format's files with the columns of their folders; see ``Format``.
+
+    Args:
+        inner: reads the files.
+        values: what the folders of each file say.
+    """
+
+    def __init__(self, inner: Format, values: Mapping[str, Values]) -> None:
+        self.holds_requests = inner.holds_requests
+        self._inner = inner
+        self._values = values
+        self._types: dict[str, pa.DataType] = {}
+        """Of the columns of folders that no file has itself."""
+        self._held: dict[str, dict[str, object]] = {}
+        """Of each file: the columns that it has from its folders, and their values."""
+
+    def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
+        """See ``Format``."""
+        return self._inner.inspect(path)
+
+    def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
+        """See ``Format``; DataError where some files are in folders that others are not in, or a
+        folder says what cannot be among the values that other files have there."""
+        schema = self._inner.common_schema(files, schemas)
+        names = [name for name in self._values[files[0].path] if name not in schema.names]
+        for file in files:
+            if list(self._values[file.path]) != list(self._values[files[0].path]):
+                raise DataError(
+                    f"{file.path} is in other key=value folders than {files[0].path}",
+                    hint="name folders of one layout, or files",
+                )
+        self._types = {
+            name: _type([self._values[file.path][name] for file in files]) for name in names
+        }
+        for name, kind in self._types.items():
+            schema = schema.append(pa.field(name, kind))
+        for file, own in zip(files, schemas, strict=True):
+            values = self._values[file.path].items()
+            self._held[file.path] = {
+                name: _typed(file.path, name, value, schema.field(name).type)
+                for name, value in values
+                if name not in own.names
+            }
+        return schema
+
+    def scan(
+        self,
+        file: InputFile,
+        first_row: int,
+        columns: Sequence[str],
+        schema: pa.Schema,
+        wanted: deque[range],
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """See ``Format``."""
+        held = self._held[file.path]
+        own = self._own(columns, schema, held)
+        for first, batch in self._inner.scan(file, first_row, own, schema, wanted):
+            arrays = [
+                pa.repeat(pa.scalar(held[name], schema.field(name).type), len(batch))
+                if name in held
+                else batch.column(name)
+                for name in columns
+            ]
+            yield first, pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+    def rows(
+        self,
+        file: InputFile,
+        first_row: int,
+        columns: Sequence[str],
+        schema: pa.Schema,
+        wanted: deque[range],
+    ) -> Iterator[Rows]:
+        """See ``Format``."""
+        held = self._held[file.path]
+        own = self._own(columns, schema, held)
+        for first, rows in self._inner.rows(file, first_row, own, schema, wanted):
+            yield first, [_with(row, held) for row in rows]
+
+    def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
+        """See ``Format``."""
+        return self._inner.stored_bytes(file, columns)
+
+    def _own(
+        self, columns: Sequence[str], schema: pa.Schema, held: Mapping[str, object]
+    ) -> list[str]:
+        """Columns to read of a file: one at least, which says how many rows there are."""
+        own = [name for name in columns if name not in held]
+        return own or [name for name in schema.names if name not in self._types][:1]
+
+
+def _base(entry: str) -> PurePosixPath:
+    """The folder below which others say something."""
+    parts = PurePosixPath(entry).parts
+    fixed = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    return PurePosixPath(*parts[:fixed])
+
+
+def _values(file: str, bases: Sequence[tuple[PurePosixPath, str]]) -> Values:
+    path = PurePosixPath(file)
+    base = next(base for base, entry in bases if file == entry or path.is_relative_to(base))
+    named = (part.partition("=") for part in path.relative_to(base).parts[:-1])
+    return {
+        unquote(key): None if value == _NULL else unquote(value)
+        for key, equals, value in named
+        if key and equals
+    }
+
+
+def _type(values: Sequence[str | None]) -> pa.DataType:
+    """int64 where all that is there is a number as Python writes it, else string."""
+    given = [value for value in values if value is not None]
+    return pa.int64() if given and all(map(_is_int, given)) else pa.string()
+
+
+def _is_int(text: str) -> bool:
+    try:
+        return str(int(text)) == text and -(2**63) <= int(text) < 2**63
+    except ValueError:
+        return False
+
+
+def _typed(file: str, name: str, value: str | None, kind: pa.DataType) -> object:
+    """What a folder says of a column, as a value of the column's type."""
+    try:
+        return None if value is None else pa.scalar(value).cast(kind).as_py()
+    except pa.ArrowException:
+        raise DataError(
+            f"{file}: its folder says {name}={value}, where rows of other files hold {kind}",
+            hint=f"give these rows a {name} of their own, or rename the folder",
+        ) from None
+
+
+def _with(row: Row, held: Mapping[str, object]) -> Row:
+    return row if isinstance(row, RowError) else {**row, **held}

@@ -1,0 +1,258 @@
+"""JSON Lines as input: an object a line, its keys the columns, however long and damaged the lines.
+
+A file is read once when it is opened, to count its rows and to find the columns' types; blank lines
+are no rows. A line that holds no object is a row all the same: it becomes an error row. Only a file
+without a single object is refused, for it is of another kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+from pydantic_core import from_json, to_json
+
+from batchinfer.errors import DataError, RowError
+from batchinfer.job.input.format import (
+    BATCH_ROWS,
+    MEND,
+    READ_ERRORS,
+    SAMPLING_COLUMN,
+    InputFile,
+    Row,
+    Rows,
+    check_unchanged,
+    cut,
+    first_line,
+)
+from batchinfer.job.input.json_columns import ColumnTypes, column, json_text
+from batchinfer.job.storage.reader import store_of
+
+Line = tuple[int, bytes]
+"""Its number in the file, from 1, and its bytes without the newline."""
+
+MAX_LINE_BYTES = 64 << 20
+"""A longer line is not read: as much as a row's longest text may take."""
+_CHUNK = 1 << 20
+_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put first
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
+"""How compressed files begin; no line of JSON does."""
+_KINDS: dict[type, str] = {
+    **{str: "a string", list: "an array", type(None): "null"},
+    **{bool: "true or false", int: "a number", float: "a number"},
+}
+_PLACE = re.compile(r" at line 1 column (\d+)$")
+
+_MOST_BYTES = 64 << 20
+"""Of lines that are read at a time."""
+_MOST_COLUMNS = 10_000
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Iterator[bytes]]:
+    """A file's content in chunks, decompressed.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with store_of(path).open(path) as file:
+        start = file.read(max(map(len, _PACKED)))
+        file.seek(0)
+        packed = next((name for mark, name in _PACKED.items() if start.startswith(mark)), None)
+        if packed is None:
+            yield iter(lambda: file.read(_CHUNK), b"")
+        else:
+            with pa.CompressedInputStream(file, packed) as unpacked:
+                yield iter(lambda: unpacked.read(_CHUNK), b"")
+
+
+def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
+    """Lines that are not blank; of one that is too long, its beginning and a byte too many."""
+    number, rest = 1, b""
+    for chunk in chunks:
+        start, *others = chunk.split(b"\n")
+        rest = (rest + start)[: MAX_LINE_BYTES + 1]
+        for line in others:
+            if rest and not rest.isspace():
+                yield number, rest.removeprefix(_MARK) if number == 1 else rest
+            number, rest = number + 1, line
+    if rest and not rest.isspace():
+        yield number, rest.removeprefix(_MARK) if number == 1 else rest
+
+
+def parse_object(line: Line, path: str) -> dict[str, Any]:
+    """The object that a line holds.
+
+    Raises:
+        RowError: ``invalid_json``, ``invalid_utf8``, ``row_too_large``, naming file and line.
+    """
+    number, text = line
+    where = f"{path}, line {number}"
+    if len(text) > MAX_LINE_BYTES:
+        raise RowError("row_too_large", f"{where} has over {MAX_LINE_BYTES} bytes")
+    try:
+        value = from_json(text, cache_strings="keys")
+    except ValueError as error:
+        reason = _PLACE.sub(r" at byte \1", str(error))
+        code = "invalid_utf8" if reason.startswith("invalid unicode") else "invalid_json"
+        raise RowError(code, f"{where} is not JSON: {reason}") from None
+    if not isinstance(value, dict):
+        what = _KINDS[type(value)]
+        raise RowError("invalid_json", f"{where} is {what}; it must be an object")
+    return value
+
+
+class JsonlFormat:
+    """See ``batchinfer.job.input.format.Format``."""
+
+    holds_requests = False
+
+    def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
+        """See ``Format``."""
+        digest, types = hashlib.sha256(), ColumnTypes()
+        num_rows = num_objects = 0
+        problem: RowError | None = None
+        with _read_errors(path):
+            stat = store_of(path).stat(path)
+            with opened(path) as chunks:
+                for lines in _batches(split_lines(_hashed(chunks, digest.update))):
+                    rows = self.parsed(lines, path)
+                    self.see(num_rows, rows)
+                    objects = [row for row in rows if not isinstance(row, RowError)]
+                    types.add(objects)
+                    num_rows, num_objects = num_rows + len(rows), num_objects + len(objects)
+                    bad = (row for row in rows if isinstance(row, RowError))
+                    problem = problem or next(bad, None)
+                    if len(types) > _MOST_COLUMNS:
+                        raise DataError(
+                            f"{path}: its objects have over {_MOST_COLUMNS} different keys; {MEND}"
+                        )
+        if problem is not None and not num_objects:
+            raise DataError(f"{path} holds no JSON Lines: {problem.message}", hint=MEND)
+        file = InputFile(path, stat.size, stat.mtime_ns, num_rows, digest.hexdigest(), stat.etag)
+        return file, types.schema()
+
+    def see(self, first_row: int, rows: Sequence[Row]) -> None:
+        """Called with the rows of a file when it is opened, in order."""
+
+    def parsed(self, lines: Sequence[Line], path: str) -> list[Row]:
+        """The rows that lines hold."""
+        return [_or_error(line, path) for line in lines]
+
+    def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
+        """See ``Format``: what is missing in a file is null there."""
+        if not any(file.num_rows for file in files):
+            raise DataError(f"{files[0].path} holds no rows: it has no line that is not blank")
+        types = ColumnTypes()
+        for schema in schemas:
+            types.add_schema(schema)
+        # Rows choose different parameters: one type for all would be null for most.
+        return pa.schema(
+            [json_text(f.name) if f.name == SAMPLING_COLUMN else f for f in types.schema()]
+        )
+
+    def scan(
+        self,
+        file: InputFile,
+        first_row: int,
+        columns: Sequence[str],
+        schema: pa.Schema,
+        wanted: deque[range],
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """See ``Format``; columns of a row that cannot be read are null."""
+        fields = [schema.field(name) for name in columns]
+        for first, lines in wanted_lines(file, first_row, wanted):
+            rows = [self.kept(line, file.path) for line in lines]
+            arrays = [column([row.get(f.name) for row in rows], f) for f in fields]
+            yield first, pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+    def kept(self, line: Line, path: str) -> Mapping[str, Any]:
+        """What goes to the output of a line."""
+        row = _or_error(line, path)
+        return {} if isinstance(row, RowError) else row
+
+    def rows(
+        self,
+        file: InputFile,
+        first_row: int,
+        columns: Sequence[str],
+        schema: pa.Schema,
+        wanted: deque[range],
+    ) -> Iterator[Rows]:
+        """See ``Format``; what a row does not have is None."""
+        for first, lines in wanted_lines(file, first_row, wanted):
+            yield first, [_only(columns, row) for row in self.parsed(lines, file.path)]
+
+    def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
+        """See ``Format``: as if all of a file were kept, and it compressed to a third."""
+        return file.size // 3 if columns else 0
+
+
+def _or_error(line: Line, path: str) -> Row:
+    try:
+        return parse_object(line, path)
+    except RowError as error:
+        return error
+
+
+def _only(columns: Sequence[str], row: Row) -> Row:
+    if isinstance(row, RowError):
+        return row
+    chosen = {name: row.get(name) for name in columns}
+    if isinstance(chosen.get(SAMPLING_COLUMN), dict):
+        # As text: what is null in it may be part of a schema.
+        chosen[SAMPLING_COLUMN] = to_json(chosen[SAMPLING_COLUMN])
+    return chosen
+
+
+def _hashed(chunks: Iterable[bytes], update: Callable[[bytes], None]) -> Iterator[bytes]:
+    for chunk in chunks:
+        update(chunk)
+        yield chunk
+
+
+def _batches(lines: Iterable[Line]) -> Iterator[list[Line]]:
+    batch: list[Line] = []
+    size = 0
+    for line in lines:
+        batch.append(line)
+        size += len(line[1])
+        if len(batch) == BATCH_ROWS or size >= _MOST_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def wanted_lines(
+    file: InputFile, first_row: int, wanted: deque[range]
+) -> Iterator[tuple[int, list[Line]]]:
+    """Lines of the rows in ``wanted``, and the first one's row id.
+
+    Raises:
+        DataError: the file cannot be read, or is no longer the one that was planned.
+    """
+    row = first_row
+    with _read_errors(file.path):
+        check_unchanged(file)
+        with opened(file.path) as chunks:
+            for lines in _batches(split_lines(chunks)):
+                yield from cut(lines, len(lines), row, wanted, lambda of, at, n: of[at : at + n])
+                row += len(lines)
+                if not wanted or wanted[0].start >= first_row + file.num_rows:
+                    return
+        if row < first_row + file.num_rows:
+            raise OSError("it has fewer lines than before")
+
+
+@contextmanager
+def _read_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except READ_ERRORS as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}", hint=MEND) from error

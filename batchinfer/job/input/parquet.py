@@ -1,0 +1,210 @@
+"""Parquet files as input: what their footers say, and their rows.
+
+The Arrow schema that pyarrow keeps in a file must be that of the file's columns. pyarrow takes from
+it what Parquet cannot say, and passes over what does not go with the columns: a damaged footer can
+so make a list a struct.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.errors import DataError
+from batchinfer.job.input.arrow_text import check_indices, python_rows
+from batchinfer.job.input.format import (
+    BATCH_ROWS,
+    MEND,
+    READ_ERRORS,
+    InputFile,
+    Rows,
+    check_unchanged,
+    cut,
+    first_line,
+)
+from batchinfer.job.input.parquet_footer import check_footer
+from batchinfer.job.messages import shown
+from batchinfer.job.storage.reader import store_of
+
+Shape = tuple["str | Shape", ...]
+
+_KEY = b"ARROW:schema"
+
+_READ_BUFFER = 1 << 20
+_MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PAR1"
+
+
+def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
+    """Check how columns are nested, and the names in them.
+
+    Args:
+        metadata: the file's; a file of another writer has no Arrow schema, and nothing to check.
+        schema: as pyarrow makes it of both.
+
+    Raises:
+        ValueError: they are nested in another way, or something in it is no text.
+    """
+    kept = (metadata.metadata or {}).get(_KEY)
+    if kept is None:
+        return
+    stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(kept)))
+    if _shape_of(pa.struct(list(stored))) != _shape_of(pa.struct(list(schema))):
+        raise ValueError("its footer is damaged: columns are nested otherwise than its schema says")
+
+
+def _shape_of(kind: pa.DataType) -> Shape:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _shape_of(kind.storage_type)
+    if pa.types.is_timestamp(kind):
+        _ = kind.tz  # UnicodeDecodeError, where it is no text; times of 96 bits lose theirs
+    if pa.types.is_struct(kind):
+        fields = ((field.name, _shape_of(field.type)) for field in kind)
+        return ("struct", *(part for field in fields for part in field))
+    if pa.types.is_map(kind):
+        return ("map", _shape_of(kind.key_type), _shape_of(kind.item_type))
+    if not pa.types.is_dictionary(kind) and hasattr(kind, "value_field"):  # lists of all kinds
+        return ("list", _shape_of(kind.value_type))
+    return ("value",)
+
+
+class ParquetFormat:
+    """See ``batchinfer.job.input.format.Format``."""
+
+    holds_requests = False
+
+    def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
+        """See ``Format``."""
+        store = store_of(path)
+        try:
+            stat = store.stat(path)
+            if stat.size == 0:
+                raise DataError(f"{path} is empty (0 bytes), not a Parquet file; {MEND}")
+            with store.open(path) as file:
+                with _reader(file) as reader:
+                    num_rows, schema = _num_rows(reader.metadata), reader.schema_arrow
+                    check_arrow_schema(reader.metadata, schema)
+                footer = _footer(file, stat.size)
+            check_footer(footer)
+        except (*READ_ERRORS, ValueError) as error:
+            raise DataError(
+                f"{path} cannot be read as Parquet: {first_line(error)}", hint=MEND
+            ) from error
+        digest = hashlib.sha256(footer).hexdigest()
+        return InputFile(path, stat.size, stat.mtime_ns, num_rows, digest, stat.etag), schema
+
+    def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
+        """See ``Format``: all have the columns of the first, of the same types."""
+        _check_names(files[0].path, schemas[0])
+        for file, schema in zip(files, schemas, strict=True):
+            _check_same_schema(files[0], schemas[0], file, schema)
+        return schemas[0]
+
+    def scan(
+        self,
+        file: InputFile,
+        first_row: int,
+        columns: Sequence[str],
+        schema: pa.Schema,
+        wanted: deque[range],
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """See ``Format``; DataError names the row group."""
+        group, row = 0, first_row
+        try:
+            check_unchanged(file)
+            with store_of(file.path).open(file.path) as opened, _reader(opened) as reader:
+                for group in range(reader.num_row_groups):
+                    stop = row + reader.metadata.row_group(group).num_rows
+                    if wanted and wanted[0].start < stop:
+                        for batch in reader.iter_batches(
+                            BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
+                        ):
+                            for column in batch.columns:
+                                check_indices(column)
+                            chosen = batch.select(columns)
+                            yield from cut(chosen, len(batch), row, wanted, pa.RecordBatch.slice)
+                            row += len(batch)
+                            if not wanted or wanted[0].start >= stop:
+                                break
+                        else:
+                            _check_complete(row, stop)
+                    row = stop
+        except READ_ERRORS as error:
+            raise DataError(
+                f"{file.path}: row group {group} cannot be read: {first_line(error)}",
+                hint=f"the file is damaged or has changed; {MEND}",
+            ) from error
+
+    def rows(
+        self,
+        file: InputFile,
+        first_row: int,
+        columns: Sequence[str],
+        schema: pa.Schema,
+        wanted: deque[range],
+    ) -> Iterator[Rows]:
+        """See ``Format``; texts are their bytes."""
+        for first, batch in self.scan(file, first_row, columns, schema, wanted):
+            yield first, list(python_rows(batch))
+
+    def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
+        """See ``Format``: what they take in the input."""
+        with store_of(file.path).open(file.path) as opened, _reader(opened) as reader:
+            groups = [reader.metadata.row_group(at) for at in range(reader.num_row_groups)]
+        return sum(
+            group.column(at).total_compressed_size
+            for group in groups
+            for at in range(group.num_columns)
+            if group.column(at).path_in_schema.partition(".")[0] in columns
+        )
+
+
+def _num_rows(metadata: pq.FileMetaData) -> int:
+    rows: int = sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    if rows != metadata.num_rows:
+        raise ValueError(f"its row groups have {rows} rows, its footer says {metadata.num_rows}")
+    return rows
+
+
+def _footer(file: pa.NativeFile, size: int) -> bytes:
+    file.seek(size - _MAGIC_BYTES)
+    length = int.from_bytes(file.read(4), "little")
+    file.seek(max(0, size - _MAGIC_BYTES - length))
+    return bytes(file.read(length))
+
+
+def _reader(file: pa.NativeFile) -> pq.ParquetFile:
+    return pq.ParquetFile(file, buffer_size=_READ_BUFFER, page_checksum_verification=True)
+
+
+def _check_complete(row: int, stop: int) -> None:
+    if row != stop:
+        raise OSError(f"it should have {stop - row} more rows")
+
+
+def _check_names(path: str, schema: pa.Schema) -> None:
+    for name in schema.names:
+        if schema.names.count(name) > 1:
+            raise DataError(f"{path} has more than one column named {shown(name)}; rename one")
+
+
+def _check_same_schema(
+    first: InputFile, first_schema: pa.Schema, file: InputFile, schema: pa.Schema
+) -> None:
+    for name in dict.fromkeys([*first_schema.names, *schema.names]):
+        here, there = (_type_of(s, name) for s in (first_schema, schema))
+        if here != there:
+            raise DataError(
+                f"input files differ in column {shown(name)}:\n"
+                f"  {first.path}: {here or 'no such column'}\n"
+                f"  {file.path}: {there or 'no such column'}",
+                hint="write them again with the same columns, or run them as jobs of their own",
+            )
+
+
+def _type_of(schema: pa.Schema, name: str) -> pa.DataType | None:
+    return schema.field(name).type if name in schema.names else None

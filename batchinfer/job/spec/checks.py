@@ -1,0 +1,195 @@
+"""Keys of a job that contradict each other or what is on disk: found before data or model are read.
+
+``batchinfer.job.spec.spec`` checks values one by one; here they are seen together, paths made
+absolute.
+"""
+
+from __future__ import annotations
+
+import glob
+import os.path
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from itertools import takewhile
+from pathlib import Path, PurePath
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import UsageError
+from batchinfer.job.messages import listed, printable, shown
+from batchinfer.job.spec.document import JobDocument, dotted
+from batchinfer.job.spec.spec import JobSpec, output_columns
+from batchinfer.job.spec.yaml import KeyPath
+from batchinfer.job.storage.urls import StorePath, is_url
+from batchinfer.text.acceptance import AcceptError, Judge
+from batchinfer.text.chat import compile_chat_template
+from batchinfer.text.conflicts import conflicts
+from batchinfer.text.grammar import GrammarError, check_structured_outputs
+from batchinfer.text.template import compile_template
+
+_ESCAPED = re.compile(r"\[([*?[])\]")
+_WRITTEN = ("data", "part-00000.parquet")
+
+
+def check_conflicts(spec: JobSpec, document: JobDocument) -> None:
+    """Check ``spec``, which was read from ``document``.
+
+    Raises:
+        UsageError: naming the place and the key.
+    """
+    for place in spec.input.paths:
+        _check_output_place(spec.output.path, place, document)
+    if spec.model.revision is not None and os.path.isabs(spec.model.name):
+        problem = ": model.name is a local folder, which has no revisions; leave the key out"
+        raise document.error(("model", "revision"), problem)
+    _check_adapters(spec, document)
+    _check_filter(spec.input.filter, document)
+    for key, problem in conflicts(spec.prompt):
+        raise document.error(tuple(key.split(".")), f" {problem}")
+    _check_chat_template_file(spec.prompt.chat_template, document)
+    _check_templates(spec.prompt, document)
+    _check_grammar(spec, document)
+    _check_accept(spec, document)
+    _check_output_names(spec, document)
+
+
+def _check_adapters(spec: JobSpec, document: JobDocument) -> None:
+    column, adapters = spec.prompt.adapter_column, spec.model.adapters
+    if column is not None and not adapters:
+        problem = " is set, but model.adapters names none: give name: folder there"
+        raise document.error(("prompt", "adapter_column"), problem)
+    if adapters and column is None and spec.input.format != "openai-batch":
+        problem = " are given, but no row runs through them: set prompt.adapter_column"
+        raise document.error(("model", "adapters"), problem)
+
+
+def _check_filter(condition: str | None, document: JobDocument) -> None:
+    if condition is None:
+        return
+    from batchinfer.job.input.filter import parsed  # imports pyarrow and Polars
+
+    try:
+        parsed(condition)
+    except UsageError as error:
+        where = document.origin(("input", "filter"))
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _check_output_place(output: str, place: str, document: JobDocument) -> None:
+    """Outputs must not be inputs of the next run, nor inputs be deleted with an old output."""
+    key: KeyPath = ("output", "path")
+    fixed = _fixed_part(place)
+    out, folder = _resolved(output), _resolved(fixed)
+    if len(out.parts) <= (2 if is_url(output) else 1):
+        raise document.error(key, f" is {printable(output)}, the root; give a folder of its own")
+    if is_url(output) and ".." in out.parts:
+        raise document.error(key, f" is {printable(output)}; a store has no folder named ..")
+    if out.is_relative_to(folder) and (fixed == place or _would_match(place, output)):
+        raise document.error(key, f" is in the input's folder {printable(fixed)}")
+    if folder.is_relative_to(out):
+        problem = f" {printable(output)} holds the input {printable(place)}; "
+        raise document.error(key, problem + "give a folder of its own")
+
+
+def _resolved(path: str) -> PurePath:
+    """Where a path leads; the same place is not written in two ways."""
+    return StorePath(path) if is_url(path) else Path(os.path.realpath(path))
+
+
+def _fixed_part(path: str) -> str:
+    """``path`` itself, or of a glob the folder that all of its matches are in."""
+    if os.path.lexists(path) or not glob.has_magic(path):
+        return path
+    literal = (_ESCAPED.sub(r"\1", part) for part in Path(path).parts)
+    parts = zip(Path(path).parts, literal, strict=True)
+    fixed = os.path.join(*(text for _, text in takewhile(_is_literal, parts)))
+    return str(StorePath(fixed)) if is_url(path) else fixed
+
+
+def _is_literal(part: tuple[str, str]) -> bool:
+    written, unescaped = part
+    return glob.escape(unescaped) == written
+
+
+def _would_match(pattern: str, output: str) -> bool:
+    """Whether what a job writes to ``output`` is found by ``pattern``."""
+    wanted, written = Path(pattern).parts, Path(output, *_WRITTEN).parts
+    if "**" in wanted:
+        return fnmatchcase(written[-1], wanted[-1])
+    return len(wanted) <= len(written) and all(map(fnmatchcase, written, wanted))
+
+
+def _check_chat_template_file(path: str, document: JobDocument) -> None:
+    if path in ("auto", "none"):
+        return
+    key, where = ("prompt", "chat_template"), printable(path, 200)
+    if not os.path.isfile(path):
+        raise document.error(key, f": there is no file {where}")
+    try:
+        compile_chat_template(Path(path).read_text(encoding="utf-8"), UsageError, where)
+    except (OSError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise document.error(key, f": {where} cannot be read: {problem}") from None
+    except UsageError as error:
+        raise document.error(key, f": {printable(str(error))}") from None
+
+
+def _check_templates(prompt: PromptConfig, document: JobDocument) -> None:
+    for path, template in _templates(prompt):
+        try:
+            compile_template(template, dotted(path))
+        except UsageError as error:
+            raise UsageError(f"{document.origin(path)}: {printable(str(error))}") from None
+
+
+def _check_grammar(spec: JobSpec, document: JobDocument) -> None:
+    asked = spec.sampling.structured_outputs
+    if asked is None:
+        return
+    try:
+        check_structured_outputs(asked)
+    except GrammarError as error:
+        key = ("sampling", "structured_outputs")
+        raise document.error(key, f": {printable(str(error), 200)}") from None
+
+
+def _check_accept(spec: JobSpec, document: JobDocument) -> None:
+    if spec.accept is None:
+        return
+    try:
+        Judge(spec.accept)
+    except AcceptError as error:
+        raise document.error(("accept",), f": {printable(str(error), 200)}") from None
+
+
+def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:
+    if prompt.template is not None:
+        yield ("prompt", "template"), prompt.template
+    if prompt.system is not None:
+        yield ("prompt", "system"), prompt.system
+    for index, message in enumerate(prompt.messages or ()):
+        yield ("prompt", "messages", index, "content"), message["content"]
+
+
+def _check_output_names(spec: JobSpec, document: JobDocument) -> None:
+    """What can be said of names before the data's columns are known."""
+    rename, key = spec.output.rename, ("output", "rename")
+    generated = output_columns(spec.output.include, spec.task)
+    for name, new_name in rename.items():
+        if new_name in generated:
+            problem = f": {shown(new_name)} is the name of an output column; choose another"
+            raise document.error((*key, name), problem)
+    if spec.input.keep_columns == "*":
+        return
+    kept = dict.fromkeys((*spec.input.keep_columns, *filter(None, [spec.input.id_column])))
+    for name, new_name in rename.items():
+        if name not in kept:
+            raise document.error((*key, name), f": the column is not kept; kept: {listed(kept)}")
+        if new_name in kept and new_name not in rename:
+            problem = f": {shown(new_name)} is a kept input column too; choose another name"
+            raise document.error((*key, name), problem)
+    for name in kept:
+        if name in generated and name not in rename:
+            problem = f": {shown(name)} is also the name of an output column; "
+            remedy = f"set output.rename: {{{printable(name)}: input_{printable(name)}}}"
+            raise document.error(("input", "keep_columns"), problem + remedy)

@@ -1,0 +1,158 @@
+"""A job file's keys and values before they are checked, and where each was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchinfer.config import SAMPLING_ALIASES
+from batchinfer.errors import UsageError
+from batchinfer.job.messages import printable
+from batchinfer.job.spec.yaml import KeyPath, YamlText, parse_yaml, plain_scalar
+
+_MISSING = object()
+_JINJA = ("{{", "{%", "{#")
+
+
+def dotted(path: KeyPath) -> str:
+    """A key path as messages and ``--set`` write it: ``sampling.stop[0]``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return printable(text.removeprefix("."), 120)
+
+
+class JobDocument:
+    """Nested data as read, and the origin of each key: a line of a file, or an option.
+
+    The shorthands of the job file (``model: NAME``, other tools' names of sampling keys) are
+    written out here, so that options and checks meet one form only.
+    """
+
+    def __init__(self, text: YamlText, source: str) -> None:
+        if not isinstance(text.data, dict):
+            raise UsageError(
+                f"{source}: a job file is keys and values; `batchinfer schema` lists them"
+            )
+        self.source = source
+        self.data: dict[str, Any] = text.data
+        self._origins: dict[KeyPath, str] = {
+            path: f"{source}, line {line}" for path, line in text.lines.items()
+        }
+        self._write_out_model()
+        self._write_out_aliases()
+
+    def get(self, path: KeyPath, default: Any = None) -> Any:
+        """The value at ``path``, or ``default`` where there is none."""
+        value: Any = self.data
+        for part in path:
+            value = _child(value, part)
+            if value is _MISSING:
+                return default
+        return value
+
+    def has(self, path: KeyPath) -> bool:
+        """Whether ``path`` is given, if only as null."""
+        return self.get(path, _MISSING) is not _MISSING
+
+    def set(self, path: KeyPath, value: Any, origin: str) -> None:
+        """Put ``value`` at ``path``, making the mappings on the way.
+
+        Raises:
+            UsageError: a key on the way holds something other than a mapping.
+        """
+        holder: Any = self.data
+        for depth, part in enumerate(path[:-1], start=1):
+            if holder.get(part) is None:
+                holder[part] = {}
+                self._origins[path[:depth]] = origin
+            holder = holder[part]
+            if not isinstance(holder, dict):
+                raise UsageError(f"{origin}: {dotted(path[:depth])} has no keys to set")
+        holder[path[-1]] = value
+        length = len(path)
+        self._origins = {p: o for p, o in self._origins.items() if p[:length] != path}
+        self._origins[path] = origin
+
+    def override(self, assignment: str) -> None:
+        """Apply one ``--set a.b=value``.
+
+        The value is YAML, lists and mappings in brackets. Without quotes or brackets it is taken
+        whole: ``a: b``, ``# c`` and ``{{ d }}`` are texts.
+
+        Raises:
+            UsageError: not an assignment, or no value.
+        """
+        origin = printable(f"--set {assignment}", 80)
+        keys, equals, value = assignment.partition("=")
+        path: KeyPath = tuple(part.strip() for part in keys.split("."))
+        if not equals:
+            raise UsageError(f"{origin}: has no =; write --set {printable(keys, 60)}=VALUE")
+        if not all(path):
+            raise UsageError(f"{origin}: has no key before the =; write --set section.key=VALUE")
+        if len(path) == 2 and path[0] == "sampling":
+            path = ("sampling", SAMPLING_ALIASES.get(str(path[1]), path[1]))
+        self.set(path, _set_value(value.strip(), origin), origin)
+        self._write_out_model()
+
+    def underlay(self, section: str, keys: Mapping[str, Any], text: YamlText, source: str) -> None:
+        """Put ``keys`` of another file under those of ``section`` that are given already."""
+        given = self.get((section,)) or {}
+        self.data[section] = {**keys, **given}
+        for path, line in text.lines.items():
+            if path[0] not in given:
+                self._origins[(section, *path)] = f"{source}, line {line}"
+
+    def origin(self, path: KeyPath) -> str:
+        """Where ``path``, or what holds it, was written."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self._origins:
+                return self._origins[path[:length]]
+        return self.source
+
+    def error(self, path: KeyPath, problem: str) -> UsageError:
+        """A mistake at ``path``, with its place."""
+        return UsageError(f"{self.origin(path)}: {dotted(path)}{problem}")
+
+    def _write_out_model(self) -> None:
+        model = self.data.get("model")
+        if isinstance(model, str):
+            self.data["model"] = {"name": model}
+            self._origins[("model", "name")] = self.origin(("model",))
+
+    def _write_out_aliases(self) -> None:
+        sampling = self.data.get("sampling")
+        if not isinstance(sampling, dict):
+            return
+        for alias, name in SAMPLING_ALIASES.items():
+            if alias not in sampling:
+                continue
+            if name in sampling:
+                raise self.error(
+                    ("sampling", alias), f" means {name}, which is given too; keep one"
+                )
+            sampling[name] = sampling.pop(alias)
+            self._origins[("sampling", name)] = self.origin(("sampling", alias))
+
+
+def _set_value(text: str, origin: str) -> Any:
+    """What a value on the command line says."""
+    if not text:
+        raise UsageError(f"{origin}: the value is empty; write '', [] or null for none")
+    try:
+        if text[0] in "[{\"'" and not text.startswith(_JINJA):
+            return parse_yaml(text, origin).data
+        return plain_scalar(text)
+    except ValueError as error:
+        raise UsageError(f"{origin}: {error}") from None
+    except UsageError as error:
+        raise UsageError(
+            f"{error}\na text that begins with a bracket or a quote needs quotes of its own, "
+            "like --set 'name=\"[a] b\"'"
+        ) from None
+
+
+def _child(value: Any, part: str | int) -> Any:
+    if isinstance(value, dict):
+        return value.get(part, _MISSING)
+    if isinstance(value, list) and isinstance(part, int) and part < len(value):
+        return value[part]
+    return _MISSING

@@ -1,0 +1,182 @@
+"""What pydantic found wrong, as a message with file, line, key, value and what it must be."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from batchinfer.config import (
+    SAMPLING_ALIASES,
+    AcceptConfig,
+    EngineConfig,
+    PromptConfig,
+    SamplingParams,
+    ScoreConfig,
+    field_names,
+)
+from batchinfer.errors import NotYetError, UsageError
+from batchinfer.job.messages import listed, printable, shown
+from batchinfer.job.spec.document import JobDocument, dotted
+from batchinfer.job.spec.spec import (
+    ErrorsSpec,
+    InputSpec,
+    JobSpec,
+    ModelSpec,
+    OutputSpec,
+    StatsSpec,
+)
+from batchinfer.job.spec.yaml import KeyPath
+
+_MOST_SHOWN = 8
+_NOT_YET = re.compile(r"not yet: (.*) is not supported by this version")
+
+_EXPECTED: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "string_too_short": "a text that is not empty",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "keys and values",
+    "model_type": "keys and values",
+    "dataclass_type": "keys and values",
+    "literal_error": "{expected}",
+    "greater_than_equal": "{ge} or more",
+    "less_than_equal": "{le} or less",
+}
+"""What a value must be, by pydantic's error type; braces hold its context."""
+
+
+def _names(record: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(record.model_fields)
+
+
+def known_keys() -> dict[str, tuple[str, ...]]:
+    """Keys a user may write, by section; "" is the top level."""
+    return {
+        "": _names(JobSpec),
+        "model": _names(ModelSpec),
+        "input": _names(InputSpec),
+        "prompt": field_names(PromptConfig),
+        "sampling": (*field_names(SamplingParams), *SAMPLING_ALIASES),
+        "accept": field_names(AcceptConfig),
+        "score": field_names(ScoreConfig),
+        "engine": ("preset", *field_names(EngineConfig)),
+        "output": _names(OutputSpec),
+        "errors": _names(ErrorsSpec),
+        "stats": _names(StatsSpec),
+    }
+
+
+def usage_error(error: ValidationError, document: JobDocument) -> UsageError:
+    """``error`` as one message of at most a line per problem, and few lines in all."""
+    problems = _problems(error.errors(include_url=False), document)
+    if all(problem.not_yet for problem in problems):
+        return NotYetError("; ".join(f"{p.text} ({p.origin})" for p in problems[:_MOST_SHOWN]))
+    lines = [printable(f"{problem.origin}: {problem.text}") for problem in problems]
+    more = len(lines) - _MOST_SHOWN
+    return UsageError("\n".join(lines[:_MOST_SHOWN] + [f"and {more} more"] * (more > 0)))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    origin: str
+    text: str
+    not_yet: bool = False
+
+
+def _problems(details: Sequence[ErrorDetails], document: JobDocument) -> list[_Problem]:
+    """One problem per key: the branches of a union are alternatives of what it must be."""
+    by_key: dict[KeyPath, list[ErrorDetails]] = {}
+    for detail in details:
+        by_key.setdefault(_key_of(detail, document), []).append(detail)
+    return [_problem(path, found, document) for path, found in by_key.items()]
+
+
+def _key_of(detail: ErrorDetails, document: JobDocument) -> KeyPath:
+    """The key an error is about: its location, up to the name of a union's branch."""
+    path: KeyPath = ()
+    for part in detail["loc"]:
+        if not document.has((*path, part)):
+            return (*path, part) if detail["type"] == "missing" else path
+        path = (*path, part)
+    return path
+
+
+def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument) -> _Problem:
+    kind = found[0]["type"]
+    if kind == "value_error":
+        return _said_by_record(path, str(found[0]["ctx"]["error"]), document)
+    key, origin = dotted(path), document.origin(path)
+    if kind == "missing":
+        return _Problem(origin, f"{key} is required")
+    if is_unknown_key(found[0]):
+        return _Problem(origin, f"unknown key {key}{_suggestion(path)}")
+    expected = " or ".join(dict.fromkeys(_expectations(found)))
+    value = shown(document.get(path))
+    return _Problem(origin, f"{key} is {value}; it must be {expected}")
+
+
+def _expectations(found: Sequence[ErrorDetails]) -> Iterator[str]:
+    for detail in found:
+        if any(str(part).startswith("tuple[") for part in detail["loc"]):
+            yield "a list of texts"
+        else:
+            yield expectation(detail)
+
+
+def expectation(detail: ErrorDetails) -> str:
+    """What a value must be, for "it must be"."""
+    if detail["type"] not in _EXPECTED:
+        return f"another ({detail['msg']})"
+    return _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
+
+
+def is_unknown_key(detail: ErrorDetails) -> bool:
+    """Whether the mistake is a name that is not known, not a value."""
+    return detail["type"] in ("extra_forbidden", "unexpected_keyword_argument")
+
+
+def _said_by_record(section: KeyPath, message: str, document: JobDocument) -> _Problem:
+    """A record's own check: its message names the key, which gives the line."""
+    match = _NOT_YET.fullmatch(message)
+    text = match.group(1) if match else message
+    prefix = dotted(section)
+    path = _key_named(section, text, document)
+    if prefix and not re.match(rf"{prefix}\b", text):
+        text = f"{prefix}.{text}" if _starts_with_key(prefix, text) else f"{prefix}: {text}"
+    return _Problem(document.origin(path), text, not_yet=match is not None)
+
+
+def _key_named(section: KeyPath, text: str, document: JobDocument) -> KeyPath:
+    for token in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", text):
+        parts: KeyPath = tuple(token.split("."))
+        for path in (parts, (*section, *parts)):
+            if len(path) > len(section) and document.has(path):
+                return path
+    return section
+
+
+def _starts_with_key(section: str, text: str) -> bool:
+    match = re.match(r"\w+", text)
+    return match is not None and match.group() in known_keys().get(section, ())
+
+
+def _suggestion(path: KeyPath) -> str:
+    """The nearest known key: in its section, else the same name in another."""
+    sections = known_keys()
+    name, section = str(path[-1]), dotted(path[:-1])
+    near = difflib.get_close_matches(name, sections.get(section, ()), n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]}?"
+    elsewhere = [f"{other}.{name}".lstrip(".") for other, keys in sections.items() if name in keys]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    return f"; known here: {listed(sections.get(section, ()))}"

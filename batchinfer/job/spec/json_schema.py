@@ -1,0 +1,50 @@
+"""JSON Schema of the job file, so that editors complete and check it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchinfer.config import SAMPLING_ALIASES
+from batchinfer.job.spec.presets import shipped_presets
+from batchinfer.job.spec.spec import JobSpec
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema 2020-12 of what a job file may hold, the loader's shorthands included."""
+    schema = JobSpec.model_json_schema()
+    records = schema["$defs"]
+    _accept_aliases(records["SamplingParams"])
+    records["EngineConfig"]["properties"]["preset"] = {
+        "type": ["string", "null"],
+        "default": None,
+        "description": "A shipped name or a file of engine keys; keys beside it win.",
+        "examples": list(shipped_presets()),
+    }
+    # A score job has no sampling parameters, a generate job must.
+    schema["required"].remove("sampling")
+    schema["if"] = {"properties": {"task": {"const": "score"}}, "required": ["task"]}
+    schema["then"] = {"not": {"required": ["sampling"]}}
+    schema["else"] = {"required": ["sampling"], "properties": {"score": {"type": "null"}}}
+    model = schema["properties"]["model"]
+    schema["properties"]["model"] = {"anyOf": [{"type": "string", "minLength": 1}, model]}
+    for record in records.values():
+        # The rest of a docstring is for callers in Python.
+        record["description"] = record["description"].split("\n\n")[0]
+    return {"$schema": DIALECT, "title": "batchinfer job", **schema}
+
+
+def _accept_aliases(sampling: dict[str, Any]) -> None:
+    keys = sampling["properties"]
+    keys["seed"] = {"type": "integer", "default": 0, "description": "Same seed, same tokens."}
+    for name in ("stop", "bad_words"):
+        keys[name]["anyOf"] = [{"type": "string"}, {"type": "array", "items": keys[name]["items"]}]
+        del keys[name]["type"], keys[name]["items"]
+    del keys["max_tokens"]["default"]
+    ways = ["max_tokens"]
+    for alias, name in SAMPLING_ALIASES.items():
+        keys[alias] = {**keys[name], "title": alias, "description": f"Same as {name}."}
+        if name == "max_tokens":
+            ways.append(alias)
+    sampling["oneOf"] = [{"required": [way]} for way in ways]

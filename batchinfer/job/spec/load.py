@@ -1,0 +1,296 @@
+"""From a job file and options to a ``JobSpec``: variables, presets, paths, checks.
+
+``{{ name }}`` in the job's name and paths takes texts from ``vars``. Names only: what a path needs
+beyond that is better computed by whoever passes ``--var``, and with no expressions nothing written
+here can run long or grow large.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os.path
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from batchinfer.config import SCORING, PromptConfig
+from batchinfer.errors import UsageError
+from batchinfer.job.messages import listed, printable, shown
+from batchinfer.job.spec.checks import check_conflicts
+from batchinfer.job.spec.document import JobDocument
+from batchinfer.job.spec.errors import usage_error
+from batchinfer.job.spec.presets import read_preset
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.yaml import KeyPath, read_yaml, valid_text
+from batchinfer.job.storage.urls import is_url
+
+_PLACE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+
+_PLAIN = re.compile(r"0|[1-9][0-9]{0,17}")
+
+_WITH_VARIABLES: tuple[KeyPath, ...] = (
+    ("name",),
+    ("model", "name"),
+    ("model", "tokenizer"),
+    ("input", "path"),
+    ("engine", "preset"),
+    ("output", "path"),
+)
+
+
+def render_variables(text: str, variables: Mapping[str, str]) -> str:
+    """``text`` with every ``{{ name }}`` replaced.
+
+    Raises:
+        ValueError: a name that is not in ``variables``, or braces around something else.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1).strip()
+        if name not in variables:
+            known = listed(variables) or "none"
+            raise ValueError(
+                f"{{{{ {printable(name, 60)} }}}} is not a variable; vars has: {known}"
+            )
+        return variables[name]
+
+    if text.count("{{") != len(_PLACE.findall(text)):
+        raise ValueError("has {{ without }}")
+    return _PLACE.sub(value, text)
+
+
+def parse_variables(assignments: Sequence[str]) -> dict[str, str]:
+    """Names and texts of ``--var name=text`` options; of a repeated name the last.
+
+    Raises:
+        UsageError: not of that form, or not valid Unicode.
+    """
+    variables: dict[str, str] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name.strip():
+            raise UsageError(f"--var {printable(assignment, 60)}: write --var name=text")
+        try:
+            assignment.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"--var {printable(name, 60)}: not valid Unicode") from None
+        variables[name.strip()] = text
+    return variables
+
+
+def check_token_keys(biases: object) -> None:
+    """Check that every key is the one plain spelling of a token id, so that two keys are two ids.
+
+    What is no mapping is left to the record's own check.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    for key in biases if isinstance(biases, Mapping) else ():
+        if not _PLAIN.fullmatch(key):
+            raise ValueError(
+                f"logit_bias has the key {shown(key)}; its keys are token ids, "
+                "written as plain whole numbers like 5"
+            )
+
+
+def load_job(
+    path: Path,
+    *,
+    overrides: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    output: str | None = None,
+    limit: int | None = None,
+) -> JobSpec:
+    """The job in the file at ``path``, its paths made absolute and its templates checked.
+
+    Neither data nor model is looked at.
+
+    Args:
+        path: the job file; relative paths in it are relative to its folder.
+        overrides: ``section.key=value`` each, the value in YAML; they win over the file.
+        variables: values for ``vars``.
+        output: wins over ``output.path``; relative to the current folder.
+        limit: wins over ``input.limit``.
+
+    Raises:
+        UsageError: in at most 12 lines, each naming the place, the key and what is wanted.
+        NotYetError: a key or value this version does not build.
+    """
+    source = printable(str(path), 200)
+    base_dir = Path(os.path.abspath(path)).parent
+    document = JobDocument(read_yaml(path, source), source)
+    for assignment in overrides:
+        document.override(assignment)
+    _fill_in_variables(document, variables or {})
+    if output is not None:
+        _set_output(document, output)
+    if limit is not None:
+        document.set(("input", "limit"), limit, "--limit")
+    if document.get(("name",)) is None:
+        document.set(("name",), os.fsencode(path.stem).decode(errors="replace"), source)
+    return checked_job(document, base_dir)
+
+
+def checked_job(document: JobDocument, base_dir: Path) -> JobSpec:
+    """The job that ``document`` describes, its variables filled in; paths are from ``base_dir``.
+
+    Raises:
+        UsageError, NotYetError: as ``load_job``.
+    """
+    _apply_preset(document, base_dir)
+    _list_single_texts(document)
+    spec = _with_absolute_paths(_check(document), base_dir)
+    check_conflicts(spec, document)
+    return spec
+
+
+def _check(document: JobDocument) -> JobSpec:
+    _check_biases(document)
+    _fill_in_sampling(document)
+    # JSON mode, because only there strict still takes lists for tuples.
+    try:
+        spec = JobSpec.model_validate_json(json.dumps(document.data), strict=True)
+    except ValidationError as error:
+        raise usage_error(error, document) from None
+    max_tokens: KeyPath = ("sampling", "max_tokens")
+    if spec.task == "generate" and not document.has(max_tokens):
+        raise document.error(max_tokens, " is required: the most tokens an answer may have")
+    seed: KeyPath = ("sampling", "seed")
+    if document.has(seed) and document.get(seed) is None:
+        raise document.error(seed, " is null; a job has a seed, so that it can be repeated: give 0")
+    return spec
+
+
+def _fill_in_sampling(document: JobDocument) -> None:
+    """A job that scores has no sampling parameters to choose."""
+    if document.get(("task",)) == "score":
+        if document.get(("sampling",)) is not None:
+            problem = " has no part in task: score, which draws no tokens; leave it out"
+            raise document.error(("sampling",), problem)
+        document.data["sampling"] = asdict(SCORING)
+
+
+def _check_biases(document: JobDocument) -> None:
+    biases: KeyPath = ("sampling", "logit_bias")
+    try:
+        check_token_keys(document.get(biases))
+    except ValueError as error:
+        raise UsageError(f"{document.origin(biases)}: sampling.{error}") from None
+
+
+def _fill_in_variables(document: JobDocument, given: Mapping[str, str]) -> None:
+    declared = document.get(("vars",), {})
+    if not isinstance(declared, dict):
+        raise document.error(("vars",), " must be names with texts (or null: to be given)")
+    for name in given:
+        if name not in declared:
+            known = listed(declared) or "none"
+            raise UsageError(f"--var {printable(name, 60)}: the job has no such var; vars: {known}")
+    values = {**declared, **given}
+    for name, value in values.items():
+        if value is None:
+            raise document.error(("vars", name), f" must be given: --var {name}=VALUE")
+        if not isinstance(value, str):
+            raise document.error(("vars", name), " must be a text; write it in quotes")
+    if values:
+        document.data["vars"] = values
+    for path in _WITH_VARIABLES:
+        _render(document, path, values)
+
+
+def _render(document: JobDocument, path: KeyPath, values: Mapping[str, str]) -> None:
+    written = document.get(path)
+    texts = written if isinstance(written, list) else [written]
+    try:
+        filled = [render_variables(t, values) if isinstance(t, str) else t for t in texts]
+    except ValueError as error:
+        raise document.error(path, f": {error}") from None
+    if filled != texts:
+        document.set(
+            path, filled if isinstance(written, list) else filled[0], document.origin(path)
+        )
+
+
+def _set_output(document: JobDocument, output: str) -> None:
+    try:
+        valid_text(output)
+    except ValueError as error:
+        raise UsageError(f"--output: {error}") from None
+    if not output:
+        raise UsageError("--output is empty; name a folder")
+    place = output if is_url(output) else os.path.abspath(output)
+    document.set(("output", "path"), place, "--output")
+
+
+def _apply_preset(document: JobDocument, base_dir: Path) -> None:
+    engine = document.get(("engine",))
+    if not isinstance(engine, dict) or "preset" not in engine:
+        return
+    preset = engine.pop("preset")
+    if preset is None:
+        return
+    if not isinstance(preset, str):
+        raise document.error(("engine", "preset"), " must be a shipped name or a file")
+    try:
+        text, source = read_preset(preset, base_dir)
+    except UsageError as error:
+        raise UsageError(f"{document.origin(('engine', 'preset'))}: {error}") from None
+    document.underlay("engine", text.data, text, source)
+
+
+def _list_single_texts(document: JobDocument) -> None:
+    """Write ``stop: TEXT`` out as the list of one text it means."""
+    for name in ("stop", "bad_words"):
+        text = document.get(("sampling", name))
+        if isinstance(text, str):
+            document.data["sampling"][name] = [text]
+
+
+def _with_absolute_paths(spec: JobSpec, base_dir: Path) -> JobSpec:
+    inputs = tuple(_absolute(path, base_dir) for path in spec.input.paths)
+    prompt = spec.prompt
+    if prompt.chat_template not in ("auto", "none"):
+        values = {**prompt.__dict__, "chat_template": _absolute(prompt.chat_template, base_dir)}
+        prompt = PromptConfig(**values)
+    model = {
+        "name": _local_or_hub(spec.model.name, base_dir),
+        "tokenizer": spec.model.tokenizer and _local_or_hub(spec.model.tokenizer, base_dir),
+        "adapters": {
+            name: _local_or_hub(path, base_dir) for name, path in spec.model.adapters.items()
+        },
+    }
+    return spec.model_copy(
+        update={
+            "model": spec.model.model_copy(update=model),
+            "input": spec.input.model_copy(update={"path": inputs}),
+            "prompt": prompt,
+            "output": spec.output.model_copy(
+                update={"path": _absolute(spec.output.path, base_dir)}
+            ),
+        }
+    )
+
+
+def _absolute(path: str, base_dir: Path) -> str:
+    """``path`` under ``base_dir``; where it is a glob, what comes from ``base_dir`` is literal."""
+    if is_url(path):
+        return path
+    path = os.path.expanduser(path)
+    base = str(base_dir)
+    if os.path.isabs(path):
+        return os.path.normpath(path)
+    if glob.has_magic(path) and not os.path.lexists(os.path.join(base, path)):
+        base = glob.escape(base)
+    return os.path.normpath(os.path.join(base, path))
+
+
+def _local_or_hub(name: str, base_dir: Path) -> str:
+    """An absolute path where ``name`` is written as one or is a folder; else a hub id."""
+    path = os.path.normpath(os.path.join(base_dir, os.path.expanduser(name)))
+    written_as_path = name.startswith((".", "/", "~"))
+    return path if written_as_path or os.path.isdir(path) else name

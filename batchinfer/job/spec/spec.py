@@ -1,0 +1,328 @@
+"""The job file as frozen records: what every key is called, means and may be.
+
+These check single values. ``batchinfer.job.spec.load`` reads a file into them (lines, variables,
+presets, paths); ``batchinfer.job.spec.json_schema`` describes them to editors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from batchinfer.config import (
+    QUANTIZATIONS,
+    SCORING,
+    AcceptConfig,
+    EngineConfig,
+    PromptConfig,
+    SamplingParams,
+    ScoreConfig,
+)
+from batchinfer.job.messages import printable
+from batchinfer.job.storage.urls import STORES
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_PROMPT_COLUMNS = ("column", "template", "messages", "token_ids_column", "adapter_column")
+_PLANNED_STORES = (*STORES, "hf")
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _refuse_not_yet(asked: Mapping[str, bool]) -> None:
+    """Raise for the first key that is asked for and not built."""
+    for key, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(f"not yet: {key} is not supported by this version")
+
+
+def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
+    """Raise where ``path`` is empty, a URL of no known store, or what no file system takes."""
+    if not path or "\0" in path:
+        raise ValueError(f"{key} must be a path, not {json.dumps(path)}")
+    match = _URL.match(path)
+    if match is None:
+        return
+    if "@" in path[match.end() :].partition("/")[0]:
+        raise ValueError(f"{key} holds credentials; give them in the environment instead")
+    if match.group(1) in stores:
+        return
+    if match.group(1) in _PLANNED_STORES:
+        _refuse_not_yet({f"{key}: {match.group()}": True})
+    raise ValueError(f"{key}: {match.group()} is not a place this version can use; give a path")
+
+
+class _Section(BaseModel):
+    """Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSpec(_Section):
+    """The model and how its weights are loaded."""
+
+    name: Text
+    """Hub id or local directory; safetensors only."""
+    revision: Text | None = None
+    """Branch, tag or commit on the hub."""
+    tokenizer: Text | None = None
+    """Hub id or local directory; null: the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: what the checkpoint says."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Most tokens of prompt and output together; null: what the model's config allows."""
+    quantization: Text | None = None
+    """How to quantise the linear layers' weights as they are loaded: int8 (the project's own, rows
+    are rounded to int8 as well; on a CPU), int8_weight_only or int4_weight_only (torchao). null: as
+    the checkpoint has them."""
+    adapters: Mapping[Text, Text] = {}
+    """LoRA adapters as peft saves them: a name, and a folder or hub id, each.
+    ``prompt.adapter_column`` says which row runs through which; requests of OpenAI batch files name
+    one in place of the model."""
+    trust_remote_code: bool = False
+    """Run code from the model folder. Not yet."""
+    served_model_name: Text | tuple[Text, ...] | None = None
+    """What requests of an OpenAI batch file call the model; the first is what answers call it.
+    null: model.name. In requests the last parts of a name will do."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        method = self.quantization
+        unknown = method is not None and method not in QUANTIZATIONS
+        _refuse_not_yet(
+            {
+                f"model.quantization: {printable(method or '', 60)}": unknown,
+                "model.trust_remote_code": self.trust_remote_code,
+            }
+        )
+        _check_place("model.name", self.name)
+        if self.tokenizer is not None:
+            _check_place("model.tokenizer", self.tokenizer)
+        if self.served_model_name == ():
+            raise ValueError("served_model_name is an empty list; name the model, or leave it out")
+        return self
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """``served_model_name`` as a tuple, however it was written."""
+        names = self.served_model_name or self.name
+        return (names,) if isinstance(names, str) else names
+
+
+class InputSpec(_Section):
+    """The rows to run."""
+
+    path: str | tuple[str, ...]
+    """File, list of files, glob or directory, local, s3://, gs:// or hf://datasets/; globs and
+    directories in path order. As loaded: absolute; a path that exists is itself, otherwise it is a
+    glob."""
+    format: Literal["auto", "parquet", "jsonl", "openai-batch"] = "auto"
+    """auto: jsonl where files are named .jsonl or .ndjson (.gz, .zst, .bz2), else parquet."""
+    id_column: Text | None = None
+    """A column that identifies rows; its values must differ."""
+    filter: Text | None = None
+    """Condition on a row's columns, in SQL: lang = 'en' and length(text) > 10. Rows that do not
+    meet it, or where it is null, are not run; the others keep their row_id."""
+    keep_columns: Literal["*"] | tuple[Text, ...] = "*"
+    """Input columns to copy to the output; "*": all."""
+    limit: int | None = Field(default=None, ge=0)
+    """Run this many rows from the start, of those that filter selects."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.paths:
+            raise ValueError("path is an empty list; name at least one file")
+        for path in self.paths:
+            _check_place("input.path", path, (*STORES, "hf"))
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """``path`` as a tuple, however it was written."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+
+class OutputSpec(_Section):
+    """Where the answers go and what comes with them."""
+
+    path: Text
+    """Directory for the output, local or a folder in an object store: s3://, gs://."""
+    format: Literal["parquet", "openai-batch"] = "parquet"
+    """openai-batch: OpenAI's files besides, openai/output.jsonl and openai/errors.jsonl."""
+    rows_per_part: int = Field(default=4096, ge=1)
+    """Rows in one output file."""
+    if_exists: Literal["resume", "error", "overwrite"] = "resume"
+    """What to do when the directory holds output already."""
+    explode: bool = False
+    """One output row per sample, in outputs and generated_text; all else is repeated."""
+    include: tuple[Literal["prompt", "token_ids", "logprobs", "prompt_logprobs"], ...] = ()
+    """More to write for each row."""
+    rename: Mapping[str, Text] = {}
+    """Input column: its name in the output, where it collides with an output column."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_place("output.path", self.path, STORES)
+        if len(set(self.include)) < len(self.include):
+            raise ValueError("include names something twice")
+        if len(set(self.rename.values())) < len(self.rename):
+            raise ValueError("rename gives two columns the same name")
+        return self
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """``include``, and what the format needs besides."""
+        adds_logprobs = self.format == "openai-batch" and "logprobs" not in self.include
+        return (*self.include, "logprobs") if adds_logprobs else self.include
+
+
+def output_columns(include: Collection[str], task: str = "generate") -> tuple[str, ...]:
+    """Names of the columns that a job writes beside the input's, in order.
+
+    Args:
+        include: what ``output.include`` names.
+        task: what the job does.
+    """
+    prompt = ("prompt",) if "prompt" in include else ()
+    logprobs = ("prompt_logprobs",) if "prompt_logprobs" in include else ()
+    answers = ("generated_text", "outputs", *logprobs)
+    counts = ("num_prompt_tokens", "num_output_tokens", "truncated")
+    if task == "score":
+        scores = ("score", "perplexity", "num_prompt_tokens", "truncated")
+        return ("row_id", *prompt, *scores, "status", "error")
+    return ("row_id", *prompt, *answers, *counts, "status", "error")
+
+
+class ErrorsSpec(_Section):
+    """How many bad rows are too many."""
+
+    max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Share of rows that may end in an error; more: the job ends with exit code 3."""
+
+
+class StatsSpec(_Section):
+    """What is recorded about the run."""
+
+    every_steps: int = Field(default=1, ge=1)
+    """Write every so manieth engine step to stats/steps.parquet."""
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """A job can be repeated: its seed is 0 where none is given."""
+    return params if params.seed is not None else replace(params, seed=0)
+
+
+def _check_version(version: int) -> int:
+    if version != 1:
+        raise ValueError(f"version is {version}; this batchinfer knows version 1")
+    return version
+
+
+def _check_messages(prompt: PromptConfig) -> PromptConfig:
+    for message in prompt.messages or ():
+        if set(message) != {"role", "content"}:
+            raise ValueError("messages: each needs a role and a content, and nothing else")
+    return prompt
+
+
+class JobSpec(_Section):
+    """A batchinfer job."""
+
+    version: Annotated[
+        int, AfterValidator(_check_version), Field(json_schema_extra={"minimum": 1, "maximum": 1})
+    ] = 1
+    """Version of the job-file format."""
+    name: str = ""
+    """What the job is called; default: the file's name. May use {{ vars }}."""
+    task: Literal["generate", "score"] = "generate"
+    """score: how likely given completions of the prompts are, or the prompts themselves."""
+    vars: Mapping[str, str | None] = {}
+    """Texts for {{ }} in name and paths; null: must be given with --var."""
+    model: ModelSpec
+    input: InputSpec
+    prompt: Annotated[PromptConfig, AfterValidator(_check_messages)] = PromptConfig()
+    sampling: Annotated[SamplingParams, AfterValidator(_seeded)]
+    """How the output tokens of a row are chosen. Names and meanings are vLLM's. Required, but left
+    out with task: score, which chooses none."""
+    accept: AcceptConfig | None = None
+    """Which samples to keep."""
+    score: ScoreConfig | None = None
+    """What to score, with task: score."""
+    engine: EngineConfig = EngineConfig()
+    output: OutputSpec
+    errors: ErrorsSpec = ErrorsSpec()
+    stats: StatsSpec = StatsSpec()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.accept is not None:
+            self._check_accept(self.accept)
+        self._check_batch()
+        if self.task == "score":
+            if self.output.explode:
+                raise ValueError("output.explode goes with task: generate; leave it out")
+            if self.sampling != SCORING:
+                raise ValueError("sampling has no part in task: score; leave it out")
+            if "prompt_logprobs" in self.output.include:
+                raise ValueError(
+                    "output.include: prompt_logprobs goes with task: generate; with task: score "
+                    "logprobs are those of what is scored"
+                )
+            return self
+        if self.score is not None:
+            raise ValueError("score needs task: score; set it, or leave score out")
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self.sampling, name) is not None
+            if name in self.output.include and not asked:
+                raise ValueError(f"output.include names {name}, but sampling.{name} is not set")
+            if asked and name not in self.output.written:
+                raise ValueError(
+                    f"sampling.{name} is set, but they are not written; "
+                    f"add to the output section: include: [{name}]"
+                )
+        for key in ("max_num_seqs", "max_num_batched_tokens"):
+            if (self.sampling.beam_width or 1) > getattr(self.engine, key):
+                raise ValueError(f"sampling.beam_width is more than engine.{key}; lower it")
+        return self
+
+    def _check_batch(self) -> None:
+        if self.output.explode and self.output.format == "openai-batch":
+            raise ValueError("output.explode: OpenAI's files have all choices of a request in one")
+        if self.input.format == "openai-batch":
+            if self.task == "score":
+                raise ValueError(
+                    "task: score: requests of OpenAI batch files are answered, not scored"
+                )
+            for name in _PROMPT_COLUMNS:
+                if getattr(self.prompt, name) is not None:
+                    raise ValueError(
+                        f"prompt.{name}: with input.format: openai-batch, prompts are in the "
+                        "requests; leave it out"
+                    )
+        elif self.output.format == "openai-batch":
+            raise ValueError("output.format: openai-batch needs input.format: openai-batch")
+
+    def _check_accept(self, accept: AcceptConfig) -> None:
+        if self.task == "score":
+            raise ValueError("accept has no part in task: score, which draws no samples")
+        if accept.k is not None and self.sampling.n > 1:
+            raise ValueError("accept.k and sampling.n both say how many to keep; leave one out")
+        if self.sampling.n > accept.max_tries:
+            raise ValueError("accept.max_tries is less than sampling.n; raise it")
+        _refuse_not_yet(
+            {
+                "accept with sampling.beam_width": self.sampling.beam_width is not None,
+                "accept with output.explode": self.output.explode,
+                "accept with output.format: openai-batch": self.output.format == "openai-batch",
+                "accept with sampling.prompt_logprobs": self.sampling.prompt_logprobs is not None,
+            }
+        )
+
+
+def resolved(spec: JobSpec) -> dict[str, Any]:
+    """Every key of the job with its value, defaults included, as JSON data."""
+    return spec.model_dump(mode="json")

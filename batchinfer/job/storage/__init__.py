@@ -1,0 +1,1 @@
+"""Files here, in an object store and on the Hugging Face Hub; locks; files seen whole."""

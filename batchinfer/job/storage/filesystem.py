@@ -1,0 +1,255 @@
+"""Writing files so that a reader, and a run after a crash, sees all of a file or none of it.
+
+``Files`` is all the commit protocol asks of a file system; tests put one in its place that loses
+what was not synced.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import BinaryIO, Protocol, cast
+
+from batchinfer.errors import StorageError
+from batchinfer.job.messages import printable
+from batchinfer.job.storage.failpoints import failpoint
+from batchinfer.job.storage.urls import is_url
+
+_HASH_CHUNK = 1 << 20
+
+
+_ADVICE = {
+    errno.EIO: "check the disk",
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there: your quota is used up",
+    errno.EFBIG: "allow larger files there (ulimit -f)",
+    errno.EROFS: "use --output for a directory that can be written to",
+    errno.EACCES: "mend the permissions, or use --output for another directory",
+    errno.EPERM: "mend the permissions, or use --output for another directory",
+    errno.EISDIR: "a folder is where a file must be: move it away",
+    errno.EEXIST: "a file is where a folder must be: move it away",
+    errno.ENOTDIR: "a file is where a folder must be: move it away",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """What is known of a file without reading it."""
+
+    size: int
+    mtime_ns: int
+    etag: str | None = None
+    """An object store's mark of the content; None in a file system."""
+
+
+class Files(Protocol):
+    """Where an output directory is; all methods raise OSError where a file system refuses."""
+
+    @property
+    def flush_every_s(self) -> float:
+        """How often finished rows are worth a file."""
+        ...
+
+    @property
+    def at_once(self) -> int:
+        """How many things it can be asked for at a time, to gain by it."""
+        ...
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        """Make a file, or replace its content; on disk only after ``sync``."""
+        ...
+
+    def create(self, path: PurePath) -> BinaryIO:
+        """Make a file, or empty it, and open it to write it."""
+        ...
+
+    def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
+        """Open a file, new or not, to add to its end: each write outlives this process, in a store
+        only if it is asked to be there at once."""
+        ...
+
+    def open(self, path: PurePath) -> BinaryIO:
+        """Open a file to read it."""
+        ...
+
+    def sync(self, path: PurePath) -> None:
+        """Put a file's content, or a directory's entries, on disk."""
+        ...
+
+    def rename(self, source: PurePath, target: PurePath) -> None:
+        """Give a file another name, whatever had that name; on disk after the folders' sync."""
+        ...
+
+    def delete(self, path: PurePath) -> None:
+        """Delete a file or a folder with all in it; one that is missing is no error."""
+        ...
+
+    def make_directory(self, path: PurePath) -> None:
+        """Make a folder, and the folders it is in, where they are missing; on disk at once."""
+        ...
+
+    def can_write(self, directory: PurePath) -> bool:
+        """Whether files may be made in a folder."""
+        ...
+
+    def entries(self, directory: PurePath) -> Sequence[PurePath]:
+        """What is in a folder, in the order of names; nothing where it is missing."""
+        ...
+
+    def stat(self, path: PurePath) -> FileStat | None:
+        """Size and time of a file or folder; None where it is missing."""
+        ...
+
+    def holds(self, directory: PurePath, path: str) -> bool:
+        """Whether a file that a job names is in a folder, wherever links lead."""
+        ...
+
+
+class LocalFiles:
+    """The operating system's files; see ``Files``."""
+
+    flush_every_s = 5.0
+    at_once = 1
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        """See ``Files``."""
+        Path(path).write_bytes(data)
+
+    def create(self, path: PurePath) -> BinaryIO:
+        """See ``Files``."""
+        return Path(path).open("wb")
+
+    def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
+        """See ``Files``; writes always do."""
+        return cast(BinaryIO, Path(path).open("ab", buffering=0))
+
+    def open(self, path: PurePath) -> BinaryIO:
+        """See ``Files``."""
+        return Path(path).open("rb")
+
+    def sync(self, path: PurePath) -> None:
+        """See ``Files``."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: PurePath, target: PurePath) -> None:
+        """See ``Files``."""
+        os.replace(source, target)
+
+    def delete(self, path: PurePath) -> None:
+        """See ``Files``."""
+        found = Path(path)
+        if found.is_dir() and not found.is_symlink():
+            shutil.rmtree(found)
+        else:
+            found.unlink(missing_ok=True)
+
+    def make_directory(self, path: PurePath) -> None:
+        """See ``Files``."""
+        wanted = Path(path)
+        missing = [folder for folder in (wanted, *wanted.parents) if not folder.exists()]
+        wanted.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            self.sync(folder.parent)
+
+    def can_write(self, directory: PurePath) -> bool:
+        """See ``Files``."""
+        return os.access(directory, os.W_OK | os.X_OK)
+
+    def entries(self, directory: PurePath) -> list[Path]:
+        """See ``Files``."""
+        folder = Path(directory)
+        return sorted(folder.iterdir()) if folder.is_dir() else []
+
+    def stat(self, path: PurePath) -> FileStat | None:
+        """See ``Files``."""
+        try:
+            found = Path(path).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return FileStat(found.st_size, found.st_mtime_ns)
+
+    def holds(self, directory: PurePath, path: str) -> bool:
+        """See ``Files``."""
+        if is_url(path):
+            return False
+        real = Path(os.path.realpath(path))
+        return real.is_relative_to(os.path.realpath(directory))
+
+
+@contextmanager
+def storage_errors(path: PurePath) -> Iterator[None]:
+    """Turn the operating system's errors into StorageError, naming ``path``."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        reason = os.strerror(number) if number else str(error)  # pyarrow words errors its own way
+        advice = _ADVICE.get(number, "mend that")
+        raise StorageError(
+            f"cannot write {printable(str(path))}: {reason}",
+            hint=f"{advice}, then run again: finished rows are kept",
+        ) from error
+
+
+def publish(files: Files, staged: PurePath, final: PurePath) -> None:
+    """Make the finished file ``staged`` appear as ``final``, on disk when this returns.
+
+    Failpoints: ``<folder of final>-`` and ``staged``, ``synced``, ``renamed`` or ``durable``.
+
+    Raises:
+        StorageError: the file system refuses.
+    """
+    kind = final.parent.name
+    with storage_errors(final):
+        failpoint(f"{kind}-staged")
+        files.sync(staged)
+        failpoint(f"{kind}-synced")
+        files.rename(staged, final)
+        failpoint(f"{kind}-renamed")
+        files.sync(final.parent)
+        failpoint(f"{kind}-durable")
+
+
+def write_file(files: Files, final: PurePath, data: bytes, staging: PurePath) -> None:
+    """Write ``data`` to ``final`` by way of the directory ``staging``.
+
+    Raises:
+        StorageError: the file system refuses.
+    """
+    staged = staging / final.name
+    with storage_errors(final):
+        files.write(staged, data)
+    publish(files, staged, final)
+
+
+def read_file(files: Files, path: PurePath) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with files.open(path) as file:
+        return file.read()
+
+
+def sha256_of(files: Files, path: PurePath) -> str:
+    """Hex digest of a file's bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with files.open(path) as file:
+        while chunk := file.read(_HASH_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

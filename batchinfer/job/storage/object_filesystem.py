@@ -1,0 +1,246 @@
+"""Files of an output directory that is in an object store, and files that are added to there.
+
+What is staged is in memory; an object appears with all of its bytes, in the place of a rename. A
+run writes over what it has written itself. Where it finds something else, it makes sure that it
+still holds the lock: what it finds then is left over, and not of a run that has taken over since.
+Deletes cannot be tied to what they delete, so a run looks at the lock right before each, deletes
+only what it has found, and gives up before another could have taken over.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import BytesIO
+from pathlib import PurePath
+from typing import Any, BinaryIO, cast
+
+from batchinfer.errors import JobError, StorageError
+from batchinfer.job.messages import printable
+from batchinfer.job.storage.filesystem import FileStat
+from batchinfer.job.storage.object_store import Objects, Version
+from batchinfer.job.storage.urls import StorePath, is_url
+
+EVERY_S = 5.0
+KEPT_BYTES = 1 << 18
+"""Of the end of what was written; the rest is dropped."""
+
+_TIMES = 5  # others are kept out by the lock: what changes between two looks is rare
+
+
+class StoreLog(io.RawIOBase):
+    """Puts its content into the store as a whole: at once after a while of silence, else when the
+    last time was ``EVERY_S`` ago. What cannot be put is left: a job does not end for its log.
+
+    Args:
+        put: writes the object.
+        clock: seconds.
+        at_once: put it with every write.
+    """
+
+    def __init__(
+        self,
+        put: Callable[[bytes], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        self._store = put
+        self._clock = clock
+        self._at_once = at_once
+        self._content = bytearray()
+        self._changed = False
+        self._put_at = -math.inf
+        self._mutex = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        with self._mutex:
+            self._content += data
+            del self._content[:-KEPT_BYTES]
+            self._changed = True
+            if self._at_once or self._clock() - self._put_at >= EVERY_S:
+                self._put()
+        return len(data)
+
+    def close(self) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            self._thread.join()
+            with self._mutex:
+                self._put()
+        super().close()
+
+    def _run(self) -> None:
+        while not self._closing.wait(EVERY_S):
+            with self._mutex:
+                self._put()
+
+    def _put(self) -> None:
+        if self._changed:
+            with suppress(JobError):
+                self._store(bytes(self._content))
+            self._changed = False
+            self._put_at = self._clock()
+
+
+class StoreFiles:
+    """See ``batchinfer.job.storage.filesystem.Files``; paths are ``StorePath``.
+
+    Args:
+        objects: the store.
+        check: raises LockedError where this run no longer holds the lock, by what it last heard.
+        confirm: the same, having asked.
+    """
+
+    flush_every_s = 60.0
+    at_once = 16
+
+    def __init__(
+        self, objects: Objects, check: Callable[[], None], confirm: Callable[[], None]
+    ) -> None:
+        self._objects = objects
+        self._check = check
+        self._confirm = confirm
+        self._staged: dict[PurePath, bytes] = {}
+        self._written: dict[PurePath, Version] = {}
+        """Objects as this run has written them."""
+        self._failure: StorageError | None = None
+        """Of a write, after the store was asked for minutes: it ends the run, and is not asked for
+        each of the things again that a run would still like to write at its end."""
+
+    def write(self, path: PurePath, data: bytes) -> None:
+        """See ``Files``."""
+        self._staged[path] = data
+
+    def create(self, path: PurePath) -> BinaryIO:
+        """See ``Files``; there when it is closed."""
+        return _Staged(lambda data: self.write(path, data))
+
+    def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
+        """See ``Files``; only the end is kept, and in the store some seconds later, or at once."""
+        put = partial(self._put_unless_failed, _url(path))
+        return cast(BinaryIO, StoreLog(put, at_once=at_once))
+
+    def open(self, path: PurePath) -> BinaryIO:
+        """See ``Files``."""
+        if path in self._staged:
+            return BytesIO(self._staged[path])
+        try:
+            return BytesIO(self._objects.get(_url(path))[0])
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+
+    def sync(self, path: PurePath) -> None:
+        """See ``Files``; what a store has taken, it keeps."""
+
+    def rename(self, source: PurePath, target: PurePath) -> None:
+        """See ``Files``."""
+        with self._once_only():
+            self._put(_url(target), self._staged[source])
+        del self._staged[source]
+
+    def delete(self, path: PurePath) -> None:
+        """See ``Files``."""
+        for staged in [staged for staged in list(self._staged) if staged.is_relative_to(path)]:
+            del self._staged[staged]
+        with self._once_only():
+            self._delete_all(_url(path))
+        for written in [written for written in list(self._written) if written.is_relative_to(path)]:
+            del self._written[written]
+
+    def _delete_all(self, path: StorePath) -> None:
+        """Another that deletes the same may be ahead with some of it, never for long."""
+        for _ in range(_TIMES):
+            keys = self._objects.keys(path)
+            if not keys:
+                return
+            self._check()
+            if self._objects.delete(path, keys):
+                return
+        raise StorageError(
+            f"cannot delete {printable(str(path))}: the store says that what it lists is not there",
+            hint="see to the store, then run again: finished rows are kept",
+        )
+
+    def make_directory(self, path: PurePath) -> None:
+        """See ``Files``; a store has none."""
+
+    def can_write(self, directory: PurePath) -> bool:
+        """See ``Files``; whoever could not would not hold the lock."""
+        return True
+
+    def entries(self, directory: PurePath) -> list[StorePath]:
+        """See ``Files``."""
+        return self._objects.entries(_url(directory))
+
+    def stat(self, path: PurePath) -> FileStat | None:
+        """See ``Files``; None for folders."""
+        found = self._objects.head(_url(path))
+        return None if found is None else found.stat
+
+    def holds(self, directory: PurePath, path: str) -> bool:
+        """See ``Files``."""
+        return is_url(path) and StorePath(path).is_relative_to(directory)
+
+    @contextmanager
+    def _once_only(self) -> Iterator[None]:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except StorageError as error:
+            self._failure = error
+            raise
+
+    def _put_unless_failed(self, path: StorePath, data: bytes) -> None:
+        if self._failure is None:
+            self._put(path, data)
+
+    def _put(self, path: StorePath, data: bytes) -> None:
+        self._check()
+        seen = self._written.get(path)
+        for _ in range(_TIMES):
+            written = self._objects.put(path, data, seen)
+            if written is not None:
+                self._written[path] = written
+                return
+            # In this order: what is there was there before this run was told that it has the lock,
+            # so none that takes over later has written it.
+            found = self._objects.head(path)
+            self._confirm()
+            seen = None if found is None else found.version
+        raise StorageError(
+            f"cannot write {printable(str(path))}: it changes all the time",
+            hint="find out what else writes there, then run again: finished rows are kept",
+        )
+
+
+class _Staged(BytesIO):
+    """A file in memory, handed on when it is closed."""
+
+    def __init__(self, keep: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def close(self) -> None:
+        if not self.closed:
+            self._keep(self.getvalue())
+        super().close()
+
+
+def _url(path: PurePath) -> StorePath:
+    assert isinstance(path, StorePath)
+    return path

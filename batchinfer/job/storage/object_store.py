@@ -1,0 +1,134 @@
+"""What an output directory asks of a bucket: whole objects, written only where nobody else has.
+
+Every write says which content it takes the place of: none, or one that its writer has seen. A store
+refuses it where it holds another (``If-None-Match``, ``If-Match``). A delete can say no such thing:
+it is given up soon where the store does not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+from batchinfer.errors import StorageError
+from batchinfer.job.messages import printable
+from batchinfer.job.storage.connection import connect, errors
+from batchinfer.job.storage.filesystem import FileStat
+from batchinfer.job.storage.urls import StorePath
+
+Version = dict[str, str]
+"""Tells one content of an object from the others it had: etag, generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of an object."""
+
+    stat: FileStat
+    version: Version
+
+
+class Objects:
+    """The objects of the bucket that ``root`` is in.
+
+    Methods raise FileNotFoundError where there is no such object, and StorageError where the store
+    refuses or does not answer.
+    """
+
+    def __init__(self, root: StorePath) -> None:
+        self._store = connect(root.bucket)
+        self._impatient = connect(root.bucket, impatient=True)
+
+    def put(self, path: StorePath, data: bytes, instead_of: Version | None) -> Version | None:
+        """Write an object, all of it or nothing.
+
+        Args:
+            path: which.
+            data: its content.
+            instead_of: the content that it has now; None: there is none.
+
+        Returns:
+            The version written; None where the object has another content by now, or none.
+        """
+        mode: Any = instead_of or "create"
+        with _answers(path, "write"):
+            try:
+                found = obstore.put(self._store, path.key, data, mode=mode, use_multipart=False)
+            except (AlreadyExistsError, PreconditionError):
+                return None
+        return _version(found)
+
+    def get(self, path: StorePath) -> tuple[bytes, Found]:
+        """Read an object."""
+        with _answers(path, "read"):
+            result = obstore.get(self._store, path.key)
+            return bytes(result.bytes()), _found(result.meta)
+
+    def head(self, path: StorePath) -> Found | None:
+        """What is known of an object; None where there is none."""
+        with _answers(path, "read"):
+            try:
+                return _found(obstore.head(self._store, path.key))
+            except FileNotFoundError:
+                return None
+
+    def entries(self, folder: StorePath) -> list[StorePath]:
+        """Objects and folders in a folder, in the order of names."""
+        with _answers(folder, "read"):
+            found = obstore.list_with_delimiter(self._store, folder.key)
+        keys = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        names = {key.rstrip("/").rpartition("/")[2] for key in keys if key != folder.key}
+        return [folder / name for name in sorted(names)]
+
+    def keys(self, path: StorePath) -> list[str]:
+        """Keys of an object, and of all in a folder of that name, as far as they are there."""
+        with _answers(path, "read"):
+            lists = list(obstore.list(self._store, path.key))
+        below = [entry["path"] for entries in lists for entry in entries]
+        return below if self.head(path) is None else [*below, path.key]
+
+    def delete(self, path: StorePath, keys: Sequence[str]) -> bool:
+        """Delete objects; one that is gone is no error.
+
+        Args:
+            path: what they are, for messages.
+            keys: some of ``keys(path)``.
+
+        Returns:
+            Whether all of them are; if not, one was gone, and others may be there still.
+        """
+        with _answers(path, "write"), suppress(FileNotFoundError):
+            obstore.delete(self._impatient, keys)
+            return True
+        return False
+
+
+def _version(found: Any) -> Version:
+    named = {"e_tag": found["e_tag"], "version": found["version"]}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _found(meta: Any) -> Found:
+    mtime_ns = round(meta["last_modified"].timestamp() * 1e9)
+    return Found(FileStat(meta["size"], mtime_ns, meta["e_tag"]), _version(meta))
+
+
+@contextmanager
+def _answers(path: StorePath, verb: str) -> Iterator[None]:
+    try:
+        with errors(str(path), verb):
+            yield
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and verb == "read":
+            raise
+        reason = "there is no such bucket" if isinstance(error, FileNotFoundError) else error
+        raise StorageError(
+            f"cannot {verb} {printable(str(path))}: {reason}",
+            hint="mend the permissions there, or use --output for another place; finished rows "
+            "are kept",
+        ) from None

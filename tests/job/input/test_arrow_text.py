@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from batchinfer.errors import RowError
+from batchinfer.job.input.arrow_text import python_rows, with_valid_text
+from tests.job.datasets import strings
+
+INVALID = b"caf\xe9"
+MENDED = "caf\N{REPLACEMENT CHARACTER}"
+
+TEXT = strings([b"ok", INVALID, None])
+NESTED = {
+    "large_string": TEXT.cast(pa.binary()).cast(pa.large_binary()).view(pa.large_string()),
+    "dictionary": pa.DictionaryArray.from_arrays(pa.array([0, 1, None], pa.int32()), TEXT),
+    "list": pa.ListArray.from_arrays(pa.array([0, 1, 2, 2], pa.int32()), TEXT),
+    "struct": pa.StructArray.from_arrays([TEXT, pa.array([1, 2, 3])], ["role", "n"]),
+    "map": pa.MapArray.from_arrays([0, 1, 2, 2], TEXT.slice(0, 2), pa.array([1, 2])),
+}
+
+
+def test_text_arrives_as_bytes_and_the_rest_as_python_values() -> None:
+    messages = pa.array([[{"role": "user", "content": "hi"}], None, []])
+    columns = [TEXT, pa.array([1, 2, None]), messages, NESTED["dictionary"]]
+    rows = python_rows(pa.record_batch(columns, names=["text", "n", "messages", "label"]))
+    assert rows == [
+        {"text": b"ok", "n": 1, "messages": [{"role": b"user", "content": b"hi"}], "label": b"ok"},
+        {"text": INVALID, "n": 2, "messages": None, "label": INVALID},
+        {"text": None, "n": None, "messages": [], "label": None},
+    ]
+
+
+def test_rows_without_columns_are_rows_still() -> None:
+    batch = pa.record_batch([pa.array([1, 2])], names=["x"]).select([])
+    assert python_rows(batch) == [{}, {}]
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view()])
+def test_every_string_type_arrives_as_bytes(kind: pa.DataType) -> None:
+    assert python_rows(pa.record_batch([pa.array(["é"], kind)], ["x"])) == [{"x": "é".encode()}]
+
+
+def test_times_with_nanoseconds_arrive_as_python_times() -> None:
+    times = pa.array([1_500], pa.timestamp("ns"))
+    expected = datetime.datetime(1970, 1, 1, microsecond=1)
+    assert python_rows(pa.record_batch([times], ["t"])) == [{"t": expected}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (pa.timestamp("ns", "UTC"), datetime.datetime(1970, 1, 1, 0, 0, 0, 1, datetime.UTC)),
+        (pa.time64("ns"), datetime.time(microsecond=1)),
+        (pa.duration("ns"), datetime.timedelta(microseconds=1)),
+    ],
+)
+def test_nanoseconds_arrive_as_python_times_however_deep(
+    kind: pa.DataType, expected: object
+) -> None:
+    struct = pa.array([{"t": [1_500]}, None], pa.struct([("t", pa.list_(kind))]))
+    rows = python_rows(pa.record_batch([struct], ["s"]))
+    assert rows == [{"s": {"t": [expected]}}, {"s": None}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        (pa.date32(), 10**7),
+        (pa.date64(), 864 * 10**12),
+        (pa.timestamp("s"), 10**15),
+        (pa.timestamp("us", "UTC"), -(2**63)),
+        (pa.timestamp("us", "No/Where"), 0),
+        (pa.duration("s"), 10**17),
+    ],
+    ids=str,
+)
+def test_a_time_that_python_does_not_have_fails_its_row_only(kind: Any, number: int) -> None:
+    values = pa.array([{"t": None}, {"t": number}], pa.struct([("t", kind)]))
+    first, second = python_rows(pa.record_batch([values], ["when"]))
+    assert first == {"when": {"t": None}}
+    error = second["when"]
+    assert isinstance(error, RowError)
+    assert error.code == "template_error"
+    assert "column when holds a time that cannot be read" in error.message
+
+
+def test_times_stay_as_they_are_beside_invalid_text() -> None:
+    dates = pa.array([10**7, None, 0], pa.date32())
+    column = pa.StructArray.from_arrays([TEXT, dates], ["text", "date"])
+    assert with_valid_text(column).field("date").equals(dates)
+
+
+def test_valid_columns_are_written_as_they_are() -> None:
+    column = pa.array(["é", None])
+    assert with_valid_text(column) is column
+
+
+def test_invalid_text_is_written_with_replacement_characters() -> None:
+    mended = with_valid_text(TEXT)
+    assert mended.type == pa.string()
+    assert mended.to_pylist() == ["ok", MENDED, None]
+
+
+@pytest.mark.parametrize("kind", list(NESTED))
+def test_invalid_text_is_mended_however_deep(kind: str) -> None:
+    mended = with_valid_text(NESTED[kind])
+    mended.validate(full=True)
+    assert mended.type == NESTED[kind].type
+    assert len(mended) == 3
+    assert MENDED in repr(mended.to_pylist())
+
+
+def test_mending_keeps_nanoseconds() -> None:
+    times = pa.array([1_500, 2_001, None], pa.timestamp("ns"))
+    mended = with_valid_text(pa.StructArray.from_arrays([TEXT, times], ["role", "t"]))
+    assert mended.field("t").equals(times)
+    assert mended.field("role").to_pylist() == ["ok", MENDED, None]

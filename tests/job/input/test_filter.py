@@ -1,0 +1,325 @@
+"""``input.filter``: the rows it selects, and jobs that run them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.errors import ExitCode, LockedError, UsageError
+from batchinfer.job.input.dataset import open_source
+from batchinfer.job.input.filter import Condition
+from batchinfer.job.output import OutputDir
+from batchinfer.job.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.status import read_status
+from batchinfer.job.verify import verify
+from tests.job.datasets import write_parquet
+from tests.job.fakes import job
+from tests.job.test_resume import Build, Dies, Model, check_sums, on_disk, stop_at, table
+
+NUM_ROWS = 60
+ODD = "n % 2 = 1"
+ODD_ROWS = list(range(1, NUM_ROWS, 2))
+
+
+def dataset(tmp_path: Path) -> list[str]:
+    texts = [f"{row} asks" for row in range(NUM_ROWS)]
+    for name, rows in (("a", range(25)), ("b", range(25, NUM_ROWS))):
+        columns = {"prompt": [texts[row] for row in rows], "n": list(rows)}
+        write_parquet(tmp_path / "in" / f"{name}.parquet", columns)
+    return texts
+
+
+def spec(
+    tmp_path: Path, condition: str | None = ODD, limit: int | None = None, **sections: Any
+) -> JobSpec:
+    chosen = {"path": str(tmp_path / "in"), "filter": condition, "limit": limit}
+    return job(tmp_path, input=chosen, **sections)
+
+
+def check(tmp_path: Path, row_ids: list[int], texts: list[str]) -> None:
+    """Every selected row is there once, in order, under the id it has in the whole."""
+    found = table(tmp_path)
+    assert found["row_id"].to_pylist() == found["n"].to_pylist() == row_ids
+    assert found["generated_text"].to_pylist() == [texts[row][:8] for row in row_ids]
+    out = OutputDir(tmp_path / "out")
+    verification = verify(out)
+    assert (verification.problems, verification.complete) == ([], True)
+    assert verification.rows == read_status(out, 0).rows_done == len(row_ids)
+    if row_ids:
+        check_sums(tmp_path)
+
+
+@pytest.mark.parametrize("order", ["input", "prefix"])
+@pytest.mark.parametrize("rows_per_part", [1, 7, 100])
+def test_selected_rows_keep_their_ids(tmp_path: Path, order: str, rows_per_part: int) -> None:
+    texts = dataset(tmp_path)
+    sizes = {"rows_per_part": rows_per_part}
+    build = Build()
+    whole = spec(tmp_path, output=sizes, engine={"order": order, "order_window": 8})
+    assert run_job(whole, build=build, quiet=True) is ExitCode.OK
+    assert sorted(build.ran) == ODD_ROWS
+    check(tmp_path, ODD_ROWS, texts)
+    parts = sorted((tmp_path / "out" / "data").iterdir())
+    assert len(parts) == -(-len(ODD_ROWS) // rows_per_part)
+    requests = pq.read_table(tmp_path / "out" / "stats" / "requests.parquet")
+    assert sorted(requests["row_id"].to_pylist()) == ODD_ROWS
+
+
+@pytest.mark.parametrize(("limit", "count"), [(0, 0), (1, 1), (17, 17), (1000, 30)])
+def test_limit_counts_selected_rows(tmp_path: Path, limit: int, count: int) -> None:
+    texts = dataset(tmp_path)
+    assert run_job(spec(tmp_path, limit=limit), build=Build(), quiet=True) is ExitCode.OK
+    check(tmp_path, ODD_ROWS[:count], texts)
+
+
+def test_no_row_is_a_job_that_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset(tmp_path)
+    build = Build()
+    for _ in range(2):
+        assert run_job(spec(tmp_path, "n > 1000"), build=build) is ExitCode.OK
+    assert build.count == 0
+    assert capsys.readouterr().err == "input.filter selects none of the 60 rows\n"
+    check(tmp_path, [], [])
+
+
+@pytest.mark.parametrize("rows_per_part", [4, 100])
+def test_a_stopped_run_goes_on(tmp_path: Path, rows_per_part: int) -> None:
+    texts = dataset(tmp_path)
+    chosen = spec(tmp_path, output={"rows_per_part": rows_per_part})
+    stopped = Build(stop_at(30))
+    assert run_job(chosen, build=stopped, quiet=True) is ExitCode.INTERRUPTED
+    data = tmp_path / "out" / "data"
+    written = [r for p in data.iterdir() for r in pq.read_table(p)["row_id"].to_pylist()]
+    kept = on_disk(tmp_path) + written
+    assert 0 < len(kept) < len(ODD_ROWS)
+    assert read_status(OutputDir(tmp_path / "out"), 0).rows_done == len(kept)
+    second = Build()
+    assert run_job(chosen, build=second, quiet=True) is ExitCode.OK
+    assert sorted(second.ran + kept) == ODD_ROWS
+    check(tmp_path, ODD_ROWS, texts)
+
+
+def test_a_row_that_kills_is_found_by_its_id(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    chosen = spec(tmp_path, errors={"max_error_rate": 0.5})
+    deaths, code = 0, None
+    while code is None:
+        try:
+            code = run_job(chosen, build=Dies(31), quiet=True)
+        except RuntimeError:
+            deaths += 1
+            assert deaths < 20
+    found = table(tmp_path)
+    assert found["row_id"].to_pylist() == ODD_ROWS
+    assert [r["row_id"] for r in found.to_pylist() if r["status"] == "error"] == [31]
+    assert found.to_pylist()[15]["error"]["code"] == "crashed_engine"
+
+
+@pytest.mark.parametrize("rows_per_part", [4, 100])
+def test_only_error_rows_run_again(tmp_path: Path, rows_per_part: int) -> None:
+    texts = dataset(tmp_path)
+    chosen = spec(tmp_path, output={"rows_per_part": rows_per_part})
+    refusing = Model(3, 8, 31)
+    assert run_job(chosen, build=refusing, quiet=True) is ExitCode.TOO_MANY_ROW_ERRORS
+    mended = Model()
+    assert run_job(chosen, build=mended, retry_errors=True, quiet=True) is ExitCode.OK
+    assert sorted(mended.ran) == [3, 31], "row 8 is not selected"
+    check(tmp_path, ODD_ROWS, texts)
+
+
+def test_another_filter_is_another_job(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    run_job(spec(tmp_path), build=Build(), quiet=True)
+    with pytest.raises(LockedError, match=r"input\.filter was .*n % 2"):
+        run_job(spec(tmp_path, "n % 2 = 0"), build=Build(), quiet=True)
+
+
+def test_a_row_in_a_part_that_is_not_its_own_is_found(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    run_job(spec(tmp_path), build=Build(), quiet=True)
+    plan = tmp_path / "out" / "_batchinfer" / "manifest.json"
+    held = json.loads(plan.read_bytes())
+    held["bounds"][1] -= 4
+    plan.write_text(json.dumps(held))
+    problems = verify(OutputDir(tmp_path / "out")).problems
+    assert any("not the input's" in problem for problem in problems)
+
+
+def test_ids_must_differ_among_selected_rows_only(tmp_path: Path) -> None:
+    columns = {"prompt": ["a", "b", "c"], "id": ["x", "x", "y"]}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    chosen = {"path": str(tmp_path / "in"), "id_column": "id", "filter": "prompt <> 'a'"}
+    assert run_job(job(tmp_path, input=chosen), build=Build(), quiet=True) is ExitCode.OK
+    assert table(tmp_path)["row_id"].to_pylist() == [1, 2]
+
+
+# What is selected ------------------------------------------------------------------------------
+
+CONDITIONS = [
+    ("lang = 'en'", pl.col("lang") == "en"),
+    ("lang is null or n >= 3", pl.col("lang").is_null() | (pl.col("n") >= 3)),
+    ("not (lang = 'en') and score < 0.5", (pl.col("lang") != "en") & (pl.col("score") < 0.5)),
+    ("lang in ('de', 'fr')", pl.col("lang").is_in(["de", "fr"])),
+    ("length(lang) > 1 and lang like '%n'", pl.col("lang").str.ends_with("n")),
+    ("n between 1 and 3", pl.col("n").is_between(1, 3)),
+    ("1 = 1", pl.lit(value=True)),
+    ("null = 1", pl.lit(value=False)),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_are_those_that_polars_selects(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("lake")
+    row = st.fixed_dictionaries(
+        {
+            "lang": st.sampled_from(["en", "de", "fr", None]),
+            "n": st.none() | st.integers(0, 5),
+            "score": st.sampled_from([0.0, 0.5, 1.0, None]),
+        }
+    )
+    schema = {"lang": pl.String, "n": pl.Int64, "score": pl.Float64}
+    files = data.draw(st.lists(st.lists(row, max_size=12), min_size=1, max_size=3))
+    frames = [pl.DataFrame(rows, schema=schema) for rows in files]
+    for at, frame in enumerate(frames):
+        (folder / str(at)).mkdir()
+        frame.write_parquet(folder / f"{at}.parquet", row_group_size=5)
+    condition, by_hand = data.draw(st.sampled_from(CONDITIONS))
+    limit = data.draw(st.none() | st.integers(0, 8))
+    expected = pl.concat(frames).with_row_index("at").filter(by_hand)
+    expected = expected if limit is None else expected.head(limit)
+    source = open_source(str(folder / "*.parquet"), limit, condition=condition)
+    ids, rows = [], []
+    for first, batch in source.scan(["score", "lang", "n"], [source.rows_there]):
+        ids += range(first, first + len(batch))
+        rows += batch.to_pylist()
+    assert ids == expected["at"].to_list()
+    assert rows == expected.select("score", "lang", "n").to_dicts()
+    assert source.num_rows == len(expected) == source.count(source.rows_there)
+    some = range(2, 9)
+    read = [first + k for first, part in source.rows(["n"], [some]) for k in range(len(part))]
+    assert read == [at for at in ids if at in some]
+
+
+def selected(path: Path, condition: str, **options: Any) -> list[int]:
+    source = open_source(str(path), condition=condition, **options)
+    rows = [
+        first + at
+        for first, piece in source.rows(source.schema.names, [source.rows_there])
+        for at in range(len(piece))
+    ]
+    assert len(rows) == source.num_rows
+    return rows
+
+
+def test_scattered_rows_of_a_large_file(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"n": range(20_000)}), tmp_path / "x.parquet", row_group_size=3000)
+    rows = [5, 4000, 4001, 19_999]
+    condition = f"n in ({', '.join(map(str, rows))})"
+    assert selected(tmp_path / "x.parquet", condition) == rows
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_json_lines(tmp_path: Path, suffix: str) -> None:
+    lines = ['{"a": 1, "t": "x"}', "", '{"a": null}', "damaged", '{"a": 3, "t": "y"}', '{"t": "x"}']
+    data = "\n".join(lines).encode()
+    path = tmp_path / f"x.jsonl{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix else data)
+    assert selected(path, "a >= 1") == [0, 3]
+    assert selected(path, "t = 'x'") == [0, 4]
+    assert selected(path, "a is null") == [1, 2, 4], "a line that holds no row has no value"
+
+
+def test_openai_batch(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    lines = [
+        {"custom_id": f"r{at}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for at in range(4)
+    ]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    condition = "custom_id in ('r1', 'r3')"
+    assert selected(tmp_path / "x.jsonl", condition, format_name="openai-batch") == [1, 3]
+
+
+def test_columns_of_folders(tmp_path: Path) -> None:
+    for lang in ("de", "en"):
+        write_parquet(tmp_path / "in" / f"lang={lang}" / "x.parquet", {"n": [1, 2, 3]})
+    assert selected(tmp_path / "in", "lang = 'en' and n > 1") == [4, 5]
+    assert selected(tmp_path / "in", "lang = 'de'") == [0, 1, 2]
+
+
+# What is refused -------------------------------------------------------------------------------
+
+SCHEMA = pa.schema(
+    [("lang", pa.string()), ("score", pa.float64()), ("over", pa.int64()), ("a b", pa.int64())]
+)
+
+
+@pytest.mark.parametrize(
+    ("condition", "says"),
+    [
+        ("land = 'en'", 'no column "land"; did you mean lang?'),
+        ('lang = "en"', "single quotes"),
+        ("lang =", "cannot be evaluated"),
+        ("lang = 'en", "cannot be evaluated"),
+        ("lang > 3", "cannot compare string with numeric"),
+        ("score", "is a value (Float64), no condition"),
+        ("lang ~ '['", "cannot be evaluated"),
+        ("score > avg(score)", "avg() is no function of one row"),
+        ("score > AVG (score)", "AVG() is no function"),
+        ('score > "avg"(score)', "is no function"),
+        ("score > avg/**/(score)", "cannot be in it"),
+        ("lang = E'\\'' or score > avg(score) or lang = ''", "cannot be in it"),
+        ("read_csv('/etc/passwd') = 1", "read_csv() is no function"),
+        ("lang in (select lang from self)", "select is not of one row alone"),
+        ("length(lang) > 1; drop table x", "cannot be in it"),
+        ("row_number() over (order by lang) = 1", "over is not of one row alone"),
+        ("repeat(lang, 1000000000) = 'x'", "repeat() is no function"),
+        ("current_date > '2026-01-01'", "current_date is not of one row alone"),
+        ("lenght(lang) > 1", "did you mean length?"),
+        ("(" * 60 + "1 = 1" + ")" * 60, "over 50 brackets"),
+        ("1 = 1 and " * 2000 + "1 = 1", "over 400 words and signs"),
+        ("1" + "+1" * 2000 + " = 1", "over 400 words and signs"),
+        (f"lang = '{'x' * 100_000}'", "over 100000 characters"),
+        ("not " * 200 + "1 = 1", "cannot be evaluated"),
+        ("__import__('os').system('true')", "is no function"),
+    ],
+)
+def test_what_is_no_condition_is_refused(condition: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Condition(condition, SCHEMA).holds(pa.RecordBatch.from_pylist([{"lang": "x"}], SCHEMA))
+    message = str(caught.value)
+    assert message.startswith("input.filter: ")
+    assert says in message
+    assert caught.value.exit_code is ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    "condition", ['"over" = 1 and "a b" = 2', "lang = 'avg(x); it''s --'", "lang <> 'select'"]
+)
+def test_quoted_texts_and_names_are_not_taken_for_code(condition: str) -> None:
+    row = {"lang": "avg(x); it's --", "over": 1, "a b": 2, "score": None}
+    batch = pa.RecordBatch.from_pylist([row, dict.fromkeys(row)], SCHEMA)
+    meets = Condition(condition, SCHEMA)
+    assert meets.holds(batch.select(meets.columns)).tolist() == [True, False]
+
+
+def test_a_wrong_filter_is_found_before_the_model_loads(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    build = Build()
+    with pytest.raises(UsageError, match=r"input\.filter.*did you mean prompt"):
+        run_job(spec(tmp_path, "promt = 'x'"), build=build, quiet=True)
+    assert build.count == 0
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,105 @@
+"""Columns from key=value folders, beside those of the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import DataError, ExitCode
+from batchinfer.job.input.dataset import open_source
+from batchinfer.job.run import run_job
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Path:
+    """Two languages, two years, two rows each."""
+    for lang in ("de", "en"):
+        for year in (2025, 2026):
+            prompts = [f"{lang} {year} {at}" for at in range(2)]
+            write_parquet(
+                tmp_path / "in" / f"lang={lang}" / f"year={year}" / "x.parquet", {"prompt": prompts}
+            )
+    return tmp_path / "in"
+
+
+def rows(path: Path | str, *columns: str) -> list[dict[str, Any]]:
+    source = open_source(str(path))
+    names, whole = list(columns or source.schema.names), [range(source.num_rows)]
+    found = [row for _, batch in source.scan(names, whole) for row in batch.to_pylist()]
+    assert [row for _, piece in source.rows(["prompt"], whole) for row in piece]
+    return found
+
+
+def test_folders_are_columns_as_polars_reads_them(lake: Path) -> None:
+    expected = pl.read_parquet(lake / "**/*.parquet", hive_partitioning=True).to_dicts()
+    assert rows(lake) == expected
+    schema = open_source(str(lake)).schema
+    assert schema.types[1:] == [pa.string(), pa.int64()]
+
+
+def test_any_columns_in_any_order(lake: Path) -> None:
+    assert rows(lake, "year", "prompt")[0] == {"year": 2025, "prompt": "de 2025 0"}
+    assert rows(lake, "year") == [{"year": year} for year in (2025, 2025, 2026, 2026) * 2]
+
+
+def test_what_is_in_the_path_itself_is_no_column(lake: Path) -> None:
+    assert open_source(str(lake / "lang=de")).schema.names == ["prompt", "year"]
+    assert open_source(f"{lake}/lang=de/*/x.parquet").schema.names == ["prompt", "year"]
+    assert open_source(str(lake / "lang=de" / "year=2025" / "x.parquet")).schema.names == ["prompt"]
+
+
+def test_a_column_of_the_files_is_read_from_them(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "k=a" / "x.parquet", {"prompt": ["p"], "k": ["own"]})
+    assert rows(tmp_path / "in") == [{"prompt": "p", "k": "own"}]
+
+
+def test_nulls_escapes_and_numbers_that_are_texts(tmp_path: Path) -> None:
+    for at, folder in enumerate(("k=__HIVE_DEFAULT_PARTITION__/n=01", "k=a%2Fb%20c/n=2")):
+        write_parquet(tmp_path / "in" / folder / "x.parquet", {"prompt": [str(at)]})
+    assert rows(tmp_path / "in") == [
+        {"prompt": "0", "k": None, "n": "01"},
+        {"prompt": "1", "k": "a/b c", "n": "2"},
+    ]
+
+
+def test_folders_of_different_layouts(lake: Path) -> None:
+    write_parquet(lake / "lang=fr" / "x.parquet", {"prompt": ["p"]})
+    with pytest.raises(DataError, match=r"lang=fr/x\.parquet is in other key=value folders than"):
+        open_source(str(lake))
+
+
+def test_json_lines_in_folders(tmp_path: Path) -> None:
+    for lang in ("de", "en"):
+        path = tmp_path / "in" / f"lang={lang}" / "x.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"prompt": lang}) + "\nhalf\n")
+    assert rows(tmp_path / "in", "lang") == [{"lang": lang} for lang in ("de", "de", "en", "en")]
+
+
+def test_files_that_lack_a_column_which_others_have_get_it_from_their_folder(
+    tmp_path: Path,
+) -> None:
+    for k, row in ((1, {"prompt": "a", "k": 7}), (2, {"prompt": "b"})):
+        (tmp_path / f"k={k}").mkdir()
+        (tmp_path / f"k={k}" / "x.jsonl").write_text(json.dumps(row))
+    assert [row["k"] for row in rows(tmp_path)] == [7, 2]
+    assert rows(tmp_path, "k") == [{"k": 7}, {"k": 2}]
+    (tmp_path / "k=2").rename(tmp_path / "k=x")
+    with pytest.raises(DataError, match=r"k=x/x\.jsonl: its folder says k=x, where .* int64"):
+        open_source(str(tmp_path))
+
+
+def test_a_job_uses_and_keeps_them(lake: Path, tmp_path: Path) -> None:
+    spec = job(tmp_path, prompt={"column": None, "template": "{{ year }} {{ prompt }}"})
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    found = pq.read_table(tmp_path / "out" / "data" / "part-00000.parquet").to_pylist()
+    assert [row["generated_text"] for row in found[:3]] == ["2025 de ", "2025 de ", "2026 de "]
+    assert (found[0]["lang"], found[0]["year"]) == ("de", 2025)

@@ -1,0 +1,248 @@
+"""Keys that contradict each other or what is on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchinfer.errors import UsageError
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec
+from tests.job.job_files import MINIMAL, write_job
+
+
+def load(folder: Path, *overrides: str, output: str | None = None) -> JobSpec:
+    return load_job(write_job(folder), overrides=overrides, output=output)
+
+
+def complaint(folder: Path, *overrides: str, output: str | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(folder, *overrides, output=output)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+# Adapters
+
+
+def test_adapters_need_rows_and_rows_need_adapters(tmp_path: Path) -> None:
+    found = complaint(tmp_path, "prompt.adapter_column=a")
+    assert "prompt.adapter_column is set, but model.adapters names none" in found
+    found = complaint(tmp_path, "model={name: m, adapters: {a: b}}")
+    assert "model.adapters are given, but no row runs through them" in found
+    spec = load(tmp_path, "model={name: m, adapters: {a: ./b, c: o/r}}", "prompt.adapter_column=a")
+    assert spec.model.adapters == {"a": str(tmp_path / "b"), "c": "o/r"}
+
+
+# Where the output goes
+
+
+@pytest.mark.parametrize(
+    ("input_path", "output_path"),
+    [
+        ("in", "in"),
+        ("in", "in/out"),
+        ("in/**/*.parquet", "in/out"),
+        ("in/**", "in/out"),
+        ("in/*", "in/out"),
+        ("in/*/data/*.parquet", "in/out"),
+        ("[x, in]", "in/out"),
+    ],
+)
+def test_the_next_run_must_not_read_what_this_one_writes(
+    tmp_path: Path, input_path: str, output_path: str
+) -> None:
+    value = input_path if input_path.startswith("[") else f"'{input_path}'"
+    found = complaint(tmp_path, f"input.path={value}", f"output.path={output_path}")
+    assert f"--set output.path={output_path}: output.path is in the input's folder" in found
+
+
+@pytest.mark.parametrize(
+    ("input_path", "output_path"),
+    [
+        ("out/x.parquet", "out"),
+        ("out/deep/x.parquet", "out"),
+        ("out/deep", "out"),
+        ("out/*.parquet", "out"),
+        ("out/deep/*/x.parquet", "out"),
+        ("x.parquet", "."),
+    ],
+)
+def test_the_output_must_not_hold_the_input(
+    tmp_path: Path, input_path: str, output_path: str
+) -> None:
+    found = complaint(tmp_path, f"input.path='{input_path}'", f"output.path={output_path}")
+    assert "holds the input" in found
+    assert "give a folder of its own" in found
+
+
+@pytest.mark.parametrize(
+    ("input_path", "output_path"),
+    [
+        ("in/x.parquet", "in/out"),
+        ("in/*.parquet", "in/out"),
+        ("in/*/x.parquet", "in/out"),
+        ("in/**/x.parquet", "in/out"),
+        ("inner", "in"),
+        ("in", "inner"),
+    ],
+)
+def test_side_by_side_is_fine(tmp_path: Path, input_path: str, output_path: str) -> None:
+    spec = load(tmp_path, f"input.path='{input_path}'", f"output.path={output_path}")
+    assert spec.output.path == str(tmp_path / output_path)
+
+
+@pytest.mark.parametrize(
+    ("input_path", "output_path", "says"),
+    [
+        ("s3://lake/in/", "s3://lake/in/out", "is in the input's folder s3://lake/in"),
+        ("s3://lake/in/**", "s3://lake/in/out/", "is in the input's folder"),
+        ("s3://lake/out/x.parquet", "s3://lake/out/", "holds the input"),
+        ("s3://lake/out/deep/*.parquet", "s3://lake/out", "holds the input"),
+        ("x", "s3://lake", "the root; give a folder of its own"),
+        ("x", "gs://lake/", "the root; give a folder of its own"),
+        ("x", "s3://lake/a/../b", "a store has no folder named .."),
+    ],
+)
+def test_places_in_a_store_that_do_not_go_together(
+    tmp_path: Path, input_path: str, output_path: str, says: str
+) -> None:
+    found = complaint(tmp_path, f"input.path='{input_path}'", f"output.path={output_path}")
+    assert says in found
+
+
+def test_places_in_a_store_that_do(tmp_path: Path) -> None:
+    for output in ("s3://lake/out", "s3://other/in/out", "gs://lake/in"):
+        load(tmp_path, "input.path=s3://lake/in/", f"output.path={output}")
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "link").symlink_to("in")
+    assert "is in the input's folder" in complaint(
+        tmp_path, "input.path=in", "output.path=link/out"
+    )
+
+
+def test_a_folder_with_brackets_in_its_name_is_no_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "run[1]"
+    folder.mkdir()
+    assert "holds the input" in complaint(folder, "input.path='*.parquet'", "output.path=.")
+
+
+@pytest.mark.parametrize("root", ["/", "//", "/../.."])
+def test_a_root_is_no_output(tmp_path: Path, root: str) -> None:
+    assert "the root; give a folder of its own" in complaint(tmp_path, f"output.path={root}")
+    assert complaint(tmp_path, output=root).startswith("--output: output.path is /")
+
+
+def test_an_empty_output_is_not_the_current_folder(tmp_path: Path) -> None:
+    assert complaint(tmp_path, output="") == "--output is empty; name a folder"
+    assert 'output.path is ""; it must be a text' in complaint(tmp_path, "output.path=''")
+
+
+def test_an_output_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    assert complaint(tmp_path, output="a\udcff") == r"--output: a\udcff is not valid Unicode"
+
+
+# The model
+
+
+@pytest.mark.parametrize("name", ["./model", "model"])
+def test_a_local_folder_has_no_revision(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model").mkdir()
+    found = complaint(tmp_path, f"model.name={name}", "model.revision=main")
+    assert "model.revision: model.name is a local folder, which has no revisions" in found
+    assert load(tmp_path, "model.name=org/model", "model.revision=main").model.revision == "main"
+
+
+# The prompt
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["messages=[]"], "prompt.messages is empty"),
+        (["template=''"], "prompt.template is empty"),
+        (["template=' '"], "prompt.template is empty"),
+        (["chat_template=none", "system=x"], "prompt.system needs a chat template"),
+        (
+            ["chat_template=none", "messages=[{role: user, content: x}]"],
+            "prompt.messages needs a chat template",
+        ),
+        (
+            ["chat_template=none", "chat_template_kwargs={a: 1}"],
+            "prompt.chat_template_kwargs needs a chat template",
+        ),
+        (["token_ids_column=ids", "system=x"], "prompt.system cannot be combined"),
+        (["token_ids_column=ids", "parse_special_tokens=true"], "prompt.parse_special_tokens can"),
+        (["chat_template_kwargs={messages: 1}"], "chat_template_kwargs cannot hold messages"),
+        (["template={% include 'x' %}"], "prompt.template is not a valid Jinja2 template (line 1)"),
+    ],
+)
+def test_settings_of_the_prompt_that_do_not_go_together(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    found = complaint(tmp_path, *(f"prompt.{override}" for override in overrides))
+    assert message in found
+    assert found.startswith("--set prompt.")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"fine\n{% if %}", "is not a valid Jinja2 template (line 2)"),
+        (b"{{ ''.__class__ }}", "private attribute __class__"),
+        (b"\xff", "cannot be read: it is not UTF-8 text"),
+    ],
+)
+def test_a_chat_template_file_is_compiled(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "chat.jinja").write_bytes(content)
+    found = complaint(tmp_path, "prompt.chat_template=chat.jinja")
+    assert "prompt.chat_template: chat.jinja " in found
+    assert message in found
+
+
+# Names of output columns
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["output.rename={a: row_id}"], 'output.rename.a: "row_id" is the name of an output'),
+        (
+            ["output.rename={a: prompt}", "output.include=[prompt]"],
+            'output.rename.a: "prompt" is the name of an output',
+        ),
+        (
+            ["output.rename={a: b}", "input.keep_columns=[a, b]"],
+            'output.rename.a: "b" is a kept input column too',
+        ),
+        (
+            ["output.rename={a: id}", "input.keep_columns=[a]", "input.id_column=id"],
+            'output.rename.a: "id" is a kept input column too',
+        ),
+        (["output.rename={c: d}", "input.keep_columns=[a]"], "output.rename.c: the column is not"),
+        (["input.keep_columns=[status]"], "set output.rename: {status: input_status}"),
+    ],
+)
+def test_names_that_would_collide(tmp_path: Path, overrides: list[str], message: str) -> None:
+    assert message in complaint(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["output.rename={a: prompt}"],
+        ["output.rename={status: a}", "input.keep_columns=[status]"],
+        ["output.rename={a: b, b: a}", "input.keep_columns=[a, b]"],
+    ],
+)
+def test_names_that_do_not(tmp_path: Path, overrides: list[str]) -> None:
+    load(tmp_path, *overrides)
+
+
+def test_the_line_of_the_file_is_named(tmp_path: Path) -> None:
+    job = write_job(tmp_path, MINIMAL + "prompt:\n  chat_template: none\n  system: hi\n")
+    with pytest.raises(UsageError, match=r"job\.yaml, line 7: prompt\.system needs"):
+        load_job(job)

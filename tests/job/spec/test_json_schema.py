@@ -1,0 +1,90 @@
+"""The JSON Schema says what the loader says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
+from batchinfer.errors import UsageError
+from batchinfer.job.spec.json_schema import json_schema
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.yaml import parse_yaml
+from tests.job.job_files import EVERY_KEY, MINIMAL, SCORE, write_job
+
+
+def check(text: str) -> None:
+    Draft202012Validator(json_schema()).validate(parse_yaml(text, "job.yaml").data)
+
+
+def test_it_is_valid_json_schema() -> None:
+    schema = json_schema()
+    Draft202012Validator.check_schema(schema)
+    assert schema["$schema"] == Draft202012Validator.META_SCHEMA["$id"]
+    assert json.loads(json.dumps(schema)) == schema
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        EVERY_KEY,
+        MINIMAL,
+        MINIMAL.replace("max_tokens", "max_new_tokens"),
+        MINIMAL.replace("8}", "8, stop: END, num_return_sequences: 2}"),
+        MINIMAL.replace("prompts.parquet", "[a, b]"),
+        MINIMAL + "engine: {preset: h200}",
+        SCORE,
+        SCORE.replace("score: {completions_column: choices}\n", ""),
+    ],
+)
+def test_good_files_validate(text: str) -> None:
+    check(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MINIMAL + "zork: 1",
+        MINIMAL + "engine: {zork: 1}",
+        MINIMAL + "prompt: {zork: 1}",
+        MINIMAL + "engine: {block_size: '16'}",
+        MINIMAL + "version: 2",
+        MINIMAL.replace("8}", "8, zork: 1}"),
+        MINIMAL.replace("8}", "8, max_new_tokens: 8}"),
+        MINIMAL.replace("max_tokens: 8", ""),
+        MINIMAL.replace("{path: out}", "{}"),
+        MINIMAL.replace("sampling: {max_tokens: 8}\n", ""),
+        MINIMAL + "score: {completions_column: choices}",
+        SCORE + "sampling: {max_tokens: 8}",
+        SCORE.replace("choices", "1"),
+    ],
+)
+def test_bad_files_fail_here_as_in_the_loader(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValidationError):
+        check(text)
+    with pytest.raises(UsageError):
+        load_job(write_job(tmp_path, text))
+
+
+def test_keys_are_described() -> None:
+    records: dict[str, Any] = json_schema()["$defs"]
+    for record in (SamplingParams, PromptConfig, EngineConfig):
+        for field in dataclasses.fields(record):
+            assert field.name in records[record.__name__]["properties"]
+    assert records["EngineConfig"]["properties"]["block_size"]["description"] == (
+        "Tokens per KV block."
+    )
+    for name in ("ModelSpec", "InputSpec", "OutputSpec", "ErrorsSpec", "StatsSpec"):
+        for key, value in records[name]["properties"].items():
+            assert value.get("description"), f"{name}.{key}"
+
+
+def test_the_shipped_presets_are_offered() -> None:
+    preset = json_schema()["$defs"]["EngineConfig"]["properties"]["preset"]
+    assert "h200" in preset["examples"]

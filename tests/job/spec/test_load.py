@@ -1,0 +1,533 @@
+"""From a job file and options to a JobSpec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
+from batchinfer.errors import NotYetError, UsageError
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec, resolved
+from tests.job.job_files import EVERY_KEY, MINIMAL, write_job
+
+MOST_LINES = 12
+
+
+def load(folder: Path, text: str = MINIMAL, **options: Any) -> JobSpec:
+    return load_job(write_job(folder, text), **options)
+
+
+def complaint(folder: Path, text: str = MINIMAL, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(folder, text, **options)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= MOST_LINES
+    return message.replace(f"{folder}/", "")
+
+
+def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
+    spec = load(tmp_path)
+    assert spec.name == "job"
+    assert spec.model.name == "some/model"
+    assert spec.sampling == SamplingParams(max_tokens=8, seed=0)
+    assert spec.engine == EngineConfig()
+    assert spec.prompt == PromptConfig()
+
+
+def test_every_documented_key_is_known_and_at_its_default(tmp_path: Path) -> None:
+    spec = load(tmp_path, EVERY_KEY, variables={"ds": "2026-11-20"})
+    assert spec.name == "summarise-2026-11-20"
+    assert spec.input.paths == (str(tmp_path / "lake/prompts/dt=2026-11-20"),)
+    assert spec.output.path == str(tmp_path / "out/summaries/dt=2026-11-20")
+    short = "model: Qwen/Qwen3-0.6B\ninput: {path: x}\nsampling: {max_tokens: 256}\n"
+    defaults = load(tmp_path, short + "output: {path: y}\n")
+    for section in ("model", "prompt", "sampling", "engine", "errors", "stats"):
+        assert getattr(spec, section) == getattr(defaults, section), section
+    paths = {"path"}
+    assert spec.input.model_dump(exclude=paths) == defaults.input.model_dump(exclude=paths)
+    assert spec.output.model_dump(exclude=paths) == defaults.output.model_dump(exclude=paths)
+
+
+def test_values_arrive(tmp_path: Path) -> None:
+    text = """\
+model: {name: m/x, dtype: float32, max_model_len: 99}
+input: {path: [b.parquet, a.parquet], keep_columns: [id, text], id_column: id, limit: 5}
+prompt: {template: "{{ text }}", system: Be brief.}
+sampling:
+  max_tokens: 8
+  temperature: 0
+  top_p: 1e-5
+  stop: END
+  bad_words: [no, yes]
+  logit_bias: {50256: -100}
+engine: {kv_cache_memory: 2}
+output: {path: out, include: [token_ids], rename: {text: input_text}}
+errors: {max_error_rate: 0.5}
+"""
+    spec = load(tmp_path, text)
+    assert spec.input.paths == (str(tmp_path / "b.parquet"), str(tmp_path / "a.parquet"))
+    assert spec.input.keep_columns == ("id", "text")
+    assert spec.sampling.temperature == 0.0
+    assert spec.sampling.top_p == 1e-5
+    assert spec.sampling.stop == ("END",)
+    assert spec.sampling.bad_words == ("no", "yes")
+    assert spec.sampling.logit_bias == {50256: -100.0}
+    assert spec.output.rename == {"text": "input_text"}
+    assert spec.prompt.template == "{{ text }}"
+
+
+@pytest.mark.parametrize("size", ["4", "4.0", "'4'", "4GiB", "4096MiB"])
+def test_a_bare_number_is_gibibytes(tmp_path: Path, size: str) -> None:
+    assert load(tmp_path, MINIMAL + f"engine: {{swap_space: {size}}}").engine.swap_bytes == 2**32
+
+
+@pytest.mark.parametrize(
+    ("engine", "names"),
+    [
+        ("{preemption: swap, enable_prefix_caching: false}", "enable_prefix_caching: true"),
+        ("{preemption: swap, swap_space: 0}", "set swap_space"),
+    ],
+)
+def test_swapping_needs_a_place_and_a_way_back(tmp_path: Path, engine: str, names: str) -> None:
+    assert names in complaint(tmp_path, MINIMAL + f"engine: {engine}")
+
+
+def test_a_job_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    path = Path(f"{tmp_path}/job\udcff.yaml")
+    path.write_text(MINIMAL)
+    assert load_job(path).name == "job\N{REPLACEMENT CHARACTER}"
+
+
+def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
+    spec = load(tmp_path, MINIMAL, overrides=["sampling.logit_bias={5: 1}"])
+    assert JobSpec.model_validate(resolved(spec)) == spec
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("zork: 1", "unknown key zork; known here: version, name, task"),
+        ("max_tokens: 3", "unknown key max_tokens; did you mean sampling.max_tokens?"),
+        ("engin: {}", "unknown key engin; did you mean engine?"),
+        ("engine: {blok_size: 16}", "unknown key engine.blok_size; did you mean block_size?"),
+        ("prompt: {templat: x}", "unknown key prompt.templat; did you mean template?"),
+        ("errors: {max_rate: 1}", "unknown key errors.max_rate; did you mean max_error_rate?"),
+        ("version: 2", "version is 2; this batchinfer knows version 1"),
+        ("version: 0", "version is 0; this batchinfer knows version 1"),
+        ("version: true", "version is true; it must be a whole number"),
+        ("name: 3", "name is 3; it must be a text"),
+        ("engine: 3", "engine is 3; it must be keys and values"),
+        ("stats: [1]", "stats is [1]; it must be keys and values"),
+        ("engine: {block_size: '16'}", 'engine.block_size is "16"; it must be a whole number'),
+        ("engine: {block_size: 0}", "engine.block_size is 0; it must be 1 to 1024"),
+        ("engine: {block_size: 1.5}", "engine.block_size is 1.5; it must be a whole number"),
+        ("engine: {order: up}", "engine.order is \"up\"; it must be 'prefix' or 'input'"),
+        ("engine: {device: no}", 'engine.device is "no"; it must be'),
+        ("engine: {kv_cache_memory: true}", "engine.kv_cache_memory is true; it must be a text or"),
+        ("engine: {kv_cache_memory: much}", 'engine.kv_cache_memory: "much" is not a size'),
+        ("engine: {preset: h300}", "shipped: a100-80g, cpu"),
+        ("engine: {preset: 3}", "engine.preset must be a shipped name or a file"),
+        ("prompt: {column: a, template: b}", "prompt: give one source of the prompt"),
+        ("prompt: {messages: [{role: user}]}", "prompt.messages: each needs a role and a content"),
+        ("prompt: {messages: hi}", 'prompt.messages is "hi"; it must be a list'),
+        ("prompt: {template: '{{ a'}", "prompt.template is not a valid Jinja2 template (line 1)"),
+        ("prompt: {system: '{% if %}'}", "prompt.system is not a valid Jinja2 template (line 1)"),
+        ("prompt: {chat_template: no.jinja}", "prompt.chat_template: there is no file"),
+        ("errors: {max_error_rate: 2}", "errors.max_error_rate is 2; it must be 1.0 or less"),
+        ("vars: [x]", "vars must be names with texts"),
+        ("vars: {day: 07}", "vars.day must be a text; write it in quotes"),
+        ("vars: {ds: null}", "vars.ds must be given: --var ds=VALUE"),
+        ("name: '{{ ds }}'", "name: {{ ds }} is not a variable; vars has: none"),
+    ],
+)
+def test_a_mistake_names_file_line_key_value_and_remedy(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    found = complaint(tmp_path, MINIMAL + line)
+    assert found.startswith("job.yaml, line 5: ")
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("temprature: 1", "unknown key sampling.temprature; did you mean temperature?"),
+        ("top_p: 2.0", "sampling.top_p is 2.0; it must be over 0 and at most 1"),
+        ("top_p: '1'", 'sampling.top_p is "1"; it must be a number'),
+        ("n: true", "sampling.n is true; it must be a whole number"),
+        ("ignore_eos: no", 'sampling.ignore_eos is "no"; it must be true or false'),
+        ("stop: [1]", "sampling.stop[0] is 1; it must be a text"),
+        ("logit_bias: {a: 1}", 'sampling.logit_bias has the key "a"; its keys are token ids'),
+        ('logit_bias: {"5": 100, "05": -100}', 'sampling.logit_bias has the key "05"'),
+        ("logit_bias: {5: 100, +5: -100}", 'sampling.logit_bias has the key "+5"'),
+        ("logit_bias: {5: x}", 'sampling.logit_bias.5 is "x"; it must be a number'),
+        ("min_tokens: 9", "sampling.min_tokens is 9; it must be 0 to max_tokens"),
+        ("max_new_tokens: 3", "sampling.max_new_tokens means max_tokens, which is given too"),
+    ],
+)
+def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
+    text = MINIMAL.replace("{max_tokens: 8}", f"\n  max_tokens: 8\n  {keys}")
+    found = complaint(tmp_path, text)
+    assert found.startswith("job.yaml, line 5: ")
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "message"),
+    [
+        ("model: some/model\n", "", "job.yaml: model is required"),
+        ("{path: out}", "{}", "job.yaml, line 4: output.path is required"),
+        ("{max_tokens: 8}", "{}", "job.yaml, line 3: sampling.max_tokens is required"),
+        ("{max_tokens: 8}", "{max_token: 8}", "unknown key sampling.max_token; did you mean"),
+        ("prompts.parquet", "3", "input.path is 3; it must be a text or a list of texts"),
+        ("prompts.parquet", "[a, 3]", 'input.path is ["a", 3]; it must be a text or a list'),
+        ("prompts.parquet", "[]", "input.path is an empty list"),
+        ("8}", "8, logprobs: 2}", "add to the output section: include: [logprobs]"),
+        ("8}", "8, prompt_logprobs: 2}", "to the output section: include: [prompt_logprobs]"),
+        ("8}", "8, seed: null}", "line 3: sampling.seed is null; a job has a seed"),
+        ("8}", "8, stop_token_ids: [-1]}", "sampling.stop_token_ids is [-1]; it must be 0 or"),
+        ("8}", "8, stop: ['']}", 'sampling.stop is [""]; it must be texts'),
+        (
+            "8}",
+            "8, beam_width: 2, n: 3}",
+            "sampling.n is 3; it must be at most beam_width, which is 2",
+        ),
+        ("8}", "8, length_penalty: 2}", "sampling.length_penalty is 2.0; it must be left out, or"),
+        (
+            "8}",
+            "8, beam_width: 4}\nengine: {max_num_seqs: 3}",
+            "sampling.beam_width is more than engine.max_num_seqs",
+        ),
+        ("prompts.parquet", "http://x/y", "input.path: http:// is not a place"),
+        ("prompts.parquet", '"a\\0b"', "input.path must be a path"),
+        ("prompts.parquet", "x, keep_columns: a", "input.keep_columns is \"a\"; it must be '*' or"),
+        ("prompts.parquet", "out", "output.path is in the input's folder"),
+        ("prompts.parquet", ".", "output.path is in the input's folder"),
+        ("{path: out}", "{path: o, rows_per_part: 0}", "output.rows_per_part is 0; it must be 1"),
+        ("{path: out}", "{path: o, include: [prompts]}", 'output.include[0] is "prompts"'),
+        ("{path: out}", "{path: o, include: [prompt, prompt]}", "output.include names something"),
+        ("{path: out}", "{path: o, include: [logprobs]}", "output.include names logprobs, but"),
+        (
+            "{path: out}",
+            "{path: o, include: [prompt_logprobs]}",
+            "output.include names prompt_logprobs, but sampling.prompt_logprobs is not set",
+        ),
+        ("{path: out}", "{path: o, rename: {a: c, b: c}}", "output.rename gives two columns"),
+    ],
+)
+def test_a_mistake_in_a_required_section(
+    tmp_path: Path, was: str, becomes: str, message: str
+) -> None:
+    assert message in complaint(tmp_path, MINIMAL.replace(was, becomes))
+
+
+def test_all_mistakes_are_told_at_once_but_not_endlessly(tmp_path: Path) -> None:
+    found = complaint(tmp_path, MINIMAL + "".join(f"key{i}: 1\n" for i in range(30)))
+    assert found.count("unknown key") == 8
+    assert found.endswith("and 22 more")
+
+
+def test_hostile_keys_and_values_are_shown_escaped(tmp_path: Path) -> None:
+    found = complaint(tmp_path, MINIMAL + '"\\e[31m\\u202e": 1\nname: ["\\a"]')
+    assert found.isprintable() or found.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("text", ["", "just text", "- a\n- b", "3"])
+def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
+    assert complaint(tmp_path, text) == (
+        "job.yaml: a job file is keys and values; `batchinfer schema` lists them"
+    )
+
+
+def test_a_filter_that_is_no_condition_is_found_without_data(tmp_path: Path) -> None:
+    text = MINIMAL.replace("prompts.parquet}", "prompts.parquet, filter: lenght(lang) > 1}")
+    assert complaint(tmp_path, text) == (
+        "job.yaml, line 2: input.filter: lenght() is no function of one row; did you mean length?"
+    )
+
+
+# Not yet
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (
+            MINIMAL.replace("8}", "8, beam_width: 2}") + "accept: {k: 1}",
+            "accept with sampling.beam",
+        ),
+        (MINIMAL + "engine: {deterministic: true, device: cuda}", "engine.deterministic"),
+        (MINIMAL.replace("some/model", "{name: m, quantization: fp8}"), "model.quantization"),
+        (MINIMAL.replace("some/model", "{name: m, trust_remote_code: true}"), "trust_remote_code"),
+        (MINIMAL.replace("out}", "hf://b/x}"), "output.path: hf://"),
+        (MINIMAL.replace("8}", "8, beam_width: 4, stop: [a]}"), "sampling.stop with beam_width"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(tmp_path: Path, text: str, names: str) -> None:
+    with pytest.raises(NotYetError) as caught:
+        load(tmp_path, text)
+    assert str(caught.value).startswith("not yet: ")
+    assert names in str(caught.value)
+    assert "job.yaml, line" in str(caught.value)
+
+
+def test_a_hostile_value_that_is_not_built_is_shown_escaped(tmp_path: Path) -> None:
+    text = MINIMAL.replace("some/model", '{name: m, quantization: "\\u202e\\n' + "x" * 500 + '"}')
+    with pytest.raises(NotYetError) as caught:
+        load(tmp_path, text)
+    assert "model.quantization: \\u202e\\nxxx" in str(caught.value)
+    assert str(caught.value).replace("\n", "").isprintable()
+    assert len(str(caught.value)) < 400
+
+
+def test_input_in_a_store_is_kept_as_written(tmp_path: Path) -> None:
+    text = MINIMAL.replace("prompts.parquet", "[s3://lake/a//b/*.parquet, gs://b/, x]")
+    spec = load(tmp_path, text)
+    assert spec.input.paths == ("s3://lake/a//b/*.parquet", "gs://b/", str(tmp_path / "x"))
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"input\.path holds credentials") as caught:
+        load(tmp_path, MINIMAL.replace("prompts.parquet", "s3://key:secret@lake/x"))
+    assert "secret" not in str(caught.value)
+
+
+def test_output_in_a_store_is_kept_as_written(tmp_path: Path) -> None:
+    assert load(tmp_path, output="s3://lake/out/").output.path == "s3://lake/out/"
+    with pytest.raises(NotYetError, match=r"output.path: hf:// .--output"):
+        load(tmp_path, output="hf://bucket/out")
+
+
+# Options
+
+
+def test_set_changes_adds_and_reads_yaml(tmp_path: Path) -> None:
+    spec = load(
+        tmp_path,
+        overrides=[
+            "model.dtype=float32",
+            "sampling.max_new_tokens=99",
+            "sampling.stop=[a, b]",
+            "engine.num_kv_blocks=7",
+            "errors={max_error_rate: 1e-1}",
+        ],
+    )
+    assert (spec.model.name, spec.model.dtype) == ("some/model", "float32")
+    assert spec.sampling.max_tokens == 99
+    assert spec.sampling.stop == ("a", "b")
+    assert spec.engine.num_kv_blocks == 7
+    assert spec.errors.max_error_rate == 0.1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ x }}",
+        "{% if x %}y{% endif %}",
+        "a: b",
+        "# x",
+        "x # y",
+        "- a",
+        "*",
+        "&a",
+        "!x",
+        "a: [",
+        "%",
+    ],
+)
+def test_a_set_without_quotes_or_brackets_is_taken_whole(tmp_path: Path, text: str) -> None:
+    assert load(tmp_path, overrides=[f"prompt.template={text}"]).prompt.template == text
+
+
+def test_a_set_in_quotes_is_a_text(tmp_path: Path) -> None:
+    spec = load(tmp_path, overrides=['prompt.template="[INST]\\n# 3"', "sampling.stop=['3']"])
+    assert (spec.prompt.template, spec.sampling.stop) == ("[INST]\n# 3", ("3",))
+
+
+def test_the_last_set_wins(tmp_path: Path) -> None:
+    overrides = ["model=other/model", "sampling.n=2", "sampling.n=3"]
+    spec = load(tmp_path, overrides=overrides)
+    assert (spec.model.name, spec.sampling.n) == ("other/model", 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.top_p=2.0", "--set sampling.top_p=2.0: sampling.top_p is 2.0; it must be"),
+        ("sampling.n='2'", "--set sampling.n='2': sampling.n is \"2\"; it must be a whole number"),
+        ("sampling.tpo_p=1", "--set sampling.tpo_p=1: unknown key sampling.tpo_p; did you mean"),
+        ("sampling", "has no =; write --set sampling=VALUE"),
+        ("=3", "has no key before the =; write --set section.key=VALUE"),
+        ("a..b=3", "has no key before the =; write --set section.key=VALUE"),
+        ("sampling.stop=[", "--set sampling.stop=[, line 1: not valid YAML"),
+        ("prompt.template=[INST] {{ x }}", "needs quotes of its own"),
+        ("sampling.stop=", "--set sampling.stop=: the value is empty; write '', [] or null"),
+        ("samplng.n=1", "--set samplng.n=1: unknown key samplng; did you mean sampling?"),
+        ("sampling.seed=" + "9" * 30, "is too large a number"),
+        ("version.a=1", "--set version.a=1: version has no keys to set"),
+        ("name=\udcff", "not valid"),
+    ],
+)
+def test_a_mistaken_set_is_named_as_such(tmp_path: Path, override: str, message: str) -> None:
+    assert message in complaint(tmp_path, "version: 1\n" + MINIMAL, overrides=[override])
+
+
+def test_limit_and_output_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").mkdir()
+    spec = load(tmp_path / "jobs", output="elsewhere", limit=3)
+    assert spec.output.path == str(tmp_path / "elsewhere")
+    assert spec.input.limit == 3
+
+
+def test_variables_fill_name_and_paths_only(tmp_path: Path) -> None:
+    text = """\
+name: "{{ ds }}-{{ kind }}"
+vars: {ds: null, kind: daily}
+model: models/{{ kind }}
+input: {path: ["in/{{ ds }}.parquet", more.parquet]}
+prompt: {template: "{{ ds }}"}
+sampling: {max_tokens: 8, stop: "{{ ds }}"}
+output: {path: "out/{{ ds }}"}
+"""
+    spec = load(tmp_path, text, variables={"ds": "x"})
+    assert spec.name == "x-daily"
+    assert spec.model.name == "models/daily"
+    assert spec.input.paths == (str(tmp_path / "in/x.parquet"), str(tmp_path / "more.parquet"))
+    assert spec.output.path == str(tmp_path / "out/x")
+    assert spec.prompt.template == "{{ ds }}"
+    assert spec.sampling.stop == ("{{ ds }}",)
+
+
+def test_an_unknown_variable_is_refused(tmp_path: Path) -> None:
+    found = complaint(tmp_path, MINIMAL + "vars: {ds: x}", variables={"dt": "1"})
+    assert found == "--var dt: the job has no such var; vars: ds"
+
+
+# Presets
+
+
+def test_keys_beside_a_preset_win(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("max_num_seqs: 7\nblock_size: 32\n")
+    text = MINIMAL + "engine: {preset: mine.yaml, block_size: 8}"
+    spec = load(tmp_path, text, overrides=["engine.order=input"])
+    assert spec.engine == EngineConfig(max_num_seqs=7, block_size=8, order="input")
+
+
+def test_a_shipped_preset_by_name(tmp_path: Path) -> None:
+    spec = load(tmp_path, MINIMAL + "engine: {preset: cpu}")
+    assert spec.engine.device == "cpu"
+    assert spec.engine.max_num_seqs == 256
+
+
+def test_a_mistake_in_a_preset_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("max_num_seqs: 7\nblock_size: 0\n")
+    found = complaint(tmp_path, MINIMAL + "engine: {preset: mine.yaml}")
+    assert found.startswith("engine preset mine.yaml, line 2: engine.block_size is 0")
+
+
+def test_a_preset_does_not_name_another(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("preset: cpu\n")
+    found = complaint(tmp_path, MINIMAL + "engine: {preset: mine.yaml}")
+    assert "unknown key engine.preset" in found
+
+
+# Paths
+
+
+def test_paths_are_relative_to_the_job_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jobs" / "model").mkdir(parents=True)
+    (tmp_path / "jobs" / "chat.jinja").write_text("{{ messages }}")
+    text = MINIMAL.replace("some/model", "model").replace(
+        "prompts.parquet", "'../in/[ab]*.parquet'"
+    )
+    write_job(tmp_path / "jobs", text + "prompt: {chat_template: chat.jinja}")
+    monkeypatch.chdir(tmp_path)
+    spec = load_job(Path("jobs/job.yaml"))
+    assert spec.model.name == str(tmp_path / "jobs/model")
+    assert spec.input.paths == (str(tmp_path / "in/[ab]*.parquet"),)
+    assert spec.output.path == str(tmp_path / "jobs/out")
+    assert spec.prompt.chat_template == str(tmp_path / "jobs/chat.jinja")
+
+
+@pytest.mark.parametrize("name", ["./missing", "/abs/model", "../model"])
+def test_a_model_written_as_a_path_is_one(tmp_path: Path, name: str) -> None:
+    spec = load(tmp_path, MINIMAL.replace("some/model", name))
+    assert Path(spec.model.name).is_absolute()
+
+
+def test_the_folder_of_a_job_is_no_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "run[1]"
+    folder.mkdir()
+    literal = load(folder)
+    assert literal.input.paths == (str(folder / "prompts.parquet"),)
+    pattern = load(folder, MINIMAL.replace("prompts.parquet", "'*.parquet'"))
+    assert pattern.input.paths == (str(tmp_path / "run[[]1]" / "*.parquet"),)
+
+
+def test_home_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    spec = load(tmp_path, MINIMAL.replace("prompts", "~/prompts"))
+    assert spec.input.paths == ("/home/someone/prompts.parquet",)
+
+
+# Anything at all
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+keys_of_the_file = st.sampled_from(
+    [line.split(":")[0].strip() for line in EVERY_KEY.splitlines() if ":" in line]
+)
+
+
+def as_flow(value: object) -> str:
+    """YAML flow text of ``value``; texts are quoted only half of the time."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{as_flow(k)}: {as_flow(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(as_flow(item) for item in value) + "]"
+    if isinstance(value, str) and len(value) % 2:
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value)
+
+
+fuzzed_lines = st.builds(
+    lambda key, value: f"{key}: {as_flow(value)}", keys_of_the_file, json_values
+)
+cut_files = st.builds(
+    lambda start, end, middle: EVERY_KEY[:start] + middle + EVERY_KEY[end:],
+    st.integers(0, len(EVERY_KEY)),
+    st.integers(0, len(EVERY_KEY)),
+    st.text(max_size=5),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fuzzed_lines.map(lambda line: MINIMAL + line) | cut_files | st.text(max_size=30))
+@example(MINIMAL + "prompt: {template: '" + "(" * 10_000 + "'}")
+@example(MINIMAL + "prompt: {template: '{{ " + "(" * 2_000 + "'}")
+@example(MINIMAL + "name: '" + "{{" * 10_000 + "'")
+@example("x" * 1_000_000)
+@example("a:\n" * 20_000)
+def test_any_file_is_a_job_or_a_short_usage_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        load_job(path, variables={"ds": "x"} if "ds" in text else {})
+    except UsageError as error:
+        lines = str(error).splitlines()
+        assert 1 <= len(lines) <= MOST_LINES
+        assert all(line.isprintable() for line in lines)
