@@ -104,7 +104,7 @@ def run(
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"):
-        from batchinfer.job.run import run_job
+        from batchinfer.job.run.run import run_job
         from batchinfer.report.at_end import report_at_end
 
         code = run_job(
@@ -152,7 +152,7 @@ def run_batch(
 ) -> None:
     """Answer an OpenAI batch file; run it again to go on where it stopped."""
     from batchinfer.crash_log import crash_directory
-    from batchinfer.job.openai.batch_options import BatchOptions, json_object, state_directory
+    from batchinfer.job.run.batch_options import BatchOptions, json_object, state_directory
 
     options = BatchOptions(
         input_file,
@@ -185,7 +185,7 @@ def run_batch(
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(state_directory(output_file) / "_batchinfer"):
-        from batchinfer.job.openai.run_batch import run_batch
+        from batchinfer.job.run.run_batch import run_batch
 
         code = run_batch(options, overwrite=overwrite, quiet=quiet)
     raise typer.Exit(int(code))
@@ -217,8 +217,8 @@ def plan(
 ) -> None:
     """Say what a job will need: reads data, tokenizer and model config, no weights, no GPU."""
     spec = _read_job(job, overrides, variables, output, limit)
-    from batchinfer.job.plan import plan_job
-    from batchinfer.job.plan_outcome import plan_facts
+    from batchinfer.job.plan.estimate import plan_facts
+    from batchinfer.job.plan.plan import plan_job
     from batchinfer.job.screen import shown
 
     planned = plan_job(spec, device=device, expect_output_tokens=expect_output_tokens)
@@ -231,9 +231,9 @@ def status(out: Folder, as_json: AsJson = False) -> None:
     import time
 
     from batchinfer.job.messages import printable
-    from batchinfer.job.output_place import output_at
+    from batchinfer.job.output.open import output_at
     from batchinfer.job.screen import shown
-    from batchinfer.job.status import read_status
+    from batchinfer.job.stats.status import read_status
 
     found = read_status(output_at(out), time.time())
     say(to_json(found.data()) if as_json else shown(f"status of {printable(out)}", found.facts()))
@@ -243,9 +243,9 @@ def status(out: Folder, as_json: AsJson = False) -> None:
 def verify(out: Folder, as_json: AsJson = False) -> None:
     """Check the files of an output directory: checksums, rows, columns, fingerprint."""
     from batchinfer.job.messages import printable
-    from batchinfer.job.output_place import output_at
+    from batchinfer.job.output.open import output_at
+    from batchinfer.job.output.verify import verify as check
     from batchinfer.job.screen import shown
-    from batchinfer.job.verify import verify as check
 
     found = check(output_at(out))
     say(
@@ -271,7 +271,7 @@ def report(
     import time
 
     from batchinfer.job.messages import printable
-    from batchinfer.job.output_place import output_at
+    from batchinfer.job.output.open import output_at
     from batchinfer.report.write import write_report
 
     path = write_report(output_at(out), time.time(), price_per_hour=price_per_hour, to=output)
@@ -307,7 +307,7 @@ def init(
     ] = False,
 ) -> None:
     """Write a commented job file for a dataset, that runs as it is."""
-    from batchinfer.job.starter import Starter, write_starter
+    from batchinfer.job.init.job_file import Starter, write_starter
 
     asked = Starter(data, model, output, job, prompt_column, id_column, force)
     say("\n".join(write_starter(asked)))

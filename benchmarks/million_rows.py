@@ -49,11 +49,11 @@ from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
-from batchinfer.job import sink
-from batchinfer.job.recorder import Recorder
-from batchinfer.job.run import run_job
-from batchinfer.job.segments import Segments
+from batchinfer.job.output import part_writer
+from batchinfer.job.output.segments import Segments
+from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.recorder import Recorder
 from batchinfer.text.tokenizer import Tokenizer
 
 PROMPT = "Row {row:07d} has a question of some sixty letters, and wants it"
@@ -152,7 +152,7 @@ class Stopwatch:
 def run_here(folder: Path) -> None:
     """Run the job in this process; what it took goes to ``folder/run.json``."""
     commits = Stopwatch()
-    for owner, name in ((sink, "commit"), (Segments, "add"), (Recorder, "checkpoint")):
+    for owner, name in ((part_writer, "commit"), (Segments, "add"), (Recorder, "checkpoint")):
         commits.time(owner, name)
     began = time.perf_counter()
     first_step: list[float] = []

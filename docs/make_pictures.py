@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from batchinfer.job.output_place import output_at
+from batchinfer.job.output.open import output_at
 from batchinfer.report import charts
 from batchinfer.report.from_output import from_output
 

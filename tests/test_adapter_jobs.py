@@ -17,8 +17,8 @@ from batchinfer import LLM, SamplingParams
 from batchinfer.cli import main
 from batchinfer.config import SCORING
 from batchinfer.errors import ExitCode, LockedError
-from batchinfer.job.plan import plan_job
-from batchinfer.job.run import run_job
+from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.lora import make_adapter
 from tests.models import make_text_model, tiny_model

@@ -25,7 +25,7 @@ from batchinfer.errors import (
     ModelError,
     StorageError,
 )
-from batchinfer.job.run import run_job
+from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.lean import UNUSED
 from batchinfer.report.at_end import report_at_end
@@ -65,9 +65,9 @@ def fake_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., ExitCod
     """Put a function in the place of ``run_job``."""
 
     def install(function: Callable[..., ExitCode]) -> None:
-        module = ModuleType("batchinfer.job.run")
+        module = ModuleType("batchinfer.job.run.run")
         module.run_job = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "batchinfer.job.run", module)
+        monkeypatch.setitem(sys.modules, "batchinfer.job.run.run", module)
 
     return install
 

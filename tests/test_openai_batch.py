@@ -17,9 +17,9 @@ from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.openai.batch_options import BatchOptions, state_directory
-from batchinfer.job.openai.run_batch import run_batch
-from batchinfer.job.run import run_job
+from batchinfer.job.run.batch_options import BatchOptions, state_directory
+from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_batch import run_batch
 from batchinfer.job.spec.spec import JobSpec
 from tests.models import make_text_model
 
@@ -208,8 +208,8 @@ def test_the_same_rows_are_in_parquet(done: Path) -> None:
 
 
 def test_files_that_are_gone_or_damaged_are_written_again(done: Path, model: Path) -> None:
-    from batchinfer.job.output import OutputDir
-    from batchinfer.job.verify import verify
+    from batchinfer.job.output.directory import OutputDir
+    from batchinfer.job.output.verify import verify
 
     spec, errors = job(done.parent, model), done / "openai" / "errors.jsonl"
     os.utime(done.parent / "batch.jsonl", ns=_times_of(done))

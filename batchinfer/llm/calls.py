@@ -11,7 +11,7 @@ from batchinfer.build import Built
 from batchinfer.engine.metrics import Measured
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.progress import Meter
-from batchinfer.job.recorder import KV_FACTS
+from batchinfer.job.stats.recorder import KV_FACTS
 from batchinfer.llm.stats_table import Stats
 from batchinfer.report.findings import Findings
 from batchinfer.report.from_calls import CallLog

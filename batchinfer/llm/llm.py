@@ -19,8 +19,8 @@ from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.garbage import long_lived_left_alone
 from batchinfer.job.progress import Meter
-from batchinfer.job.row_params import RowSampling
-from batchinfer.job.rows import RequestMaker
+from batchinfer.job.rows.generate import RequestMaker
+from batchinfer.job.rows.sampling_params import RowSampling
 from batchinfer.llm.arguments import ModelArguments, engine_config, refuse_others
 from batchinfer.llm.calls import Calls
 from batchinfer.llm.one_call import OneCall

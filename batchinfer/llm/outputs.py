@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
-from batchinfer.job.rows import prompt_tokens, sample_text
+from batchinfer.job.rows.generate import prompt_tokens, sample_text
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from batchinfer.errors import UsageError
 from batchinfer.job.messages import printable
-from batchinfer.job.output import OutputDir
+from batchinfer.job.output.directory import OutputDir
 from batchinfer.report.write import check_installed
 
 _TIMEOUT_S = 300.0

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.job.output import OutputDir
-from batchinfer.job.part_record import PartRecord
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import output_columns
 from batchinfer.report.findings import Example, Failure

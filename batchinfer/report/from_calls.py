@@ -10,7 +10,7 @@ import numpy as np
 
 from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
-from batchinfer.job.recorder import package_versions
+from batchinfer.job.stats.recorder import package_versions
 from batchinfer.report.findings import Findings
 from batchinfer.report.lengths import COLUMNS as REQUEST_COLUMNS
 from batchinfer.report.lengths import Float, Lengths

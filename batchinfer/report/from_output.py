@@ -8,13 +8,13 @@ from datetime import datetime
 from typing import Any
 
 from batchinfer.errors import DataError
-from batchinfer.job.existing import plan_of
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.output import OutputDir
-from batchinfer.job.part_record import PartRecord
-from batchinfer.job.recorder import Run, package_versions, runs_of
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import Part
-from batchinfer.job.status import Status, read_status
+from batchinfer.job.stats.recorder import Run, package_versions, runs_of
+from batchinfer.job.stats.status import Status, read_status
 from batchinfer.report.clean import without_secrets
 from batchinfer.report.examples import find_examples, find_failures
 from batchinfer.report.findings import Findings, RunFacts

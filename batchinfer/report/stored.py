@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.job.output import OutputDir
-from batchinfer.job.recorder import Run
-from batchinfer.job.segments import REQUEST_COLUMN
-from batchinfer.job.stats import STEPS_SCHEMA
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.segments import REQUEST_COLUMN
+from batchinfer.job.output.stats_tables import STEPS_SCHEMA
+from batchinfer.job.stats.recorder import Run
 from batchinfer.report.lengths import COLUMNS as REQUEST_COLUMNS
 from batchinfer.report.lengths import Float, Lengths
 from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS

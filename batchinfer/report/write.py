@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 
 from batchinfer.errors import UsageError
-from batchinfer.job.output import OutputDir
+from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.report.from_output import from_output
 

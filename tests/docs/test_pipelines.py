@@ -14,7 +14,7 @@ import pytest
 from batchinfer.errors import ExitCode
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.yaml import parse_yaml
-from batchinfer.job.status import Status
+from batchinfer.job.stats.status import Status
 from tests.docs.pages import ROOT, Block, blocks
 
 PAGE = ROOT / "docs" / "pipelines.md"

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.stats import REQUESTS_SCHEMA, STEPS_SCHEMA
+from batchinfer.job.output.stats_tables import REQUESTS_SCHEMA, STEPS_SCHEMA
 from tests.docs.pages import ROOT
 
 OUTPUT = (ROOT / "docs" / "output.md").read_text()

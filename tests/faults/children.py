@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.errors import JobError
-from batchinfer.job import sink
-from batchinfer.job.rows import FinishedRow
-from batchinfer.job.run import run_job
-from batchinfer.job.sink import Sink
+from batchinfer.job.output import part_writer
+from batchinfer.job.output.part_writer import Sink
+from batchinfer.job.rows.generate import FinishedRow
+from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
 from batchinfer.job.storage.filesystem import LocalFiles
@@ -110,7 +110,7 @@ def start(
             os.dup2(file.fileno(), 2)
         os.environ[VARIABLE] = failpoint
         LocalFiles.flush_every_s = StoreFiles.flush_every_s = pace.every_s
-        sink.FLUSH_ROWS = pace.rows
+        part_writer.FLUSH_ROWS = pace.rows
         _tell_finished(folder / "finished")
         around()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer import cli
-from batchinfer.job import run
+from batchinfer.job.run import run
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild
 

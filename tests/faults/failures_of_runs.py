@@ -16,7 +16,7 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from batchinfer import build
-from batchinfer.job import run
+from batchinfer.job.run import run
 from batchinfer.job.storage import local_lock
 from batchinfer.job.storage.filesystem import LocalFiles
 from tests.faults.failures import JOB, Failure, Place

@@ -13,16 +13,15 @@ from random import Random
 import pyarrow as pa
 
 from batchinfer.engine.request import RequestStats
-from batchinfer.job.existing import look, prepare
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.parquet import ParquetFormat
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.output import OutputDir
-from batchinfer.job.recovery import recover
-from batchinfer.job.retry import reopen
-from batchinfer.job.rows import FinishedRow
-from batchinfer.job.sink import Sink
-from batchinfer.job.table import ERROR, OutputTable
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.part_writer import Sink
+from batchinfer.job.output.resume import look, prepare, recover
+from batchinfer.job.output.retry import reopen
+from batchinfer.job.output.schema import ERROR, OutputTable
+from batchinfer.job.rows.generate import FinishedRow
 from tests.faults.lossy_files import LossyFiles
 from tests.faults.violation import ViolationError
 

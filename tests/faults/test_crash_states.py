@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from batchinfer.job import commit
+from batchinfer.job.output import commit
 from batchinfer.job.storage.filesystem import Files
 from tests.faults.lossy_files import LossyFiles, NeverSynced
 from tests.faults.protocol import PLAN, Job

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchinfer.config import SamplingParams
 from batchinfer.errors import DeviceError, ExitCode
-from batchinfer.job.run import run_job
+from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.kernels.cpu import gemm, native
 from batchinfer.kernels.cpu import sampling as native_sampling

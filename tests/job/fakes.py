@@ -13,9 +13,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from batchinfer.engine.engine import Engine
-from batchinfer.job.existing import look, prepare, start_over
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.output import OutputDir
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.resume import look, prepare, start_over
 from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.grammar import GrammarCompiler

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.errors import ModelError
-from batchinfer.job.model_facts import model_facts
+from batchinfer.job.fingerprint import model_facts
 from batchinfer.job.spec.spec import ModelSpec
 
 HEADER = b'{"w":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}'

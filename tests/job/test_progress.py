@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from batchinfer.engine.stats import StepStats
-from batchinfer.job.ending import too_many_errors
 from batchinfer.job.progress import Lines, make_progress, say
+from batchinfer.job.run.reporter import too_many_errors
 
 HALF_FULL = cast(
     StepStats, SimpleNamespace(kv_blocks_used=50, kv_blocks_total=100, kv_blocks_shared=20)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.output import OutputDir
-from batchinfer.job.run import run_job
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.verify import verify
+from batchinfer.job.run.run import run_job
 from batchinfer.job.screen import Fact, plain, shown
-from batchinfer.job.verify import verify
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 

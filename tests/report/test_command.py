@@ -15,8 +15,8 @@ import pytest
 
 from batchinfer import cli, program
 from batchinfer.errors import ExitCode
-from batchinfer.job.output import OutputDir
-from batchinfer.job.run import run_job
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.run.run import run_job
 from batchinfer.report import at_end, write
 from batchinfer.report.at_end import report_at_end
 from tests.job.datasets import strings, write_parquet

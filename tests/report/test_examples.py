@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.job.output import OutputDir
-from batchinfer.job.run import run_job
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.run.run import run_job
 from batchinfer.report.examples import MOST_CHARACTERS
 from batchinfer.report.from_output import from_output
 from docs.make_pictures import main as make_pictures

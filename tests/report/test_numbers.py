@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.errors import ExitCode
-from batchinfer.job import making, sink
-from batchinfer.job.output import OutputDir
-from batchinfer.job.run import run_job
+from batchinfer.job.output import part_writer
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
 from batchinfer.report.findings import Findings
 from batchinfer.report.from_output import from_output
 from batchinfer.report.lengths import COLUMNS as REQUEST_COLUMNS
@@ -28,7 +29,7 @@ from batchinfer.report.timeline import FLOWS, POINTS, Timeline
 from batchinfer.report.words import sharing_caption
 from tests.job.datasets import write_parquet
 from tests.job.fakes import AtOnce, FakeBuild, job
-from tests.job.test_resume import Build, stop_at
+from tests.job.output.test_resume import Build, stop_at
 
 LENIENT: dict[str, Any] = {"errors": {"max_error_rate": 1}}
 
@@ -71,8 +72,8 @@ def test_they_are_the_summarys(tmp_path: Path, num_blocks: int, every_steps: int
 
 def test_they_grow_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset(tmp_path)
-    monkeypatch.setattr(sink, "FLUSH_ROWS", 1)
-    monkeypatch.setattr(making, "Behind", AtOnce)
+    monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(pipeline, "Behind", AtOnce)
     seen: list[Findings] = []
     build = Build(lambda step: seen.append(findings(tmp_path)))
     spec = job(tmp_path, engine={"order": "input"}, stats={"every_steps": 5}, **LENIENT)

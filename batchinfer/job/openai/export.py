@@ -18,12 +18,12 @@ from pydantic_core import from_json, to_json
 
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.openai.responses import Responses
-from batchinfer.job.output import OutputDir
-from batchinfer.job.parquet_check import first_line
+from batchinfer.job.openai.response import Responses
+from batchinfer.job.output.commit import first_line
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.schema import RESPONSE_COLUMNS
 from batchinfer.job.spec.spec import ModelSpec
 from batchinfer.job.storage.filesystem import publish, storage_errors
-from batchinfer.job.table import RESPONSE_COLUMNS
 
 _GENERATED = ("row_id", "outputs", "num_prompt_tokens", "num_output_tokens", "error")
 

@@ -10,17 +10,16 @@ from pydantic_core import to_json
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.job.input.format import Row
-from batchinfer.job.openai.requests import ParsedRequest, parse_request
-from batchinfer.job.row_adapters import BASE
-from batchinfer.job.row_params import RowParams
-from batchinfer.job.row_reader import Prompts, Read, ready
+from batchinfer.job.openai.request import ParsedRequest, parse_request
+from batchinfer.job.rows.reader import BASE, Prompts, Read, ready
+from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.text.prompts import Prompt
 
 MakeBuilder = Callable[[PromptConfig, Sequence[str]], Prompts]
 
 
 class OpenAIReader:
-    """See ``batchinfer.job.row_reader.RowReader``.
+    """See ``batchinfer.job.rows.reader.RowReader``.
 
     Conversations go through the chat template. The text of a completion is raw: it has no template,
     and control tokens in it are control tokens.

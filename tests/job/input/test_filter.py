@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from batchinfer.errors import ExitCode, LockedError, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.filter import Condition
-from batchinfer.job.output import OutputDir
-from batchinfer.job.run import run_job
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.verify import verify
+from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.status import read_status
-from batchinfer.job.verify import verify
+from batchinfer.job.stats.status import read_status
 from tests.job.datasets import write_parquet
 from tests.job.fakes import job
-from tests.job.test_resume import Build, Dies, Model, check_sums, on_disk, stop_at, table
+from tests.job.output.test_resume import Build, Dies, Model, check_sums, on_disk, stop_at, table
 
 NUM_ROWS = 60
 ODD = "n % 2 = 1"

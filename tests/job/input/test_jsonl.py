@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from batchinfer.errors import DataError, ExitCode, RowError, UsageError
 from batchinfer.job.input import jsonl
 from batchinfer.job.input.dataset import open_source
-from batchinfer.job.run import run_job
+from batchinfer.job.run.run import run_job
 from tests.job.fakes import FakeBuild, job
-from tests.job.test_resume import Build, stop_at
+from tests.job.output.test_resume import Build, stop_at
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=5)

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.output import OutputDir
-from batchinfer.job.run import run_job
-from batchinfer.job.verify import verify
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.verify import verify
+from batchinfer.job.run.run import run_job
 from tests.job.fakes import FakeBuild, job
 
 NUM_ROWS = 57

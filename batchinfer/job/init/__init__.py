@@ -1,0 +1,1 @@
+"""``batchinfer init``: a job file written for a dataset."""

@@ -1,0 +1,182 @@
+"""``batchinfer init``: a commented job file for a dataset, that runs as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.errors import StorageError, UsageError
+from batchinfer.job.init.guess_columns import Guess, guess_columns
+from batchinfer.job.input.dataset import Source, open_source
+from batchinfer.job.messages import printable
+from batchinfer.job.spec.json_schema import json_schema
+from batchinfer.job.spec.spec import output_columns
+from batchinfer.job.storage.urls import is_url
+
+SCHEMA_FILE = "job.schema.json"
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+_COMMENT_AT = 34
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+
+
+@dataclass(frozen=True)
+class Starter:
+    """What ``init`` is asked for."""
+
+    data: str
+    """The prompts, as ``input.path`` takes them; relative to the current folder."""
+    model: str | None = None
+    """Hub id or local directory."""
+    output: str | None = None
+    """The output directory; default: ``out/`` and the job file's name, beside the job file."""
+    job: Path = Path("job.yaml")
+    """The file to write."""
+    prompt_column: str | None = None
+    id_column: str | None = None
+    force: bool = False
+    """Write over a job file that is there."""
+
+
+def write_starter(asked: Starter) -> list[str]:
+    """Write the job file, and beside it the schema that its first line names.
+
+    Returns:
+        What was written and why, line by line, for the screen.
+
+    Raises:
+        UsageError: the file is there already, or no column can be told to be the prompt.
+        DataError: the data cannot be read.
+        StorageError: the files cannot be written.
+    """
+    schema = asked.job.parent / SCHEMA_FILE
+    if not asked.force and os.path.lexists(asked.job):
+        raise UsageError(
+            f"{printable(str(asked.job), 200)} is there already",
+            hint="write another with --job FILE, or over it with --force",
+        )
+    for text in (asked.data, asked.output or "", asked.model or ""):
+        if "{{" in text:
+            raise UsageError(f"{printable(text, 200)}: {{{{ }}}} stands for vars in a job file")
+    source = open_source(asked.data if is_url(asked.data) else os.path.abspath(asked.data))
+    guess = guess_columns(source, prompt=asked.prompt_column, row_id=asked.id_column)
+    try:
+        asked.job.parent.mkdir(parents=True, exist_ok=True)
+        if asked.force or not schema.exists():
+            schema.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
+        asked.job.write_text("\n".join(_lines(asked, source, guess)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{error.filename} cannot be written: {error.strerror}") from None
+    return list(_told(asked, guess))
+
+
+def _told(asked: Starter, guess: Guess) -> Iterator[str]:
+    yield f"wrote    {printable(str(asked.job), 200)}"
+    for title, lines in (("prompt", guess.prompt_reasons), ("note", guess.notes)):
+        for number, line in enumerate(lines):
+            yield f"{'' if number else title:<9}{line}"
+    found = "none" if guess.id_column is None else printable(guess.id_column, 60)
+    yield f"id       {found}: {guess.id_reason}"
+    if asked.model is None:
+        yield f"model    {DEFAULT_MODEL}; another: --model, or model.name in the file"
+    yield f"run it   batchinfer run {printable(str(asked.job), 200)}"
+
+
+def _lines(asked: Starter, source: Source, guess: Guess) -> Iterator[str]:
+    yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
+    yield f"# Written by `batchinfer init` for data of {source.num_rows:,} rows."
+    yield "# batchinfer plan says what the job takes; batchinfer run runs it, or goes on with it."
+    yield "version: 1"
+    yield "model:"
+    name = DEFAULT_MODEL if asked.model is None else _model(asked)
+    yield _key("name", name, "a hub id or a local directory, in safetensors")
+    yield _key("dtype", "auto", "what the checkpoint says; on a CPU float32 is the most exact")
+    yield "input:"
+    yield _key("path", _from_job(asked, asked.data), "a file, list, glob or directory")
+    if guess.id_column is None:
+        yield f"  # id_column: {guess.id_reason}"
+    else:
+        yield _key("id_column", guess.id_column, guess.id_reason)
+    yield "  # limit: 100                    # only the first rows, for a try; or: run --limit 100"
+    yield "prompt:"
+    yield from (f"  # {line}" for line in (*guess.prompt_reasons, *guess.notes))
+    yield from _prompt_lines(guess.prompt)
+    yield "sampling:"
+    yield _key("max_tokens", 256, "the most tokens an answer may have")
+    yield _key("temperature", 0.0, "0: always the most likely token; 0.7 to 1 for variety")
+    yield "  # n: 8                          # samples for each row; with a temperature above 0"
+    yield "output:"
+    yield _key("path", _output(asked), "data/, stats/ and summary.json go there")
+    renamed = _renamed(source)
+    if renamed:
+        yield "  rename:                         # input columns named like columns of the output"
+        yield from (f"    {_text(old)}: {_text(new)}" for old, new in renamed.items())
+
+
+def _prompt_lines(keys: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in keys.items():
+        if key != "messages":
+            yield f"  {key}: {_text(value)}"
+            continue
+        yield "  messages:"
+        for message in value:
+            yield f"    - {{role: {message['role']}, content: {_text(message['content'])}}}"
+
+
+def _key(key: str, value: object, comment: str) -> str:
+    written = _text(value) if isinstance(value, str) else str(value)
+    return f"{f'  {key}: {written} ':<{_COMMENT_AT}}# {comment}"
+
+
+def _text(value: str) -> str:
+    """A text as YAML: in quotes unless it is plain beyond doubt."""
+    is_plain = _PLAIN.fullmatch(value) and value.lower() not in ("null", "true", "false")
+    return value if is_plain else _quoted(value)
+
+
+def _quoted(value: str) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+
+
+def _model(asked: Starter) -> str:
+    """A folder as the job file will find it; anything else is a hub id."""
+    assert asked.model is not None
+    if not os.path.isdir(os.path.expanduser(asked.model)):
+        return asked.model
+    path = _from_job(asked, asked.model)
+    return path if path.startswith((".", "/", "~")) else f"./{path}"
+
+
+def _output(asked: Starter) -> str:
+    if asked.output is not None:
+        return _from_job(asked, asked.output)
+    beside, data = asked.job.parent, Path(os.path.abspath(asked.data))
+    if Path(os.path.abspath(beside)).is_relative_to(data):
+        beside = data.parent  # what is written into a folder of data would be read as data
+    return os.path.relpath(beside / "out" / asked.job.stem, asked.job.parent)
+
+
+def _from_job(asked: Starter, path: str) -> str:
+    """``path``, relative to the current folder, as seen from the job file."""
+    if is_url(path) or path.startswith("~") or os.path.isabs(path):
+        return path
+    return os.path.relpath(path, asked.job.parent)
+
+
+def _renamed(source: Source) -> dict[str, str]:
+    """New names for input columns that are named like output columns."""
+    taken = {*source.schema.names, *output_columns(())}
+    renamed: dict[str, str] = {}
+    for name in output_columns(()):
+        if name in source.schema.names:
+            new = f"input_{name}"
+            while new in taken:
+                new += "_"
+            taken.add(new)
+            renamed[name] = new
+    return renamed

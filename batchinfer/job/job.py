@@ -1,0 +1,131 @@
+"""A job whose data has been looked at, and its model, loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import UsageError
+from batchinfer.job.input.arrow_text import is_conversation
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.schema import OutputTable
+from batchinfer.job.rows.reader import ColumnReader, Prompts, RowAdapters, RowReader
+from batchinfer.job.rows.sampling_params import RowParams
+from batchinfer.job.rows.task import Task, make_task
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.text.completions import ScoringBuilder
+from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.prompts import PromptBuilder
+
+if TYPE_CHECKING:
+    from batchinfer.build import Built
+
+BuildEngine = Callable[..., "Built"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job whose data and output directory have been looked at."""
+
+    spec: JobSpec
+    source: Source
+    table: OutputTable
+    manifest: Manifest
+    out: OutputDir
+    together: Path | None = None
+    """Where all lines of OpenAI's output and error files go as well, in input order."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run a job."""
+
+    built: Built
+    reader: RowReader
+    task: Task
+    log: Sequence[str]
+    """Where the device's memory goes, line by line."""
+    seconds: float
+    """Time this took."""
+
+
+def load(job: Job, build: BuildEngine) -> Loaded | None:
+    """Load the model and check the job against it; None for a job without rows.
+
+    Args:
+        job: the job.
+        build: makes the engine.
+
+    Raises:
+        JobError: the model cannot be run, or the job does not go with it.
+    """
+    if not job.source.num_rows:
+        return None
+    began = time.perf_counter()
+    log: list[str] = []
+    built = build(job.spec.model, job.spec.engine, log=log.append)
+    grammars = GrammarCompiler(built.tokenizer, built.eos_token_ids, built.vocab_size)
+    reader = _row_reader(job, built, grammars)
+    task = make_task(job.spec, built, grammars)
+    return Loaded(built, reader, task, log, time.perf_counter() - began)
+
+
+def _row_reader(job: Job, built: Built, grammars: GrammarCompiler) -> RowReader:
+    spec, schema = job.spec, job.source.schema
+    check = None if spec.accept is None else spec.accept.check
+    make_params = partial(RowParams, spec.sampling, built.vocab_size, grammars, check=check)
+    if job.source.format.holds_requests:
+        from batchinfer.job.openai.reader import OpenAIReader
+
+        return OpenAIReader(
+            spec.prompt,
+            lambda config, columns: _prompt_builder(job, built, PromptBuilder, config, columns),
+            make_params(where="body", keeps_logprobs="logprobs" in spec.output.written),
+            spec.model.served_names,
+            built.adapters,
+        )
+    scores = spec.task == "score"
+    make: Callable[..., Prompts] = PromptBuilder
+    if scores:
+        column = None if spec.score is None else spec.score.completions_column
+        make = partial(ScoringBuilder, completions_column=column)
+    conversations = [field.name for field in schema if is_conversation(field.type)]
+    builder = _prompt_builder(job, built, make, spec.prompt, schema.names, conversations)
+    adapters = RowAdapters(spec.prompt.adapter_column, built.adapters)
+    return ColumnReader(builder, None if scores else make_params(), adapters, schema.names)
+
+
+def _prompt_builder(
+    job: Job,
+    built: Built,
+    make: Callable[..., Prompts],
+    config: PromptConfig,
+    columns: Sequence[str],
+    conversation_columns: Sequence[str] = (),
+) -> Prompts:
+    template = config.chat_template
+    return make(
+        config,
+        built.tokenizer,
+        max_model_len=built.max_model_len,
+        columns=columns,
+        conversation_columns=conversation_columns,
+        chat_template_source=None if template in ("auto", "none") else _text_of(template),
+        vocab_size=built.vocab_size,
+        now=datetime.fromisoformat(job.manifest.planned_at),
+    )
+
+
+def _text_of(template: str) -> str:
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"prompt.chat_template: {template} cannot be read: {error}") from None

@@ -1,0 +1,123 @@
+"""A finished row as a line of OpenAI's output file, or of its error file.
+
+Shapes are those of OpenAI's batch output and of the API's ``chat.completion``,
+``text_completion`` and ``error`` objects. A failed request has, like vLLM's, both a response with
+an HTTP status and an error. Ids are hashes of the job and the row: the same whenever it is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from batchinfer.job.openai.request import CHAT
+
+_SERVER_ERROR, _NOT_FOUND, _BAD_REQUEST = 500, 404, 400
+_STATUS: Mapping[str, int] = {
+    "crashed_engine": _SERVER_ERROR,
+    "nan_logits": _SERVER_ERROR,
+    "does_not_fit": _SERVER_ERROR,
+    "unknown_model": _NOT_FOUND,
+}
+"""Error codes that are no fault of the request, or of the model it names."""
+_ERROR_TYPE = {
+    _SERVER_ERROR: "server_error",
+    _NOT_FOUND: "not_found_error",
+    _BAD_REQUEST: "invalid_request_error",
+}
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Makes lines of a job's rows."""
+
+    fingerprint: str
+    created: int
+    """Seconds since 1970 at which the job was planned."""
+    model: str
+    """What answers call the model where it is not known what the request did."""
+    token_text: Callable[[int], str]
+
+    def line(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The line of a row.
+
+        Args:
+            row: ``custom_id``, ``url``, ``model`` as the request had it, and the generated columns;
+                with ``logprobs`` in ``outputs``.
+        """
+        key = hashlib.sha256(f"{self.fingerprint} {row['row_id']}".encode()).hexdigest()
+        error = row["error"]
+        status = 200 if error is None else _STATUS.get(error["code"], _BAD_REQUEST)
+        body = self._body(row, key[:24]) if error is None else _error_body(error, status)
+        return {
+            "id": f"batch_req_{key[:24]}",
+            "custom_id": row["custom_id"],
+            "response": {"status_code": status, "request_id": key[24:56], "body": body},
+            "error": error,
+        }
+
+    def _body(self, row: Mapping[str, Any], key: str) -> dict[str, Any]:
+        is_chat = row["url"] == CHAT
+        prompt, output = row["num_prompt_tokens"], row["num_output_tokens"]
+        choice = self._message if is_chat else self._text
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": self.created,
+            "model": row["model"] or self.model,
+            "choices": [choice(sample) for sample in row["outputs"]],
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": output,
+                "total_tokens": prompt + output,
+            },
+            "system_fingerprint": None,
+        }
+
+    def _message(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = sample["logprobs"]
+        return {
+            "index": sample["index"],
+            "message": {"role": "assistant", "content": sample["text"], "refusal": None},
+            "logprobs": None
+            if tokens is None
+            else {"content": [self._chat_token(token) for token in tokens], "refusal": None},
+            "finish_reason": sample["finish_reason"],
+        }
+
+    def _chat_token(self, token: Mapping[str, Any]) -> dict[str, Any]:
+        top = [self._scored(other) for other in token["top"]]
+        return {**self._scored(token), "top_logprobs": top}
+
+    def _scored(self, token: Mapping[str, Any]) -> dict[str, Any]:
+        text = self.token_text(token["token_id"])
+        return {"token": text, "logprob": token["logprob"], "bytes": list(text.encode())}
+
+    def _text(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = sample["logprobs"]
+        return {
+            "index": sample["index"],
+            "text": sample["text"],
+            "logprobs": None if tokens is None else self._text_logprobs(tokens),
+            "finish_reason": sample["finish_reason"],
+        }
+
+    def _text_logprobs(self, tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        texts = [self.token_text(token["token_id"]) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": [
+                {self.token_text(other["token_id"]): other["logprob"] for other in token["top"]}
+                for token in tokens
+            ],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=0))[: len(texts)],
+        }
+
+
+def _error_body(error: Mapping[str, Any], status: int) -> dict[str, Any]:
+    kind = _ERROR_TYPE[status]
+    return {"error": {**error, "type": kind, "param": None}}

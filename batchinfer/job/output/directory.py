@@ -1,0 +1,221 @@
+"""The output directory: its paths, who may write to it, which parts are finished.
+
+``_batchinfer/manifest.json`` says what the directory is for. A part is finished when its record
+``_batchinfer/parts/part-N.json`` is there and its file is as the record says
+(``batchinfer.job.output.commit`` writes them). Finished rows of other parts are in
+``_batchinfer/segments`` (``batchinfer.job.output.segments``). Nothing else says what is done.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.errors import DataError
+from batchinfer.job.output.part_record import PartRecord, parse_record
+from batchinfer.job.row_ids import Part
+from batchinfer.job.storage.filesystem import (
+    Files,
+    FileStat,
+    LocalFiles,
+    read_file,
+    sha256_of,
+    storage_errors,
+    write_file,
+)
+from batchinfer.job.storage.local_lock import LocalLock, Lock
+
+T = TypeVar("T")
+
+
+class OutputDir:
+    """Paths of an output directory, and reading and writing them.
+
+    Args:
+        root: the directory.
+        files: the place it is in; None: this machine's file system.
+        lock: keeps it for one run; None: that of this machine's file system.
+    """
+
+    def __init__(
+        self, root: PurePath, files: Files | None = None, lock: Lock | None = None
+    ) -> None:
+        self.root = root
+        self.files = files or LocalFiles()
+        self.data = root / "data"
+        self.stats = root / "stats"
+        self.state = root / "_batchinfer"
+        self.lock = lock or LocalLock(Path(self.state))
+        self.staging = self.state / "staging"
+        self.scratch = self.staging if isinstance(self.staging, Path) else None
+        """A folder for what memory has no room for; None: the system's own place."""
+        self.steps = self.state / "steps"
+        self.requests = self.state / "requests"
+        self.runs = self.state / "runs"
+        self.logs = self.state / "logs"
+        self.parts = self.state / "parts"
+        self.segments = self.state / "segments"
+        self.in_flight = self.state / "in_flight"
+        self.suspects = self.state / "suspects.json"
+        self.manifest = self.state / "manifest.json"
+        self.manifest_copy = self.state / "manifest-copy.json"
+        self.openai = root / "openai"
+        self.openai_files = (self.openai / "output.jsonl", self.openai / "errors.jsonl")
+        self.openai_record = self.state / "openai.json"
+        self.success = root / "_SUCCESS"
+        self.summary = root / "summary.json"
+        self.report = root / "report.html"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory for this run; it is created where it is missing.
+
+        Raises:
+            LockedError: another run holds it.
+            StorageError: it cannot be written to.
+        """
+        with storage_errors(self.state):
+            self.files.make_directory(self.state)
+        with self.lock.held():
+            yield
+
+    def of_each(self, look: Callable[[Part], T], parts: Iterable[Part]) -> list[T]:
+        """What ``look`` finds of each part, in order."""
+        if self.files.at_once == 1:
+            return [look(part) for part in parts]
+        with ThreadPoolExecutor(self.files.at_once) as pool:
+            return list(pool.map(look, parts))
+
+    def finished(self, part: Part) -> PartRecord | None:
+        """The record of ``part``, all of whose bytes are as it says; None if it has none.
+
+        A store's mark of the content stands for the bytes, which are then not fetched.
+
+        Raises:
+            DataError: the record is damaged, or the part is no longer as it says.
+        """
+        record = self.read_record(part)
+        if record is not None:
+            stat, requests = self._check_size(part, record)
+            if stat.etag is None or stat.etag != record.etag:
+                self._check_hash(self.part_file(part), record.sha256)
+            if requests.etag is None or requests.etag != record.requests_etag:
+                self._check_hash(self.request_stats(part), record.requests_sha256)
+        return record
+
+    def check(self, part: Part, record: PartRecord) -> None:
+        """Read every byte of ``part`` and compare it with its record.
+
+        Raises:
+            DataError: it is no longer as the record says.
+        """
+        self._check_size(part, record)
+        self._check_hash(self.part_file(part), record.sha256)
+        self._check_hash(self.request_stats(part), record.requests_sha256)
+
+    def seems_finished(self, part: Part) -> PartRecord | None:
+        """The same, but a part of the right size and time is taken for whole, unread.
+
+        Raises:
+            DataError: as ``finished`` does.
+        """
+        record = self.read_record(part)
+        if record is not None:
+            stat, requests = self._check_size(part, record)
+            if (stat.mtime_ns, stat.etag) != (record.mtime_ns, record.etag):
+                self._check_hash(self.part_file(part), record.sha256)
+            if requests.etag != record.requests_etag:
+                self._check_hash(self.request_stats(part), record.requests_sha256)
+        return record
+
+    def read_record(self, part: Part) -> PartRecord | None:
+        """The record of ``part``, whatever has become of the part; None if it has none.
+
+        Raises:
+            DataError: it is damaged.
+        """
+        path = self.record(part)
+        try:
+            return parse_record(read_file(self.files, path), part)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            raise DataError(f"{path} is damaged") from None
+
+    def _check_size(self, part: Part, record: PartRecord) -> tuple[FileStat, FileStat]:
+        """What is known of the part's file, and of that of its rows' statistics."""
+        file = self.part_file(part)
+        stat, requests = (self._existing(path) for path in (file, self.request_stats(part)))
+        if stat.size != record.size:
+            raise DataError(f"{file} has {stat.size} bytes; {record.size} were written")
+        return stat, requests
+
+    def _existing(self, path: PurePath) -> FileStat:
+        try:
+            stat = self.files.stat(path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        if stat is None:
+            raise DataError(f"{path} is missing")
+        return stat
+
+    def _check_hash(self, path: PurePath, sha256: str) -> None:
+        try:
+            found = sha256_of(self.files, path)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        if found != sha256:
+            raise DataError(f"{path} holds other bytes than were written (its hash differs)")
+
+    def write_table(self, final: PurePath, table: pa.Table) -> None:
+        """Write ``table`` as a Parquet file, all of it or nothing."""
+        self.write(final, parquet_bytes([table]))
+
+    def read_table(self, path: PurePath, columns: Sequence[str] | None = None) -> pa.Table:
+        """Read a Parquet file, or columns of it, its page checksums verified.
+
+        Raises:
+            OSError, pyarrow.ArrowException: it cannot be read.
+        """
+        with self.files.open(path) as file:
+            reader = pq.ParquetFile(file, page_checksum_verification=True)
+            return reader.read(columns, use_threads=False)
+
+    def write(self, final: PurePath, data: bytes) -> None:
+        """Write ``data`` to ``final``, all of it or nothing."""
+        write_file(self.files, final, data, self.staging)
+
+    def write_json(self, final: PurePath, value: Any) -> None:
+        """Write ``value`` to ``final`` as JSON, all of it or nothing."""
+        self.write(final, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
+
+    def request_stats(self, part: Part) -> PurePath:
+        """File of the statistics of a finished part's rows."""
+        return self.requests / f"{part.name}.parquet"
+
+    def part_file(self, part: Part) -> PurePath:
+        """Where a part goes."""
+        return self.data / f"{part.name}.parquet"
+
+    def record(self, part: Part) -> PurePath:
+        """File of a finished part's record."""
+        return self.parts / f"{part.name}.json"
+
+
+def parquet_bytes(row_groups: Sequence[pa.Table]) -> bytes:
+    """A Parquet file of one or more tables, zstd, with page checksums."""
+    file = BytesIO()
+    with pq.ParquetWriter(
+        file, row_groups[0].schema, compression="zstd", write_page_checksum=True
+    ) as writer:
+        for table in row_groups:
+            writer.write_table(table)
+    return file.getvalue()

@@ -1,0 +1,61 @@
+"""What OpenAI output files an output directory should hold, and whether it does.
+
+``_batchinfer/openai.json`` has size and hash of each, written after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.storage.filesystem import read_file, sha256_of
+from batchinfer.job.storage.stored_json import parse
+
+
+def is_there(out: OutputDir, together: Path | None) -> bool:
+    """Whether the files were written, and are of the size they had.
+
+    Args:
+        out: where.
+        together: a file that has the lines of both; None: none has to.
+    """
+    if list(_problems(out, read=False)):
+        return False
+    if together is None:
+        return True
+    stat = out.files.stat(together)
+    return stat is not None and stat.size == sum(file["size"] for file in _read(out).values())
+
+
+def problems(out: OutputDir) -> Iterator[str]:
+    """What is wrong with files that were written."""
+    if out.files.stat(out.openai_record) is not None:
+        yield from _problems(out, read=True)
+
+
+def _read(out: OutputDir) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        record = parse(read_file(out.files, out.openai_record))
+        return record if isinstance(record, dict) else {}
+    return {}
+
+
+def _problems(out: OutputDir, *, read: bool) -> Iterator[str]:
+    record = _read(out)
+    for path in out.openai_files:
+        try:
+            stat, written = out.files.stat(path), record[path.name]
+            if stat is None:
+                yield f"{path} is missing"
+            elif stat.size != written["size"]:
+                yield f"{path} has {stat.size} bytes; {written['size']} were written"
+            elif read and sha256_of(out.files, path) != written["sha256"]:
+                yield f"{path} holds other bytes than were written (its hash differs)"
+        except (KeyError, TypeError):
+            yield f"{out.openai_record} is damaged or missing"
+            return
+        except OSError as error:
+            yield f"{path} cannot be read: {error.strerror}"

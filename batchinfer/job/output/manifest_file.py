@@ -1,0 +1,72 @@
+"""The plan as an output directory holds it: twice, so that no damaged file costs finished work."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import PurePath
+
+from batchinfer.errors import DataError
+from batchinfer.job.manifest import Manifest, read_manifest
+from batchinfer.job.messages import printable
+from batchinfer.job.output.directory import OutputDir
+
+
+def is_begun(out: OutputDir) -> bool:
+    """Whether a plan was stored here, whatever has become of it."""
+    plans = any(out.files.stat(path) is not None for path in (out.manifest, out.manifest_copy))
+    return plans or bool(out.files.entries(out.parts))
+
+
+def store_manifest(out: OutputDir, manifest: Manifest) -> None:
+    """Write the plan of an output that is begun.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    data = manifest.to_json()
+    for path in (out.manifest_copy, out.manifest):
+        out.write(path, data)
+
+
+def stored_manifest(out: OutputDir) -> Manifest:
+    """The plan that is stored: of the two, the first that is whole.
+
+    Raises:
+        DataError: neither is.
+    """
+    for path in (out.manifest, out.manifest_copy):
+        with suppress(DataError):
+            return read_manifest(path, out.files)
+    root, manifest = printable(str(out.root)), printable(str(out.manifest))
+    missing = out.files.stat(out.manifest) is None
+    raise DataError(
+        f"{manifest} is {'missing' if missing else 'damaged'}, and so is its copy: what is "
+        "finished there cannot be told to be of this job",
+        hint=f"put the file back from a backup, or move {root} away and run again "
+        "(--overwrite deletes what is finished)",
+    )
+
+
+def is_stored_whole(out: OutputDir) -> bool:
+    """Whether both are whole."""
+    return not _damaged(out)
+
+
+def restore_manifest(out: OutputDir, manifest: Manifest) -> None:
+    """Where one of the two is damaged or missing, write it again from ``manifest``, the other.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    for path in _damaged(out):
+        out.write(path, manifest.to_json())
+
+
+def _damaged(out: OutputDir) -> list[PurePath]:
+    found = []
+    for path in (out.manifest_copy, out.manifest):
+        try:
+            read_manifest(path, out.files)
+        except DataError:
+            found.append(path)
+    return found

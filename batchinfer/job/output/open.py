@@ -1,0 +1,49 @@
+"""Where an output directory is: on this machine, or in an object store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchinfer.errors import StorageError, UsageError
+from batchinfer.job.messages import printable
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.storage.connection import connect
+from batchinfer.job.storage.urls import STORES, StorePath, is_url, scheme_of
+
+
+def output_at(path: str) -> OutputDir:
+    """The output directory that ``output.path`` names.
+
+    Raises:
+        UsageError: it cannot be one, or what reads stores is not installed.
+        StorageError: the way there cannot be followed.
+    """
+    return _in_store(path) if is_url(path) else _on_this_machine(path)
+
+
+def _on_this_machine(path: str) -> OutputDir:
+    out = OutputDir(Path(path))
+    try:
+        for inside in (out.success, out.manifest):
+            out.files.stat(inside)
+    except OSError as error:
+        raise StorageError(
+            f"cannot look into {printable(path)}: {error.strerror}",
+            hint="mend that, or name another directory",
+        ) from None
+    return out
+
+
+def _in_store(url: str) -> OutputDir:
+    """The output directory at ``s3://bucket/folder`` or ``gs://bucket/folder``."""
+    root = StorePath(url)
+    if scheme_of(url) not in STORES or len(root.parts) < 3:
+        raise UsageError(f"{printable(url)} is not a place that output can be in; name a folder")
+    connect(root.bucket)
+    from batchinfer.job.storage.object_filesystem import StoreFiles
+    from batchinfer.job.storage.object_lock import StoreLock
+    from batchinfer.job.storage.object_store import Objects  # what follows needs obstore
+
+    objects = Objects(root)
+    lock = StoreLock(objects, root / "_batchinfer")
+    return OutputDir(root, StoreFiles(objects, lock.check, lock.confirm), lock)

@@ -1,0 +1,141 @@
+"""Finished rows, in whatever order they come, to parts in input order."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+
+import pyarrow as pa
+
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.output.commit import commit
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.schema import OutputTable
+from batchinfer.job.output.segments import (
+    CONTROL_TEXT_COLUMN,
+    REQUEST_COLUMN,
+    Segments,
+    segment_table,
+)
+from batchinfer.job.output.stats_tables import requests_table
+from batchinfer.job.row_ids import Part, RowIds, of_part
+from batchinfer.job.rows.generate import FinishedRow
+
+FLUSH_ROWS = 4096
+
+
+class Sink:
+    """Collects finished rows, writes each part when its last row, and every part before it, is
+    there, and keeps the others in segments.
+
+    Rows of the last few seconds are held in memory. The kept input columns are not: they are read
+    again, part after part.
+
+    Args:
+        out: where parts go.
+        parts: the parts to make, in order.
+        segments: where rows wait for their part.
+        finished: rows of these parts that are in segments already.
+        table: the columns of parts.
+        source: where the kept columns come from.
+        metadata: key-value metadata of every part.
+        before_write: called before finished rows are written.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        out: OutputDir,
+        parts: Sequence[Part],
+        segments: Segments,
+        finished: RowIds,
+        table: OutputTable,
+        source: Source,
+        metadata: Mapping[str, str],
+        before_write: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._out = out
+        self._parts = parts
+        self._segments = segments
+        self._table = table
+        self._kept = source.scan(list(table.kept), [part.rows for part in parts])
+        self._metadata = dict(metadata)
+        self._before_write = before_write
+        self._clock = clock
+        self._flushed_at = clock()
+        self._rows: dict[int, FinishedRow] = {}
+        self._first_rows = [part.rows.start for part in parts]
+        self._missing = [part.num_rows - len(of_part(finished, part)) for part in parts]
+        self._num_written = 0
+
+    def add(self, row: FinishedRow) -> None:
+        """Take a finished row; write the parts it completes.
+
+        Raises:
+            DataError: the kept columns of the input cannot be read.
+            StorageError: a part cannot be written.
+        """
+        row_id: int = row.values["row_id"]
+        at = bisect_right(self._first_rows, row_id) - 1
+        assert row_id not in self._rows, f"row {row_id} finished twice"
+        assert self._missing[at], f"row {row_id} finished twice, or one of its part did"
+        self._rows[row_id] = row
+        self._missing[at] -= 1
+        self.write_complete()
+
+    def write_complete(self) -> None:
+        """Write the parts that lack no row, up to the first that does."""
+        while self._num_written < len(self._parts) and self._missing[self._num_written] == 0:
+            self._write(self._parts[self._num_written])
+            self._num_written += 1
+
+    def flush_if_due(self) -> None:
+        """Flush every few seconds, and every few thousand rows."""
+        waited = self._clock() - self._flushed_at
+        if waited >= self._out.files.flush_every_s or len(self._rows) >= FLUSH_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Put all finished rows on disk.
+
+        Raises:
+            StorageError: they cannot be written.
+        """
+        self._before_write()
+        if self._rows:
+            self._segments.add(segment_table(self._rows.values(), self._segments.schema))
+            self._rows.clear()
+        self._flushed_at = self._clock()
+
+    def _write(self, part: Part) -> None:
+        self._before_write()
+        fewer = min(part.rows, self._rows, key=len)
+        both = [row_id for row_id in fewer if row_id in part.rows and row_id in self._rows]
+        in_memory = [self._rows[row_id] for row_id in both]
+        rows = pa.concat_tables(
+            [self._segments.rows_of(part), segment_table(in_memory, self._segments.schema)]
+        ).sort_by("row_id")
+        generated = rows.select(self._table.generated_schema.names).combine_chunks()
+        table = self._table.columns(self._kept_of(part), generated)
+        commit(
+            self._out,
+            part,
+            table.replace_schema_metadata(self._metadata),
+            requests_table(rows["row_id"], rows[REQUEST_COLUMN]),
+            rows["row_id"].filter(rows[CONTROL_TEXT_COLUMN]).to_pylist(),
+        )
+        for row in in_memory:
+            del self._rows[row.values["row_id"]]
+        self._segments.drop(part)
+
+    def _kept_of(self, part: Part) -> list[pa.RecordBatch]:
+        """The part's kept columns; parts are asked for in order, batches end where parts end."""
+        batches: list[pa.RecordBatch] = []
+        missing = part.num_rows if self._table.kept else 0
+        while missing:
+            _, batch = next(self._kept)
+            batches.append(batch)
+            missing -= len(batch)
+        return batches

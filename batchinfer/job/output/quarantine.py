@@ -1,0 +1,263 @@
+"""Rows that make the process die: which were in flight, and which of them it is.
+
+``_batchinfer/in_flight/<run id>`` holds row ids, 8 bytes each: a row's when its prompt is about to
+be made, its complement (``~id``) when that is made, its id again when it is handed to the engine.
+A run that ends in order deletes the file. It is not synced: what matters is that the process dies,
+and what it has written outlives that. In a store it does so some seconds later only, too late for
+a row that kills at once: after a death the next run has each row there before it runs.
+
+A thousand innocent rows are in flight whenever a process is killed. So a death means nothing as
+long as rows finish between one and the next. Two deaths without that make the rows in flight at
+both suspects. Suspects run by halves with nothing beside them; a half that dies is halved again.
+A row is given up only when the process has died twice while it ran alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import PurePath
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.errors import JobError
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.row_ids import RowIds, sorted_row_ids, within
+from batchinfer.job.storage.filesystem import read_file, storage_errors
+from batchinfer.job.storage.stored_json import parse
+
+CRASHES_TO_SUSPECT = 2
+DEATHS_TO_GIVE_UP = 2
+
+Group = tuple[int, ...]
+
+_ROW = np.dtype("<i8")
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """What the deaths of earlier runs say about rows that are not finished."""
+
+    crashes: int = 0
+    """Deaths in a row without a row finished in between."""
+    in_flight: Group = ()
+    """Rows that were in flight at each of them."""
+    groups: tuple[Group, ...] = ()
+    """Suspects: each group runs with nothing beside it, in this order, before all other rows."""
+    deaths: int = 0
+    """How often the process died while the first group, a single row, ran."""
+    given_up: Group = ()
+    """Rows that will not run again."""
+    last_run: str = ""
+    """The last run whose death it knows of."""
+
+    def after_death(self, run_id: str, in_flight: Set[int], finished: Set[int]) -> Suspicion:
+        """What the death of a run adds to it.
+
+        Args:
+            run_id: the run.
+            in_flight: rows the engine had been given that are not finished.
+            finished: rows the engine had been given that are finished, and on disk.
+        """
+        return replace(self._after(in_flight, finished), last_run=run_id)
+
+    def _after(self, in_flight: Set[int], finished: Set[int]) -> Suspicion:
+        if not in_flight:  # it died before or after its work
+            return self
+        for at, group in enumerate(self.groups):
+            if not in_flight.isdisjoint(group):
+                return self._after_group(at, in_flight, not finished.isdisjoint(group))
+        crashes = 1 if finished else self.crashes + 1
+        both = in_flight & set(self.in_flight) if crashes > 1 else in_flight
+        rows = tuple(sorted(both or in_flight))
+        if crashes < CRASHES_TO_SUSPECT:
+            return replace(self, crashes=crashes, in_flight=rows)
+        return replace(self, crashes=0, in_flight=(), groups=_halves(rows), deaths=0)
+
+    def _after_group(self, at: int, in_flight: Set[int], progressed: bool) -> Suspicion:
+        """The process died while group ``at`` ran; those before it had finished."""
+        group, later = self.groups[at], self.groups[at + 1 :]
+        if progressed:
+            return replace(self, groups=(group, *later), deaths=0)  # it gets on
+        if len(group) > 1:
+            ran = tuple(row for row in group if row in in_flight)
+            did_not = tuple(row for row in group if row not in in_flight)
+            rest = (did_not,) if did_not else ()
+            return replace(self, groups=(*_halves(ran), *rest, *later), deaths=0)
+        deaths = 1 + (self.deaths if at == 0 else 0)
+        if deaths < DEATHS_TO_GIVE_UP:
+            return replace(self, groups=(group, *later), deaths=deaths)
+        given_up = tuple(sorted({*self.given_up, *group}))
+        return replace(self, groups=later, deaths=0, given_up=given_up)
+
+    def among(self, missing: Set[int]) -> Suspicion:
+        """What is left of it: finished rows are above suspicion.
+
+        Args:
+            missing: those of its ``rows`` that are not finished.
+        """
+        groups = tuple(tuple(row for row in group if row in missing) for group in self.groups)
+        left = tuple(group for group in groups if group)
+        return replace(
+            self,
+            in_flight=tuple(row for row in self.in_flight if row in missing),
+            groups=left,
+            deaths=self.deaths if left[:1] == self.groups[:1] else 0,
+            given_up=tuple(row for row in self.given_up if row in missing),
+        )
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a death without progress is remembered: the next must tell which rows ran."""
+        return self.crashes > 0 or bool(self.groups)
+
+    @property
+    def rows(self) -> set[int]:
+        """All rows it names."""
+        return {*self.in_flight, *self.given_up, *(row for group in self.groups for row in group)}
+
+    def to_json(self) -> bytes:
+        """As it is stored."""
+        return json.dumps(asdict(self)).encode()
+
+
+def suspicion_from(data: bytes) -> Suspicion:
+    """What ``to_json`` made; no suspicion where that is damaged."""
+    try:
+        fields = parse(data)
+        for name in ("in_flight", "given_up"):
+            fields[name] = _group(fields[name])
+        fields["groups"] = tuple(map(_group, fields["groups"]))
+        for name in ("crashes", "deaths"):
+            fields[name] = int(fields[name])
+        return Suspicion(**fields)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return Suspicion()
+
+
+def _group(rows: Iterable[object]) -> Group:
+    """Row ids as they were stored."""
+    return tuple(np.array(list(rows), dtype=np.int64).tolist())
+
+
+def _halves(rows: Group) -> tuple[Group, ...]:
+    middle = (len(rows) + 1) // 2
+    return tuple(half for half in (rows[:middle], rows[middle:]) if half)
+
+
+class FlightLog:
+    """Keeps the rows of a run that may be what it dies of.
+
+    Args:
+        out: the output directory.
+        run_id: the run.
+        at_once: where it is a store, have each row there before it runs; else seconds later.
+    """
+
+    def __init__(self, out: OutputDir, run_id: str, *, at_once: bool = False) -> None:
+        self._files = out.files
+        self._path = out.in_flight / run_id
+        with storage_errors(self._path):
+            self._file = out.files.append_to(self._path, at_once=at_once)
+
+    def note(self, row_ids: Sequence[int]) -> None:
+        """Say that these rows are about to be given to the engine.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self._write(np.array(row_ids, dtype=_ROW))
+
+    @contextmanager
+    def making(self, row_ids: Sequence[int]) -> Iterator[None]:
+        """Within, these rows are made into prompts.
+
+        Raises:
+            StorageError: that cannot be written.
+        """
+        rows = np.array(row_ids, dtype=_ROW)
+        self._write(rows)
+        yield
+        self._write(~rows)
+
+    def _write(self, entries: npt.NDArray[np.int64]) -> None:
+        with storage_errors(self._path):
+            self._file.write(entries.tobytes())  # one write: two threads may note rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the log; a run that ended in order, or for a reason it could name, leaves none."""
+        self._file.close()
+        if kind is None or issubclass(kind, JobError):
+            self._files.delete(self._path)
+
+
+def assess(out: OutputDir, missing: Sequence[range]) -> Suspicion:
+    """What the deaths of earlier runs say; each is counted once.
+
+    Args:
+        out: the output directory.
+        missing: rows that are not finished, in order.
+
+    Raises:
+        StorageError: what was found cannot be written down.
+    """
+    suspicion = _remembered(out)
+    logs = out.files.entries(out.in_flight)
+    for log in logs:
+        if log.name != suspicion.last_run:  # else a run has died between these two writes
+            given = _given(out, log)
+            in_flight = within(given, missing)
+            finished = np.setdiff1d(given, in_flight, assume_unique=True)
+            suspicion = suspicion.after_death(
+                log.name, set(in_flight.tolist()), set(finished.tolist())
+            )
+    unfinished = within(sorted_row_ids(suspicion.rows), missing)
+    suspicion = suspicion.among(set(unfinished.tolist()))
+    if logs:
+        out.write(out.suspects, suspicion.to_json())
+    for log in logs:
+        with storage_errors(log):
+            out.files.delete(log)
+    return suspicion
+
+
+def forgive(out: OutputDir) -> None:
+    """Let the rows that were given up run again.
+
+    Raises:
+        StorageError: that cannot be written down.
+    """
+    suspicion = _remembered(out)
+    if suspicion.given_up:
+        out.write(out.suspects, replace(suspicion, given_up=()).to_json())
+
+
+def _remembered(out: OutputDir) -> Suspicion:
+    try:
+        return suspicion_from(read_file(out.files, out.suspects))
+    except OSError:
+        return Suspicion()
+
+
+def _given(out: OutputDir, log: PurePath) -> RowIds:
+    try:
+        data = read_file(out.files, log)
+    except OSError:
+        return sorted_row_ids(())
+    whole = len(data) - len(data) % _ROW.itemsize  # the last write may have been cut short
+    return _open_rows(np.frombuffer(data[:whole], dtype=_ROW))
+
+
+def _open_rows(entries: npt.NDArray[np.int64]) -> RowIds:
+    """Rows whose last entry is their id."""
+    latest = entries[::-1]
+    rows, last = np.unique(np.where(latest < 0, ~latest, latest), return_index=True)
+    open_rows: RowIds = rows[latest[last] >= 0].astype(np.int64)
+    return open_rows

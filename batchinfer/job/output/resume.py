@@ -1,0 +1,296 @@
+"""What an output directory holds when a run comes to it: what is left to do, what has to go first.
+
+``look`` changes nothing. ``prepare`` makes the directory ready as far as no finished output has to
+go for it. ``start_over`` deletes such output; it is called when nothing is left that could still
+keep the job from running. ``recover`` finds what earlier runs have left of unfinished parts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer.errors import DataError, LockedError
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.messages import printable
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.manifest_file import (
+    is_begun,
+    restore_manifest,
+    store_manifest,
+    stored_manifest,
+)
+from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.quarantine import Suspicion, assess
+from batchinfer.job.output.segments import Segments
+from batchinfer.job.row_ids import NO_ROWS, Part, RowIds, missing_ranges, ranges_in, sorted_row_ids
+from batchinfer.job.storage.filesystem import storage_errors
+from batchinfer.job.storage.local_lock import HOLDER, LOCK
+
+_STATS_FILES = ("steps.parquet", "requests.parquet")
+PART_FILE = re.compile(r"part-\d{5,}\.parquet")
+"""Names of parts."""
+Finished = Callable[[OutputDir, Part], PartRecord | None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run has to do in an output directory."""
+
+    manifest: Manifest
+    """The plan; planned when the output was begun, where this run goes on with it."""
+    todo: Sequence[Part]
+    """Parts to make, in order."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Parts that were finished once and are made again: name, and what is wrong."""
+    starts_over: bool = False
+    """Whether what is there has to go first."""
+
+
+def look(
+    out: OutputDir, manifest: Manifest, if_exists: str, finished: Finished = OutputDir.finished
+) -> Work:
+    """What is left to do for ``manifest``, without changing anything.
+
+    Args:
+        out: the output directory; it may be missing.
+        manifest: what this run plans.
+        if_exists: ``resume``, ``error`` or ``overwrite``.
+        finished: finds a part's record, and checks the part against it.
+
+    Raises:
+        LockedError: the directory holds finished rows of another job, or files of unknown origin.
+        DataError: the input has changed since the first part was finished.
+    """
+    begun = is_begun(out)
+    if begun and if_exists == "error":
+        raise LockedError(
+            f"{printable(str(out.root))} holds output already, and output.if_exists is error",
+            hint="use --output for another directory, or set if_exists to resume or overwrite",
+        )
+    overwrites = if_exists == "overwrite"
+    if not begun or overwrites:
+        _refuse_foreign(out, begun)
+    if overwrites or not _has_finished_rows(out):
+        starts_over = overwrites or _holds_another_plan(out, manifest)
+        if not starts_over:
+            refuse_strays(out, manifest)
+        return Work(manifest, manifest.parts(), starts_over=starts_over)
+    stored = stored_manifest(out)
+    stored.check_same_job(manifest, str(out.root))
+    refuse_strays(out, stored)
+    plan = replace(manifest, planned_at=stored.planned_at)
+    unfinished = dict(_unfinished(out, plan, finished))
+    damaged = {part.name: problem for part, problem in unfinished.items() if problem}
+    return Work(plan, list(unfinished), damaged)
+
+
+def prepare(out: OutputDir, work: Work) -> None:
+    """Make the directory ready, but for what ``start_over`` does; call it under the lock.
+
+    Raises:
+        StorageError: the directory cannot be written to.
+    """
+    _make_directories(out)
+    if not work.starts_over:
+        _settle(out, work)
+
+
+def start_over(out: OutputDir, work: Work) -> None:
+    """Delete what this program has put here, if ``work`` asks for that; call it under the lock.
+
+    Raises:
+        StorageError: the directory cannot be written to.
+    """
+    if work.starts_over:
+        with storage_errors(out.root):
+            _clear(out)
+        _make_directories(out)
+        _settle(out, work)
+
+
+def plan_of(out: OutputDir) -> Manifest:
+    """The plan of the job that writes, or wrote, to ``out``.
+
+    Raises:
+        DataError: there is none, or it and its copy are damaged.
+    """
+    if not is_begun(out):
+        raise DataError(
+            f"{printable(str(out.root))} holds no output of batchinfer",
+            hint="give the folder that output.path of the job file names",
+        )
+    return stored_manifest(out)
+
+
+def strays(out: OutputDir, manifest: Manifest) -> list[PurePath]:
+    """What is among the parts and is none of ``manifest``'s."""
+    planned = {out.part_file(part) for part in manifest.parts()}
+    return [path for path in out.files.entries(out.data) if path not in planned]
+
+
+def refuse_strays(out: OutputDir, manifest: Manifest) -> None:
+    """Readers take every Parquet file among the parts for output.
+
+    Raises:
+        LockedError: one is no part of ``manifest``.
+    """
+    for path in strays(out, manifest):
+        if path.suffix == ".parquet":
+            raise LockedError(
+                f"{printable(str(path))} is no part of this job; readers would take it for one",
+                hint="move it away, then run again",
+            )
+
+
+def _unfinished(
+    out: OutputDir, manifest: Manifest, finished: Finished
+) -> Iterator[tuple[Part, str | None]]:
+    """Parts without a record; parts that are not as their record says, with what is wrong."""
+    claims_success = _is_there(out, out.success)
+
+    def look(part: Part) -> tuple[bool, str | None]:
+        """Whether a part is finished, and what is wrong with it."""
+        try:
+            if finished(out, part) is not None:
+                return True, None
+        except DataError as error:
+            return False, str(error)
+        return False, f"{out.part_file(part)} has no record" if claims_success else None
+
+    parts = manifest.parts()
+    for part, (is_finished, problem) in zip(parts, out.of_each(look, parts), strict=True):
+        if not is_finished:
+            yield part, problem
+
+
+def _settle(out: OutputDir, work: Work) -> None:
+    if _has_finished_rows(out):
+        restore_manifest(out, work.manifest)
+    else:
+        store_manifest(out, work.manifest)
+    if work.todo:
+        with storage_errors(out.success):
+            out.files.delete(out.success)
+            out.files.sync(out.root)
+
+
+def _make_directories(out: OutputDir) -> None:
+    with storage_errors(out.staging):
+        out.files.delete(out.staging)
+    finished = (out.data, out.parts, out.segments, out.requests)
+    told = (out.stats, out.steps, out.runs, out.logs, out.in_flight)
+    for directory in (out.staging, *finished, *told):
+        with storage_errors(directory):
+            out.files.make_directory(directory)
+            if not out.files.can_write(directory):
+                raise PermissionError(13, os.strerror(13))
+
+
+def _refuse_foreign(out: OutputDir, begun: bool) -> None:
+    """Neither mix with nor delete what another program, or a person, has put here."""
+    found = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
+    if not begun:  # then nothing here is this program's
+        told = (out.success, out.summary, out.report, *out.openai_files)
+        named = (*told, *(out.stats / name for name in _STATS_FILES))
+        found = [*out.files.entries(out.data), *(path for path in named if _is_there(out, path))]
+    if found:
+        origin = "is no output of batchinfer" if begun else f"is there without {out.manifest.name}"
+        raise LockedError(
+            f"{printable(str(found[0]))} {origin}",
+            hint="use --output for another directory, or move what is there away",
+        )
+
+
+def _is_there(out: OutputDir, path: PurePath) -> bool:
+    return out.files.stat(path) is not None
+
+
+def _holds_another_plan(out: OutputDir, manifest: Manifest) -> bool:
+    """Whether what is here was begun for another plan, and none of its rows was finished."""
+    if not is_begun(out):
+        return False
+    try:
+        begun = stored_manifest(out)
+    except DataError:
+        return True
+    return (begun.fingerprint, begun.inputs) != (manifest.fingerprint, manifest.inputs)
+
+
+def _has_finished_rows(out: OutputDir) -> bool:
+    return any(out.files.entries(out.parts)) or any(out.files.entries(out.segments))
+
+
+def _clear(out: OutputDir) -> None:
+    """Delete this program's files: what says they are whole first, the manifest last."""
+    delete, entries = out.files.delete, out.files.entries
+    for path in (out.success, out.summary, out.report, *out.openai_files):
+        delete(path)
+    for path in [path for path in entries(out.data) if PART_FILE.fullmatch(path.name)]:
+        delete(path)
+    for name in _STATS_FILES:
+        delete(out.stats / name)
+    keep = {out.manifest, out.state / LOCK, out.state / HOLDER}
+    for path in [path for path in entries(out.state) if path not in keep]:
+        delete(path)
+    for directory in (out.root, out.data, out.stats, out.openai, out.state):
+        if _is_there(out, directory):
+            out.files.sync(directory)  # or old parts might come back beside a new manifest
+    delete(out.manifest)
+
+
+@dataclass(frozen=True)
+class Left:
+    """Where the parts of a run stand before it."""
+
+    parts: Sequence[Part]
+    """Parts to make, in order."""
+    segments: Segments
+    finished: RowIds
+    """Rows of these parts that are in segments."""
+    damaged: Mapping[str, str]
+    """Segments that could not be read: name, and what is wrong."""
+    suspicion: Suspicion
+
+    @property
+    def missing(self) -> list[range]:
+        """Rows that have to run or to be given up, in order, each range in one part."""
+        return missing_ranges(self.parts, self.finished)
+
+    def phases(self) -> Iterator[list[range]]:
+        """What to run, one after the other with nothing beside it: suspects, then the others."""
+        for group in self.suspicion.groups:
+            yield ranges_in(self.parts, sorted_row_ids(group))
+        apart = {*self.suspicion.given_up, *(row for g in self.suspicion.groups for row in g)}
+        rest = missing_ranges(self.parts, np.union1d(self.finished, sorted_row_ids(apart)))
+        if rest:
+            yield rest
+
+
+def recover(out: OutputDir, work: Work, generated: pa.Schema) -> Left:
+    """Find what earlier runs have left; call it under the lock.
+
+    Args:
+        out: the output directory.
+        work: what is to do there.
+        generated: the output's generated columns.
+
+    Raises:
+        StorageError: the directory cannot be written to.
+    """
+    segments = Segments(out, work.manifest, work.todo, generated)
+    finished, damaged = segments.recover()
+    suspicion = assess(out, missing_ranges(work.todo, finished))
+    return Left(work.todo, segments, finished, damaged, suspicion)
+
+
+def from_scratch(out: OutputDir, work: Work, generated: pa.Schema) -> Left:
+    """Where everything that is there will go first."""
+    segments = Segments(out, work.manifest, work.todo, generated)
+    return Left(work.todo, segments, NO_ROWS, {}, Suspicion())

@@ -1,0 +1,92 @@
+"""``--retry-errors``: only the rows that ended in an error run again.
+
+A finished part with such rows is opened again: its good rows go back into a segment, then its
+record goes. From there on it is a part like any other that is not finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinfer.errors import DataError
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output.commit import first_line
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.explode import whole_rows
+from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.quarantine import forgive
+from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, Segments
+from batchinfer.job.output.stats_tables import REQUEST
+from batchinfer.job.row_ids import Part
+from batchinfer.job.storage.filesystem import storage_errors
+
+
+def has_errors(out: OutputDir, plan: Manifest) -> bool:
+    """Whether a row of a finished part ended in an error."""
+    return bool(_parts_with_errors(out.seems_finished, plan))
+
+
+def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
+    """Make every row that ended in an error one that has to run; call it under the lock.
+
+    Raises:
+        DataError: a part cannot be read.
+        StorageError: the directory cannot be written to.
+    """
+    segments = Segments(out, plan, plan.parts(), generated)
+    segments.recover()
+    segments.forget_errors()
+    forgive(out)
+    reopened = _parts_with_errors(out.finished, plan)
+    if not reopened:
+        return
+    with storage_errors(out.root):
+        out.files.delete(out.success)
+        out.files.sync(out.root)
+    for part, record in reopened:
+        table = _good_rows(out, part, record, segments.schema)
+        if table.num_rows:
+            segments.add(table)
+        with storage_errors(out.parts):
+            out.files.delete(out.record(part))
+            out.files.sync(out.parts)  # or it might come back beside another file
+
+
+def _parts_with_errors(
+    finished: Callable[[Part], PartRecord | None], plan: Manifest
+) -> list[tuple[Part, PartRecord]]:
+    found = []
+    for part in plan.parts():
+        with suppress(DataError):  # a damaged part is made again in any case
+            record = finished(part)
+            if record is not None and record.error_codes:
+                found.append((part, record))
+    return found
+
+
+def _good_rows(out: OutputDir, part: Part, record: PartRecord, schema: pa.Schema) -> pa.Table:
+    """The rows of a finished part that ended well, as a segment's table."""
+    path = out.part_file(part)
+    try:
+        table = whole_rows(out.read_table(path))
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from None
+    row_ids = table["row_id"]
+    control = pc.is_in(row_ids, pa.array(record.control_text_row_ids, pa.int64()))
+    added = {REQUEST_COLUMN: _requests(out, part, row_ids), CONTROL_TEXT_COLUMN: control}
+    columns = [table[name] if name not in added else added[name] for name in schema.names]
+    rows = pa.table(columns, schema=schema)
+    return rows.filter(pc.equal(rows["status"], "ok"))
+
+
+def _requests(out: OutputDir, part: Part, row_ids: pa.ChunkedArray) -> pa.Array:
+    """What each row took; null where that is not known."""
+    taken: dict[int, dict[str, float]] = {}
+    with suppress(OSError, pa.ArrowException, KeyError):
+        for row in out.read_table(out.request_stats(part)).to_pylist():
+            taken[row.pop("row_id")] = row
+    return pa.array([taken.get(row_id) for row_id in row_ids.to_pylist()], REQUEST)

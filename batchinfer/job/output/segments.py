@@ -1,0 +1,232 @@
+"""Finished rows that are in no part yet: immutable files on disk, read back part by part.
+
+A segment holds the rows that finished in a few seconds, sorted by row id, with a row group for each
+part they belong to: making a part reads its rows only. A segment goes when no unfinished part needs
+it. A row may be in two segments (see ``batchinfer.job.output.retry``); the later one counts.
+
+A segment's name ends in a hash of its bytes: page checksums say nothing of the rest of a file.
+
+In a store, what a run sends off just before it freezes may arrive when others have taken over. So a
+segment says which plan it is of, and other rows have another name: what arrives late is taken for
+no other plan's, and what is deleted late is nobody else's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinfer.errors import DataError
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output.commit import first_line
+from batchinfer.job.output.directory import OutputDir, parquet_bytes
+from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUEST
+from batchinfer.job.row_ids import NO_ROWS, Part, RowIds
+from batchinfer.job.rows.generate import FinishedRow
+from batchinfer.job.storage.filesystem import Files, read_file, storage_errors
+
+REQUEST_COLUMN = "request"
+CONTROL_TEXT_COLUMN = "has_control_text"
+_NAME = re.compile(r"segment-(\d{6,})-([0-9a-f]+)\.parquet")
+_PLAN = b"batchinfer.plan"
+
+
+def segment_schema(generated: pa.Schema) -> pa.Schema:
+    """Columns of a segment: the generated ones of the output, and what goes elsewhere."""
+    added = [(REQUEST_COLUMN, REQUEST), (CONTROL_TEXT_COLUMN, pa.bool_())]
+    return pa.schema([*generated, *(pa.field(name, kind) for name, kind in added)])
+
+
+def segment_table(rows: Iterable[FinishedRow], schema: pa.Schema) -> pa.Table:
+    """Finished rows as a segment's table."""
+    return pa.Table.from_pylist([_segment_row(row) for row in rows], schema=schema)
+
+
+def _segment_row(row: FinishedRow) -> dict[str, Any]:
+    request = None
+    if row.stats is not None:
+        request = {
+            **asdict(row.stats),
+            DISTINCT_TOKENS: row.distinct_tokens,
+            **asdict(row.tally),
+        }
+    return {
+        **row.values,
+        REQUEST_COLUMN: request,
+        CONTROL_TEXT_COLUMN: row.has_control_text,
+    }
+
+
+def read_segment(files: Files, path: PurePath) -> bytes:
+    """All bytes of a segment, which are as they were written.
+
+    Raises:
+        ValueError: they are others.
+        OSError: it cannot be read.
+    """
+    data, named = read_file(files, path), _NAME.fullmatch(path.name)
+    if named is None or _digest(data) != named.group(2):
+        raise ValueError("it holds other bytes than were written (its hash differs)")
+    return data
+
+
+class Segments:
+    """The segments of an output directory.
+
+    Args:
+        out: the output directory.
+        plan: its plan.
+        parts: the parts that are not finished, in order.
+        generated: the output's generated columns.
+    """
+
+    def __init__(
+        self, out: OutputDir, plan: Manifest, parts: Sequence[Part], generated: pa.Schema
+    ) -> None:
+        self.schema = segment_schema(generated)
+        """Columns of a segment."""
+        self._out = out
+        self._plan = f"{plan.fingerprint} {plan.planned_at}".encode()
+        self._parts = parts
+        self._first_rows = [part.rows.start for part in parts]
+        self._groups: dict[PurePath, dict[int, int]] = {}
+        """Of each segment, oldest first: index of a part, and the row group of its rows."""
+        self._next = 0
+
+    def recover(self) -> tuple[RowIds, dict[str, str]]:
+        """Find the segments that earlier runs have left; those nobody needs are deleted.
+
+        Returns:
+            The rows of unfinished parts that are in segments; and the segments that are damaged,
+            whose rows have to run again: name, and what is wrong.
+        """
+        found: list[RowIds] = [NO_ROWS]
+        damaged: dict[str, str] = {}
+        for path in self._out.files.entries(self._out.segments):
+            if match := _NAME.fullmatch(path.name):
+                self._next = max(self._next, int(match.group(1)) + 1)
+            try:
+                groups = self._read_groups(path)
+            except (OSError, pa.ArrowException, ValueError) as error:
+                damaged[path.name] = first_line(error)
+                groups = {}
+            found += [row_ids for _, row_ids in groups.values()]
+            self._keep(path, {part.index: group for part, (group, _) in groups.items()})
+        return np.unique(np.concatenate(found)), damaged
+
+    def add(self, table: pa.Table) -> None:
+        """Write a segment; when this returns, its rows will not run again.
+
+        Args:
+            table: rows of unfinished parts, in any order, with the columns of ``schema``.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        table = table.sort_by("row_id").replace_schema_metadata({_PLAN: self._plan})
+        row_ids = table["row_id"].to_numpy()
+        parts = [self._part_of(row_id) for row_id in row_ids.tolist()]
+        slices, groups, start = [], {}, 0
+        for number, (part, members) in enumerate(groupby(parts)):
+            assert part is not None, "a row of no unfinished part"
+            length = len(list(members))
+            slices.append(table.slice(start, length))
+            groups[part.index] = number
+            start += length
+        data = parquet_bytes(slices)
+        path = self._out.segments / f"segment-{self._next:06d}-{_digest(data)}.parquet"
+        self._next += 1
+        self._out.write(path, data)
+        self._groups[path] = groups
+
+    def rows_of(self, part: Part) -> pa.Table:
+        """The rows of a part that are in segments, each once, sorted by row id.
+
+        Raises:
+            DataError: a segment cannot be read any more.
+        """
+        tables = [self.schema.empty_table()]
+        for path, groups in reversed(self._groups.items()):
+            if part.index in groups:
+                tables.append(self._read_group(path, groups[part.index]))
+        table = pa.concat_tables(tables)
+        _, first = np.unique(table["row_id"].to_numpy(), return_index=True)
+        return table.take(first)
+
+    def drop(self, part: Part) -> None:
+        """Forget the rows of a part, which is finished now; delete segments that hold no others."""
+        for path, groups in list(self._groups.items()):
+            if groups.pop(part.index, None) is not None:
+                self._keep(path, groups)
+
+    def forget_errors(self) -> None:
+        """Have every row that ended in an error run again.
+
+        Raises:
+            StorageError: what is left of a segment cannot be written.
+        """
+        for path, groups in list(self._groups.items()):
+            table = pa.concat_tables(self._read_group(path, group) for group in groups.values())
+            good = table.filter(pc.equal(table["status"], "ok"))
+            if good.num_rows == table.num_rows:
+                continue
+            if good.num_rows:
+                self.add(good)
+            self._keep(path, {})
+
+    def _keep(self, path: PurePath, groups: dict[int, int]) -> None:
+        if groups:
+            self._groups[path] = groups
+            return
+        self._groups.pop(path, None)
+        with storage_errors(path):
+            self._out.files.delete(path)
+
+    def _part_of(self, row_id: int) -> Part | None:
+        at = bisect_right(self._first_rows, row_id) - 1
+        return self._parts[at] if at >= 0 and row_id in self._parts[at].rows else None
+
+    def _read_groups(self, path: PurePath) -> dict[Part, tuple[int, RowIds]]:
+        """Row group and row ids of each unfinished part, all of the segment having been checked."""
+        groups: dict[Part, tuple[int, RowIds]] = {}
+        data = read_segment(self._out.files, path)
+        with pq.ParquetFile(pa.BufferReader(data)) as reader:
+            if not reader.schema_arrow.equals(self.schema):
+                raise ValueError("it has other columns than a segment of this job")
+            if (reader.metadata.metadata or {}).get(_PLAN) != self._plan:
+                raise ValueError("it is of another plan")
+            row_ids = reader.read(use_threads=False)["row_id"].to_numpy()
+            start = 0
+            for group in range(reader.num_row_groups):
+                stop = start + reader.metadata.row_group(group).num_rows
+                part = self._part_of(int(row_ids[start]))
+                if part is not None:
+                    groups[part] = (group, row_ids[start:stop])
+                start = stop
+        return groups
+
+    def _read_group(self, path: PurePath, group: int) -> pa.Table:
+        try:
+            with self._out.files.open(path) as file:
+                reader = pq.ParquetFile(file, page_checksum_verification=True)
+                return reader.read_row_group(group, use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"{path} cannot be read: {first_line(error)}",
+                hint="run the same command again: its rows are then computed again",
+            ) from error
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

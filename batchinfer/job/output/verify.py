@@ -1,0 +1,170 @@
+"""Checking an output directory: every byte of what is finished, against what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinfer.errors import DataError
+from batchinfer.job.fingerprint import digest
+from batchinfer.job.manifest import Manifest, read_manifest
+from batchinfer.job.messages import printable
+from batchinfer.job.output.commit import first_line, read_part
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.explode import first_of_rows
+from batchinfer.job.output.export_record import problems as openai_problems
+from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.resume import plan_of, strays
+from batchinfer.job.output.segments import read_segment
+from batchinfer.job.row_ids import Part
+from batchinfer.job.screen import Fact
+from batchinfer.job.storage.filesystem import read_file
+from batchinfer.job.storage.stored_json import parse
+
+MOST_SHOWN = 10
+_FINGERPRINT = b"batchinfer.fingerprint"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found."""
+
+    complete: bool
+    """Whether the job is finished and says so."""
+    parts_total: int
+    parts_done: int
+    rows: int
+    """In finished parts."""
+    problems: list[str]
+
+    def data(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {"ok": not self.problems, **asdict(self)}
+
+    def lines(self) -> Iterator[str]:
+        """For people, without a terminal."""
+        yield from self._shown()
+        state = "finished" if self.complete else "not finished"
+        parts = f"{self.parts_done:,} of {self.parts_total:,} parts"
+        yield f"{state}: {parts}, {self.rows:,} rows; {self._outcome}"
+
+    def facts(self) -> Iterator[Fact]:
+        """For people."""
+        tone = "bad" if self.problems else "good"
+        for problem in self._shown():
+            yield Fact("problem", problem, tone="bad")
+        yield Fact("checked", self._outcome, tone=tone)
+        share = self.parts_done / self.parts_total if self.parts_total else 1.0
+        yield Fact("parts", f"{self.parts_done:,} of {self.parts_total:,}", share=share)
+        yield Fact("rows", f"{self.rows:,}", " in finished parts")
+        yield Fact("state", "finished" if self.complete else "not finished")
+
+    def _shown(self) -> Iterator[str]:
+        yield from (printable(problem) for problem in self.problems[:MOST_SHOWN])
+        if len(self.problems) > MOST_SHOWN:
+            yield f"and {len(self.problems) - MOST_SHOWN:,} more problems"
+
+    @property
+    def _outcome(self) -> str:
+        if self.problems:  # away: a run takes finished parts of the right size and time for whole
+            return "move the files named away and run the job again to mend it"
+        return "all as recorded"
+
+
+def verify(out: OutputDir) -> Verification:
+    """Read all that is finished in ``out`` and compare it with what was recorded.
+
+    Raises:
+        DataError: there is no plan to compare it with.
+    """
+    return _Check(out, plan_of(out)).run()
+
+
+class _Check:
+    def __init__(self, out: OutputDir, plan: Manifest) -> None:
+        self._out = out
+        self._plan = plan
+        self._claims_success = out.files.stat(out.success) is not None
+        self._schema: pa.Schema | None = None
+
+    def run(self) -> Verification:
+        problems = list(self._of_plan())
+        parts = rows = 0
+        for part in self._plan.parts():
+            try:
+                record = self._record(part)
+                if record is not None:
+                    self._check_part(part, record)
+                    parts += 1
+                    rows += part.num_rows
+            except (DataError, ValueError, OSError) as error:
+                problems.append(str(error).splitlines()[0])
+        problems += [*self._of_segments(), *self._of_summary(), *openai_problems(self._out)]
+        total = len(self._plan.parts())
+        complete = self._claims_success and parts == total
+        return Verification(complete, total, parts, rows, problems)
+
+    def _of_plan(self) -> Iterator[str]:
+        if digest(self._plan.job) != self._plan.fingerprint:
+            yield f"{self._out.manifest}: its fingerprint is not that of the job in it"
+        try:
+            read_manifest(self._out.manifest, self._out.files)
+        except DataError as error:
+            yield str(error)
+        for path in strays(self._out, self._plan):
+            yield f"{path} is no part of this job"
+
+    def _record(self, part: Part) -> PartRecord | None:
+        record = self._out.read_record(part)
+        if record is None and self._claims_success:
+            raise DataError(f"{self._out.part_file(part)} has no record, but _SUCCESS is there")
+        return record
+
+    def _check_part(self, part: Part, record: PartRecord) -> None:
+        self._out.check(part, record)
+        path = self._out.part_file(part)
+        try:
+            table = read_part(read_file(self._out.files, path), part)
+        except ValueError as error:
+            raise DataError(f"{path}: {error}") from None
+        self._check_schema(part, table.schema)
+        failed = pc.sum(pc.equal(first_of_rows(table)["status"], "error")).as_py() or 0
+        if failed != sum(record.error_codes.values()):
+            raise DataError(f"{path} has {failed:,} failed rows; its record says otherwise")
+
+    def _check_schema(self, part: Part, schema: pa.Schema) -> None:
+        path = self._out.part_file(part)
+        if (schema.metadata or {}).get(_FINGERPRINT, b"").decode() != self._plan.fingerprint:
+            raise DataError(f"{path} was made by another job (its fingerprint differs)")
+        self._schema = self._schema or schema
+        if not schema.equals(self._schema):
+            raise DataError(f"{path} has other columns than the parts before it")
+
+    def _of_segments(self) -> Iterator[str]:
+        for path in self._out.files.entries(self._out.segments):
+            try:
+                read_segment(self._out.files, path)
+            except FileNotFoundError:
+                continue  # a running job has put it into a part
+            except (OSError, ValueError) as error:
+                yield f"{path} cannot be read: {first_line(error)}"
+
+    def _of_summary(self) -> Iterator[str]:
+        if not self._claims_success:
+            return
+        found: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            found = parse(read_file(self._out.files, self._out.summary))
+        try:
+            if found["fingerprint"] != self._plan.fingerprint:
+                yield f"{self._out.summary} is of another job (its fingerprint differs)"
+            total = found["rows"]["total"]
+            if total != self._plan.num_rows:
+                yield f"{self._out.summary} counts {total} rows, not {self._plan.num_rows}"
+        except (KeyError, TypeError):
+            yield f"{self._out.summary} is damaged or missing"

@@ -1,0 +1,1 @@
+"""``batchinfer plan``: a job simulated before it runs."""

@@ -1,0 +1,176 @@
+"""Which rows a plan reads, what it finds in them, and how large their output will be.
+
+The size is an estimate, right to about a factor of two: kept columns take what they take in the
+input; text of answers is taken to be like that of prompts and to compress to half.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from batchinfer.errors import RowError
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.output.schema import OutputTable
+from batchinfer.job.plan.simulation import Lengths
+from batchinfer.job.row_ids import Part
+from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.text.prompts import PromptTooLongError
+
+MAX_ROWS = 2**17
+"""Rows read; of a larger dataset, about so many, in whole windows spread evenly over it."""
+MAX_PROMPT_TOKENS = 2**25
+"""Prompt tokens after which no more rows are read."""
+
+_CHARACTERS_PER_TOKEN = 4.0  # where no prompt's text is known
+_COMPRESSED = 0.5
+_BYTES_PER_PART = 5000  # the footer: schema, and what made the file
+_BYTES_PER_ROW = 16
+_BYTES_PER_SAMPLE = 16
+_TOKEN_ID_BYTES = 2
+_LOGPROB_BYTES = 8  # of a token or of an alternative to it
+
+
+def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> list[Part]:
+    """Parts to read: all, or windows of ``window_rows`` rows that come to about ``most_rows``.
+
+    Rows share prefixes within a window, so a part of the dataset shares as all of it does only if
+    it is made of whole windows.
+    """
+    if sum(part.num_rows for part in parts) <= most_rows:
+        return list(parts)
+    per_window = max(1, window_rows // max(1, parts[0].num_rows))
+    windows = [parts[at : at + per_window] for at in range(0, len(parts), per_window)]
+    wanted = max(1, most_rows // (per_window * parts[0].num_rows))
+    chosen = [windows[at * len(windows) // wanted] for at in range(min(wanted, len(windows)))]
+    return [part for window in chosen for part in window]
+
+
+@dataclass
+class Census:
+    """What the rows read are like.
+
+    Args:
+        lengths: how long their samples become.
+    """
+
+    lengths: Lengths
+    rows: int = 0
+    prompt_tokens: int = 0
+    """Of rows that can run."""
+    distinct_tokens: int = 0
+    """Of these: tokens of their windows' prefix trees."""
+    samples: int = 0
+    output_tokens: int = 0
+    drawn_tokens: int = 0
+    """Output tokens and those of beams that are not written."""
+    scored_tokens: int = 0
+    """Tokens whose log-probabilities are asked for, with ``task: score``."""
+    prompt_characters: int = 0
+    truncated: int = 0
+    control_text: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    """Rows that cannot run, by code."""
+    by_length: Counter[int] = field(default_factory=Counter)
+    """Rows by prompt length, in powers of two: of 2**(k-1) to 2**k - 1 tokens at k."""
+
+    def count(
+        self, batches: Iterator[list[PromptRow]], most_rows: int, most_tokens: int
+    ) -> Iterator[list[PromptRow]]:
+        """Pass on and count ``batches``, until so many rows or prompt tokens have come by."""
+        for batch in batches:
+            for row in batch:
+                self._add(row)
+            yield batch
+            if self.rows >= most_rows or self.prompt_tokens >= most_tokens:
+                return
+
+    def count_distinct(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
+        """Pass on ``batches``, planned, and count what they do not share."""
+        for batch in batches:
+            self.distinct_tokens += sum(row.distinct_tokens for row in batch)
+            yield batch
+
+    @property
+    def too_long(self) -> int:
+        """Rows whose prompt leaves no room for output, refused or truncated."""
+        return self.errors["prompt_too_long"] + self.truncated
+
+    def histogram(self, scale: float) -> list[dict[str, int]]:
+        """Rows by prompt length, each bin with its bounds, times ``scale``."""
+        return [
+            {
+                "min_tokens": 2 ** (at - 1) if at else 0,
+                "max_tokens": 2**at - 1,
+                "rows": round(self.by_length[at] * scale),
+            }
+            for at in range(min(self.by_length, default=0), max(self.by_length, default=-1) + 1)
+        ]
+
+    def _add(self, row: PromptRow) -> None:
+        self.rows += 1
+        prompt = row.prompt
+        if isinstance(prompt, RowError):
+            self.errors[prompt.code] += 1
+            if isinstance(prompt, PromptTooLongError):
+                self.by_length[prompt.num_tokens.bit_length()] += 1
+            return
+        num_tokens = len(prompt.token_ids)
+        self.by_length[num_tokens.bit_length()] += 1
+        for request in self.lengths.requests(row):
+            length, params = request.num_prompt_tokens, request.params
+            self.prompt_tokens += length
+            self.samples += params.n
+            if request.given_token is not None:
+                self.scored_tokens += length - request.scored_from + 1
+            self.output_tokens += self.lengths.output_tokens(length, params)
+            self.drawn_tokens += self.lengths.drawn_tokens(length, params)
+        self.prompt_characters += len(prompt.text or "")
+        self.truncated += prompt.truncated
+        self.control_text += prompt.has_control_text
+
+
+def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Census) -> int:
+    """Bytes of ``data/``.
+
+    Args:
+        spec: the job.
+        source: its input.
+        table: its output.
+        census: of the rows read; the others are taken to be like them.
+    """
+    if not census.rows:
+        return 0
+    include = spec.output.include
+    per_character = census.prompt_characters / max(census.prompt_tokens, 1)
+    text = (per_character or _CHARACTERS_PER_TOKEN) * _COMPRESSED  # bytes per token
+    ran = census.rows - census.errors.total()
+    # ``outputs`` has the text of all samples, ``generated_text`` that of the first.
+    per_token = text * (1 + ran / max(census.samples, 1))
+    if "token_ids" in include:
+        per_token += _TOKEN_ID_BYTES
+    if "logprobs" in include:
+        per_token += _LOGPROB_BYTES * (1 + (spec.sampling.logprobs or 0))
+    generated = census.output_tokens * per_token + census.samples * _BYTES_PER_SAMPLE
+    if spec.task == "score":
+        per_token = _TOKEN_ID_BYTES * ("token_ids" in include)
+        per_token += _LOGPROB_BYTES / 2 * ("logprobs" in include)
+        generated = census.scored_tokens * per_token + census.samples * _BYTES_PER_SAMPLE
+    generated += census.rows * _BYTES_PER_ROW
+    if "prompt_logprobs" in include:
+        each = _LOGPROB_BYTES * (1 + (spec.sampling.prompt_logprobs or 0))
+        generated += census.prompt_tokens * each
+    if "prompt" in include:
+        generated += census.prompt_characters * _COMPRESSED
+    scale = source.num_rows / census.rows
+    footers = -(-source.num_rows // spec.output.rows_per_part) * _BYTES_PER_PART
+    return kept_bytes(source, table) + round(generated * scale) + footers
+
+
+def kept_bytes(source: Source, table: OutputTable) -> int:
+    """Compressed bytes of the kept columns in the input files, of as many rows as are selected."""
+    total = sum(source.format.stored_bytes(file, table.kept) for file in source.files)
+    rows = sum(file.num_rows for file in source.files)
+    return total * source.num_rows // rows if rows else 0

@@ -1,0 +1,180 @@
+"""A plan's numbers as JSON data, and in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.engine.metrics import sharing
+from batchinfer.job.job import Job
+from batchinfer.job.plan.census import Census, output_bytes
+from batchinfer.job.plan.simulation import Simulation
+from batchinfer.job.screen import Fact
+
+if TYPE_CHECKING:
+    from batchinfer.build_dry import DryBuilt
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan that has been simulated."""
+
+    job: Job
+    built: DryBuilt
+    census: Census
+    simulation: Simulation
+    complete: bool
+    """Whether all rows read were simulated."""
+
+    def data(self) -> dict[str, Any]:
+        """The plan as JSON data; sums are of the whole dataset."""
+        census, simulation = self.census, self.simulation
+        measured = simulation.measured.measures()
+        tokens, kv = measured["tokens"], measured["kv"]
+        num_rows = self.job.source.num_rows
+        scale = num_rows / census.rows if census.rows else 0.0
+        prompt = census.prompt_tokens - simulation.refused_prompt_tokens
+        output = census.output_tokens - simulation.refused_output_tokens
+        of_steps = scale / self._simulated
+        cached = tokens["prompt_cached"] if self.complete else prompt * kv["prefix_hit_rate"]
+        simulated = self.built.engine.scheduler.pool.num_blocks
+        errors = census.errors + simulation.refused
+        return {
+            "rows": num_rows,
+            # As ``num_running`` of the run's steps counts them: each sample is one.
+            "rows_in_flight": simulation.peak_running,
+            "mean_rows_in_flight": simulation.mean_running,
+            "prompt_tokens": round(prompt * scale),
+            "prompt_computed": round((prompt - cached) * scale),
+            "prompt_cached": round(cached * scale),
+            "recomputed": round(tokens["recomputed"] * of_steps),
+            "output_tokens": round(output * scale),
+            "block_size": self.built.block_size,
+            "bytes_per_block": self.built.bytes_per_block,
+            "num_blocks": self.built.num_blocks,
+            "peak_used_blocks": kv["peak_used_blocks"],
+            "mean_utilization": kv["mean_utilization"] * simulated / self.built.num_blocks,
+            "mean_waste": kv["mean_waste"],
+            "contiguous_waste": kv["contiguous_waste"],
+            "sharing_saving": kv["sharing_saving"],
+            "prefix_hit_rate": kv["prefix_hit_rate"],
+            "sharing": sharing(
+                round(prompt * scale),
+                round(census.distinct_tokens * scale),
+                round((prompt - cached) * scale),
+                round(simulation.deduplicated * of_steps),
+            ),
+            "preemptions": round(kv["preemptions"] * of_steps),
+            "num_host_blocks": self.built.num_host_blocks,
+            "swap_preemptions": round(kv["swap_preemptions"] * of_steps),
+            "swapped_blocks": round(kv["swapped_blocks"] * of_steps),
+            "steps": round(simulation.steps * of_steps),
+            "time_s": self.built.runner.seconds * of_steps,
+            "bound_s": self.built.runner.bound_s * of_steps,
+            "output_bytes": output_bytes(self.job.spec, self.job.source, self.job.table, census),
+            "token_histogram": census.histogram(scale),
+            "too_long": round(census.too_long * scale),
+            "truncated": round(census.truncated * scale),
+            "errors": {code: round(count * scale) for code, count in sorted(errors.items())},
+            "control_text": round(census.control_text * scale),
+            "device": self.built.device,
+            "model": dict(self.built.model_facts),
+            "max_model_len": self.built.max_model_len,
+            "expect_output_tokens": simulation.lengths.expected,
+            "sampled": None if self.complete and census.rows == num_rows else self._sampled(),
+        }
+
+    @property
+    def _simulated(self) -> float:
+        """Share of the rows' tokens that was drawn."""
+        wanted = self.census.drawn_tokens - self.simulation.refused_drawn_tokens
+        done = self.built.runner.samples_drawn + self.simulation.deduplicated_drawn_tokens
+        return 1.0 if self.complete else done / wanted
+
+    def _sampled(self) -> dict[str, float]:
+        """How much of the job was looked at."""
+        return {
+            "rows": self.job.source.num_rows,
+            "rows_read": self.census.rows,
+            "steps": self.simulation.steps,
+            "simulated": self._simulated,
+        }
+
+
+def plan_facts(plan: dict[str, Any]) -> Iterator[Fact]:
+    """A plan in a few lines, in the manner of a job's last ones."""
+    rows, errors = plan["rows"], plan["errors"]
+    failing = sum(errors.values())
+    yield Fact("rows", f"{rows:,}", f", of which {failing:,} would fail")
+    if errors:
+        counts = ", ".join(f"{code} {n:,}" for code, n in errors.items())
+        yield Fact("errors", counts, tone="bad")
+    ends = plan["expect_output_tokens"]
+    answers = "at most" if ends is None else f"if answers end at {ends:,},"
+    yield Fact(
+        "tokens",
+        f"{plan['prompt_tokens']:,} in prompts",
+        f", {plan['prompt_computed']:,} of them to compute; "
+        f"{answers} {plan['output_tokens']:,} out",
+    )
+    weights = (plan["model"]["weight_bytes"] + plan["model"]["adapter_bytes"]) / 2**30
+    pool, swap = (
+        plan[name] * plan["bytes_per_block"] / 2**30 for name in ("num_blocks", "num_host_blocks")
+    )
+    yield Fact(
+        "device",
+        f"{plan['device']}:",
+        f" weights {weights:,.2f} GiB, pool {pool:,.2f} GiB; "
+        f"on the host, swap space of at most {swap:,.2f} GiB",
+    )
+    yield Fact(
+        "pool",
+        f"{plan['num_blocks']:,} blocks of {plan['block_size']} tokens",
+        f", {plan['peak_used_blocks']:,} used at most; "
+        f"{plan['rows_in_flight']:,} rows in flight, {plan['preemptions']:,} preemptions, "
+        f"{plan['swapped_blocks']:,} blocks back from the host",
+    )
+    yield Fact(
+        "waste",
+        f"{plan['mean_waste']:.1%} of the used blocks",
+        f" (reserving the longest answers would waste {plan['contiguous_waste']:.1%})",
+    )
+    yield Fact(
+        "sharing",
+        f"saves {plan['sharing_saving']:.1%} of the blocks",
+        f"; {plan['prefix_hit_rate']:.1%} of the prompt tokens are there already, "
+        f"of {plan['sharing']['planned_rate']:.1%} that rows have in common",
+    )
+    yield Fact(
+        "time",
+        f"about {_duration(plan['time_s'])}",
+        f", at the device's limits {_duration(plan['bound_s'])}; loading left out",
+    )
+    yield Fact("output", f"about {plan['output_bytes'] / 2**20:,.1f} MiB")
+    yield from _notes(plan)
+
+
+def _notes(plan: dict[str, Any]) -> Iterator[Fact]:
+    if plan["control_text"]:
+        where = f", in {plan['control_text']:,} rows"
+        yield Fact("note", "control tokens as plain text", where)
+    if plan["truncated"]:
+        yield Fact("note", "prompts cut to max_model_len", f", in {plan['truncated']:,} rows")
+    equal = plan["sharing"]["deduplicated_rows"]
+    if equal:
+        yield Fact("note", f"{equal:,} rows equal to others", ", not computed again")
+    sampled = plan["sampled"]
+    if sampled:
+        yield Fact(
+            "note",
+            f"from a sample: {sampled['rows_read']:,} of {sampled['rows']:,} rows read",
+            f", {sampled['simulated']:.0%} of their output simulated",
+        )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min"

@@ -1,0 +1,131 @@
+"""``batchinfer plan``: what a job will need, from its data, tokenizer and model config.
+
+The job's own scheduler runs the job's own rows in the job's own order, over a runner that computes
+nothing and a clock that a roofline sets (``batchinfer.engine.simulate.roofline`` says what it
+leaves out). Blocks, rows in flight, sharing, waste and preemptions are therefore those of the run,
+as far as output lengths are known: every sample is taken to run to ``max_tokens``, or to end at
+``--expect-output-tokens``.
+
+Time is bounded: at most ``plan_rows.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens are
+read, at most ``plan_steps.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens simulated. Sums
+are then scaled to the whole dataset, and ``sampled`` says of how much they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.engine.simulate.roofline import DEVICES, Device
+from batchinfer.errors import UsageError
+from batchinfer.job.input.dataset import open_source
+from batchinfer.job.job import Job, load
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.messages import did_you_mean
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.schema import output_table
+from batchinfer.job.plan.census import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
+from batchinfer.job.plan.estimate import Outcome
+from batchinfer.job.plan.simulation import Lengths, ScoreLengths, Simulation
+from batchinfer.job.rows.column_checks import check_completions_column, check_prompt_columns
+from batchinfer.job.rows.prompt_row import PromptRow, prompt_rows
+from batchinfer.job.rows.score import Scoring
+from batchinfer.job.rows.token_store import TokenStore
+from batchinfer.job.rows.window import planned
+from batchinfer.job.spec.spec import JobSpec
+
+if TYPE_CHECKING:
+    from batchinfer.build_dry import DryBuilt
+
+
+def plan_job(
+    spec: JobSpec, *, device: str | None = None, expect_output_tokens: int | None = None
+) -> dict[str, Any]:
+    """What a run of the whole job will need, as JSON data. Writes nothing.
+
+    Args:
+        spec: the job.
+        device: a name of ``DEVICES``; None: the one that ``engine.device`` means here.
+        expect_output_tokens: tokens of each sample; None: ``max_tokens``, an upper bound.
+
+    Raises:
+        JobError: as a run would, as far as weights and the device's presence do not matter.
+        UsageError: no such device.
+    """
+    chosen = None if device is None else _device(device)
+    if spec.accept is not None:  # an upper bound, as max_tokens is
+        most = replace(spec.sampling, n=spec.accept.max_tries)
+        spec = spec.model_copy(update={"sampling": most})
+    job = _look(spec)
+    from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
+
+    built = build_dry_engine(
+        spec.model,
+        spec.engine,
+        chosen or device_of(spec.engine),
+        end_after=expect_output_tokens,
+    )
+    lengths = _lengths(job, built, expect_output_tokens)
+    census = Census(lengths)
+    simulation = Simulation(built.engine, built.runner, lengths, 2 * spec.engine.max_num_seqs)
+    batches = _rows(job, built, census)
+    complete = simulation.run(batches)
+    for _ in batches:  # what the simulation did not come to is counted all the same
+        pass
+    return Outcome(job, built, census, simulation, complete).data()
+
+
+def _lengths(job: Job, built: DryBuilt, expected: int | None) -> Lengths:
+    facts = built.max_model_len, built.eos_token_ids, expected
+    if job.spec.task == "generate":
+        return Lengths(*facts)
+    if expected is not None:
+        raise UsageError("--expect-output-tokens: a job with task: score writes no tokens")
+    return ScoreLengths(*facts, task=Scoring(built.tokenizer, ()))
+
+
+def _device(name: str) -> Device:
+    if name not in DEVICES:
+        raise UsageError(f"--device {name}: no such device{did_you_mean(name, tuple(DEVICES))}")
+    return DEVICES[name]
+
+
+def _look(spec: JobSpec) -> Job:
+    """The job, its data and columns checked; the output directory does not matter."""
+    source = open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
+    check_prompt_columns(spec.prompt, source)
+    check_completions_column(spec.score, source)
+    manifest = Manifest(
+        fingerprint="",
+        job={},
+        input_paths=tuple(spec.input.paths),
+        inputs=source.files,
+        num_rows=source.num_rows,
+        rows_per_part=spec.output.rows_per_part,
+        planned_at=datetime.now().isoformat(timespec="seconds"),
+        bounds=source.bounds(spec.output.rows_per_part),
+    )
+    out = OutputDir(Path(spec.output.path))
+    return Job(spec, source, output_table(source, spec), manifest, out)
+
+
+def _rows(job: Job, built: DryBuilt, census: Census) -> Iterator[list[PromptRow]]:
+    """The rows to simulate, counted, in the order they would run."""
+    loaded = load(job, lambda *_, **__: built)
+    if loaded is None:
+        return
+    window = job.spec.engine.order_window
+    parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
+    rows = prompt_rows(job.source, parts, loaded.reader)
+    rows = census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS)
+    lots = planned(
+        rows,
+        parts,
+        window,
+        by_prefix=job.spec.engine.order == "prefix",
+        make_store=lambda: TokenStore(None),
+    )
+    yield from census.count_distinct(lot.prompt_rows() for lot in lots)

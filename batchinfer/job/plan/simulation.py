@@ -1,0 +1,209 @@
+"""Runs a plan's rows through an engine that computes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.metrics import Measured
+from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.simulate.dry_run import END_TOKEN, DryRunner
+from batchinfer.errors import RowError
+from batchinfer.job.rows.dedup import Twins, for_twin
+from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.job.rows.task import Task
+from batchinfer.text.prompts import Prompt
+
+MAX_STEPS = 50_000
+"""Steps simulated."""
+MAX_OUTPUT_TOKENS = 2**24
+"""Output tokens simulated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long samples become.
+
+    Args:
+        max_model_len: longest sequence of the model, in tokens.
+        eos_token_ids: the model's; a row that one of them may end has no known length.
+        expected: output tokens per sample; None: ``max_tokens``.
+    """
+
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    expected: int | None
+
+    def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Output tokens of a row, all samples together."""
+        return params.n * self._of_each(num_prompt_tokens, params)
+
+    def drawn_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """The same with beams that are not written: what takes steps."""
+        return (params.beam_width or params.n) * self._of_each(num_prompt_tokens, params)
+
+    def _of_each(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        most = min(params.max_tokens, self.max_model_len - num_prompt_tokens)
+        if self.expected is not None:
+            most = min(most, max(self.expected, params.min_tokens))
+        return most
+
+    def requests(self, row: PromptRow) -> Sequence[Request]:
+        """Of a row that can run: a request that ends when the row is taken to, and of which the
+        scheduler knows as much beforehand as it would of the row's own."""
+        assert isinstance(row.prompt, Prompt)
+        assert row.sampling is not None
+        params = row.sampling.params
+        own = bool(params.stop or params.stop_token_ids)
+        may_stop = own or bool(self.eos_token_ids and not params.ignore_eos)
+        ends = may_stop or self.expected is not None
+        request = Request(
+            row_id=row.row_id,
+            prompt_token_ids=row.prompt.token_ids,
+            params=_plain(
+                params.max_tokens,
+                params.n,
+                params.min_tokens,
+                params.beam_width,
+                params.prompt_logprobs,
+            ),
+            rng_key=(0, row.row_id),
+            eos_token_ids=frozenset([END_TOKEN]) if ends else frozenset(),
+            shared_later=row.shared_later,
+            adapter=row.adapter,
+        )
+        return [request]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreLengths(Lengths):
+    """A score job's requests: each draws a token that is not written.
+
+    Args:
+        task: makes them.
+    """
+
+    task: Task
+
+    def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """None."""
+        return 0
+
+    def drawn_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """The token that is given."""
+        return 1
+
+    def requests(self, row: PromptRow) -> Sequence[Request]:
+        """The row's own."""
+        return self.task.requests(row)
+
+
+@lru_cache(maxsize=1024)  # rows have few distinct ones, and checking them takes a while
+def _plain(
+    max_tokens: int, n: int, min_tokens: int, beam_width: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """What the schedule depends on; how tokens are drawn does not matter."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        n=n,
+        min_tokens=min_tokens,
+        beam_width=beam_width,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+@dataclass
+class Simulation:
+    """A job's steps on an engine that computes nothing, or the first ``MAX_STEPS`` of them."""
+
+    engine: Engine
+    runner: DryRunner
+    lengths: Lengths
+    max_waiting: int
+    """Rows queued in the engine, as the job's own loop does it."""
+
+    def __post_init__(self) -> None:
+        self.measured = Measured(self.engine.scheduler.pool.block_size)
+        """Steps, and rows that were finished."""
+        self.deduplicated = 0
+        """Rows that were not run, because an equal one was."""
+        self.deduplicated_drawn_tokens = 0
+        self._twins = Twins()
+        self.refused: Counter[str] = Counter()
+        """Rows that the engine refused, by code."""
+        self._refused_rows: set[int] = set()
+        self.refused_prompt_tokens = 0
+        self.refused_output_tokens = 0
+        self.refused_drawn_tokens = 0
+        self.steps = 0
+        self.peak_running = 0
+        """Most sequences with blocks at a time."""
+        self._running_ms = 0.0
+
+    def run(self, batches: Iterator[list[PromptRow]]) -> bool:
+        """Run rows to their ends.
+
+        Returns:
+            False if a limit came first; the measures are then of what ran.
+        """
+        exhausted = False
+        while not exhausted or self.engine.num_unfinished:
+            while not exhausted and self._is_hungry:
+                batch = next(batches, None)
+                exhausted = batch is None
+                self._add(batch or [])
+            if self.steps >= MAX_STEPS or self.runner.samples_drawn >= MAX_OUTPUT_TOKENS:
+                return False
+            self._step()
+        return True
+
+    @property
+    def mean_running(self) -> float:
+        """Sequences with blocks, weighted by time."""
+        return self._running_ms / 1e3 / self.runner.seconds if self.steps else 0.0
+
+    @property
+    def _is_hungry(self) -> bool:
+        return self.engine.num_waiting < self.max_waiting
+
+    def _add(self, batch: list[PromptRow]) -> None:
+        rows = [row for row in batch if not isinstance(row.prompt, RowError)]
+        for row in self._twins.to_run(rows):
+            for request in self.lengths.requests(row):
+                self.engine.add_request(request)
+
+    def _step(self) -> None:
+        if not self.engine.num_unfinished:
+            return
+        outcome = self.engine.step()
+        twins = [twin for one in outcome.completions for twin in self._twins_of(one)]
+        done = [*outcome.completions, *twins]
+        self.measured.add(outcome.stats, [row.stats for row in done])
+        if outcome.stats is not None:
+            self.steps += 1
+            self.peak_running = max(self.peak_running, outcome.stats.num_running)
+            self._running_ms += outcome.stats.num_running * outcome.stats.step_ms
+        for completion in done:
+            if completion.error_code is not None:
+                request = completion.request
+                tokens, params = request.num_prompt_tokens, request.params
+                if request.row_id not in self._refused_rows:
+                    self.refused[completion.error_code] += 1
+                self._refused_rows.add(request.row_id)
+                self.refused_prompt_tokens += tokens
+                self.refused_output_tokens += self.lengths.output_tokens(tokens, params)
+                self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
+
+    def _twins_of(self, completion: Completion) -> Iterator[Completion]:
+        """The same for the rows that waited for it; only rows of one request have such."""
+        request = completion.request
+        for row in self._twins.leave(request.row_id):
+            if completion.error_code is None:
+                tokens, params = request.num_prompt_tokens, request.params
+                self.deduplicated += 1
+                self.deduplicated_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
+            yield from for_twin(row, [completion])

@@ -1,0 +1,96 @@
+"""``accept``: samples of a row are drawn until enough of them pass, or all tries are used up.
+
+They are drawn a few at a time, each time as many as before or as are still wanted. Random numbers
+are keyed by sample index, and samples are judged in that order, so what is kept is what would be
+kept if all had been drawn at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from batchinfer.config import AcceptConfig
+from batchinfer.engine.request import Completion, Request, together
+from batchinfer.job.rows.generate import FinishedRow, RequestMaker, RowFinisher, sample_text
+from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.text.acceptance import Judge, RowVerdicts, Tally, Verdict
+from batchinfer.text.prompts import Prompt
+from batchinfer.text.tokenizer import Tokenizer
+
+
+class AcceptedGeneration:
+    """``task: generate`` with ``accept`` (see ``Task``).
+
+    Args:
+        config: what passes.
+        requests: makes requests.
+        finisher: makes columns of what comes of them.
+        tokenizer: makes the texts that are judged.
+    """
+
+    def __init__(
+        self,
+        config: AcceptConfig,
+        requests: RequestMaker,
+        finisher: RowFinisher,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._config = config
+        self._judge = Judge(config)
+        self._requests = requests
+        self._finisher = finisher
+        self._tokenizer = tokenizer
+
+    def requests(self, row: PromptRow) -> list[Request]:
+        """The first samples: as many as are wanted."""
+        return [self._request(row, self._wanted(row), tried=0, part=0)]
+
+    def further(self, row: PromptRow, completions: Sequence[Completion]) -> list[Request]:
+        """More samples, if they are needed and may be tried."""
+        if completions[-1].error_code is not None:
+            return []
+        verdicts = self._verdicts(row, completions)
+        tried = len(verdicts.verdicts)
+        if verdicts.is_full or tried >= self._config.max_tries:
+            return []
+        missing = verdicts.wanted - verdicts.count(Verdict.ACCEPTED)
+        return [self._request(row, max(missing, tried), tried=tried, part=len(completions))]
+
+    def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
+        """The row with the samples that are kept, which may be none."""
+        if not completions:
+            return self._finisher.finish(row, None)
+        verdicts = self._verdicts(row, completions)
+        samples = [output for one in completions for output in one.outputs]
+        kept = [
+            sample
+            for sample, verdict in zip(samples, verdicts.verdicts, strict=True)
+            if verdict is Verdict.ACCEPTED
+        ]
+        last = completions[-1]
+        stats = together([one.stats for one in completions if one.stats.prompt_tokens])
+        whole = Completion(last.request, kept, last.error_code, last.error_message)
+        whole.stats = stats or whole.stats
+        tally = Tally(len(samples), *map(verdicts.count, Verdict))
+        return replace(self._finisher.finish(row, whole), tally=tally)
+
+    def _wanted(self, row: PromptRow) -> int:
+        assert row.sampling is not None
+        return self._config.wanted(row.sampling.params.n)
+
+    def _request(self, row: PromptRow, count: int, *, tried: int, part: int) -> Request:
+        assert isinstance(row.prompt, Prompt)
+        assert row.sampling is not None
+        count = min(count, self._config.max_tries - tried)
+        sampling = replace(row.sampling, params=replace(row.sampling.params, n=count))
+        facts = row.row_id, row.prompt, sampling, row.shared_later, row.adapter
+        return replace(self._requests.make(*facts), first_sample=tried, part=part)
+
+    def _verdicts(self, row: PromptRow, completions: Sequence[Completion]) -> RowVerdicts:
+        samples = (
+            (sample_text(self._tokenizer, output, one.request.params), len(output.token_ids))
+            for one in completions
+            for output in one.outputs
+        )
+        return self._judge.judge(samples, self._wanted(row))

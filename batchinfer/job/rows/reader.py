@@ -1,0 +1,120 @@
+"""A row of the dataset as what the engine needs of it: a prompt, how to sample, which adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from batchinfer.errors import RowError
+from batchinfer.job.input.format import SAMPLING_COLUMN, Row
+from batchinfer.job.messages import did_you_mean, printable
+from batchinfer.job.rows.sampling_params import RowParams, RowSampling
+from batchinfer.text.prompts import Prompt
+
+BASE = 0
+"""Number of the base model, without an adapter."""
+
+Read = tuple[Prompt, RowSampling | None, int] | RowError
+"""Prompt, how it is sampled if it is, and number of its adapter; or why the row cannot run."""
+
+
+class RowAdapters:
+    """Names of adapters to their numbers.
+
+    Args:
+        column: holds names, null where the base model is to run alone; None: it always is.
+        numbers: of the adapters, by name.
+    """
+
+    def __init__(self, column: str | None = None, numbers: Mapping[str, int] | None = None) -> None:
+        self.column = column
+        self._numbers = numbers or {}
+
+    def of(self, row: Mapping[str, object]) -> int | RowError:
+        """The number of a row's adapter. Error codes: ``unknown_adapter``, ``invalid_utf8``."""
+        value = None if self.column is None else row.get(self.column)
+        if value is None or isinstance(value, RowError):
+            return BASE if value is None else value
+        try:
+            name = value.decode() if isinstance(value, bytes) else str(value)
+        except UnicodeDecodeError as error:
+            return RowError("invalid_utf8", f"column {self.column}: {error}")
+        number = self._numbers.get(name)
+        if number is None:
+            known = did_you_mean(name, tuple(self._numbers))
+            text = f"column {self.column}: there is no adapter {printable(name, 60)!r}{known}"
+            return RowError("unknown_adapter", printable(text))
+        return number
+
+
+class Prompts(Protocol):
+    """Makes prompts of rows."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The input columns that ``build`` needs."""
+        ...
+
+    def build(self, rows: Sequence[Mapping[str, object]]) -> list[Prompt | RowError]:
+        """A prompt or an error for each row, in order."""
+        ...
+
+
+class RowReader(Protocol):
+    """Makes rows ready for the engine."""
+
+    columns: tuple[str, ...]
+    """The input columns it needs."""
+
+    def read(self, rows: Sequence[Row]) -> list[Read]:
+        """What the engine needs of each row, in order."""
+        ...
+
+
+class ColumnReader:
+    """Rows whose prompts and parameters are in columns, as the job file says.
+
+    Args:
+        builder: makes the prompts.
+        params: makes the sampling parameters; None: rows have none of their own.
+        adapters: knows the rows' adapters.
+        available: names of the data's columns.
+    """
+
+    def __init__(
+        self,
+        builder: Prompts,
+        params: RowParams | None,
+        adapters: RowAdapters,
+        available: Sequence[str],
+    ) -> None:
+        own = [SAMPLING_COLUMN] if params is not None and SAMPLING_COLUMN in available else []
+        if adapters.column is not None:
+            own.append(adapters.column)
+        self.columns = tuple(dict.fromkeys((*builder.columns, *own)))
+        self._builder = builder
+        self._params = params
+        self._adapters = adapters
+
+    def read(self, rows: Sequence[Row]) -> list[Read]:
+        """See ``RowReader``."""
+        good = [row for row in rows if not isinstance(row, RowError)]
+        made = (
+            ready(prompt, self._sampling(row), self._adapters.of(row))
+            for row, prompt in zip(good, self._builder.build(good), strict=True)
+        )
+        return [row if isinstance(row, RowError) else next(made) for row in rows]
+
+    def _sampling(self, row: Mapping[str, object]) -> RowSampling | RowError | None:
+        return None if self._params is None else self._params.of(row.get(SAMPLING_COLUMN))
+
+
+def ready(
+    prompt: Prompt | RowError, sampling: RowSampling | RowError | None, adapter: int | RowError
+) -> Read:
+    """All of a row, or the first that is an error."""
+    if isinstance(prompt, RowError):
+        return prompt
+    if isinstance(sampling, RowError):
+        return sampling
+    return adapter if isinstance(adapter, RowError) else (prompt, sampling, adapter)

@@ -1,0 +1,145 @@
+"""``task: score``: how likely a row's completions are, or its prompt itself.
+
+Each completion is a request of its own: the prompt and all of the completion but its last token,
+which is the request's given token. So its logits are needed from the prompt's last token on, what
+is before that is found in the prefix index, and the row's completions share it. A prompt that is
+itself scored is a request in which every token but the first is judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from batchinfer.config import SCORING
+from batchinfer.engine.request import Completion, Request, TokenIds, together
+from batchinfer.errors import RowError
+from batchinfer.job.rows.generate import FinishedRow, failed_row, seen_text
+from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.text.completions import ScoredPrompt
+from batchinfer.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """One completion's tokens and what the model gives for them."""
+
+    token_ids: TokenIds
+    logprobs: list[float]
+    greedy_match: bool
+
+    @classmethod
+    def of(cls, completion: Completion) -> _Judged:
+        request, of_prompt = completion.request, completion.prompt_logprobs
+        (output,) = completion.outputs
+        assert of_prompt is not None
+        assert output.logprobs is not None
+        (last,) = output.logprobs
+        before = request.prompt_token_ids[request.scored_from :]
+        return cls(
+            np.concatenate([before, output.token_ids]),
+            [*of_prompt.logprobs.tolist(), last.logprob],
+            bool((of_prompt.ranks == 1).all()) and last.rank == 1,
+        )
+
+
+class Scoring:
+    """Scores the rows of a job.
+
+    Args:
+        tokenizer: makes text of cut prompts.
+        include: what ``output.include`` names.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, include: Collection[str]) -> None:
+        self._tokenizer = tokenizer
+        self._include = include
+
+    def requests(self, row: PromptRow) -> list[Request]:
+        """The requests of a row that can run: one for each completion, or one for the prompt."""
+        prompt = row.prompt
+        assert isinstance(prompt, ScoredPrompt)
+        sequences = list(_sequences(prompt))
+        later = [len(prompt.token_ids)] * (len(sequences) - 1) + [row.shared_later]
+        return [
+            Request(
+                row_id=row.row_id,
+                part=part,
+                prompt_token_ids=tokens[:-1],
+                params=SCORING,
+                rng_key=(0, row.row_id),
+                shared_later=later[part],
+                scored_from=scored_from,
+                given_token=int(tokens[-1]),
+                adapter=row.adapter,
+            )
+            for part, (tokens, scored_from) in enumerate(sequences)
+        ]
+
+    def further(self, row: PromptRow, completions: Sequence[Completion]) -> list[Request]:
+        """None."""
+        return []
+
+    def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
+        """The finished row; without completions one that could not run."""
+        if isinstance(row.prompt, RowError):
+            return failed_row(row.row_id, row.prompt)
+        prompt = row.prompt
+        assert isinstance(prompt, ScoredPrompt)
+        error = _error(prompt, completions)
+        judged = [] if error else list(map(_Judged.of, completions))
+        values: dict[str, Any] = {
+            "row_id": row.row_id,
+            "score": None if error else [self._score(at, one) for at, one in enumerate(judged)],
+            "perplexity": None if error else perplexity(judged),
+            "num_prompt_tokens": len(prompt.token_ids),
+            "truncated": prompt.truncated,
+            "status": "error" if error else "ok",
+            "error": error,
+        }
+        if "prompt" in self._include:
+            values["prompt"] = seen_text(prompt, self._tokenizer)
+        stats = together([c.stats for c in completions if c.stats.prompt_tokens])
+        stats = stats and replace(stats, output_tokens=0)  # what was drawn was given
+        return FinishedRow(values, stats, prompt.has_control_text, row.distinct_tokens)
+
+    def _score(self, index: int, judged: _Judged) -> dict[str, Any]:
+        score: dict[str, Any] = {
+            "index": index,
+            "sum_logprob": math.fsum(judged.logprobs),
+            "num_tokens": len(judged.logprobs),
+            "greedy_match": judged.greedy_match,
+        }
+        if "token_ids" in self._include:
+            score["token_ids"] = judged.token_ids
+        if "logprobs" in self._include:
+            score["logprobs"] = judged.logprobs
+        return score
+
+
+def perplexity(judged: Sequence[_Judged]) -> float:
+    """exp of minus the mean log-probability of all tokens that were scored for a row."""
+    logprobs = [logprob for one in judged for logprob in one.logprobs]
+    with np.errstate(over="ignore"):
+        return float(np.exp(-math.fsum(logprobs) / len(logprobs)))
+
+
+def _sequences(prompt: ScoredPrompt) -> Iterator[tuple[TokenIds, int]]:
+    """Tokens, and where those begin that are scored."""
+    if not prompt.completions:
+        yield prompt.token_ids, 1
+    for completion in prompt.completions:
+        yield np.concatenate([prompt.token_ids, completion]), len(prompt.token_ids)
+
+
+def _error(prompt: ScoredPrompt, completions: Sequence[Completion]) -> dict[str, Any] | None:
+    """What the first of a row's requests that failed says."""
+    for at, completion in enumerate(completions):
+        if completion.error_code is not None:
+            where = f"completion {at}: " if prompt.completions else ""
+            return {"code": completion.error_code, "message": f"{where}{completion.error_message}"}
+    return None

@@ -1,0 +1,215 @@
+"""The dataset's prefix plan: which rows run next, and what they share with others.
+
+Rows are planned a window at a time, always whole parts, so that the parts of one window are all
+finished before much of the next has run. By prefix, rows that begin alike run side by side, after
+all of another adapter's, which share nothing with them; in input order they run as they come.
+Either way each row is told what a later one of its window begins with as well.
+
+Nothing of a window could run before all of it is read. So when the engine has nothing left to
+take, it gets a head start: in input order all rows read so far, by prefix the lowest sixteenth of
+the new ones. The rest of the window then begins at the lowest again, with the prefixes that these
+have left in the pool: a head start shares what the rest does as far as the pool still holds it.
+
+What rows have in common: their token ids are sorted. Of two rows, the longest common prefix (LCP)
+is then the least of the LCPs of neighbours between them (Manber & Myers 1990, on suffix arrays), so
+a row has most in common with the nearest of those that count on either side. Which are nearest is
+kept in a linked list that rows leave one by one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinfer.engine.kv.prefix_index import common_tokens
+from batchinfer.errors import DataError, RowError
+from batchinfer.job.input.format import BATCH_ROWS
+from batchinfer.job.row_ids import Part
+from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.job.rows.token_store import Key, TokenStore, token_ids
+
+_HEAD_START = 1 / 16
+"""Share of the rows read, by prefix: enough to keep an engine busy, few enough that what they
+share is still in the pool when the rest of the window comes."""
+_NO_TOKENS = np.empty(0, dtype=np.int32)
+
+
+def prefix_order(keys: pa.ChunkedArray) -> list[int]:
+    """Indices that sort binary ``keys``; equal ones stay in order. Other threads run meanwhile."""
+    order: list[int] = pc.sort_indices(keys).to_pylist()
+    return order
+
+
+def common_with_next(keys: Sequence[Key], order: Sequence[int]) -> list[int]:
+    """Tokens that each row, in ``order``, begins with as the next does; 0 for the last."""
+    common = [
+        common_tokens(left.tobytes(), right.tobytes())
+        for left, right in pairwise(keys[row] for row in order)
+    ]
+    return [*common, 0]
+
+
+def most_in_common(
+    order: Sequence[int], with_next: Sequence[int], run: Sequence[int]
+) -> dict[int, int]:
+    """Tokens that each row begins with as some row does that comes after it in ``run``.
+
+    Args:
+        order: all rows, sorted by their token ids.
+        with_next: of each of them, LCP with the next in ``order``.
+        run: the same rows, in the order they leave.
+
+    Returns:
+        By row. With ``run`` reversed: what each has in common with some row before it.
+    """
+    place = {row: at for at, row in enumerate(order, start=1)}
+    after = list(range(1, len(order) + 2))  # places 0 and n + 1 are those of no row
+    before = list(range(-1, len(order) + 1))
+    common = [0, *with_next]
+    longest = {}
+    for row in run:
+        at = place[row]
+        left, right = before[at], after[at]
+        longest[row] = max(common[left], common[at])
+        common[left] = min(common[left], common[at])
+        after[left], before[right] = right, left
+    return longest
+
+
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """Rows that may run now, in the order they should; read back when they are wanted."""
+
+    rows: Sequence[PromptRow]
+    """Without token ids."""
+    keys: Sequence[Key]
+    shared_later: Sequence[int]
+    distinct_tokens: Sequence[int]
+
+    def prompt_rows(self) -> list[PromptRow]:
+        """The rows, token ids and all."""
+        facts = zip(self.rows, self.keys, self.shared_later, self.distinct_tokens, strict=True)
+        return [
+            PromptRow(
+                row.row_id,
+                row.prompt
+                if isinstance(row.prompt, RowError)
+                else replace(row.prompt, token_ids=token_ids(key)),
+                row.sampling,
+                shared_later,
+                distinct_tokens
+                + (0 if isinstance(row.prompt, RowError) else row.prompt.num_tokens_after),
+                row.adapter,
+            )
+            for row, key, shared_later, distinct_tokens in facts
+        ]
+
+
+def planned(
+    batches: Iterator[list[PromptRow]],
+    parts: Sequence[Part],
+    window_rows: int,
+    *,
+    by_prefix: bool,
+    make_store: Callable[[], TokenStore],
+    is_hungry: Callable[[], bool] = lambda: False,
+) -> Iterator[Lot]:
+    """Plan the rows of ``parts``.
+
+    Args:
+        batches: the rows in input order, each batch of one part.
+        parts: the parts they belong to, in order.
+        window_rows: rows are planned among about so many.
+        by_prefix: reorder them by their token ids.
+        make_store: makes a window's place for token ids.
+        is_hungry: whether all that was given is taken and more is wanted.
+
+    Raises:
+        StorageError: token ids cannot be kept.
+        DataError: what ``batches`` raises, after all rows before it.
+    """
+    per_window = max(1, window_rows // max(1, parts[0].num_rows))
+    window_starts = [part.rows.start for part in parts[::per_window]]
+    for _, of_window in groupby(batches, key=lambda r: bisect_right(window_starts, r[0].row_id)):
+        window = _Window(by_prefix, make_store())
+        try:
+            for batch in of_window:
+                window.add(batch)
+                if window.has_grown and is_hungry():
+                    yield from window.head_start()
+        except DataError:  # the rows before the place that cannot be read are not lost with it
+            yield from window.rest()
+            raise
+        yield from window.rest()
+
+
+class _Window:
+    """Rows that are planned together."""
+
+    def __init__(self, by_prefix: bool, store: TokenStore) -> None:
+        self._by_prefix = by_prefix
+        self._store = store
+        self._rows: list[PromptRow] = []
+        self._given: list[int] = []
+        """Indices of rows, in the order they were handed over."""
+        self._num_planned = 0
+
+    def add(self, batch: list[PromptRow]) -> None:
+        """Take rows."""
+        self._store.add(
+            [_NO_TOKENS if isinstance(r.prompt, RowError) else r.prompt.token_ids for r in batch]
+        )
+        self._rows += [
+            row
+            if isinstance(row.prompt, RowError)
+            else replace(row, prompt=replace(row.prompt, token_ids=_NO_TOKENS))
+            for row in batch
+        ]
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether rows have doubled since they were planned: then planning again is cheap."""
+        return len(self._rows) >= max(BATCH_ROWS, 2 * self._num_planned)
+
+    def head_start(self) -> Iterator[Lot]:
+        """Some rows, before the window is complete."""
+        new = len(self._rows) - self._num_planned
+        return self._hand_over(int(new * _HEAD_START) if self._by_prefix else new)
+
+    def rest(self) -> Iterator[Lot]:
+        """All rows not handed over yet."""
+        return self._hand_over(len(self._rows) - len(self._given))
+
+    def _hand_over(self, count: int) -> Iterator[Lot]:
+        """The next ``count`` rows, planned among all that are there."""
+        rows, keys, given = self._rows, self._store.rows(), self._given
+        order = prefix_order(self._store.as_arrow())
+        order.sort(key=lambda row: rows[row].adapter)  # it keeps the order of equals
+        with_next = [
+            common if rows[row].adapter == rows[following].adapter else 0
+            for common, (row, following) in zip(
+                common_with_next(keys, order), pairwise([*order, *order[-1:]]), strict=True
+            )
+        ]
+        left = set(range(len(rows))).difference(given)
+        to_run = [row for row in (order if self._by_prefix else range(len(rows))) if row in left]
+        run = [*given, *to_run]
+        later = most_in_common(order, with_next, run)
+        earlier = most_in_common(order, with_next, run[::-1])
+        chosen = to_run[:count]
+        self._given += chosen
+        self._num_planned = len(rows)
+        for start in range(0, count, BATCH_ROWS):
+            lot = chosen[start : start + BATCH_ROWS]
+            yield Lot(
+                [rows[row] for row in lot],
+                [keys[row] for row in lot],
+                [later[row] for row in lot],
+                [len(keys[row]) - earlier[row] for row in lot],
+            )

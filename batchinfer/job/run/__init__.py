@@ -1,0 +1,1 @@
+"""``batchinfer run``: four threads, the engine's loop, and what is said of it."""

@@ -1,0 +1,132 @@
+"""The engine's loop: rows in as they are wanted, steps, finished rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Event
+
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.oom_recovery import Recovered
+from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.stats import StepStats
+from batchinfer.errors import RowError
+from batchinfer.job.progress import Progress
+from batchinfer.job.rows.dedup import Twins, for_twin
+from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.job.run.threads import Ahead, Behind
+from batchinfer.job.storage.failpoints import failpoint
+
+_WAIT_S = 0.1  # for rows, before looking whether to stop
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What one turn of the loop hands to the writing thread."""
+
+    rows: list[tuple[PromptRow, list[Completion]]]
+    """With the completions of their requests, in order; none for rows that could not run."""
+    step: StepStats | None
+    recovered: Recovered | None = None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A row in the engine."""
+
+    row: PromptRow
+    completions: list[Completion | None]
+    """Of its requests; None for those that are not done."""
+    num_left: int
+
+
+@dataclass
+class EngineLoop:
+    """Keeps the engine fed until every row is finished."""
+
+    engine: Engine
+    requests: Callable[[PromptRow], Sequence[Request]]
+    """Makes a row's requests, numbered by their ``part``."""
+    further: Callable[[PromptRow, Sequence[Completion]], Sequence[Request]]
+    """Makes those that follow from what came of the others."""
+    progress: Progress
+    stop: Event
+    max_waiting: int
+    """Rows queued in the engine, so that it can look ahead; the others wait outside it."""
+    admit: Callable[[list[int]], None]
+    """Told which rows are about to be given to the engine."""
+    twins: Twins
+    """Knows which rows need not run, because an equal one does."""
+
+    def __post_init__(self) -> None:
+        self._in_flight: dict[int, _Open] = {}
+
+    def run(self, rows: Ahead[list[PromptRow]], writer: Behind[Finished]) -> bool:
+        """Run ``rows`` until they are all finished, or until asked to stop.
+
+        Returns:
+            Whether all rows are finished and handed to ``writer``.
+        """
+        complete = False
+        while not complete and not self.stop.is_set():
+            failed = self._feed(rows)
+            if self.engine.num_unfinished or failed:
+                writer.put(self._step(failed))
+            else:
+                # In this order: a stop is what may have ended the rows.
+                complete = rows.exhausted and not self.stop.is_set()
+        return complete
+
+    def _feed(self, rows: Ahead[list[PromptRow]]) -> list[PromptRow]:
+        """Queue rows in the engine; give back those that cannot run."""
+        failed: list[PromptRow] = []
+        while self.engine.num_waiting < self.max_waiting:
+            idle = not self.engine.num_unfinished and not failed
+            batch = rows.take(_WAIT_S if idle else 0)
+            if batch is None:
+                break
+            failed += [row for row in batch if isinstance(row.prompt, RowError)]
+            self._give([row for row in batch if not isinstance(row.prompt, RowError)])
+        return failed
+
+    def _give(self, rows: list[PromptRow]) -> None:
+        self.admit([row.row_id for row in rows])
+        for row in rows:
+            failpoint(f"row-{row.row_id}")
+        for row in self.twins.to_run(rows):
+            requests = self.requests(row)
+            count = len(requests)
+            self._in_flight[row.row_id] = _Open(row, [None] * count, count)
+            for request in requests:
+                self.engine.add_request(request)
+
+    def _step(self, failed: list[PromptRow]) -> Finished:
+        done: list[tuple[PromptRow, list[Completion]]] = [(row, []) for row in failed]
+        if not self.engine.num_unfinished:
+            self.progress.update(len(done), 0, None)
+            return Finished(done, None)
+        outcome = self.engine.step()
+        for completion in outcome.completions:
+            done += self._finished_by(completion)
+        self.progress.update(len(done), outcome.output_tokens, outcome.stats)
+        return Finished(done, outcome.stats, outcome.recovered)
+
+    def _finished_by(self, completion: Completion) -> list[tuple[PromptRow, list[Completion]]]:
+        """The row that this was missing of, if it was, and those that waited for it."""
+        request = completion.request
+        found = self._in_flight[request.row_id]
+        found.completions[request.part] = completion
+        found.num_left -= 1
+        if found.num_left:
+            return []
+        completions = [one for one in found.completions if one is not None]
+        more = self.further(found.row, completions)
+        found.completions += [None] * len(more)
+        found.num_left = len(more)
+        for one in more:
+            self.engine.add_request(one)
+        if more:
+            return []
+        del self._in_flight[request.row_id]
+        waited = self.twins.leave(request.row_id)
+        return [(found.row, completions), *((row, for_twin(row, completions)) for row in waited)]

@@ -1,0 +1,159 @@
+"""What a run says on the screen beside its progress and at its end, and the page it leaves."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from batchinfer.job.messages import counted_rows, duration, printable
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.progress import say
+from batchinfer.job.screen import Fact, shown
+from batchinfer.job.storage.filesystem import read_file
+
+Report = Callable[[OutputDir, Callable[[str], None]], bool]
+"""Writes the report; told where to say why there is none. Whether there is one now."""
+_MAX_DAMAGE_LINES = 5
+_AGAIN = {
+    False: "the same command again",
+    True: "again without --overwrite, and with output.if_exists: resume,",
+}
+
+
+def summary_facts(
+    summary: dict[str, Any], output: PurePath, *, reported: bool = False
+) -> Iterator[Fact]:
+    """The end of a job, from its ``summary.json``; ``reported``: whether it has a report."""
+    rows, tokens, kv = (summary[key] for key in ("rows", "tokens", "kv"))
+    time_s, rates = summary["time_s"], summary["throughput"]
+    yield Fact(
+        "rows",
+        f"{rows['ok']:,} ok",
+        f", {rows['error']:,} failed, in {duration(time_s['total'])} "
+        f"({duration(time_s['load'])} to load)",
+        tone="bad" if rows["error"] and not rows["ok"] else "good",
+    )
+    if rows["error_codes"]:
+        yield Fact("errors", _counts(rows["error_codes"]), tone="bad")
+    if rows["control_text"]:
+        yield Fact(
+            "note", "control tokens as plain text", f", in {counted_rows(rows['control_text'])}"
+        )
+    equal = summary["sharing"]["deduplicated_rows"]
+    if equal:
+        yield Fact("note", f"{counted_rows(equal)} equal to others", ", not computed again")
+    memory = summary["out_of_memory"]
+    if memory["count"]:
+        yield Fact(
+            "note",
+            f"out of memory in {memory['count']:,} steps",
+            f"; max_num_batched_tokens came down to {memory['max_num_batched_tokens']:,}",
+        )
+    if tokens["prompt"] and not tokens["output"]:
+        each = f", {rates['total_tokens_per_s']:,.0f} per second"
+        yield Fact("tokens", f"{tokens['prompt']:,} in prompts", each)
+    else:
+        each = f", {rates['output_tokens_per_s']:,.0f} per second"
+        yield Fact("tokens", f"{tokens['output']:,} out", each)
+    yield from _samples(summary["accept"])
+    if kv["num_blocks"]:
+        yield Fact(
+            "pool",
+            f"{kv['num_blocks']:,} blocks of {kv['block_size']} tokens",
+            f", {kv['mean_utilization']:.1%} used on average, {kv['peak_utilization']:.1%} at most",
+        )
+        yield Fact(
+            "waste",
+            f"{kv['mean_waste']:.1%} of the used blocks",
+            f" (reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
+        )
+        yield Fact(
+            "sharing",
+            f"saved {kv['sharing_saving']:.1%} of the blocks",
+            f"; {kv['prefix_hit_rate']:.1%} of the prompt tokens were there already, "
+            f"of {summary['sharing']['planned_rate']:.1%} that rows have in common",
+        )
+    made = f"data/, stats/, summary.json{', report.html' if reported else ''}"
+    yield Fact("files", f"{printable(str(output))}:", f" {made}")
+
+
+def _samples(tally: Mapping[str, int]) -> Iterator[Fact]:
+    """What became of the samples that ``accept`` judged."""
+    if not tally["samples_tried"]:
+        return
+    others = [
+        (tally["samples_rejected"], "did not pass"),
+        (tally["samples_duplicate"], "had the text of one that was kept"),
+        (tally["samples_surplus"], "were more than was asked for"),
+    ]
+    yield Fact(
+        "samples",
+        f"{tally['samples_accepted']:,} kept of {tally['samples_tried']:,} drawn",
+        "".join(f"; {count:,} {what}" for count, what in others if count),
+    )
+
+
+def _counts(codes: dict[str, int]) -> str:
+    return ", ".join(f"{code} {count:,}" for code, count in codes.items())
+
+
+def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePath) -> str:
+    """Why the job did not succeed, and what to do."""
+    return (
+        f"{rows['error']:,} of {counted_rows(rows['total'])} failed, more than "
+        f"errors.max_error_rate {max_error_rate:g} allows: {_counts(rows['error_codes'])}\n"
+        f"all rows are written to {printable(str(output))}; see their error column. There is no "
+        "_SUCCESS; to run them again, use --retry-errors; to accept them, raise "
+        "errors.max_error_rate and run again"
+    )
+
+
+@dataclass(frozen=True)
+class Telling:
+    """What is to be said."""
+
+    quiet: bool = False
+    """Nothing but why the job did not succeed."""
+    as_json: bool = False
+    """The summary as ``summary.json`` has it, and nothing else on stdout."""
+    report: Report | None = None
+    """None: there is to be no report."""
+
+    def nothing_to_do(self, out: OutputDir) -> None:
+        """The job is finished."""
+        if not self.quiet:
+            done = f"nothing to do: {printable(str(out.root))} is finished"
+            say(done, to_stderr=self.as_json)
+        if self.as_json:
+            say(read_file(out.files, out.summary).decode().rstrip("\n"))
+
+    def damage(self, damaged: Mapping[str, str]) -> None:
+        """What is made again, and why."""
+        if self.quiet:
+            return
+        for name, problem in list(damaged.items())[:_MAX_DAMAGE_LINES]:
+            say(f"{name} is made again: {problem}", to_stderr=True)
+        if len(damaged) > _MAX_DAMAGE_LINES:
+            say(f"and {len(damaged) - _MAX_DAMAGE_LINES:,} more files", to_stderr=True)
+
+    def stopped(self, out: OutputDir, *, overwrites: bool) -> None:
+        """It was interrupted. The report is left to who wants it: there are seconds to end in."""
+        say(f"stopped; run {_AGAIN[overwrites]} to go on", to_stderr=True)
+        if not self.quiet:
+            place = shlex.quote(printable(str(out.root)))
+            say(f"batchinfer report {place} shows how far it came", to_stderr=True)
+
+    def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
+        """All parts are made: write the report, say what came of the job."""
+        lines = list(warnings)
+        reported = self.report is not None and self.report(out, lines.append)
+        for line in () if self.quiet else lines:
+            say(line, to_stderr=True)
+        if self.as_json:
+            say(json.dumps(summary, indent=2, ensure_ascii=False))
+        elif not self.quiet:
+            say(shown("job ended", summary_facts(summary, out.root, reported=reported)))

@@ -1,0 +1,228 @@
+"""``batchinfer run``: from a job to its output directory."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.garbage import put_off
+from batchinfer.job.fingerprint import fingerprint, fingerprint_facts, model_facts
+from batchinfer.job.input.dataset import Source, open_source
+from batchinfer.job.input.unique_ids import check_unique_ids
+from batchinfer.job.job import BuildEngine, Job, load
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.messages import printable
+from batchinfer.job.openai.export import export
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.export_record import is_there
+from batchinfer.job.output.manifest_file import is_stored_whole
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.resume import (
+    Work,
+    from_scratch,
+    look,
+    prepare,
+    recover,
+    refuse_strays,
+    start_over,
+)
+from batchinfer.job.output.retry import has_errors, reopen
+from batchinfer.job.output.schema import output_table
+from batchinfer.job.progress import make_progress, say
+from batchinfer.job.row_ids import Part
+from batchinfer.job.rows.column_checks import check_completions_column, check_prompt_columns
+from batchinfer.job.run.pipeline import make_parts
+from batchinfer.job.run.reporter import Report, Telling, too_many_errors
+from batchinfer.job.signals import stop_signals
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.recorder import kernels_of, runs_of
+from batchinfer.job.stats.summary import write_summary
+
+_AGAIN = "run the same command again: the part is then made again"
+
+
+def run_job(
+    spec: JobSpec,
+    *,
+    overwrite: bool = False,
+    retry_errors: bool = False,
+    quiet: bool = False,
+    as_json: bool = False,
+    build: BuildEngine | None = None,
+    report: Report | None = None,
+    together: Path | None = None,
+) -> ExitCode:
+    """Run a job, or what is left of it, and write its output directory.
+
+    Everything that needs no model is checked before one is loaded; output that is overwritten stays
+    until one is.
+
+    Args:
+        spec: the job.
+        overwrite: start over, as with ``output.if_exists: overwrite``.
+        retry_errors: run the rows again that ended in an error.
+        quiet: print nothing but why the job did not succeed.
+        as_json: print the summary as JSON.
+        build: makes the engine, in place of ``batchinfer.build.build_engine``.
+        report: writes ``report.html`` of a job that has ended, if it can; None: there is none.
+        together: a file for all of OpenAI's output and error lines, with that ``output.format``.
+
+    Returns:
+        OK, TOO_MANY_ROW_ERRORS or INTERRUPTED.
+
+    Raises:
+        JobError: the job cannot be run; finished rows stay.
+    """
+    job, telling = replace(_look(spec), together=together), Telling(quiet, as_json, report)
+    if_exists = "overwrite" if overwrite else spec.output.if_exists
+    if retry_errors and if_exists == "overwrite":
+        raise UsageError("--retry-errors keeps the good rows, --overwrite keeps none: choose one")
+    if _is_finished(job, if_exists) and not (retry_errors and has_errors(job.out, job.manifest)):
+        telling.nothing_to_do(job.out)
+        return ExitCode.OK
+    with job.out.locked():
+        work = look(job.out, job.manifest, if_exists)
+        job = replace(job, manifest=work.manifest)
+        prepare(job.out, work)
+        if retry_errors:
+            reopen(job.out, job.manifest, job.table.generated_schema)
+            work = look(job.out, job.manifest, if_exists)
+        if not work.todo:
+            with stop_signals():
+                return _finish(job, telling)
+        return _run(job, work, if_exists, telling, build)
+
+
+def _run(
+    job: Job, work: Work, if_exists: str, telling: Telling, build: BuildEngine | None
+) -> ExitCode:
+    """Make the parts that are not finished."""
+    find = from_scratch if work.starts_over else recover
+    left = find(job.out, work, job.table.generated_schema)
+    begins = not len(left.finished) and len(work.todo) == len(job.manifest.parts())
+    if job.spec.input.id_column is not None and begins:
+        check_unique_ids(job.source, job.spec.input.id_column)
+    lost = {f"what was in {name}": problem for name, problem in left.damaged.items()}
+    telling.damage({**work.damaged, **lost})
+    missing = sum(map(job.source.count, left.missing))
+    loaded = None
+    if missing:
+        with put_off():
+            loaded = load(job, _like_before(build or _default_builder(), job.out, work))
+    start_over(job.out, work)
+    with stop_signals() as stop:
+        with closing(make_progress(missing, quiet=telling.quiet)) as progress:
+            complete = make_parts(job, left, loaded, progress, stop)
+        if not complete:
+            telling.stopped(job.out, overwrites=if_exists == "overwrite")
+            return ExitCode.INTERRUPTED
+        return _finish(job, telling)
+
+
+def _default_builder() -> BuildEngine:
+    from batchinfer.build import build_engine  # imports torch: only where there is work to do
+
+    return build_engine
+
+
+def _like_before(build: BuildEngine, out: OutputDir, work: Work) -> BuildEngine:
+    """Have the engine compute as the runs did whose rows stay."""
+    before = {} if work.starts_over else kernels_of(runs_of(out))
+    return partial(build, kernels_before=before) if before else build
+
+
+def _look(spec: JobSpec) -> Job:
+    """Check data, columns and model files against the job, without changing anything."""
+    source = open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
+    out = output_at(spec.output.path)
+    _refuse_own_output(source, out)
+    check_prompt_columns(spec.prompt, source)
+    check_completions_column(spec.score, source)
+    table = output_table(source, spec)
+    facts = model_facts(spec.model)
+    manifest = Manifest(
+        fingerprint(spec, facts),
+        fingerprint_facts(spec, facts),
+        tuple(spec.input.paths),
+        source.files,
+        source.num_rows,
+        spec.output.rows_per_part,
+        datetime.now().isoformat(timespec="seconds"),
+        source.bounds(spec.output.rows_per_part),
+    )
+    return Job(spec, source, table, manifest, out)
+
+
+def _refuse_own_output(source: Source, out: OutputDir) -> None:
+    """Wherever links lead: starting over must not delete what is read."""
+    for file in source.files:
+        if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
+            raise UsageError(
+                f"output.path: {printable(file.path)} is both input and output of this job",
+                hint="give the output a folder of its own",
+            )
+
+
+def _is_finished(job: Job, if_exists: str) -> bool:
+    """Whether nothing is left to do; needs no lock, and no right to write.
+
+    Raises:
+        JobError: what is finished is another job, or of another input.
+    """
+    if if_exists == "overwrite" or not _claims_success(job.out):
+        return False
+    todo = look(job.out, job.manifest, if_exists, OutputDir.seems_finished).todo
+    if _exports(job) and not is_there(job.out, job.together):
+        return False
+    return not todo and is_stored_whole(job.out)
+
+
+def _claims_success(out: OutputDir) -> bool:
+    return all(out.files.stat(path) is not None for path in (out.success, out.summary))
+
+
+def _exports(job: Job) -> bool:
+    return job.spec.output.format == "openai-batch"
+
+
+def _finish(job: Job, telling: Telling) -> ExitCode:
+    """All parts are made: write the statistics, and _SUCCESS if few enough rows failed."""
+    refuse_strays(job.out, job.manifest)
+    records = job.out.of_each(partial(_record, job), job.manifest.parts())
+    if _exports(job):
+        export(job.out, job.manifest, job.table.kept, job.spec.model, job.together)
+    warnings = _nothing_selected(job)
+    summary = write_summary(job.out, job.manifest, records, warnings.append)
+    telling.end(job.out, summary, warnings)
+    job.source.check_unchanged()
+    rows, limit = summary["rows"], job.spec.errors.max_error_rate
+    if rows["error"] > limit * rows["total"]:
+        say(too_many_errors(rows, limit, job.out.root), to_stderr=True)
+        return ExitCode.TOO_MANY_ROW_ERRORS
+    job.out.write(job.out.success, b"")
+    return ExitCode.OK
+
+
+def _nothing_selected(job: Job) -> list[str]:
+    """A line to say where a filter leaves nothing to run: most often it is misspelt."""
+    chosen = job.spec.input
+    if chosen.filter is None or chosen.limit == 0 or job.source.num_rows:
+        return []
+    there = sum(file.num_rows for file in job.source.files)
+    return [f"input.filter selects none of the {there:,} rows"]
+
+
+def _record(job: Job, part: Part) -> PartRecord:
+    """The record of a part that has been made; nothing may have touched it since."""
+    try:
+        record = job.out.finished(part)
+    except DataError as error:
+        raise DataError(str(error), hint=_AGAIN) from None
+    if record is None:
+        raise DataError(f"{job.out.part_file(part)} has no record any more", hint=_AGAIN)
+    return record

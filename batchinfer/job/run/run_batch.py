@@ -1,0 +1,73 @@
+"""``batchinfer run-batch``: an OpenAI batch file in, one out, as a job like any other.
+
+What the job needs to go on after an interruption is in a folder beside the output file; its
+``openai/`` holds answers and errors apart.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchinfer.errors import ExitCode, UsageError
+from batchinfer.job.messages import printable
+from batchinfer.job.run.batch_options import BatchOptions, state_directory
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.document import JobDocument
+from batchinfer.job.spec.load import checked_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.yaml import YamlText
+from batchinfer.job.storage.urls import is_url
+
+_TO_THE_END = 2**31 - 1
+"""As ``max_tokens``: all that the model's length leaves after the prompt."""
+
+
+def batch_job(options: BatchOptions) -> JobSpec:
+    """The job that answers a batch file.
+
+    Raises:
+        UsageError: an option has a value that its key cannot have.
+    """
+    if is_url(options.output_file):
+        raise UsageError("-o: not yet: an output file in an object store; give a path")
+    if os.path.isdir(options.output_file):
+        raise UsageError(f"-o: {printable(options.output_file)} is a folder; name a file")
+    if os.path.realpath(options.input_file) == os.path.realpath(options.output_file):
+        raise UsageError("-o: the output file is the input file; give it a name of its own")
+    return checked_job(JobDocument(YamlText(_keys(options), {}), "run-batch"), Path.cwd())
+
+
+def _keys(options: BatchOptions) -> dict[str, Any]:
+    """The job as its file would have it."""
+    sampling = {"max_tokens": options.max_tokens or _TO_THE_END}
+    return {
+        "name": os.path.basename(options.output_file),
+        "model": {
+            "name": options.model,
+            "served_model_name": list(options.served_model_name) or options.model,
+            **_given(options.model_keys),
+        },
+        "input": {"path": options.input_file, "format": "openai-batch"},
+        "prompt": _given(options.prompt_keys),
+        "sampling": {**sampling, **_given(options.sampling_keys)},
+        "engine": _given(options.engine_keys),
+        "output": {"path": str(state_directory(options.output_file)), "format": "openai-batch"},
+        "errors": {"max_error_rate": 1.0},  # each is in the output, as a line of its own
+    }
+
+
+def run_batch(options: BatchOptions, *, overwrite: bool = False, quiet: bool = False) -> ExitCode:
+    """Answer a batch file; again: go on where that stopped.
+
+    Raises:
+        JobError: as ``run_job``.
+    """
+    together = Path(os.path.abspath(options.output_file))
+    return run_job(batch_job(options), overwrite=overwrite, quiet=quiet, together=together)
+
+
+def _given(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in keys.items() if value is not None}

@@ -1,0 +1,1 @@
+"""What a run records of itself, and the numbers of a job."""

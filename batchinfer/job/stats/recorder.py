@@ -1,0 +1,203 @@
+"""What a run leaves about itself: its steps, its times, its log."""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import pyarrow as pa
+
+from batchinfer.engine.oom_recovery import Recovered
+from batchinfer.engine.stats import StepStats
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.stats_tables import STEPS_SCHEMA, StepRow, StepSampler
+from batchinfer.job.spec.spec import JobSpec, resolved
+from batchinfer.job.storage.filesystem import Files, read_file, storage_errors
+from batchinfer.job.storage.stored_json import parse
+
+if TYPE_CHECKING:
+    from batchinfer.build import Built
+
+STEPS_PER_FILE = 16384
+KV_FACTS = ("block_size", "num_blocks", "bytes_per_block")
+_RUN_ID = re.compile(r"run-(\d+)")
+
+
+@dataclass
+class Run:
+    """One run of a job, as kept in ``_batchinfer/runs``; times in seconds."""
+
+    run_id: str
+    model: dict[str, Any]
+    device: str | None = None
+    load_s: float = 0.0
+    total_s: float = 0.0
+    kv: dict[str, int] = field(default_factory=dict)
+    """``KV_FACTS``; empty where no model was needed."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """What multiplied by the weights, by their dtype; empty where no model was needed."""
+    peak_used_blocks: int = 0
+    """Of all steps, also those that ``stats.every_steps`` leaves out."""
+    used_blocks: int = 0
+    """In the last step."""
+    rows: int = 0
+    """Rows it has finished."""
+    saved_at: float = 0.0
+    """When this was written, in seconds since 1970."""
+    ended: bool = False
+    """Whether it has ended, and not by dying."""
+    out_of_memory: int = 0
+    """Steps that the device had no memory for."""
+    max_num_batched_tokens: int | None = None
+    """What it came down to by that."""
+    unsampled: StepRow | None = None
+    """The steps since the last row of ``steps``, as one row."""
+    job: dict[str, Any] = field(default_factory=dict)
+    """What it was asked to do: every key of the job, as JSON data."""
+
+    @property
+    def engine_s(self) -> float:
+        """Time after loading."""
+        return self.total_s - self.load_s if self.kv else 0.0
+
+
+def read_run(files: Files, path: PurePath) -> Run:
+    """A run's record.
+
+    Raises:
+        ValueError: it is damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        run = Run(**parse(read_file(files, path)))
+        seconds = [run.load_s + 0.0, run.total_s + 0.0, run.peak_used_blocks + 0.0]
+        sizes = [run.kv[name] + 0 for name in KV_FACTS] if run.kv else []
+        sizes += [run.out_of_memory + 0, (run.max_num_batched_tokens or 0) + 0]
+        if run.unsampled is not None:
+            sizes.append(run.unsampled["step"] + 0)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not a run's record: {error}") from None
+    if run.run_id != path.stem or min(*seconds, *sizes) < 0 or not _is_facts(run):
+        raise ValueError("not this run's record")
+    return run
+
+
+def runs_of(out: OutputDir) -> Iterator[Run]:
+    """The records of an output's runs, in order, but for those that are damaged."""
+    for path in out.files.entries(out.runs):
+        with suppress(OSError, ValueError):
+            yield read_run(out.files, path)
+
+
+def kernels_of(runs: Iterable[Run]) -> dict[str, str]:
+    """What multiplied in the last of the runs that finished a row; empty where none says."""
+    known = [run.kernels for run in runs if run.rows and run.kernels]
+    return known[-1] if known else {}
+
+
+def _is_facts(run: Run) -> bool:
+    names = (*run.kernels, *run.kernels.values()) if isinstance(run.kernels, dict) else (None,)
+    return isinstance(run.job, dict) and all(isinstance(name, str) for name in names)
+
+
+class Recorder:
+    """Keeps the run's record on disk, at least as far as the finished rows go.
+
+    Args:
+        out: the output directory.
+        spec: the job.
+    """
+
+    def __init__(self, out: OutputDir, spec: JobSpec) -> None:
+        self._out = out
+        # Of the model, ``loaded`` tells more.
+        self.run = Run(_next_run_id(out), {"name": spec.model.name}, job=resolved(spec))
+        self._sampler = StepSampler(self.run.run_id, spec.stats.every_steps)
+        self._device_bytes: Callable[[], int] = lambda: 0
+        self._began = time.perf_counter()
+        self._steps: list[StepRow] = []
+        self._num_files = 0
+        self._log: BinaryIO | None = None
+        self._save()  # takes the id
+
+    def loaded(self, built: Built, load_s: float) -> None:
+        """Note what came of loading the model, and that it took ``load_s`` before this run."""
+        self._began -= load_s
+        self.run.load_s = load_s
+        self.run.device, self.run.model = built.device, dict(built.model_facts)
+        self._device_bytes = built.device_bytes
+        self.run.kernels = dict(built.kernels)
+        self.run.kv = {name: getattr(built, name) for name in KV_FACTS}
+        self._save()  # before the first step: the summary reads them together
+
+    def add(self, step: StepStats | None, num_rows: int) -> None:
+        """Take a step, and how many rows have finished with it."""
+        self.run.rows += num_rows
+        if step is None:
+            return
+        self.run.used_blocks = step.kv_blocks_used
+        self._steps += self._sampler.take(step, self._device_bytes())
+        if len(self._steps) >= STEPS_PER_FILE:
+            self._flush()
+
+    def note_recovery(self, recovered: Recovered) -> None:
+        """Take what became of a step that the device had no memory for."""
+        self.run.out_of_memory += 1
+        self.run.max_num_batched_tokens = recovered.max_num_batched_tokens
+        self.log(str(recovered))
+
+    def checkpoint(self) -> None:
+        """Put on disk what has been taken so far; finished rows must not go there before."""
+        self._flush()
+        self.run.unsampled = self._sampler.so_far(self._device_bytes())
+        self._save()
+
+    def end(self) -> None:
+        """Put the rest on disk; nothing is taken after this."""
+        self._steps += self._sampler.rest(self._device_bytes())
+        self.run.ended, self.run.unsampled = True, None
+        self._flush()
+        self._save()
+        if self._log is not None:
+            self._log.close()
+
+    def log(self, line: str) -> None:
+        """Append a line to the run's log."""
+        path = self._out.logs / f"{self.run.run_id}.log"
+        with storage_errors(path):
+            if self._log is None:
+                self._log = self._out.files.append_to(path)
+            self._log.write(f"{line}\n".encode())
+
+    def _save(self) -> None:
+        self.run.total_s = time.perf_counter() - self._began
+        self.run.saved_at = time.time()
+        self.run.peak_used_blocks = self._sampler.peak_used_blocks
+        self._out.write_json(self._out.runs / f"{self.run.run_id}.json", asdict(self.run))
+
+    def _flush(self) -> None:
+        if self._steps:
+            name = f"{self.run.run_id}-{self._num_files:06d}.parquet"
+            table = pa.Table.from_pylist(self._steps, schema=STEPS_SCHEMA)
+            self._out.write_table(self._out.steps / name, table)
+            self._steps, self._num_files = [], self._num_files + 1
+
+
+def _next_run_id(out: OutputDir) -> str:
+    """Ids sort in the order of runs, whatever the clock did; none comes twice, whatever is lost."""
+    names = [path.name for folder in (out.runs, out.steps) for path in out.files.entries(folder)]
+    taken = [int(match.group(1)) for name in names if (match := _RUN_ID.match(name))]
+    return f"run-{max(taken, default=0) + 1:05d}"
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what decides the output."""
+    names = ("batchinfer", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}

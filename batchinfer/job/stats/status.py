@@ -1,0 +1,160 @@
+"""How far a job is, from its files alone: it may be running, here or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.errors import DataError
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.messages import duration
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.resume import plan_of
+from batchinfer.job.row_ids import NO_ROWS, Part, of_part
+from batchinfer.job.screen import Fact, plain
+from batchinfer.job.stats.recorder import Run, runs_of
+
+SILENT_S = 60.0
+"""A run on another machine that has written nothing for so long, or for three times as long as its
+finished rows wait, is taken for dead."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a job stands."""
+
+    state: str
+    """``running`` (also while the model loads), ``stopped``, ``finished``, or
+    ``finished_with_errors``: more rows failed than the job allows."""
+    rows_total: int
+    rows_done: int
+    """Rows that will not run again."""
+    rows_error: int
+    parts_total: int
+    parts_done: int
+    runs: int
+    rows_per_s: float | None
+    """Of the latest run; None before it has finished a row."""
+    eta_s: float | None
+    """None unless it is running, and has a speed."""
+    pool_use: float | None
+    """Used share of the KV blocks in the latest run's last step."""
+    saved_at: float | None
+    """When the latest run last wrote, in seconds since 1970."""
+
+    def data(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+    def facts(self) -> Iterator[Fact]:
+        """For people."""
+        share = self.rows_done / self.rows_total if self.rows_total else 1.0
+        tones = {"finished": "good", "finished_with_errors": "bad", "stopped": "bad"}
+        yield Fact("state", self.state.replace("_", " "), tone=tones.get(self.state, ""))
+        yield Fact(
+            "rows",
+            f"{self.rows_done:,} of {self.rows_total:,} ({share:.0%})",
+            f", {self.rows_error:,} failed",
+            share=share,
+        )
+        yield Fact("parts", f"{self.parts_done:,} of {self.parts_total:,}")
+        if self.rows_per_s is not None:
+            latest = f" in the latest of {self.runs:,} runs" if self.runs > 1 else ""
+            yield Fact("speed", f"{self.rows_per_s:,.1f} rows/s", latest)
+        if self.eta_s is not None:
+            yield Fact("left", f"about {duration(self.eta_s)}")
+        if self.pool_use is not None:
+            yield Fact("pool", f"{self.pool_use:.0%}", " of the blocks used", share=self.pool_use)
+
+    def lines(self) -> Iterator[str]:
+        """For people, without a terminal."""
+        return plain(self.facts())
+
+
+def read_status(out: OutputDir, now: float) -> Status:
+    """Where the job that writes to ``out`` stands.
+
+    Args:
+        out: the output directory.
+        now: seconds since 1970.
+
+    Raises:
+        DataError: there is no job's output, or its plan is damaged.
+    """
+    plan = plan_of(out)
+    segments = list(_segment_rows(out))  # before the records: rows move from here to there
+    done, errors, parts_done = _count(out, plan, segments)
+    runs = list(runs_of(out))
+    run = runs[-1] if runs else Run("", {})
+    lives = out.lock.holder_lives()
+    silent = now - run.saved_at >= max(SILENT_S, 3 * out.files.flush_every_s)
+    computing = bool(run.run_id) and not run.ended and not silent and lives is not False
+    state = _state(out, computing or lives is True, errors > 0 and done == plan.num_rows)
+    speed = run.rows / run.engine_s if run.rows and run.engine_s else None
+    return Status(
+        state=state,
+        rows_total=plan.num_rows,
+        rows_done=done,
+        rows_error=errors,
+        parts_total=len(plan.parts()),
+        parts_done=parts_done,
+        runs=len(runs),
+        rows_per_s=speed,
+        eta_s=(plan.num_rows - done) / speed if speed and computing else None,
+        pool_use=run.used_blocks / run.kv["num_blocks"] if run.kv and computing else None,
+        saved_at=run.saved_at if runs else None,
+    )
+
+
+def _state(out: OutputDir, running: bool, done_with_errors: bool) -> str:
+    if out.files.stat(out.success) is not None:
+        return "finished"
+    if running:
+        return "running"
+    # without errors, a run was cut off just before it wrote _SUCCESS: another one will
+    return "finished_with_errors" if done_with_errors else "stopped"
+
+
+def _segment_rows(out: OutputDir) -> Iterator[pa.Table]:
+    for path in out.files.entries(out.segments):
+        # One that goes meanwhile has been put into a part.
+        with suppress(OSError, pa.ArrowException), out.files.open(path) as file:
+            yield pq.ParquetFile(file).read(["row_id", "status"], use_threads=False)
+
+
+def _count(out: OutputDir, plan: Manifest, segments: list[pa.Table]) -> tuple[int, int, int]:
+    """Rows done, rows failed, parts done."""
+    done = errors = parts_done = 0
+    ids = [table["row_id"].to_numpy() for table in segments]
+    failed = [
+        row_ids[table["status"].to_numpy(zero_copy_only=False) == "error"]
+        for row_ids, table in zip(ids, segments, strict=True)
+    ]
+    waiting, waiting_failed = (
+        np.unique(np.concatenate([NO_ROWS, *some])) for some in (ids, failed)
+    )
+    parts = plan.parts()
+    for part, record in zip(parts, out.of_each(partial(_record, out), parts), strict=True):
+        if record is None:
+            done += len(of_part(waiting, part))
+            errors += len(of_part(waiting_failed, part))
+        else:
+            done += part.num_rows
+            errors += sum(record.error_codes.values())
+            parts_done += 1
+    return done, errors, parts_done
+
+
+def _record(out: OutputDir, part: Part) -> PartRecord | None:
+    try:
+        return out.read_record(part)
+    except DataError:
+        return None

@@ -1,0 +1,237 @@
+"""The numbers of a job, from its committed files: ``stats/*.parquet`` and ``summary.json``.
+
+Rows count once, however often they were computed: again after a crash, or because their part was
+damaged. What was computed for them in vain shows in ``steps``, and as recomputed in the summary, so
+that the sum of ``prefill_tokens`` is ``prompt_computed + recomputed``. How much of ``recomputed``
+that is, is ``lost``; the rest was recomputed within a run, and is the sum of ``recomputed_tokens``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinfer.engine.metrics import STEP_COLUMNS, Float, measures, sharing
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUESTS_SCHEMA, STEPS_SCHEMA
+from batchinfer.job.stats.recorder import Run, package_versions, read_run
+from batchinfer.job.storage.filesystem import publish, storage_errors
+from batchinfer.text.acceptance import Tally
+
+_NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
+"""Where no run has loaded the model, because there are no rows."""
+
+
+def write_summary(
+    out: OutputDir,
+    manifest: Manifest,
+    records: Iterable[PartRecord],
+    warn: Callable[[str], None],
+) -> dict[str, Any]:
+    """Merge the statistics of all runs, and write and return ``summary.json``.
+
+    Args:
+        out: the output directory, whose parts are all finished.
+        manifest: its plan.
+        records: the parts' records.
+        warn: told, in a line each, which files of statistics are damaged and left out.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    steps, requests = out.stats / "steps.parquet", out.stats / "requests.parquet"
+    step_tables = _tables(out, _named(out, out.steps, ".parquet"), STEPS_SCHEMA, warn)
+    _merge(out, _with_unsampled(out, step_tables), steps, STEPS_SCHEMA)
+    request_files = map(out.request_stats, manifest.parts())
+    _merge(out, _tables(out, request_files, REQUESTS_SCHEMA, warn), requests, REQUESTS_SCHEMA)
+    columns, run_ids = _step_columns(out, steps)
+    runs = _runs(out, set(run_ids), warn)
+    latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
+    for line in _changed_kernels(runs):
+        warn(line)
+    block_sizes = {run.run_id: run.kv["block_size"] for run in runs if run.kv}
+    known = np.array([run_id in block_sizes for run_id in run_ids], dtype=np.bool_)
+    block_size = np.array([block_sizes.get(run_id, 0) for run_id in run_ids], dtype=np.float64)
+    engine_s = sum(run.engine_s for run in runs)
+    rows = _rows(records)
+    sums = _column_sums(out, requests)
+    measured = measures(
+        {name: values[known] for name, values in columns.items() if name in STEP_COLUMNS},
+        block_size[known],
+        sums,
+        rows["total"],
+        engine_s,
+    )
+    tokens = measured["tokens"]
+    # Also what was computed for rows that were then lost with their run, or made again.
+    again = int(columns["prefill_tokens"].sum()) - tokens["prompt_computed"]
+    tokens["recomputed"] = max(tokens["recomputed"], again)
+    tokens["lost"] = max(0, again - int(columns["recomputed_tokens"].sum()))
+    summary = {
+        "rows": rows,
+        "tokens": tokens,
+        "time_s": {
+            "total": sum(run.total_s for run in runs),
+            "load": sum(run.load_s for run in runs),
+            "engine": engine_s,
+        },
+        "throughput": measured["throughput"],
+        "kv": {**_NO_POOL, **latest.kv, **measured["kv"], **_peaks(runs)},
+        "sharing": sharing(
+            tokens["prompt"],
+            sums[DISTINCT_TOKENS],
+            tokens["prompt_computed"],
+            sums["deduplicated"],
+        ),
+        "accept": {entry.name: sums[entry.name] for entry in fields(Tally)},
+        "out_of_memory": _out_of_memory(runs),
+        "model": latest.model,
+        "device": latest.device,
+        "kernels": {dtype: " and ".join(names) for dtype, names in _kernels(runs).items()},
+        "versions": package_versions(),
+        "fingerprint": manifest.fingerprint,
+    }
+    out.write_json(out.summary, summary)
+    return summary
+
+
+def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> list[Run]:
+    """The records of all runs, in order, but for those that are damaged or gone."""
+    runs = []
+    for run_id in sorted({path.stem for path in _named(out, out.runs, ".json")} | with_steps):
+        path = out.runs / f"{run_id}.json"
+        try:
+            runs.append(read_run(out.files, path))
+        except (OSError, ValueError):
+            warn(
+                f"{path} is damaged or missing: summary.json leaves out that run's time, pool and "
+                "kernels"
+            )
+    return runs
+
+
+def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
+    """What multiplied in the runs that finished rows, by the dtype of the weights, each once."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        for dtype, name in run.kernels.items() if run.rows else ():
+            if name not in names.setdefault(dtype, []):
+                names[dtype].append(name)
+    return names
+
+
+def _changed_kernels(runs: Iterable[Run]) -> Iterator[str]:
+    """A line for each dtype whose products were computed by one kernel and then by another."""
+    for dtype, found in _kernels(runs).items():
+        if len(found) > 1:
+            yield (
+                f"{' and '.join(found)} multiplied {dtype} in different runs of this job: the last "
+                "bits of their rows' logits may differ"
+            )
+
+
+def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
+    """Steps that the device had no memory for, and the least tokens steps were cut to for it."""
+    sizes = [run.max_num_batched_tokens for run in runs if run.max_num_batched_tokens is not None]
+    return {
+        "count": sum(run.out_of_memory for run in runs),
+        "max_num_batched_tokens": min(sizes, default=None),
+    }
+
+
+def _peaks(runs: Iterable[Run]) -> dict[str, float]:
+    """The peaks by the runs' own records: ``steps.parquet`` may hold a sample of the steps."""
+    loaded = [run for run in runs if run.kv]
+    return {
+        "peak_used_blocks": max((run.peak_used_blocks for run in loaded), default=0),
+        "peak_utilization": max(
+            (run.peak_used_blocks / run.kv["num_blocks"] for run in loaded), default=0.0
+        ),
+    }
+
+
+def _tables(
+    out: OutputDir, files: Iterable[PurePath], schema: pa.Schema, warn: Callable[[str], None]
+) -> Iterator[pa.Table]:
+    """The tables in ``files``, but for those that are damaged."""
+    for file in files:
+        try:
+            table = out.read_table(file)
+        except (pa.ArrowException, OSError):
+            table = None
+        if table is not None and table.schema.equals(schema):
+            yield table
+        else:
+            warn(f"{file} is damaged: the statistics leave it out")
+
+
+def _with_unsampled(out: OutputDir, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Also the last steps of runs that died before these were a row of ``stats.every_steps``."""
+    last_step: dict[str, int] = {}
+    for table in tables:
+        steps = zip(table["run_id"].to_pylist(), table["step"].to_pylist(), strict=True)
+        last_step.update(steps)
+        yield table
+    for path in _named(out, out.runs, ".json"):
+        with suppress(OSError, ValueError):
+            row = read_run(out.files, path).unsampled
+            if row is not None and row["step"] > last_step.get(path.stem, -1):
+                yield pa.Table.from_pylist([row], schema=STEPS_SCHEMA)
+
+
+def _named(out: OutputDir, folder: PurePath, suffix: str) -> list[PurePath]:
+    return [path for path in out.files.entries(folder) if path.suffix == suffix]
+
+
+def _merge(out: OutputDir, tables: Iterable[pa.Table], final: PurePath, schema: pa.Schema) -> None:
+    staged = out.staging / final.name
+    with (
+        storage_errors(final),
+        out.files.create(staged) as file,
+        pq.ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
+        for table in tables:
+            writer.write_table(table)
+    publish(out.files, staged, final)
+
+
+def _column_sums(out: OutputDir, path: PurePath) -> dict[str, int]:
+    table = out.read_table(path)
+    return {
+        name: pc.sum(table[name]).as_py() or 0 for name in table.schema.names if name != "row_id"
+    }
+
+
+def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
+    total = control_text = 0
+    codes: Counter[str] = Counter()
+    for record in records:
+        total += record.rows
+        control_text += len(record.control_text_row_ids)
+        codes.update(record.error_codes)
+    return {
+        "total": total,
+        "ok": total - codes.total(),
+        "error": codes.total(),
+        "error_codes": dict(codes.most_common()),
+        "control_text": control_text,
+    }
+
+
+def _step_columns(out: OutputDir, path: PurePath) -> tuple[dict[str, Float], list[str]]:
+    """The columns that the summary is made of, and each step's run."""
+    names = (*STEP_COLUMNS, "prefill_tokens", "recomputed_tokens")
+    table = out.read_table(path, ["run_id", *names])
+    columns = {name: np.asarray(table[name].to_numpy(), dtype=np.float64) for name in names}
+    return columns, table["run_id"].to_pylist()

@@ -1,0 +1,223 @@
+"""``init``: the columns it finds, the file it writes, and that the file runs as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.errors import DataError, ExitCode, StorageError, UsageError
+from batchinfer.job.init.job_file import Starter, write_starter
+from batchinfer.job.input.dataset import open_source
+from batchinfer.job.output.schema import output_table
+from batchinfer.job.rows.column_checks import check_prompt_columns
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.json_schema import json_schema
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.yaml import read_yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+TALK = [{"role": "user", "content": "Hi"}]
+ANSWERED = [*TALK, {"role": "assistant", "content": "Hello"}]
+
+
+def starter(folder: Path, rows: dict[str, list[Any]] | pa.Table, **asked: Any) -> JobSpec:
+    """Write data and job file into ``folder``, check the job as a run would, and give it."""
+    table = rows if isinstance(rows, pa.Table) else pa.table(rows)
+    data, job = folder / "data.parquet", folder / "job.yaml"
+    pq.write_table(table, data)
+    write_starter(Starter(str(data), job=job, force=True, **asked))
+    spec = load_job(job)
+    source = open_source(spec.input.paths)
+    check_prompt_columns(spec.prompt, source)
+    output_table(source, spec)
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("rows", "key", "value"),
+    [
+        ({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}, "column", "prompt"),
+        ({"prompt": [TALK], "chosen": [ANSWERED], "rejected": [ANSWERED]}, "column", "prompt"),
+        ({"messages": [TALK], "prompt": ["a"]}, "column", "messages"),
+        ({"talk": [TALK], "note": ["a"]}, "column", "talk"),
+        ({"Question": ["a"], "answer": ["b"]}, "column", "Question"),
+        ({"text": ["a"], "label": [1]}, "column", "text"),
+        ({"id": ["x"], "verse": ["a"]}, "column", "verse"),
+        ({"verse": ["a", "b", "c"], "kind": ["x"] * 3, "poem_id": ["p"] * 3}, "column", "verse"),
+        ({"context": ["a"], "question": ["b"]}, "template", "{{ context }}\n\n{{ question }}"),
+        ({"input_ids": [[1, 2]], "n": [3]}, "token_ids_column", "input_ids"),
+        ({"prompt": pa.array(["a"]).dictionary_encode()}, "column", "prompt"),
+        ({"prompt": pa.array([], pa.large_string())}, "column", "prompt"),
+        ({"yes: no # {{": ["a"]}, "column", "yes: no # {{"),
+    ],
+)
+def test_the_prompt_is_found(tmp_path: Path, rows: dict[str, Any], key: str, value: str) -> None:
+    spec = starter(tmp_path, rows)
+    assert getattr(spec.prompt, key) == value
+
+
+def test_an_instruction_that_many_rows_share_goes_first(tmp_path: Path) -> None:
+    spec = starter(tmp_path, {"instruction": ["do"] * 4, "document": ["a", "b", "c", "d"]})
+    assert spec.prompt.messages == (
+        {"role": "system", "content": "{{ instruction }}"},
+        {"role": "user", "content": "{{ document }}"},
+    )
+
+
+def test_an_instruction_of_each_row_is_followed_by_its_input(tmp_path: Path) -> None:
+    spec = starter(tmp_path, {"instruction": ["a", "b"], "input": ["x", ""], "output": ["", ""]})
+    assert spec.prompt.template == "{{ instruction }}{% if input %}\n\n{{ input }}{% endif %}"
+
+
+def test_a_system_column_is_the_system_message(tmp_path: Path) -> None:
+    assert starter(tmp_path, {"system": ["a"], "prompt": ["b"]}).prompt.system == "{{ system }}"
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ({"id": ["a", "b"]}, "id"),
+        ({"id": [1, 1], "uuid": ["a", "b"]}, "uuid"),
+        ({"id": [1, None]}, None),
+        ({"doc_id": [7, 8]}, "doc_id"),
+        ({"id": [0.5, 1.5]}, None),
+        ({"label": [1, 2]}, None),
+        ({"ID": [1, 2]}, "ID"),
+    ],
+)
+def test_the_id_is_found(tmp_path: Path, ids: dict[str, Any], found: str | None) -> None:
+    assert starter(tmp_path, {**ids, "prompt": ["a", "b"]}).input.id_column == found
+
+
+def test_columns_can_be_named(tmp_path: Path) -> None:
+    rows = {"first": ["a"], "second": ["b"], "n": [1]}
+    spec = starter(tmp_path, rows, prompt_column="second", id_column="n")
+    assert (spec.prompt.column, spec.input.id_column) == ("second", "n")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({"left": ["a"], "right": ["b"]}, ["several columns", "left (string)", "--prompt-column"]),
+        ({"custom_id": ["a"], "url": ["b"], "body": ["c"]}, ["batchinfer run-batch -i"]),
+        ({"n": [1], "x": [0.5]}, ["holds no text", "n (int64), x (double)"]),
+        (
+            {"conversations": [[{"from": "human", "value": "Hi"}]]},
+            ["ShareGPT", "role and content"],
+        ),
+    ],
+)
+def test_no_prompt_is_said_with_the_columns(
+    tmp_path: Path, rows: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        starter(tmp_path, rows)
+    assert all(word in str(caught.value) for word in words)
+    assert not (tmp_path / "job.yaml").exists()
+
+
+@pytest.mark.parametrize("asked", [{"prompt_column": "promt"}, {"id_column": "promt"}])
+def test_a_misspelt_column_gets_the_nearest(tmp_path: Path, asked: dict[str, str]) -> None:
+    with pytest.raises(DataError, match="did you mean prompt"):
+        starter(tmp_path, {"prompt": ["a"]}, **asked)
+
+
+def test_an_id_that_is_named_must_differ(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="twice"):
+        starter(tmp_path, {"prompt": ["a", "b"], "id": [1, 1]}, id_column="id")
+
+
+def test_conversations_with_answers_are_noted(tmp_path: Path) -> None:
+    starter(tmp_path, {"messages": [ANSWERED, TALK]})
+    assert (
+        "1 of the first 2 rows end with a message of the assistant"
+        in (tmp_path / "job.yaml").read_text()
+    )
+
+
+def test_columns_named_like_the_outputs_are_renamed(tmp_path: Path) -> None:
+    rows = {"prompt": ["a"], "status": [1], "input_status": [2], "row_id": [3]}
+    assert starter(tmp_path, rows).output.rename == {
+        "row_id": "input_row_id",
+        "status": "input_status_",
+    }
+
+
+@given(names=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4, unique=True))
+def test_whatever_columns_are_called_the_file_says_so(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("init")
+    spec = starter(folder, {name: ["a"] for name in names}, prompt_column=names[0])
+    assert spec.prompt.column == names[0]
+
+
+def test_paths_are_seen_from_the_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lake").mkdir()
+    pq.write_table(pa.table({"prompt": ["a"]}), "lake/my data.parquet")
+    Path("model").mkdir()
+    asked = Starter("lake/my data.parquet", model="model", output="o", job=Path("jobs/a.yaml"))
+    told = write_starter(asked)
+    spec = load_job(Path("jobs/a.yaml"))
+    assert spec.input.paths == (str(tmp_path / "lake/my data.parquet"),)
+    assert (spec.model.name, spec.output.path) == (str(tmp_path / "model"), str(tmp_path / "o"))
+    assert told[-1] == "run it   batchinfer run jobs/a.yaml"
+
+
+def test_output_is_not_put_among_the_data(tmp_path: Path) -> None:
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    pq.write_table(pa.table({"prompt": ["a"]}), folder / "a.parquet")
+    write_starter(Starter(str(folder), job=folder / "job.yaml"))
+    assert load_job(folder / "job.yaml").output.path == str(tmp_path / "out" / "job")
+
+
+def test_a_file_that_is_there_stays_unless_forced(tmp_path: Path) -> None:
+    starter(tmp_path, {"prompt": ["a"]})
+    job = tmp_path / "job.yaml"
+    job.write_text("mine")
+    with pytest.raises(UsageError, match="--force"):
+        write_starter(Starter(str(tmp_path / "data.parquet"), job=job))
+    assert job.read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "data.parquet")
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be written"):
+        write_starter(Starter(str(tmp_path / "data.parquet"), job=tmp_path / "file" / "job.yaml"))
+
+
+def test_the_first_line_names_the_schema_beside_it(tmp_path: Path) -> None:
+    starter(tmp_path, {"prompt": ["a"]})
+    first = (tmp_path / "job.yaml").read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=job.schema.json"
+    assert json.loads((tmp_path / "job.schema.json").read_text()) == json_schema()
+
+
+def test_the_quickstarts_data_gives_a_job_that_runs(tmp_path: Path) -> None:
+    os.symlink(ROOT / "jobs" / "quickstart", tmp_path / "quickstart")
+    data, model = (str(tmp_path / "quickstart" / name) for name in ("prompts.parquet", "model"))
+    write_starter(Starter(data, model=model, job=tmp_path / "job.yaml"))
+    written = read_yaml(tmp_path / "job.yaml", "job.yaml").data
+    assert written["prompt"]["messages"][0]["content"] == "{{ instruction }}"
+    spec = load_job(tmp_path / "job.yaml", limit=4)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    rows = pq.read_table(tmp_path / "out" / "job" / "data" / "part-00000.parquet").to_pylist()
+    assert [row["generated_text"] for row in rows] == [row["answer"] for row in rows]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_examples_first_line_names_the_committed_schema(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=../configs/job.schema.json"

@@ -1,0 +1,190 @@
+"""Lines of OpenAI batch files: what is done, and what is refused by which code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batchinfer.errors import RowError
+from batchinfer.job.input.openai_batch import CustomIds
+from batchinfer.job.openai.request import ParsedRequest, is_served, parse_request
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def line(url: str = CHAT, **body: Any) -> dict[str, Any]:
+    source = {"messages": MESSAGES} if url == CHAT else {"prompt": "hello"}
+    return {"custom_id": "a", "method": "POST", "url": url, "body": {**source, **body}}
+
+
+def parse(url: str = CHAT, **body: Any) -> ParsedRequest:
+    return parse_request(line(url, **body), ["org/model"])
+
+
+def refusal(request: dict[str, Any]) -> tuple[str, str]:
+    with pytest.raises(RowError) as caught:
+        parse_request(request, ["org/model"])
+    return caught.value.code, caught.value.message
+
+
+def test_a_conversation_and_its_parameters() -> None:
+    request = parse(
+        model="org/model",
+        max_completion_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        n=2,
+        stop="END",
+        seed=7,
+        logprobs=True,
+        top_logprobs=3,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        logit_bias={"5": 1},
+        top_k=4,
+        user="somebody",
+        stream=False,
+        tools=[],
+        store=None,
+    )
+    assert (request.source, request.value) == ("messages", MESSAGES)
+    assert request.sampling == {
+        "max_completion_tokens": 5,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "n": 2,
+        "stop": "END",
+        "seed": 7,
+        "logprobs": 3,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "logit_bias": {"5": 1},
+        "top_k": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "source", "value"),
+    [
+        ("text", "prompt", "text"),
+        (["text"], "prompt", "text"),
+        ([1, 2], "token_ids", [1, 2]),
+        ([[1, 2]], "token_ids", [1, 2]),
+    ],
+)
+def test_prompts_of_completions(prompt: Any, source: str, value: Any) -> None:
+    request = parse(TEXT, prompt=prompt, logprobs=2, best_of=3, n=3)
+    assert (request.source, request.value) == (source, value)
+    assert request.sampling == {"logprobs": 2, "n": 3}
+
+
+def test_a_response_format_is_one_of_the_parameters() -> None:
+    schema = {"type": "json_schema", "json_schema": {"schema": {"const": None}}}
+    assert parse(response_format=schema).sampling == {"response_format": schema}
+
+
+def test_a_limit_given_twice_is_one_if_both_agree() -> None:
+    sampling = parse(max_tokens=4, max_completion_tokens=4).sampling
+    assert sampling == {"max_tokens": 4}
+    sampling = parse(max_tokens=4, max_completion_tokens=5).sampling  # refused with the others
+    assert sampling == {"max_tokens": 4, "max_completion_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"custom_id": None}, "custom_id is null"),
+        ({"custom_id": ""}, 'custom_id is ""'),
+        ({"custom_id": 5}, "custom_id is 5"),
+        ({"method": "GET"}, 'method is "GET"; it must be POST'),
+        ({"url": "/v1/embeddings"}, 'url is "/v1/embeddings"; it must be /v1/chat/completions'),
+        ({"url": ["x"]}, "url is "),
+        ({"body": None}, "body is null"),
+        ({"body": "text"}, 'body is "text"'),
+        ({"boddy": {}}, 'unknown field "boddy"; did you mean body?'),
+        ({"body": {}}, "body.messages is null"),
+        ({"body": {"messages": "hello"}}, "body.messages is "),
+        ({"body": {"messages": MESSAGES, "prompt": "x"}}, "body.prompt is not for"),
+        ({"body": {"messages": MESSAGES, "model": 5}}, "body.model is 5"),
+        ({"url": TEXT, "body": {"prompt": 5}}, "body.prompt is 5"),
+        ({"url": TEXT, "body": {"prompt": [1, "x"]}}, "body.prompt is "),
+        ({"url": TEXT, "body": {"prompt": [True]}}, "body.prompt is "),
+        ({"url": TEXT, "body": {"prompt": "x", "messages": []}}, "body.messages is not for"),
+    ],
+)
+def test_what_is_no_request(change: dict[str, Any], message: str) -> None:
+    code, found = refusal({**line(), **change})
+    assert code == "invalid_request"
+    assert found.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "message"),
+    [
+        (CHAT, {"tools": [{"type": "function"}]}, "body.tools is "),
+        (CHAT, {"stream": True}, "body.stream is true"),
+        (CHAT, {"parallel_tool_calls": 1}, "body.parallel_tool_calls is 1"),
+        (CHAT, {"audio": {}}, "body.audio is not supported"),
+        (CHAT, {"temprature": 1}, "body.temprature is not supported; did you mean temperature?"),
+        (CHAT, {"prompt_logprobs": 1}, "body.prompt_logprobs is not supported"),
+        (TEXT, {"echo": True}, "body.echo is true"),
+        (TEXT, {"suffix": "end"}, 'body.suffix is "end"'),
+        (TEXT, {"best_of": 2}, "body.best_of is not supported"),
+        (TEXT, {"prompt": ["a", "b"]}, "body.prompt holds 2 prompts"),
+    ],
+)
+def test_what_is_not_built_is_refused(url: str, body: dict[str, Any], message: str) -> None:
+    code, found = refusal(line(url, **body))
+    assert code == "unsupported_parameter"
+    assert found.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        (CHAT, {"logprobs": 2}),
+        (CHAT, {"top_logprobs": 2}),
+        (TEXT, {"logprobs": True}),
+        (TEXT, {"top_logprobs": 2}),
+    ],
+)
+def test_parameters_that_are_wrong(url: str, body: dict[str, Any]) -> None:
+    assert refusal(line(url, **body))[0] == "bad_sampling_params"
+
+
+def test_another_model_is_refused() -> None:
+    code, message = refusal(line(model="gpt-4o"))
+    assert code == "unknown_model"
+    assert message.startswith('body.model is "gpt-4o", and this job runs org/model')
+
+
+def test_an_adapter_may_be_named_in_full() -> None:
+    adapters = {"styles/short": 1}
+    assert parse_request(line(model="styles/short"), ["m"], adapters).model == "styles/short"
+    with pytest.raises(RowError):
+        parse_request(line(model="short"), ["m"], adapters)
+
+
+@pytest.mark.parametrize(
+    ("asked", "served"),
+    [
+        ("org/model", True),
+        ("model", True),
+        ("/home/me/org/model", True),
+        ("rg/model", False),
+        ("org", False),
+        ("", False),
+        ("/", False),
+    ],
+)
+def test_a_model_may_be_called_by_the_end_of_its_name(asked: str, served: bool) -> None:
+    assert is_served(asked, ["x", "/home/me/org/model"]) is served
+
+
+def test_ids_that_were_there_before() -> None:
+    ids = CustomIds()
+    ids.add(["a", None, "b"])
+    ids.add(["a", None, "row 1", 5, "c", "a", "b"])
+    assert [row for row in range(10) if ids.is_repeated(row)] == [3, 8, 9]

@@ -1,0 +1,446 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from batchinfer.errors import DataError, LockedError, StorageError
+from batchinfer.job.input.format import InputFile
+from batchinfer.job.manifest import Manifest, read_manifest
+from batchinfer.job.output.commit import commit as write_part
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.stats_tables import REQUESTS_SCHEMA
+from batchinfer.job.row_ids import Part
+from tests.job import fakes
+from tests.job.datasets import flip_bit, rot
+
+NO_REQUESTS = REQUESTS_SCHEMA.empty_table()
+FILE = InputFile("/data/a.parquet", 100, 1, 25, "f00")
+MANIFEST = Manifest(
+    "abc",
+    {"sampling": {"top_p": 1.0}, "task": "generate"},
+    ("/data",),
+    (FILE,),
+    25,
+    10,
+    "2026-11-20T10:00:00",
+)
+RECORD = {"rows": 10, "error_codes": {"x": 1}, "control_text_row_ids": [3]}
+TORN = [b"", b"{", b"[]", b'{"rows": 10}', b"[" * 100_000]
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"rows": 9},
+    {"rows": 10.0},
+    {"error_codes": [3]},
+    {"error_codes": {"x": "y"}},
+    {"error_codes": {"x": True}},
+    {"error_codes": {"x": -1}},
+    {"error_codes": {"x": 6, "y": 5}},
+    {"control_text_row_ids": [3, 3]},
+    {"control_text_row_ids": [10]},
+    {"size": -1},
+    {"mtime_ns": False},
+]
+ROWS = [range(10), range(10, 20), range(20, 25)]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> OutputDir:
+    return OutputDir(tmp_path / "out")
+
+
+def begin(out: OutputDir, manifest: Manifest = MANIFEST, if_exists: str = "resume") -> list[Part]:
+    return fakes.begin(out, manifest, if_exists)
+
+
+def commit(out: OutputDir, part: Part) -> Path:
+    write_part(out, part, pa.table({"row_id": list(part.rows)}), NO_REQUESTS, [])
+    return out.data / f"{part.name}.parquet"
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def begun(out: OutputDir) -> Path:
+    """The file of the first part, the only one that is finished."""
+    return commit(out, begin(out)[0])
+
+
+def test_what_a_model_holds_is_named_where_it_differs() -> None:
+    was, now = (
+        replace(MANIFEST, fingerprint=tag, job={"model_facts": {"model": {"config.json": tag}}})
+        for tag in ("a1", "b2")
+    )
+    with pytest.raises(LockedError, match=r'What differs: model\.config\.json was "a1", is "b2"\n'):
+        was.check_same_job(now, "/out")
+
+
+def test_parts_cover_the_rows_in_order() -> None:
+    assert [part.rows for part in MANIFEST.parts()] == ROWS
+    assert [part.name for part in MANIFEST.parts()] == ["part-00000", "part-00001", "part-00002"]
+
+
+def test_an_empty_dataset_has_one_part_without_rows() -> None:
+    assert [part.rows for part in replace(MANIFEST, num_rows=0).parts()] == [range(0)]
+
+
+def test_a_finished_part_is_not_made_again(out: OutputDir) -> None:
+    begun(out)
+    assert [part.rows for part in begin(out)] == ROWS[1:]
+
+
+def test_the_manifest_reads_back_as_it_was_written(out: OutputDir) -> None:
+    begun(out)
+    assert read_manifest(out.manifest) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: flip_bit(path, 40),
+    ],
+)
+def test_a_part_that_was_harmed_is_made_again(out: OutputDir, harm) -> None:
+    harm(begun(out))
+    assert [part.rows for part in begin(out)] == ROWS
+
+
+def test_a_part_that_was_only_copied_is_kept(out: OutputDir) -> None:
+    os.utime(begun(out), ns=(5, 5))
+    assert [part.rows for part in begin(out)] == ROWS[1:]
+
+
+@pytest.mark.parametrize("record", TORN)
+def test_a_part_with_a_torn_record_is_made_again(out: OutputDir, record: bytes) -> None:
+    begun(out)
+    (out.parts / "part-00000.json").write_bytes(record)
+    assert [part.rows for part in begin(out)] == ROWS
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE)
+def test_a_part_whose_record_is_impossible_is_made_again(
+    out: OutputDir, changes: dict[str, Any]
+) -> None:
+    begun(out)
+    path = out.parts / "part-00000.json"
+    stored = json.loads(path.read_bytes())
+    path.write_text(json.dumps(stored | RECORD))
+    assert [part.rows for part in begin(out)] == ROWS[1:], "these are possible"
+    path.write_text(json.dumps(stored | RECORD | changes))
+    assert [part.rows for part in begin(out)] == ROWS
+
+
+def test_a_part_that_rotted_is_made_again_though_its_size_and_time_are_right(
+    out: OutputDir,
+) -> None:
+    rot(begun(out))
+    assert [part.rows for part in begin(out)] == ROWS
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b"zork"), rot])
+def test_a_part_whose_statistics_are_damaged_is_made_again(out: OutputDir, harm) -> None:
+    begun(out)
+    harm(out.requests / "part-00000.parquet")
+    assert [part.rows for part in begin(out)] == ROWS
+
+
+def test_data_holds_parts_and_nothing_else(out: OutputDir) -> None:
+    begun(out)
+    assert [path.name for path in out.data.iterdir()] == ["part-00000.parquet"]
+    assert list(out.staging.iterdir()) == []
+
+
+def test_a_changed_job_names_the_key_and_its_values(out: OutputDir) -> None:
+    begun(out)
+    changed = {"sampling": {"top_p": 0.5}, "task": "generate"}
+    with pytest.raises(LockedError, match=r"sampling\.top_p was 1\.0, is 0\.5"):
+        begin(out, replace(MANIFEST, fingerprint="def", job=changed))
+
+
+def test_a_changed_job_may_begin_where_no_part_is_finished(out: OutputDir) -> None:
+    begin(out)
+    changed = replace(MANIFEST, fingerprint="def", job={})
+    begin(out, changed)
+    assert read_manifest(out.manifest) == changed
+
+
+@pytest.mark.parametrize(
+    "changes", [{"fingerprint": "def", "job": {}}, {"inputs": (replace(FILE, mtime_ns=2),)}]
+)
+def test_what_another_plan_left_unfinished_is_deleted(
+    out: OutputDir, changes: dict[str, Any]
+) -> None:
+    part = begin(out)[2]
+    left = [out.steps / "run-00001-000000.parquet", out.runs / "run-00001.json"]
+    left += [out.request_stats(part), out.data / f"{part.name}.parquet"]
+    for path in left:
+        path.touch()
+    begin(out)
+    assert all(path.exists() for path in left), "the same plan's own"
+    begin(out, replace(MANIFEST, **changes))
+    assert not any(path.exists() for path in left)
+
+
+def test_a_damaged_manifest_without_a_finished_part_is_no_hindrance(out: OutputDir) -> None:
+    begin(out)
+    for path in (out.manifest, out.manifest_copy):
+        path.write_bytes(b"{")
+    begin(out)
+    assert read_manifest(out.manifest) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([replace(FILE, mtime_ns=2)], "/data/a.parquet was written again"),
+        ([replace(FILE, path="/data/b.parquet")], "/data/a.parquet is gone"),
+        ([FILE, replace(FILE, path="/data/b.parquet")], "/data/b.parquet is new"),
+    ],
+)
+def test_a_changed_input_names_the_file(out: OutputDir, files: list[InputFile], message) -> None:
+    begun(out)
+    with pytest.raises(DataError, match=message):
+        begin(out, replace(MANIFEST, inputs=tuple(files)))
+
+
+def misspell(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"inputs"', b'"inp'))
+
+
+def misdate(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"2026-11", b"2026-91"))
+
+
+@pytest.mark.parametrize("harm", [misspell, misdate, Path.unlink, empty])
+@pytest.mark.parametrize("name", ["manifest.json", "manifest-copy.json"])
+def test_a_damaged_manifest_is_restored_from_the_other(out: OutputDir, harm, name: str) -> None:
+    begun(out)
+    harm(out.state / name)
+    later = replace(MANIFEST, planned_at="2026-12-24T10:00:00")
+    assert [part.rows for part in begin(out, later)] == ROWS[1:]
+    assert read_manifest(out.manifest) == read_manifest(out.manifest_copy) == MANIFEST
+
+
+@pytest.mark.parametrize(("harm", "what"), [(empty, "damaged"), (Path.unlink, "missing")])
+def test_finished_work_without_a_manifest_is_neither_mixed_with_nor_called_foreign(
+    out: OutputDir, harm, what: str
+) -> None:
+    part = begun(out)
+    for path in (out.manifest, out.manifest_copy):
+        harm(path)
+    with pytest.raises(DataError, match=rf"manifest\.json is {what}.*\n.*move .*out away"):
+        begin(out)
+    assert part.exists()
+    assert [part.rows for part in begin(out, if_exists="overwrite")] == ROWS
+    assert not part.exists()
+
+
+def test_overwrite_starts_over(out: OutputDir) -> None:
+    begun(out)
+    out.success.touch()
+    out.write_json(out.summary, {})
+    other = replace(MANIFEST, fingerprint="def", job={})
+    assert len(begin(out, other, "overwrite")) == 3
+    assert sorted(path.name for path in out.root.iterdir()) == ["_batchinfer", "data", "stats"]
+    assert list(out.data.iterdir()) == []
+
+
+def test_an_overwrite_cut_short_leaves_no_success_and_can_be_repeated(
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(out)
+    out.success.touch()
+
+    delete = out.files.delete
+
+    def refuse(path: Path) -> None:
+        if path == out.runs:
+            raise OSError(errno.EIO, "Input/output error")
+        delete(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(out.files, "delete", refuse)
+        with pytest.raises(StorageError, match="Input/output error"):
+            begin(out, if_exists="overwrite")
+    assert not out.success.exists()
+    assert len(begin(out, if_exists="overwrite")) == 3
+
+
+def test_if_exists_error(out: OutputDir) -> None:
+    begin(out, if_exists="error")
+    with pytest.raises(LockedError, match="if_exists is error"):
+        begin(out, if_exists="error")
+
+
+@pytest.mark.parametrize("if_exists", ["resume", "overwrite"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("data/precious.csv", "data/part-00000.parquet", "stats/steps.parquet", "summary.json"),
+        *("report.html", "openai/errors.jsonl", "_SUCCESS"),
+    ],
+)
+def test_files_of_unknown_origin_are_neither_mixed_with_nor_deleted(
+    out: OutputDir, if_exists: str, name: str
+) -> None:
+    (out.root / name).parent.mkdir(parents=True)
+    (out.root / name).write_text("precious")
+    with pytest.raises(LockedError, match=rf"{name} is there without manifest\.json"):
+        begin(out, if_exists=if_exists)
+    assert (out.root / name).read_text() == "precious"
+
+
+def test_a_way_that_leads_nowhere_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    for name, reason in (("circle", "Too many levels"), ("n" * 300, "too long")):
+        with pytest.raises(StorageError, match=rf"cannot look into .*/{name[:99]}.*: .*{reason}"):
+            output_at(str(tmp_path / name / "out"))
+
+
+@pytest.mark.parametrize("name", ["notes.csv", "part-00000"])
+def test_overwrite_stops_at_files_that_others_put_beside_the_parts(
+    out: OutputDir, name: str
+) -> None:
+    file = begun(out)
+    (out.data / name).mkdir()
+    with pytest.raises(LockedError, match=rf"data/{name} is no output of batchinfer"):
+        begin(out, if_exists="overwrite")
+    assert sorted(out.data.iterdir()) == sorted([file, out.data / name])
+    assert len(begin(out)) == 2, "which is no hindrance to going on"
+
+
+@pytest.mark.parametrize("name", ["part-00003.parquet", "part-old.parquet", "x.parquet"])
+def test_a_stray_that_readers_would_take_for_a_part_is_refused(out: OutputDir, name: str) -> None:
+    stray = out.data / name
+    begin(out)
+    for _ in range(2):
+        stray.touch()
+        with pytest.raises(LockedError, match=rf"data/{name} is no part of this job"):
+            begin(out)
+        stray.unlink()
+        begun(out)
+
+
+def test_overwrite_keeps_what_others_put_beside_the_output(out: OutputDir) -> None:
+    begun(out)
+    kept = [out.root / "README", out.stats / "plot.png", out.root / "openai.txt"]
+    for path in kept:
+        path.touch()
+    begin(out, if_exists="overwrite")
+    assert all(path.exists() for path in kept)
+
+
+def test_success_goes_when_there_is_work_again(out: OutputDir) -> None:
+    for part in begin(out):
+        path = commit(out, part)
+    out.success.touch()
+    assert begin(out) == []
+    assert out.success.exists()
+    path.unlink()
+    assert len(begin(out)) == 1
+    assert not out.success.exists()
+
+
+def test_a_second_run_is_locked_out(out: OutputDir) -> None:
+    with (
+        out.locked(),
+        pytest.raises(LockedError, match="another run is writing"),
+        OutputDir(out.root).locked(),
+    ):
+        pass
+    with out.locked():
+        pass
+
+
+def test_who_holds_the_lock_is_told(out: OutputDir) -> None:
+    with out.locked():
+        holder = json.loads((out.state / "lock.json").read_bytes())
+        assert holder.keys() == {"pid", "host", "boot_id", "started"}
+        says = f"process {os.getpid()} on {holder['host']} \\(boot {holder['boot_id']}\\)"
+        with pytest.raises(LockedError, match=says), OutputDir(out.root).locked():
+            pass
+    assert not (out.state / "lock.json").exists()
+
+
+def test_a_holder_who_cannot_be_read_is_not_named(out: OutputDir) -> None:
+    with out.locked():
+        (out.state / "lock.json").write_bytes(b"[1]")
+        with pytest.raises(LockedError, match=r"is writing to .*out\n"), out.locked():
+            pass
+
+
+def test_a_lock_is_free_at_once_when_its_holder_was_killed(out: OutputDir) -> None:
+    killed = (
+        "import os, sys; from pathlib import Path\n"
+        "from batchinfer.job.output.directory import OutputDir\n"
+        "with OutputDir(Path(sys.argv[1])).locked(): os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", killed, str(out.root)], check=False)
+    assert done.returncode == -9
+    assert (out.state / "lock.json").exists()
+    with out.locked():
+        assert json.loads((out.state / "lock.json").read_bytes())["pid"] == os.getpid()
+
+
+def test_an_output_that_cannot_be_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(StorageError, match="out"), OutputDir(tmp_path / "out").locked():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "No space left on device\nfree space"),
+        (errno.EROFS, "Read-only file system\nuse --output"),
+        (errno.EACCES, "Permission denied\nmend the permissions"),
+        (errno.EFBIG, "File too large\nallow larger files"),
+    ],
+)
+def test_a_part_that_cannot_be_written_is_not_finished(
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch, number: int, says: str
+) -> None:
+    part = begin(out)[0]
+
+    def refuse(source: object, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(StorageError, match=rf"part-00000\.parquet: {says}"):
+        commit(out, part)
+    assert out.finished(part) is None
+    assert list(out.data.iterdir()) == []
+
+
+def test_a_folder_without_the_right_to_write_is_found_before_anything_runs(
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != out.stats)
+    with pytest.raises(StorageError, match="out/stats: Permission denied"):
+        begin(out)
+
+
+def test_a_record_says_what_is_in_the_part(out: OutputDir) -> None:
+    part = begin(out)[0]
+    error = {"code": "empty_prompt", "message": "why"}
+    errors = [error if row_id in (3, 4) else None for row_id in part.rows]
+    table = pa.table({"row_id": list(part.rows), "error": errors})
+    write_part(out, part, table, NO_REQUESTS, [5, 7])
+    record = out.finished(part)
+    assert record is not None
+    assert record.rows == 10
+    assert record.error_codes == {"empty_prompt": 2}
+    assert record.control_text_row_ids == [5, 7]
+    stored = json.loads((out.parts / "part-00000.json").read_bytes())
+    assert stored["sha256"] == record.sha256

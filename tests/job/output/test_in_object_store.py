@@ -1,0 +1,498 @@
+"""Whole jobs that write to an object store, by way of moto's server on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from obstore.store import from_url
+from typer.testing import CliRunner
+
+from batchinfer.cli import app
+from batchinfer.errors import DataError, ExitCode, LockedError, StorageError, UsageError
+from batchinfer.job.output import part_writer
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.verify import verify
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.storage import connection, object_lock
+from batchinfer.job.storage.object_filesystem import StoreFiles
+from tests.job.datasets import write_parquet
+from tests.job.fakes import AtOnce, FakeBuild, job
+from tests.job.stores import (
+    BUCKET,
+    LAKE,
+    SECRET,
+    Request,
+    between,
+    complaining_server,
+    environment,
+    objects,
+    point_to,
+    s3_server,
+)
+
+NUM_ROWS = 25
+OUT = f"{LAKE}/out/dt=1"
+KEY = "out/dt=1"
+_KILLED = """
+import os, sys
+from pathlib import Path
+from batchinfer.job.run import pipeline
+from batchinfer.job.output import part_writer
+from batchinfer.job.run.run import run_job
+from tests.job.fakes import AtOnce, FakeBuild, job
+build, part_writer.FLUSH_ROWS, pipeline.Behind = FakeBuild(max_num_seqs=4), 4, AtOnce
+build.before_step = lambda step: os.kill(os.getpid(), 9) if step == 30 else None
+output = {"path": sys.argv[2], "rows_per_part": 10}
+run_job(job(Path(sys.argv[1]), output=output), build=build, quiet=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def address(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    point_to(server, monkeypatch)
+    yield server
+    point_to(server, monkeypatch)
+    below = list(objects(KEY))
+    obstore.delete(bucket(), [f"{KEY}/{name}" for name in below])
+    connection.connect.cache_clear()
+
+
+@pytest.fixture
+def spec(tmp_path: Path, address: str) -> JobSpec:
+    prompts = [f"{row % 7} asks {row}" for row in range(NUM_ROWS)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    return job(tmp_path, output={"path": OUT})
+
+
+def bucket() -> Any:
+    return from_url(f"s3://{BUCKET}", client_options={"allow_http": True})
+
+
+def run(spec: JobSpec, build: FakeBuild | None = None, **options: bool) -> ExitCode:
+    return run_job(spec, build=build or FakeBuild(), quiet=True, **options)
+
+
+def rows(num_rows: int = NUM_ROWS) -> pa.Table:
+    """The output, every row of which is right."""
+    parts = sorted((name, data) for name, data in objects(f"{KEY}/data").items())
+    assert [name for name, _ in parts] == [f"part-{at:05d}.parquet" for at in range(len(parts))]
+    table = pa.concat_tables(pq.read_table(BytesIO(data)) for _, data in parts)
+    assert table["row_id"].to_pylist() == list(range(num_rows))
+    assert table["generated_text"].to_pylist() == [p and p[:8] for p in table["prompt"].to_pylist()]
+    return table
+
+
+def change(name: str, data: bytes) -> None:
+    obstore.put(bucket(), f"{KEY}/{name}", data)
+
+
+def test_a_job_and_what_is_said_of_it(
+    spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert run(spec) is ExitCode.OK
+    assert sorted(tmp_path.rglob("*")) == before, "nothing of it is on this machine"
+    rows()
+    found = objects(KEY)
+    assert {"_SUCCESS", "summary.json", "stats/steps.parquet", "stats/requests.parquet"} <= set(
+        found
+    )
+    assert not [name for name in found if "probe" in name or "segments" in name]
+    steps = pq.read_table(BytesIO(found["stats/steps.parquet"]))
+    tokens = json.loads(found["summary.json"])["tokens"]
+    assert sum(steps["prefill_tokens"].to_pylist()) == tokens["prompt_computed"]
+
+    again = FakeBuild()
+    assert run(spec, again) is ExitCode.OK
+    assert again.count == 0, "nothing is left to do"
+    assert objects(KEY) == found
+
+    cli = CliRunner()
+    status = json.loads(cli.invoke(app, ["status", OUT, "--json"]).stdout)
+    assert (status["state"], status["rows_done"], status["parts_done"]) == ("finished", NUM_ROWS, 3)
+    checked = cli.invoke(app, ["verify", f"{OUT}/"])
+    assert (checked.exit_code, checked.stdout) == (
+        0,
+        f"finished: 3 of 3 parts, {NUM_ROWS} rows; all as recorded\n",
+    )
+    assert cli.invoke(app, ["status", f"{LAKE}/nothing"]).exit_code != 0
+
+
+def test_secrets_are_in_no_artefact(spec: JobSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    run_job(spec, build=FakeBuild())
+    assert not [name for name, data in objects(KEY).items() if SECRET.encode() in data]
+    assert SECRET not in "".join(capsys.readouterr())
+
+
+def test_a_killed_run_goes_on_elsewhere(spec: JobSpec, tmp_path: Path, address: str) -> None:
+    command = [sys.executable, "-c", _KILLED, str(tmp_path), OUT]
+    done = subprocess.run(command, env=os.environ | environment(address), check=False)
+    assert done.returncode == -9
+    found = objects(KEY)
+    kept = [
+        row
+        for name, data in found.items()
+        if "/segments/" in name or name.startswith("data/")
+        for row in pq.read_table(BytesIO(data))["row_id"].to_pylist()
+    ]
+    assert 0 < len(kept) < NUM_ROWS
+    assert any("/in_flight/run-00001" in name for name in found), "for suspects"
+    assert json.loads(found["_batchinfer/lock.json"])["token"]
+    second = Telling()
+    assert run(spec, second) is ExitCode.OK
+    assert sorted(second.ran + kept) == list(range(NUM_ROWS)), "no finished row ran again"
+    rows()
+    assert verify(output_at(OUT)).problems == []
+    lock = json.loads(objects(KEY)["_batchinfer/lock.json"])
+    assert (lock["fence"], lock["token"]) == (2, None)
+
+
+class Telling(FakeBuild):
+    """Tells which rows are run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[int] = []
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        built = super().__call__(*arguments, **options)
+        add = built.engine.add_request
+
+        def add_and_tell(request: Any) -> None:
+            self.ran.append(request.row_id)
+            add(request)
+
+        built.engine.add_request = add_and_tell
+        return built
+
+
+def test_a_second_run_is_locked_out_and_the_first_goes_on(spec: JobSpec) -> None:
+    first, second = FakeBuild(), FakeBuild()
+    seen: list[str] = []
+
+    def begin_another(step: int) -> None:
+        if step == 3:
+            with pytest.raises(LockedError, match=rf"{OUT}: process {os.getpid()} on ") as caught:
+                run(spec, second)
+            seen.append(str(caught.value))
+
+    first.before_step = begin_another
+    assert run(spec, first) is ExitCode.OK
+    assert second.count == 0
+    assert len(seen) == 1
+    rows()
+
+
+def test_a_run_that_was_taken_for_dead_commits_nothing_more(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(object_lock, "_TRUSTED_S", 0.0)
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # whoever comes takes over
+    first, left = FakeBuild(max_num_seqs=2), {}
+
+    def be_passed(step: int) -> None:
+        if step == 30:
+            assert run(spec) is ExitCode.OK
+            left.update(objects(KEY))
+
+    first.before_step = be_passed
+    with pytest.raises(LockedError, match="another run has taken over"):
+        run(spec, first)
+    assert objects(KEY) == left
+    rows()
+    assert run(spec) is ExitCode.OK
+
+
+def test_what_a_frozen_run_had_sent_off_is_not_taken_for_rows_of_the_next_job(
+    spec: JobSpec, tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_writer, "FLUSH_ROWS", 4)
+    monkeypatch.setattr(pipeline, "Behind", AtOnce)
+    monkeypatch.setattr(object_lock, "_TRUSTED_S", 0.0)
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # whoever comes takes over
+    next_job = job(tmp_path, output={"path": OUT}, sampling={"max_tokens": 3})
+    stopped = FakeBuild(max_num_seqs=4)
+    late: list[str] = []
+
+    def stop(step: int) -> None:
+        if step == 1:
+            raise StorageError("stopped")
+
+    def freeze(request: Request) -> None:
+        """The first segment is under way while the next job begins, and is stopped."""
+        if request.method == "PUT" and "/segments/" in request.path and not late:
+            late.append(request.path.rpartition("/")[2])
+            with pytest.raises(StorageError, match="stopped"):
+                run(next_job, stopped, overwrite=True)
+
+    stopped.before_step = stop
+    with between(address, freeze) as server:
+        point_to(server, monkeypatch)
+        with pytest.raises(LockedError, match="another run has taken over"):
+            run(spec, FakeBuild(max_num_seqs=4))
+    point_to(address, monkeypatch)
+    assert late[0] in objects(f"{KEY}/_batchinfer/segments")
+    assert run(next_job) is ExitCode.OK
+    parts = objects(f"{KEY}/data").values()
+    table = pa.concat_tables(pq.read_table(BytesIO(part)) for part in parts)
+    assert table["generated_text"].to_pylist() == [p[:3] for p in table["prompt"].to_pylist()]
+    assert late[0] not in objects(f"{KEY}/_batchinfer/segments")
+
+
+@pytest.mark.parametrize("damage", ["deleted", "changed", "record", "longer", "statistics"])
+def test_a_part_that_is_no_longer_as_recorded_is_made_again(spec: JobSpec, damage: str) -> None:
+    run(spec)
+    part = "data/part-00001.parquet"
+    data = objects(KEY)[part]
+    if damage == "deleted":
+        obstore.delete(bucket(), f"{KEY}/{part}")
+    elif damage == "record":
+        change("_batchinfer/parts/part-00001.json", b"{")
+    elif damage == "statistics":
+        change("_batchinfer/requests/part-00001.parquet", b"lost")
+    else:
+        change(part, bytes([*data[:40], data[40] ^ 1, *data[41:]]) if damage == "changed" else b"x")
+    assert verify(output_at(OUT)).problems
+    assert run(spec) is ExitCode.OK
+    rows()
+    assert verify(output_at(OUT)).problems == []
+
+
+def test_the_same_content_written_again_is_no_damage(spec: JobSpec) -> None:
+    """As when a bucket is copied, or a store marks what it holds in another way."""
+    run(spec)
+    record = json.loads(objects(KEY)["_batchinfer/parts/part-00001.json"])
+    change("_batchinfer/parts/part-00001.json", json.dumps({**record, "etag": '"other"'}).encode())
+    again = FakeBuild()
+    assert run(spec, again) is ExitCode.OK
+    assert again.count == 0
+
+
+def test_starting_over_leaves_nothing_of_the_old(spec: JobSpec, tmp_path: Path) -> None:
+    run(spec)
+    smaller = job(tmp_path, output={"path": OUT}, input={"limit": 15})
+    with pytest.raises(LockedError, match="another job"):
+        run(smaller)
+    assert run(smaller, overwrite=True) is ExitCode.OK
+    rows(15)
+    assert sorted(objects(f"{KEY}/_batchinfer/parts")) == ["part-00000.json", "part-00001.json"]
+    assert verify(output_at(OUT)).problems == []
+
+
+def test_foreign_files_are_neither_mixed_with_nor_deleted(spec: JobSpec) -> None:
+    change("data/mine.parquet", b"precious")
+    for overwrite in (False, True):
+        with pytest.raises(LockedError, match=rf"{OUT}/data/mine\.parquet"):
+            run(spec, overwrite=overwrite)
+    assert objects(f"{KEY}/data") == {"mine.parquet": b"precious"}
+
+
+def test_error_rows_are_run_again(tmp_path: Path, address: str) -> None:
+    texts = [f"{row} asks" if row % 10 else "" for row in range(NUM_ROWS)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": texts})
+    spec = job(tmp_path, output={"path": OUT})
+    assert run(spec) is ExitCode.TOO_MANY_ROW_ERRORS
+    assert "_SUCCESS" not in objects(KEY)
+    assert run(spec) is ExitCode.TOO_MANY_ROW_ERRORS
+    again = Telling()
+    assert run(spec, again, retry_errors=True) is ExitCode.TOO_MANY_ROW_ERRORS
+    assert again.ran == [], "empty prompts fail before the engine"
+    assert verify(output_at(OUT)).problems == []
+    assert json.loads(objects(KEY)["summary.json"])["rows"]["error"] == 3
+
+
+def test_success_is_the_last_thing_written(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    rename = StoreFiles.rename
+
+    def tell(self: StoreFiles, source: Any, target: Any) -> None:
+        order.append(target.name)
+        rename(self, source, target)
+
+    monkeypatch.setattr(StoreFiles, "rename", tell)
+    run(spec)
+    assert order[-1] == "_SUCCESS"
+    for part in ("part-00000", "part-00001", "part-00002"):
+        first_statistics = order.index(f"{part}.parquet")
+        assert order.index(f"{part}.parquet", first_statistics + 1) < order.index(f"{part}.json")
+
+
+# Stores that do not do as they are asked
+
+
+def test_a_storm_of_503_is_weathered(
+    spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: Counter[str] = Counter()
+
+    def storm(request: Request) -> int | None:
+        """Every thing that is asked for is given the third time."""
+        asked = f"{request.method} {request.path}"
+        times[asked] += 1
+        return 503 if times[asked] % 3 else None
+
+    with between(address, storm) as stormy:
+        point_to(stormy, monkeypatch)
+        assert run(spec) is ExitCode.OK
+        rows()
+
+
+@pytest.mark.parametrize("status", [409, -409])
+def test_a_write_that_meets_another_is_made_again(
+    spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Refused, or taken and then said to be refused."""
+    met: set[str] = set()
+
+    def meet(request: Request) -> int | None:
+        path = request.path.partition("?")[0]
+        if request.method != "PUT" or path in met or "/_batchinfer/probe" in path:
+            return None
+        met.add(path)
+        return status
+
+    with between(address, meet) as server:
+        point_to(server, monkeypatch)
+        assert run(spec) is ExitCode.OK
+        rows()
+    assert len(met) > 15
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_store_that_stops_answering_ends_the_run_and_keeps_its_rows(
+    spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(part_writer, "FLUSH_ROWS", 4)
+    monkeypatch.setattr(pipeline, "Behind", AtOnce)
+    build, is_down = FakeBuild(max_num_seqs=4), [False]
+    build.before_step = lambda step: is_down.__setitem__(0, step > 30)
+    asked: list[str] = []
+
+    def be_down(request: Request) -> int | None:
+        if is_down[0]:
+            asked.append(request.path)
+        return status if is_down[0] else None
+
+    with between(address, be_down) as server:
+        point_to(server, monkeypatch)
+        with pytest.raises(StorageError, match=rf"cannot write {OUT}/.*{status}") as caught:
+            run(spec, build)
+    assert len(str(caught.value).splitlines()) <= 2
+    assert len(set(asked)) <= 3, "what cannot be written, and at the end the lock and a log"
+    point_to(address, monkeypatch)
+    monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # nobody could be told that it was let go
+    again = Telling()
+    assert run(spec, again) is ExitCode.OK
+    assert 0 < len(again.ran) < NUM_ROWS
+    rows()
+
+
+def is_write(request: Request) -> bool:
+    return request.method in ("PUT", "POST", "DELETE")
+
+
+@pytest.mark.parametrize(
+    "denied",
+    [is_write, lambda request: "?delete" in request.path, lambda _: True],
+    ids=["writing", "deleting", "all"],
+)
+def test_what_is_denied_is_told_before_the_model_loads(
+    spec: JobSpec,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    denied: Callable[[Request], bool],
+) -> None:
+    build = FakeBuild()
+    with between(address, lambda request: 403 if denied(request) else None) as server:
+        point_to(server, monkeypatch)
+        with pytest.raises(StorageError, match=rf"cannot (read|write) {OUT}/.*403") as caught:
+            run(spec, build)
+        assert build.count == 0
+        assert SECRET not in str(caught.value)
+
+
+def test_a_bucket_that_is_not_there(tmp_path: Path, spec: JobSpec) -> None:
+    with pytest.raises(StorageError, match=r"s3://no-such-bucket/x/.*no such bucket"):
+        run(job(tmp_path, output={"path": "s3://no-such-bucket/x"}))
+
+
+def test_a_store_that_does_not_heed_conditions_is_refused(
+    spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forget(request: Request) -> None:
+        request.headers = {
+            name: value
+            for name, value in request.headers.items()
+            if name.lower() != "if-none-match"
+        }
+
+    with between(address, forget) as server:
+        point_to(server, monkeypatch)
+        with pytest.raises(StorageError, match="does not heed If-None-Match"):
+            run(spec)
+
+
+def test_status_and_verify_of_a_store_that_does_not_answer(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with complaining_server(503) as server:
+        point_to(server, monkeypatch)
+        for command in ("status", "verify"):
+            found = CliRunner().invoke(app, [command, OUT])
+            assert isinstance(found.exception, StorageError)
+
+
+def test_without_the_package_a_line_says_what_to_install(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection.connect.cache_clear()
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(UsageError) as caught:
+        run(spec)
+    assert str(caught.value) == f"{LAKE} needs the package obstore: pip install 'batchinfer[s3]'"
+
+
+@pytest.mark.parametrize("url", ["s3://lake", "hf://x/y", "s3://"])
+def test_places_that_output_cannot_be_in(url: str) -> None:
+    with pytest.raises(UsageError, match="is not a place that output can be in"):
+        output_at(url)
+
+
+def test_input_in_the_output_is_refused(spec: JobSpec, tmp_path: Path) -> None:
+    run(spec)
+    reading = job(tmp_path, input={"path": f"{OUT}/data/"}, output={"path": OUT})
+    with pytest.raises(UsageError, match="is both input and output"):
+        run(reading, overwrite=True)
+
+
+def test_an_output_that_is_here_is_none_of_a_store(tmp_path: Path) -> None:
+    assert output_at(str(tmp_path)).root == tmp_path
+    assert not OutputDir(tmp_path).files.holds(tmp_path, f"{LAKE}/{tmp_path}/x")
+
+
+def test_nothing_there_to_verify(address: str) -> None:
+    with pytest.raises(DataError, match=f"{OUT} holds no output of batchinfer"):
+        verify(output_at(OUT))

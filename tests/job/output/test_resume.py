@@ -1,0 +1,399 @@
+"""Whole jobs that are stopped, fail or die, and go on: an engine that answers with the prompt."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import DeviceError, ExitCode, LockedError, StorageError, UsageError
+from batchinfer.job.output import part_writer
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
+from batchinfer.job.storage.filesystem import LocalFiles
+from tests.job.datasets import flip_bit, write_parquet
+from tests.job.fakes import AtOnce, FakeBuild, job
+
+NUM_ROWS = 40
+ONE_PART = {"rows_per_part": 100}
+
+
+def prompts(tmp_path: Path, bad: tuple[int, ...] = ()) -> list[str]:
+    """A dataset of prompts, every fifth of them the same, with empty ones where they are bad."""
+    texts = [f"{row if row % 5 else 'x'} asks" for row in range(NUM_ROWS)]
+    for row in bad:
+        texts[row] = ""
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": texts})
+    return texts
+
+
+class Build(FakeBuild):
+    """Counts the rows that are run, and does something before a step."""
+
+    def __init__(self, before_step: Callable[[int], None] = lambda step: None) -> None:
+        super().__init__(max_num_seqs=4)
+        self.before_step = before_step
+        self.ran: list[int] = []
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        built = super().__call__(*arguments, **options)
+        add = built.engine.add_request
+
+        def add_and_tell(request: Any) -> None:
+            self.ran.append(request.row_id)
+            add(request)
+
+        built.engine.add_request = add_and_tell
+        return built
+
+
+def stop_at(step: int) -> Callable[[int], None]:
+    return lambda at: os.kill(os.getpid(), signal.SIGTERM) if at == step else None
+
+
+def fail_at(step: int, error: BaseException) -> Callable[[int], None]:
+    def before_step(at: int) -> None:
+        if at == step:
+            raise error
+
+    return before_step
+
+
+def table(tmp_path: Path) -> pa.Table:
+    return pq.read_table(sorted((tmp_path / "out" / "data").iterdir()))
+
+
+def on_disk(tmp_path: Path) -> list[int]:
+    """Rows in segments."""
+    paths = sorted((tmp_path / "out" / "_batchinfer" / "segments").iterdir())
+    return sorted(row for path in paths for row in pq.read_table(path)["row_id"].to_pylist())
+
+
+def check_answers(tmp_path: Path, texts: list[str]) -> None:
+    found = table(tmp_path)
+    assert found["row_id"].to_pylist() == list(range(NUM_ROWS))
+    assert found["generated_text"].to_pylist() == [text[:8] or None for text in texts]
+    assert on_disk(tmp_path) == []
+
+
+def check_sums(tmp_path: Path) -> None:
+    """The identities of the contract."""
+    out = tmp_path / "out"
+    tokens = json.loads((out / "summary.json").read_bytes())["tokens"]
+    prefill = pc.sum(pq.read_table(out / "stats" / "steps.parquet")["prefill_tokens"]).as_py()
+    assert prefill == tokens["prompt_computed"] + tokens["recomputed"]
+    assert tokens["prompt"] == tokens["prompt_computed"] + tokens["prompt_cached"]
+    for name in ("prompt", "output"):
+        assert tokens[name] == pc.sum(table(tmp_path)[f"num_{name}_tokens"]).as_py()
+
+
+@pytest.mark.parametrize("order", ["input", "prefix"])
+@pytest.mark.parametrize("every_steps", [1, 7])
+def test_finished_rows_of_a_stopped_run_do_not_run_again(
+    tmp_path: Path, order: str, every_steps: int
+) -> None:
+    texts = prompts(tmp_path)
+    spec = job(
+        tmp_path, output=ONE_PART, engine={"order": order}, stats={"every_steps": every_steps}
+    )
+    assert run_job(spec, build=Build(stop_at(40)), quiet=True) is ExitCode.INTERRUPTED
+    kept = on_disk(tmp_path)
+    assert 0 < len(kept) < NUM_ROWS
+    second = Build()
+    assert run_job(spec, build=second, quiet=True) is ExitCode.OK
+    assert not set(kept) & set(second.ran)
+    assert len(set(second.ran)) == len(second.ran)
+    left = {texts[row] for row in range(NUM_ROWS)} - {texts[row] for row in kept}
+    assert {texts[row] for row in second.ran} >= left
+    check_answers(tmp_path, texts)
+    check_sums(tmp_path)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bug"), DeviceError("the device is gone")])
+def test_finished_rows_of_a_failed_run_do_not_run_again(tmp_path: Path, error: Exception) -> None:
+    texts = prompts(tmp_path)
+    spec = job(tmp_path, output=ONE_PART, stats={"every_steps": 7})
+    with pytest.raises(type(error)):
+        run_job(spec, build=Build(fail_at(40, error)), quiet=True)
+    kept = on_disk(tmp_path)
+    assert kept
+    second = Build()
+    assert run_job(spec, build=second, quiet=True) is ExitCode.OK
+    assert not set(kept) & set(second.ran)
+    check_answers(tmp_path, texts)
+    check_sums(tmp_path)
+
+
+def test_a_run_that_dies_between_two_rows_of_steps_is_counted_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = prompts(tmp_path)
+    monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(pipeline, "Behind", AtOnce)
+    killed = tmp_path / "killed"
+
+    def look(step: int) -> None:
+        if step == 40:  # what kill -9 would leave
+            shutil.copytree(tmp_path / "out", killed)
+
+    spec = job(tmp_path, output=ONE_PART, stats={"every_steps": 1000})
+    run_job(spec, build=Build(look), quiet=True)
+    shutil.rmtree(tmp_path / "out")
+    killed.rename(tmp_path / "out")
+    assert on_disk(tmp_path)
+    assert run_job(spec, build=Build(), quiet=True) is ExitCode.OK
+    check_answers(tmp_path, texts)
+    check_sums(tmp_path)
+    runs = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")["run_id"].to_pylist()
+    assert sorted(runs) == ["run-00001", "run-00002"]
+
+
+def test_a_part_whose_rows_are_all_there_needs_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = prompts(tmp_path)
+    rename = LocalFiles.rename
+
+    def refuse(self: LocalFiles, source: Path, target: Path) -> None:
+        if target.parent.name == "data":
+            raise OSError(28, "No space left on device")
+        rename(self, source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFiles, "rename", refuse)
+        with pytest.raises(StorageError, match="finished rows are kept"):
+            run_job(job(tmp_path, output=ONE_PART), build=Build(), quiet=True)
+    assert on_disk(tmp_path) == list(range(NUM_ROWS))
+    second = Build()
+    assert run_job(job(tmp_path, output=ONE_PART), build=second, quiet=True) is ExitCode.OK
+    assert second.count == 0
+    check_answers(tmp_path, texts)
+    check_sums(tmp_path)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["kv"]["num_blocks"] == 128
+
+
+def test_another_job_may_not_add_to_finished_rows(tmp_path: Path) -> None:
+    prompts(tmp_path)
+    run_job(job(tmp_path, output=ONE_PART), build=Build(stop_at(40)), quiet=True)
+    other = job(tmp_path, output=ONE_PART, sampling={"max_tokens": 7})
+    with pytest.raises(LockedError, match=r"sampling\.max_tokens was 8, is 7"):
+        run_job(other, build=Build(), quiet=True)
+    assert run_job(other, build=Build(), overwrite=True, quiet=True) is ExitCode.OK
+    assert {len(text) for text in table(tmp_path)["generated_text"].to_pylist()} == {6, 7}
+
+
+def test_a_damaged_segment_is_told_of_and_its_rows_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = prompts(tmp_path)
+    run_job(job(tmp_path, output=ONE_PART), build=Build(stop_at(40)), quiet=True)
+    [segment] = (tmp_path / "out" / "_batchinfer" / "segments").iterdir()
+    flip_bit(segment, 60)
+    capsys.readouterr()
+    assert run_job(job(tmp_path, output=ONE_PART), build=Build()) is ExitCode.OK
+    assert f"{segment.name} is made again" in capsys.readouterr().err
+    check_answers(tmp_path, texts)
+
+
+class Model(Build):
+    """Answers with the prompt, but for rows it cannot do."""
+
+    def __init__(self, *rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        built = super().__call__(*arguments, **options)
+        refusal = built.engine._refusal
+
+        def refuse(request: Any) -> tuple[str, str] | None:
+            bad = request.row_id in self.rows
+            return ("does_not_fit", "not today") if bad else refusal(request)
+
+        built.engine._refusal = refuse
+        return built
+
+
+@pytest.mark.parametrize("rows_per_part", [10, 100])
+def test_only_error_rows_run_again(tmp_path: Path, rows_per_part: int) -> None:
+    texts = prompts(tmp_path)
+    spec = job(tmp_path, output={"rows_per_part": rows_per_part})
+    for _ in range(2):
+        assert run_job(spec, build=Model(3, 4, 26), quiet=True) is ExitCode.TOO_MANY_ROW_ERRORS
+    again = Model(4)
+    done = run_job(spec, build=again, retry_errors=True, quiet=True)
+    assert (done, sorted(again.ran)) == (ExitCode.TOO_MANY_ROW_ERRORS, [3, 4, 26])
+    mended = Model()
+    assert run_job(spec, build=mended, retry_errors=True, quiet=True) is ExitCode.OK
+    assert mended.ran == [4]
+    check_answers(tmp_path, texts)
+    check_sums(tmp_path)
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+    nothing = Model()
+    assert run_job(spec, build=nothing, retry_errors=True, quiet=True) is ExitCode.OK
+    assert nothing.count == 0
+
+
+def test_errors_within_the_limit_can_be_tried_again_too(tmp_path: Path) -> None:
+    prompts(tmp_path)
+    spec = job(tmp_path, errors={"max_error_rate": 0.5})
+    assert run_job(spec, build=Model(3), quiet=True) is ExitCode.OK
+    other = (tmp_path / "out" / "data" / "part-00001.parquet").stat().st_mtime_ns
+    with pytest.raises(DeviceError):
+        run_job(spec, build=Build(fail_at(0, DeviceError("gone"))), retry_errors=True, quiet=True)
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    mended = Model()
+    assert run_job(spec, build=mended, quiet=True) is ExitCode.OK, "the retry goes on"
+    assert mended.ran == [3]
+    assert (tmp_path / "out" / "data" / "part-00001.parquet").stat().st_mtime_ns == other
+
+
+def test_error_rows_of_a_stopped_run_are_tried_again(tmp_path: Path) -> None:
+    texts = prompts(tmp_path, bad=(2,))
+    spec = job(tmp_path, output=ONE_PART, errors={"max_error_rate": 0.5})
+    run_job(spec, build=Build(stop_at(40)), quiet=True)
+    kept = on_disk(tmp_path)
+    assert 2 in kept
+    second = Build()
+    assert run_job(spec, build=second, retry_errors=True, quiet=True) is ExitCode.OK
+    assert not set(kept) & set(second.ran)
+    check_answers(tmp_path, texts)
+
+
+def test_marks_of_rows_outlive_a_retry(tmp_path: Path) -> None:
+    texts = [f"row {row}" for row in range(10)]
+    texts[6] = "a<eos>b"
+    columns = {"prompt": texts, "request": texts, "has_control_text": texts}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    spec = job(tmp_path, errors={"max_error_rate": 0.5})
+    run_job(spec, build=Model(3), quiet=True)
+    run_job(spec, build=Model(), retry_errors=True, quiet=True)
+    for name in columns:
+        assert table(tmp_path)[name].to_pylist() == texts
+    rows = json.loads((tmp_path / "out" / "summary.json").read_bytes())["rows"]
+    assert (rows["error"], rows["control_text"]) == (0, 1)
+
+
+def test_overwriting_and_trying_errors_again_exclude_each_other(tmp_path: Path) -> None:
+    prompts(tmp_path)
+    with pytest.raises(UsageError, match="--retry-errors"):
+        run_job(job(tmp_path), build=Build(), overwrite=True, retry_errors=True)
+
+
+class Dies(Build):
+    """An engine that dies of one row, as soon as it gets that."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        self.row = row
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        built = super().__call__(*arguments, **options)
+        add = built.engine.add_request
+
+        def add_or_die(request: Any) -> None:
+            if request.row_id == self.row:
+                raise RuntimeError("dead")
+            add(request)
+
+        built.engine.add_request = add_or_die
+        return built
+
+
+def test_after_a_death_a_store_is_told_of_rows_before_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts(tmp_path)
+    asked, append_to = list[bool](), LocalFiles.append_to
+
+    def note(files: LocalFiles, path: PurePath, *, at_once: bool = False) -> BinaryIO:
+        if path.parent.name == "in_flight":
+            asked.append(at_once)
+        return append_to(files, path, at_once=at_once)
+
+    monkeypatch.setattr(LocalFiles, "append_to", note)
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            run_job(job(tmp_path), build=Dies(0), quiet=True)
+    assert asked == [False, True, True]
+
+
+@pytest.mark.parametrize("row", [0, 17, 39])
+def test_a_row_that_kills_the_process_is_found_and_given_up(tmp_path: Path, row: int) -> None:
+    texts = prompts(tmp_path)
+    spec = job(tmp_path, output={"rows_per_part": 15}, engine={"max_num_seqs": 4})
+    deaths = 0
+    while True:
+        try:
+            code = run_job(spec, build=Dies(row), quiet=True)
+            break
+        except RuntimeError:
+            deaths += 1
+            assert deaths < 20
+    assert code is ExitCode.TOO_MANY_ROW_ERRORS
+    found = table(tmp_path).to_pylist()
+    assert [r["generated_text"] for r in found if r["row_id"] != row] == [
+        text[:8] for at, text in enumerate(texts) if at != row
+    ]
+    assert found[row]["error"] == {
+        "code": "crashed_engine",
+        "message": "the process died twice while this row ran alone",
+    }
+    check_sums(tmp_path)
+    assert run_job(spec, build=Build(), retry_errors=True, quiet=True) is ExitCode.OK
+    check_answers(tmp_path, texts)
+
+
+class Multiplying(FakeBuild):
+    """Builds engines whose products are by a kernel, and is told which one there was before."""
+
+    def __init__(self, name: str, stops_at: int | None = None) -> None:
+        super().__init__(max_num_seqs=4)
+        self.name = name
+        self.before: dict[str, str] = {}
+        if stops_at is not None:
+            self.before_step = stop_at(stops_at)
+
+    def __call__(self, *arguments: Any, kernels_before: Any = None, **options: Any) -> Any:
+        self.before = kernels_before or {}
+        built = super().__call__(*arguments, **options)
+        built.kernels = {"float32": self.name}
+        return built
+
+
+def test_a_run_is_told_what_multiplied_in_the_one_it_goes_on_with(tmp_path: Path) -> None:
+    prompts(tmp_path)
+    spec = job(tmp_path, output=ONE_PART)
+    first = Multiplying("own AVX-512", stops_at=40)
+    assert run_job(spec, build=first, quiet=True) is ExitCode.INTERRUPTED
+    again = Multiplying("own AVX-512")
+    assert run_job(spec, build=again, quiet=True) is ExitCode.OK
+    assert (first.before, again.before) == ({}, {"float32": "own AVX-512"})
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["kernels"] == {"float32": "own AVX-512"}
+    over = Multiplying("onednn AVX2")
+    assert run_job(spec, build=over, quiet=True, overwrite=True) is ExitCode.OK
+    assert over.before == {}
+
+
+def test_two_kernels_in_one_job_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts(tmp_path)
+    spec = job(tmp_path, output=ONE_PART)
+    run_job(spec, build=Multiplying("own AMX", stops_at=40), quiet=True)
+    assert run_job(spec, build=Multiplying("own AVX2")) is ExitCode.OK
+    told = " ".join(capsys.readouterr().err.split())
+    assert "own AMX and own AVX2 multiplied float32 in different runs of this job" in told
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["kernels"] == {"float32": "own AMX and own AVX2"}

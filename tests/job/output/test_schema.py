@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from batchinfer.errors import DataError, UsageError
+from batchinfer.job.input.dataset import open_source
+from batchinfer.job.output.schema import OutputTable, output_table
+from batchinfer.job.spec.spec import output_columns
+from tests.job.datasets import strings, write_parquet
+from tests.job.fakes import job
+
+LOGPROBS = (
+    "list<item: struct<token_id: int32, logprob: float, rank: int32, "
+    "top: list<item: struct<token_id: int32, logprob: float>>>>"
+)
+OUTPUT = (
+    "index: int32, text: string, finish_reason: string, stop_reason: string, num_tokens: int32, "
+    "cumulative_logprob: double"
+)
+GENERATED = {
+    "row_id": "int64",
+    "generated_text": "string",
+    "outputs": f"list<item: struct<{OUTPUT}>>",
+    "num_prompt_tokens": "int32",
+    "num_output_tokens": "int32",
+    "truncated": "bool",
+    "status": "string",
+    "error": "struct<code: string, message: string>",
+}
+
+
+def table_of(tmp_path: Path, columns: dict[str, Any], **sections: Any) -> OutputTable:
+    path = write_parquet(tmp_path / "in" / "x.parquet", columns)
+    return output_table(open_source(str(path)), job(tmp_path, **sections))
+
+
+def types(schema: pa.Schema) -> dict[str, str]:
+    return {field.name: str(field.type) for field in schema}
+
+
+def test_the_generated_columns_are_the_contract(tmp_path: Path) -> None:
+    table = table_of(tmp_path, {"prompt": ["a"]})
+    assert types(table.generated_schema) == GENERATED
+
+
+def test_what_is_included_is_added(tmp_path: Path) -> None:
+    include = ["prompt", "token_ids", "logprobs", "prompt_logprobs"]
+    table = table_of(
+        tmp_path,
+        {"text": ["a"]},
+        output={"include": include},
+        sampling={"logprobs": 1, "prompt_logprobs": 1},
+    )
+    added = f"{OUTPUT}, token_ids: list<item: int32>, logprobs: {LOGPROBS}"
+    assert types(table.generated_schema) == {
+        **GENERATED,
+        "outputs": f"list<item: struct<{added}>>",
+        "prompt": "string",
+        "prompt_logprobs": LOGPROBS,
+    }
+
+
+def test_kept_columns_keep_their_types_and_come_first(tmp_path: Path) -> None:
+    columns = {
+        "prompt": pa.array(["a"], pa.large_string()),
+        "label": pa.array(["x"]).dictionary_encode(),
+        "view": pa.array(["v"], pa.string_view()),
+        "tags": [["t"]],
+        "who": [{"name": "n", "age": 3}],
+    }
+    table = table_of(tmp_path, columns)
+    assert types(table.kept_schema) == {
+        "prompt": "large_string",
+        "label": "dictionary<values=string, indices=int32, ordered=0>",
+        "view": "string_view",
+        "tags": "list<element: string>",
+        "who": "struct<name: string, age: int64>",
+    }
+
+
+def test_only_the_columns_asked_for_are_kept_and_the_id(tmp_path: Path) -> None:
+    sections = {"input": {"keep_columns": ["b"], "id_column": "id"}}
+    table = table_of(tmp_path, {"a": [1], "b": [2], "id": [3]}, **sections)
+    assert table.kept_schema.names == ["b", "id"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"input": {"keep_columns": ["nope"]}}, 'input.keep_columns: .*"nope"'),
+        ({"input": {"id_column": "nope"}}, 'input.id_column: .*"nope"'),
+    ],
+)
+def test_a_column_that_is_not_there(tmp_path: Path, sections: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        table_of(tmp_path, {"a": [1]}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("columns", "output"),
+    [
+        ({"status": ["new"]}, {}),
+        ({"prompt": ["a"]}, {"include": ["prompt"]}),
+        ({"a": [1], "b": [2]}, {"rename": {"a": "b"}}),
+        ({"a": [1]}, {"rename": {"a": "outputs"}}),
+    ],
+)
+def test_a_collision_says_how_to_mend_it(tmp_path: Path, columns: Any, output: Any) -> None:
+    with pytest.raises(UsageError, match=r"output\.rename"):
+        table_of(tmp_path, columns, output=output)
+
+
+def test_rename_mends_a_collision(tmp_path: Path) -> None:
+    table = table_of(tmp_path, {"status": ["new"]}, output={"rename": {"status": "input_status"}})
+    assert table.kept_schema.names == ["input_status"]
+
+
+def test_rename_of_a_column_that_is_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match='no column "x" is kept\nleave it out; kept are: a'):
+        table_of(tmp_path, {"a": [1]}, output={"rename": {"x": "y"}})
+
+
+def test_kept_values_beside_generated_ones_with_valid_text(tmp_path: Path) -> None:
+    table = table_of(tmp_path, {"prompt": strings([b"a", b"\xff"])})
+    kept = pa.record_batch([strings([b"a", b"\xff"])], names=["prompt"])
+    rows = [{"row_id": 0, "status": "ok"}, {"row_id": 1, "status": "error"}]
+    made = table.columns([kept], pa.Table.from_pylist(rows, schema=table.generated_schema))
+    made.validate(full=True)
+    assert made["prompt"].to_pylist() == ["a", "\N{REPLACEMENT CHARACTER}"]
+    assert made["row_id"].to_pylist() == [0, 1]
+    assert made["outputs"].to_pylist() == [None, None]
+
+
+@pytest.mark.parametrize("include", [(), ("prompt", "token_ids"), ("prompt_logprobs",)])
+def test_the_job_file_is_checked_against_the_same_names(
+    tmp_path: Path, include: tuple[str, ...]
+) -> None:
+    sampling = {"prompt_logprobs": 0} if "prompt_logprobs" in include else {}
+    sections = {"output": {"include": include}, "sampling": sampling}
+    names = table_of(tmp_path, {"text": ["a"]}, **sections).generated_schema.names
+    assert tuple(names) == output_columns(include)

@@ -1,0 +1,179 @@
+"""Finished rows that wait for their part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.engine.request import RequestStats
+from batchinfer.errors import DataError
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.schema import ERROR
+from batchinfer.job.output.segments import Segments, segment_table
+from batchinfer.job.row_ids import Part
+from batchinfer.job.rows.generate import FinishedRow
+from tests.job.datasets import flip_bit
+from tests.job.fakes import begin
+
+GENERATED = pa.schema(
+    [("row_id", pa.int64()), ("text", pa.string()), ("status", pa.string()), ("error", ERROR)]
+)
+PLAN = Manifest("f", {}, (), (), 12, 4, "2026-11-20T10:00:00")
+PARTS = PLAN.parts()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> OutputDir:
+    out = OutputDir(tmp_path / "out")
+    begin(out, PLAN, "overwrite")
+    return out
+
+
+def rows(*row_ids: int, status: str = "ok", text: str = "answer") -> pa.Table:
+    finished = [
+        FinishedRow(
+            {"row_id": row_id, "text": f"{text} {row_id}", "status": status},
+            RequestStats(prompt_tokens=row_id),
+            row_id % 2 == 1,
+        )
+        for row_id in row_ids
+    ]
+    return segment_table(finished, Segments(OutputDir(Path()), PLAN, (), GENERATED).schema)
+
+
+def texts(segments: Segments, part: Part) -> list[tuple[int, str]]:
+    table = segments.rows_of(part)
+    return list(zip(table["row_id"].to_pylist(), table["text"].to_pylist(), strict=True))
+
+
+def files(out: OutputDir) -> list[str]:
+    """Names of segments; what each run adds to them is cut off."""
+    return [path.name.rpartition("-")[0] for path in out.files.entries(out.segments)]
+
+
+def only_file(out: OutputDir) -> Path:
+    [path] = out.files.entries(out.segments)
+    assert isinstance(path, Path)
+    return path
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(batches=st.lists(st.sets(st.integers(0, 11), min_size=1), max_size=5))
+def test_what_was_written_is_found_again(out: OutputDir, batches: list[set[int]]) -> None:
+    for path in out.files.entries(out.segments):
+        path.unlink()
+    segments = Segments(out, PLAN, PARTS, GENERATED)
+    for number, batch in enumerate(batches):
+        segments.add(rows(*batch, text=f"from {number}:"))
+    again = Segments(out, PLAN, PARTS, GENERATED)
+    found, damaged = again.recover()
+    assert found.tolist() == sorted(set().union(*batches))
+    assert damaged == {}
+    latest = {row_id: number for number, batch in enumerate(batches) for row_id in batch}
+    for part in PARTS:
+        expected = [(row, f"from {latest[row]}: {row}") for row in part.rows if row in latest]
+        assert texts(segments, part) == texts(again, part) == expected
+
+
+def test_statistics_and_marks_come_back(out: OutputDir) -> None:
+    segments = Segments(out, PLAN, PARTS, GENERATED)
+    segments.add(rows(5, 4))
+    table = segments.rows_of(PARTS[1])
+    assert [request["prompt_tokens"] for request in table["request"].to_pylist()] == [4, 5]
+    assert table["has_control_text"].to_pylist() == [False, True]
+
+
+def test_a_segment_goes_with_the_last_part_that_needs_it(out: OutputDir) -> None:
+    segments = Segments(out, PLAN, PARTS, GENERATED)
+    segments.add(rows(0, 9))
+    segments.add(rows(1))
+    segments.drop(PARTS[0])
+    assert files(out) == ["segment-000000"]
+    segments.drop(PARTS[1])
+    assert texts(segments, PARTS[2]) == [(9, "answer 9")]
+    segments.drop(PARTS[2])
+    assert files(out) == []
+
+
+def test_segments_of_finished_parts_are_deleted_and_no_name_comes_twice(out: OutputDir) -> None:
+    segments = Segments(out, PLAN, PARTS, GENERATED)
+    segments.add(rows(0, 9))
+    segments.add(rows(1))
+    left = Segments(out, PLAN, PARTS[1:], GENERATED)
+    found, _ = left.recover()
+    assert found.tolist() == [9]
+    left.add(rows(4))
+    assert files(out) == ["segment-000000", "segment-000002"]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+        lambda path: flip_bit(path, 60),
+        lambda path: pq.write_table(pa.table({"row_id": [1]}), path),
+    ],
+)
+def test_a_damaged_segment_is_told_of_and_deleted(out: OutputDir, harm) -> None:
+    segments = Segments(out, PLAN, PARTS, GENERATED)
+    segments.add(rows(0))
+    harmed = only_file(out)
+    segments.add(rows(1))
+    harm(harmed)
+    found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
+    assert found.tolist() == [1]
+    assert list(damaged) == [harmed.name]
+    assert files(out) == ["segment-000001"]
+
+
+def test_no_byte_of_a_segment_can_change_unseen(out: OutputDir) -> None:
+    """Also where no page is: row counts and places are in the footer."""
+    Segments(out, PLAN, PARTS, GENERATED).add(rows(0, 9))
+    path = only_file(out)
+    data = path.read_bytes()
+    for at in range(0, len(data), 97):
+        path.write_bytes(data)
+        flip_bit(path, at)
+        found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
+        assert (found.tolist(), list(damaged)) == ([], [path.name])
+
+
+def test_a_segment_that_is_harmed_while_the_job_runs(out: OutputDir) -> None:
+    segments = Segments(out, PLAN, PARTS, GENERATED)
+    segments.add(rows(0))
+    only_file(out).write_bytes(b"zork")
+    with pytest.raises(DataError, match=r"segment-000000-\w+\.parquet cannot be read"):
+        segments.rows_of(PARTS[0])
+
+
+def test_errors_are_forgotten_and_nothing_else(out: OutputDir) -> None:
+    segments = Segments(out, PLAN, PARTS, GENERATED)
+    mixed = pa.concat_tables([rows(0, 9), rows(1, 8, status="error")])
+    for table in (mixed, rows(2), rows(3, status="error")):
+        segments.add(table)
+    segments.forget_errors()
+    found, _ = Segments(out, PLAN, PARTS, GENERATED).recover()
+    assert found.tolist() == [0, 2, 9]
+    assert texts(segments, PARTS[2]) == [(9, "answer 9")]
+
+
+def test_what_arrives_late_from_another_plan_is_not_taken_for_this_ones(out: OutputDir) -> None:
+    """As from a run that was frozen while this one was begun, with the same columns."""
+    for late in (replace(PLAN, fingerprint="g"), replace(PLAN, planned_at="2026-11-20T10:00:01")):
+        Segments(out, late, PARTS, GENERATED).add(rows(0, text="other"))
+    Segments(out, PLAN, PARTS, GENERATED).add(rows(1))
+    assert len(files(out)) == 3, "none has taken the place of another"
+    found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
+    assert found.tolist() == [1]
+    assert list(damaged.values()) == ["it is of another plan"] * 2
+    assert len(files(out)) == 1

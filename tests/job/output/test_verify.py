@@ -1,0 +1,169 @@
+"""``verify``: whatever is off in an output directory is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import DataError
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.verify import Verification, verify
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from tests.job.datasets import flip_bit, rot, write_parquet
+from tests.job.fakes import FakeBuild, job
+from tests.job.output.test_resume import Build, stop_at
+
+PART = "data/part-00001.parquet"
+RECORD = "_batchinfer/parts/part-00001.json"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A finished output."""
+    prompts = [f"{row} asks" if row != 13 else "" for row in range(25)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    run_job(finished_job(tmp_path), build=FakeBuild(), quiet=True)
+    return tmp_path / "out"
+
+
+def finished_job(tmp_path: Path) -> JobSpec:
+    sampling = {"logit_bias": {"10": 1.0, "9": 1.0}}
+    return job(tmp_path, errors={"max_error_rate": 1}, sampling=sampling)
+
+
+def found(root: Path) -> Verification:
+    return verify(OutputDir(root))
+
+
+def rewrite(root: Path, change: Callable[[Path], None]) -> None:
+    """Change a part and have its record agree with it."""
+    part, record = root / PART, root / RECORD
+    change(part)
+    fields = json.loads(record.read_bytes())
+    fields["size"], fields["mtime_ns"] = part.stat().st_size, part.stat().st_mtime_ns
+    fields["sha256"] = hashlib.sha256(part.read_bytes()).hexdigest()
+    record.write_text(json.dumps(fields))
+
+
+def other_rows(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.slice(1), path)
+
+
+def other_order(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.take(list(range(table.num_rows))[::-1]), path)
+
+
+def other_columns(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("zork", table["row_id"]), path)
+
+
+def other_job(path: Path) -> None:
+    pq.write_table(pq.read_table(path).replace_schema_metadata({}), path)
+
+
+def test_nothing_is_wrong_with_a_finished_job(root: Path) -> None:
+    done = found(root)
+    assert done == Verification(True, 3, 3, 25, [])
+    assert list(done.lines()) == ["finished: 3 of 3 parts, 25 rows; all as recorded"]
+    assert done.data()["ok"] is True
+
+
+def test_a_stopped_job_is_not_finished_and_not_wrong(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{row}" * 9 for row in range(40)]})
+    run_job(job(tmp_path), build=Build(stop_at(40)), quiet=True)
+    done = found(tmp_path / "out")
+    assert not done.complete
+    assert done.problems == []
+    assert done.parts_done < done.parts_total == 4
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda root: (root / PART).unlink(), f"{PART} is missing"),
+        (lambda root: (root / PART).write_bytes(b""), f"{PART} has 0 bytes"),
+        (lambda root: flip_bit(root / PART, 50), f"{PART} holds other bytes"),
+        (lambda root: rot(root / PART), "its hash differs"),
+        (lambda root: (root / RECORD).write_bytes(b"{"), f"{RECORD} is damaged"),
+        (lambda root: (root / RECORD).unlink(), f"{PART} has no record, but _SUCCESS is there"),
+        (lambda root: rewrite(root, lambda path: flip_bit(path, 50)), f"{PART}: "),
+        (lambda root: rewrite(root, other_rows), f"{PART}: it has 9 rows, not 10"),
+        (lambda root: rewrite(root, other_order), f"{PART}: its rows are not the input's"),
+        (lambda root: rewrite(root, other_columns), f"{PART} has other columns"),
+        (lambda root: rewrite(root, other_job), f"{PART} was made by another job"),
+        (
+            lambda root: (root / RECORD).write_text(
+                (root / RECORD).read_text().replace('"empty_prompt": 1', '"empty_prompt": 2')
+            ),
+            f"{PART} has 1 failed rows; its record says otherwise",
+        ),
+        (lambda root: (root / "data" / "x.csv").touch(), "data/x.csv is no part of this job"),
+        (
+            lambda root: (root / "data/part-00003.parquet").touch(),
+            "data/part-00003.parquet is no part of this job",
+        ),
+        (
+            lambda root: (root / "_batchinfer/requests/part-00001.parquet").write_bytes(b"zork"),
+            "requests/part-00001.parquet holds other bytes",
+        ),
+        (
+            lambda root: (root / "_batchinfer/segments/segment-000000.parquet").write_bytes(b"z"),
+            "segment-000000.parquet cannot be read",
+        ),
+        (lambda root: (root / "summary.json").write_text("{}"), "summary.json is damaged"),
+        (
+            lambda root: (root / "_batchinfer/manifest.json").write_bytes(b""),
+            "manifest.json is damaged",
+        ),
+        (
+            lambda root: (root / "_batchinfer/manifest.json").write_text(
+                (root / "_batchinfer/manifest.json").read_text().replace("generate", "zork")
+            ),
+            "manifest.json: its fingerprint is not that of the job in it",
+        ),
+    ],
+)
+def test_what_is_off_is_named(root: Path, harm: Callable[[Path], None], says: str) -> None:
+    harm(root)
+    done = found(root)
+    assert len(done.problems) == 1
+    assert says in done.problems[0]
+    assert done.data()["ok"] is False
+    assert list(done.lines())[-1].endswith("run the job again to mend it")
+
+
+@pytest.mark.parametrize(
+    "name", [PART, "_batchinfer/manifest.json", "_batchinfer/requests/part-00001.parquet"]
+)
+def test_what_is_off_is_mended_as_advised(tmp_path: Path, root: Path, name: str) -> None:
+    rot(root / name)
+    (root / "_batchinfer/manifest.json").write_bytes(b"")
+    advice = list(found(root).lines())[-1]
+    assert advice.endswith("move the files named away and run the job again to mend it")
+    (root / name).unlink()
+    run_job(finished_job(tmp_path), build=FakeBuild(), quiet=True)
+    assert found(root) == Verification(True, 3, 3, 25, [])
+
+
+def test_many_problems_are_cut_short(root: Path) -> None:
+    for number in range(30):
+        (root / "data" / f"{number}.csv").touch()
+    lines = list(found(root).lines())
+    assert len(lines) == 12
+    assert lines[10] == "and 20 more problems"
+
+
+def test_without_a_plan_there_is_nothing_to_verify(root: Path) -> None:
+    for name in ("manifest.json", "manifest-copy.json"):
+        (root / "_batchinfer" / name).write_bytes(b"{")
+    with pytest.raises(DataError, match="damaged"):
+        found(root)

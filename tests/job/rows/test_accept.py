@@ -1,0 +1,177 @@
+"""Jobs that keep the samples that pass: the same ones however they were run, each counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.engine.engine import Engine
+from batchinfer.errors import ExitCode, UsageError
+from batchinfer.job.run.reporter import summary_facts
+from batchinfer.job.run.run import run_job
+from batchinfer.job.screen import plain
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, FakeBuilt, drawn, job
+from tests.models import make_text_model
+
+REGEX = "^[^a-e]*[f-m]"
+BAD = ['{"regex": 1}', '{"beam_width": 2}', '{"n": 17}']
+CELLS = [None, None, '{"n": 2}', '{"seed": 5}', None, None, None, *BAD]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("accepting")
+    make_text_model(path / "model")
+    prompts = [f"Row {at} " * (1 + at % 3) for at in range(len(CELLS))]
+    pq.write_table(pa.table({"prompt": prompts, "sampling_params": CELLS}), path / "in.parquet")
+    return path
+
+
+def run(folder: Path, name: str, accept: str, **changes: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The output rows and the summary of a job."""
+    text = (
+        "model: {name: model, dtype: float32}\ninput: {path: in.parquet}\n"
+        "prompt: {chat_template: none}\nsampling: {max_tokens: 6, seed: 3}\n"
+        f"{accept}\nengine: {{num_kv_blocks: 200, max_num_seqs: 16}}\n"
+        f"output: {{path: {name}, rows_per_part: 3}}\nerrors: {{max_error_rate: 0.5}}\n"
+    )
+    job = folder / f"{name}.yaml"
+    job.write_text(text)
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    assert run_job(load_job(job, overrides=overrides), quiet=True) is ExitCode.OK
+    rows = pq.read_table(folder / name / "data").to_pylist()
+    return rows, json.loads((folder / name / "summary.json").read_text())
+
+
+def test_the_first_that_pass_are_kept_and_all_are_counted(folder: Path) -> None:
+    everything, _ = run(folder, "all", "", **{"sampling.n": 16})
+    rows, summary = run(folder, "some", f"accept: {{regex: '{REGEX}', k: 3, dedup: true}}")
+    kept = 0
+    for row, whole, cell in zip(rows, everything, CELLS, strict=True):
+        if cell in BAD:
+            assert row["error"]["code"] == "bad_sampling_params"
+            continue
+        assert row["status"] == "ok"
+        wanted = 2 if cell == CELLS[2] else 3
+        candidates = whole["outputs"]
+        if cell == CELLS[2]:  # the row's own n is how many it keeps, not how many there are
+            candidates = [one for one in row["outputs"] if re.search(REGEX, one["text"])]
+        texts = [one["text"] for one in candidates]
+        passing = [
+            one
+            for at, one in enumerate(candidates)
+            if re.search(REGEX, one["text"]) and texts.index(one["text"]) == at
+        ]
+        assert row["outputs"] == passing[:wanted]
+        assert row["generated_text"] == (passing[0]["text"] if passing else None)
+        assert row["num_output_tokens"] == sum(one["num_tokens"] for one in row["outputs"])
+        kept += len(row["outputs"])
+    counts = summary["accept"]
+    assert counts["samples_accepted"] == kept > 0
+    assert counts["samples_rejected"] > 0
+    assert counts["samples_tried"] == sum(counts.values()) - counts["samples_tried"]
+    assert counts["samples_tried"] < 7 * 16
+    requests = pq.read_table(folder / "some" / "stats" / "requests.parquet").to_pylist()
+    assert sum(one["samples_tried"] for one in requests) == counts["samples_tried"]
+
+
+def test_what_is_kept_depends_on_nothing_beside_it(folder: Path) -> None:
+    accept = f"accept: {{regex: '{REGEX}', k: 3}}"
+    first, summary = run(folder, "first", accept)
+    tight = {"engine.num_kv_blocks": 6, "engine.max_num_seqs": 4, "engine.order": "input"}
+    second, other = run(folder, "second", accept, **tight)
+    assert first == second
+    assert summary["accept"] == other["accept"]
+
+
+class Kept(FakeBuild):
+    """Remembers the engine it has built."""
+
+    engine: Engine
+
+    def __call__(self, *arguments: Any, **options: Any) -> FakeBuilt:
+        built = super().__call__(*arguments, **options)
+        self.engine = built.engine
+        return built
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    regex=st.sampled_from(["", "^a", "b", "cc", "^$", "never"]),
+    wanted=st.integers(1, 5),
+    max_tries=st.integers(5, 20),
+    dedup=st.booleans(),
+    prompts=st.lists(st.sampled_from(["a", "ab", "a longer one", "", "x" * 30]), min_size=1),
+    num_blocks=st.integers(12, 60),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+def test_all_blocks_come_home_whatever_is_accepted(
+    tmp_path_factory: pytest.TempPathFactory,
+    regex: str,
+    wanted: int,
+    max_tries: int,
+    dedup: bool,
+    prompts: list[str],
+    num_blocks: int,
+    temperature: float,
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("leaks")
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    sampling = {"max_tokens": 6, "temperature": temperature}
+    fields = job(tmp_path, sampling=sampling, errors={"max_error_rate": 1.0})
+    accept = {"regex": regex, "k": wanted, "max_tries": max_tries, "dedup": dedup}
+    spec = JobSpec.model_validate({**fields.model_dump(by_alias=True), "accept": accept})
+    build = Kept(num_blocks, next_token=drawn)
+    assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+    if any(prompts):
+        pool = build.engine.scheduler.pool
+        assert pool.num_used == pool.num_shared == 0
+        assert pool.num_available == pool.num_blocks
+        build.engine.scheduler.check_invariants()
+    counts = json.loads((tmp_path / "out" / "summary.json").read_text())["accept"]
+    assert counts["samples_tried"] == sum(counts.values()) - counts["samples_tried"]
+
+
+def test_rows_without_a_sample_that_passes_are_not_errors(folder: Path) -> None:
+    rows, summary = run(folder, "none", "accept: {regex: nothing says this, max_tries: 5}")
+    for row in rows:
+        if row["status"] == "ok":
+            assert (row["outputs"], row["generated_text"]) == ([], None)
+    assert summary["accept"]["samples_rejected"] == summary["accept"]["samples_tried"] == 7 * 5
+    told = plain(summary_facts(summary, folder))
+    assert "samples  0 kept of 35 drawn; 35 did not pass" in list(told)
+
+
+def test_what_is_accepted_is_part_of_the_job(folder: Path) -> None:
+    run(folder, "mine", "accept: {k: 2}")
+    with pytest.raises(Exception, match=r"accept\.k"):
+        run(folder, "mine", "accept: {k: 3}")
+
+
+@pytest.mark.parametrize(
+    ("accept", "changes", "message"),
+    [
+        ("accept: {schema: {type: strnig}}", {}, "line 5: accept: schema is wrong"),
+        ("accept: {regex: 'a(?=b)'}", {}, "line 5: accept.regex is wrong: invalid perl operator"),
+        ("accept: {kk: 3}", {}, "unknown key accept.kk; did you mean k"),
+        ("accept: {k: 2}", {"sampling.n": 3}, "accept.k and sampling.n both say how many"),
+        ("accept: {max_tries: 2}", {"sampling.n": 3}, "accept.max_tries is less than sampling.n"),
+    ],
+)
+def test_a_mistake_is_told_before_the_model_loads(
+    folder: Path, accept: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        run(folder, "wrong", accept, **changes)
+    assert message in str(caught.value)

@@ -1,0 +1,348 @@
+"""Jobs that score: next to transformers, with bad rows, interrupted, planned."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from batchinfer.config import SCORING
+from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
+from batchinfer.job.input.dataset import open_source
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.resume import plan_of
+from batchinfer.job.output.schema import output_table
+from batchinfer.job.output.verify import verify
+from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.rows.generate import FinishedRow
+from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.job.rows.score import Scoring
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec, output_columns
+from batchinfer.report.examples import find_examples
+from tests.job.datasets import write_parquet
+from tests.job.job_files import SCORE, write_job
+from tests.models import make_text_model
+
+CLOSE = 1e-4
+JOBS = Path(__file__).parent.parent.parent.parent / "jobs"
+CHOICES = [["yes", "no", " maybe so", "y"], ["a"], ["one two", "one three"]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_model(tmp_path_factory.mktemp("model"))
+
+
+def job(tmp_path: Path, model: Path, columns: dict[str, Any], text: str = "") -> JobSpec:
+    write_parquet(tmp_path / "rows.parquet", columns)
+    job_file = f"""\
+task: score
+model: {{name: {model}, dtype: float32}}
+input: {{path: rows.parquet}}
+prompt: {{chat_template: none}}
+score: {{completions_column: choices}}
+engine: {{device: cpu, num_kv_blocks: 64, block_size: 4, max_num_batched_tokens: 16}}
+output: {{path: out, rows_per_part: 2}}
+errors: {{max_error_rate: 1.0}}
+"""
+    for line in text.splitlines():
+        section = line.partition(":")[0]
+        kept = [old for old in job_file.splitlines() if not old.startswith(section + ":")]
+        job_file = "\n".join([*kept, line] if line.partition(":")[2] else kept)
+    return load_job(write_job(tmp_path, job_file))
+
+
+def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for path in sorted((tmp_path / "out" / "data").iterdir()):
+        rows += pq.read_table(path).to_pylist()
+    return rows
+
+
+@cache
+def reference_of(model: Path) -> torch.nn.Module:
+    """transformers' own model."""
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def judged(model: Path, context: list[int], continuation: list[int]) -> tuple[list[float], bool]:
+    """transformers' log-probabilities of a continuation, and whether it is the likeliest."""
+    reference = reference_of(model)
+    with torch.no_grad():
+        logits = reference(input_ids=torch.tensor([context + continuation])).logits[0]
+    own = logits.log_softmax(-1)[len(context) - 1 : -1]
+    ids = torch.tensor(continuation)
+    found = own.gather(1, ids[:, None])[:, 0]
+    return found.tolist(), bool((own.argmax(-1) == ids).all())
+
+
+def test_scores_are_those_of_transformers(tmp_path: Path, model: Path) -> None:
+    prompts = ["is it so? ", "a long question about nothing at all, asked twice", "count: "]
+    spec = job(
+        tmp_path,
+        model,
+        {"prompt": prompts, "choices": CHOICES},
+        "output: {path: out, include: [logprobs, token_ids, prompt], rename: {prompt: asked}}",
+    )
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = rows_of(tmp_path)
+    assert tuple(rows[0])[2:] == output_columns(["prompt"], "score")
+    for row, prompt, choices in zip(rows, prompts, CHOICES, strict=True):
+        context = tokenizer(prompt.rstrip()).input_ids
+        assert (row["prompt"], row["num_prompt_tokens"]) == (prompt, len(context))
+        assert (row["status"], row["error"], row["truncated"]) == ("ok", None, False)
+        assert [score["index"] for score in row["score"]] == list(range(len(choices)))
+        for score, choice in zip(row["score"], choices, strict=True):
+            continuation = tokenizer(prompt + choice).input_ids[len(context) :]
+            logprobs, greedy = judged(model, context, continuation)
+            assert score["token_ids"] == continuation
+            assert score["num_tokens"] == len(continuation)
+            assert score["logprobs"] == pytest.approx(logprobs, abs=CLOSE)
+            assert math.isclose(score["sum_logprob"], sum(logprobs), abs_tol=CLOSE)
+            assert score["greedy_match"] == greedy
+        total = sum(score["sum_logprob"] for score in row["score"])
+        count = sum(score["num_tokens"] for score in row["score"])
+        assert math.isclose(row["perplexity"], math.exp(-total / count), rel_tol=1e-6)
+
+
+def test_the_example_is_scored_as_transformers_does(tmp_path: Path) -> None:
+    spec = load_job(JOBS / "scoring.yaml", output=str(tmp_path / "out"), limit=12)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    asked = pq.read_table(JOBS / "scoring" / "choices.parquet").slice(0, 12).to_pylist()
+    folder = JOBS / "quickstart" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row, source in zip(rows_of(tmp_path), asked, strict=True):
+        turns = [("system", source["instruction"]), ("user", source["document"])]
+        text = tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in turns],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        context = tokenizer(text.rstrip(), add_special_tokens=False).input_ids
+        for score, choice in zip(row["score"], source["choices"], strict=True):
+            whole = tokenizer(text + choice, add_special_tokens=False).input_ids
+            logprobs, greedy = judged(folder, context, whole[len(context) :])
+            assert score["logprobs"] == pytest.approx(logprobs, abs=CLOSE)
+            assert score["greedy_match"] == greedy
+
+
+def test_a_report_shows_scores(tmp_path: Path, model: Path) -> None:
+    columns = {"prompt": ["x", ""], "choices": [["a", "b"]] * 2, "generated_text": ["kept", "too"]}
+    assert run_job(job(tmp_path, model, columns), quiet=True) is ExitCode.OK
+    out = OutputDir(tmp_path / "out")
+    records = [(part, out.finished(part)) for part in plan_of(out).parts()]
+    good, bad = find_examples(out, records)
+    assert good.answer is not None
+    assert good.answer.startswith("log-likelihood 0: -")
+    assert "perplexity" in good.facts
+    assert ("generated_text", "kept") in good.inputs
+    assert (bad.answer, bad.facts) == (None, "0 tokens in")
+    assert bad.error is not None
+
+
+def test_the_models_own_answer_is_a_greedy_match(tmp_path: Path, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    inputs = tokenizer("hello", return_tensors="pt")
+    own = reference.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=-1)[0, 5:]
+    other = [*own[:-1].tolist(), int(own[-1] + 1) % 200]
+    choices = pa.array([[own.tolist(), other, own[:1].tolist()]])
+    spec = job(tmp_path, model, {"prompt": ["hello"], "choices": choices})
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    assert [score["greedy_match"] for score in rows_of(tmp_path)[0]["score"]] == [True, False, True]
+
+
+def test_without_completions_prompts_are_scored(tmp_path: Path, model: Path) -> None:
+    prompts = ["hello there", "x", "a much longer text than the others, which fills some blocks"]
+    spec = job(tmp_path, model, {"prompt": prompts}, "score:")
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for row, prompt in zip(rows_of(tmp_path), prompts, strict=True):
+        ids = tokenizer(prompt).input_ids
+        logprobs, greedy = judged(model, [tokenizer.bos_token_id], ids)
+        (score,) = row["score"]
+        assert (score["num_tokens"], score["greedy_match"]) == (len(ids), greedy)
+        assert math.isclose(score["sum_logprob"], sum(logprobs), abs_tol=CLOSE)
+        assert math.isclose(row["perplexity"], math.exp(-sum(logprobs) / len(ids)), rel_tol=CLOSE)
+        assert row["num_prompt_tokens"] == len(ids) + 1
+
+
+def test_bad_rows_err_with_their_codes(tmp_path: Path, model: Path) -> None:
+    choices = [["yes"], None, [], ["yes", ""], ["yes", "n" * 600], ["no"], ["no"]]
+    prompts = ["good", "null", "none", "empty", "long", "", "x" * 511]
+    spec = job(tmp_path, model, {"prompt": prompts, "choices": choices})
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    rows = rows_of(tmp_path)
+    codes = [row["error"] and row["error"]["code"] for row in rows]
+    empty = ["empty_completion"] * 3
+    assert codes == [None, *empty, "prompt_too_long", "empty_prompt", "prompt_too_long"]
+    assert rows[3]["error"]["message"] == "column choices: completion 1 is empty"
+    assert rows[4]["num_prompt_tokens"] == 604
+    assert all(row["score"] is None and row["perplexity"] is None for row in rows[1:])
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["rows"]["error_codes"]["empty_completion"] == 3
+
+
+def test_what_does_not_fit_says_which_completion(tmp_path: Path, model: Path) -> None:
+    columns = {"prompt": ["one", "two"], "choices": [["yes", "n" * 300], ["yes", "no"]]}
+    spec = job(tmp_path, model, columns)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    bad, good = rows_of(tmp_path)
+    assert bad["error"]["code"] == "does_not_fit"
+    assert bad["error"]["message"].startswith("completion 1: ")
+    assert (bad["score"], good["status"], len(good["score"])) == (None, "ok", 2)
+
+
+def test_the_prompt_is_computed_once_for_its_completions(tmp_path: Path, model: Path) -> None:
+    prompt, choices = "p" * 101, ["abcd", "efgh", "ijkl", "mnop"]
+    spec = job(tmp_path, model, {"prompt": [prompt], "choices": [choices]}, "engine: {device: cpu}")
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    tokens = summary["tokens"]
+    # All but the last token of each completion; the prompt's last for each, as its logits are
+    # needed.
+    assert tokens["prompt"] == 4 * (101 + 3)
+    assert tokens["prompt_computed"] == 101 + 3 * 1 + 4 * 3
+    assert (tokens["output"], tokens["recomputed"]) == (0, 0)
+    assert summary["sharing"]["distinct_tokens"] == 101 + 4 * 3
+    steps = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")
+    assert sum(steps["prefill_tokens"].to_pylist()) == tokens["prompt_computed"]
+    (request,) = pq.read_table(tmp_path / "out" / "stats" / "requests.parquet").to_pylist()
+    assert (request["prompt_tokens"], request["output_tokens"]) == (tokens["prompt"], 0)
+
+
+def test_a_small_pool_gives_the_same_scores(tmp_path: Path, model: Path) -> None:
+    prompts = [f"shared beginning of the prompts, then {row}" for row in range(8)]
+    columns = {"prompt": prompts, "choices": [["yes", "no way", "perhaps"]] * 8}
+    scores = []
+    for name, blocks in (("large", 400), ("small", 16)):
+        folder = tmp_path / name
+        folder.mkdir()
+        engine = f"engine: {{device: cpu, num_kv_blocks: {blocks}, block_size: 4, swap_space: 0}}"
+        assert run_job(job(folder, model, columns, engine), quiet=True) is ExitCode.OK
+        scores.append([row["score"] for row in rows_of(folder)])
+    flat = [[one["sum_logprob"] for row in rows for one in row] for rows in scores]
+    assert flat[0] == pytest.approx(flat[1], abs=CLOSE)
+
+
+def test_an_interrupted_job_goes_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [f"number {row}" for row in range(9)]
+    spec = job(tmp_path, model, {"prompt": prompts, "choices": [["a", "bc"]] * 9})
+    finish, seen = Scoring.finish, []
+
+    def fails(self: Scoring, row: PromptRow, completions: Any) -> FinishedRow:
+        seen.append(row.row_id)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+        return finish(self, row, completions)
+
+    monkeypatch.setattr(pipeline, "_WRITES_DUE", 1)
+    monkeypatch.setattr(Scoring, "finish", fails)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(spec, quiet=True)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    rows = rows_of(tmp_path)
+    assert [row["row_id"] for row in rows] == list(range(9))
+    assert len(seen) == 10, "what was finished was not scored again"
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    found = verify(OutputDir(tmp_path / "out"))
+    assert (found.complete, found.problems) == (True, [])
+
+
+def test_the_fingerprint_knows_what_is_scored(tmp_path: Path, model: Path) -> None:
+    columns = {"prompt": ["x"], "choices": [["a"]], "others": [["b"]]}
+    assert run_job(job(tmp_path, model, columns), quiet=True) is ExitCode.OK
+    (tmp_path / "out" / "_SUCCESS").unlink()
+    text = (tmp_path / "job.yaml").read_text()
+    changed = write_job(tmp_path, text.replace("column: choices", "column: others"))
+    with pytest.raises(LockedError, match="score"):
+        run_job(load_job(changed), quiet=True)
+
+
+def test_a_plan_says_what_the_run_does(tmp_path: Path, model: Path) -> None:
+    prompts = [f"{'shared ' * 9}{row}" for row in range(20)]
+    choices = [["yes", "no", "maybe not"]] * 19 + [[]]
+    engine = "engine: {device: cpu, num_kv_blocks: 300}"
+    spec = job(tmp_path, model, {"prompt": prompts, "choices": choices}, engine)
+    plan = plan_job(spec)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    tokens = summary["tokens"]
+    assert plan["prompt_tokens"] == tokens["prompt"]
+    assert plan["prompt_computed"] == tokens["prompt_computed"]
+    assert plan["output_tokens"] == 0
+    assert plan["errors"] == {"empty_completion": 1}
+    assert plan["sharing"]["distinct_tokens"] == summary["sharing"]["distinct_tokens"]
+    size = sum(path.stat().st_size for path in (tmp_path / "out" / "data").iterdir())
+    assert size / 3 < plan["output_bytes"] < size * 3
+    with pytest.raises(UsageError, match="writes no tokens"):
+        plan_job(spec, expect_output_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SCORE + "sampling: {max_tokens: 8}", "line 6: sampling has no part in task: score"),
+        (SCORE.replace("task: score", "task: generate"), "score needs task: score"),
+        (SCORE.replace("out}", "out, include: [prompt_logprobs]}"), "goes with task: generate"),
+        (SCORE.replace("choices", "''"), "completions_column is empty"),
+        (SCORE.replace("completions_column", "completion_column"), "did you mean completions_col"),
+        (SCORE.replace("out}", "out, rename: {a: score}}"), '"score" is the name of an output'),
+        (SCORE.replace("parquet}", "parquet, keep_columns: [perplexity]}"), "output.rename"),
+    ],
+)
+def test_a_job_file_is_checked(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_job(write_job(tmp_path, text.replace("task: generate", "sampling: {max_tokens: 1}")))
+    assert message in str(caught.value)
+
+
+def test_a_job_file_needs_no_sampling(tmp_path: Path) -> None:
+    spec = load_job(write_job(tmp_path, SCORE))
+    assert spec.sampling == SCORING
+    assert spec.score is not None
+    assert spec.score.completions_column == "choices"
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ({"choices": [1]}, "it must be string, list<string>, or list<list<int>> of token ids"),
+        ({"choices": [[1.5]]}, "it must be string"),
+        ({"choices": [{"a": "b"}]}, "it must be string"),
+        ({"chioces": ["a"]}, 'score.completions_column: the data has no column "choices"'),
+    ],
+)
+def test_the_column_is_checked_before_the_model_loads(
+    tmp_path: Path, column: dict[str, Any], message: str
+) -> None:
+    spec = job(tmp_path, tmp_path / "nowhere", {"prompt": ["x"], **column})
+    with pytest.raises(DataError) as caught:
+        run_job(spec, quiet=True)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("include", [(), ("logprobs", "token_ids", "prompt")])
+def test_the_columns_are_the_contract(tmp_path: Path, model: Path, include: Any) -> None:
+    listed = ", ".join(include)
+    columns = {"text": ["x"], "choices": [["a"]]}
+    spec = job(tmp_path, model, columns, f"output: {{path: out, include: [{listed}]}}")
+    schema = output_table(open_source(spec.input.paths), spec).generated_schema
+    assert tuple(schema.names) == output_columns(include, "score")
+    names = [field.name for field in schema.field("score").type.value_type]
+    assert names[:4] == ["index", "sum_logprob", "num_tokens", "greedy_match"]
+    assert set(names[4:]) == set(include) - {"prompt"}

@@ -1,0 +1,213 @@
+"""In which order rows are handed over, when, and what they are told of each other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchinfer.errors import DataError, RowError
+from batchinfer.job.row_ids import Part
+from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.job.rows.token_store import TokenStore
+from batchinfer.job.rows.window import planned
+from batchinfer.text.prompts import Prompt
+
+PARTS = [Part(index, range(4 * index, 4 * index + 4)) for index in range(4)]
+
+
+def row(row_id: int, *token_ids: int) -> PromptRow:
+    ids = np.asarray(token_ids, dtype=np.int32)
+    return PromptRow(row_id, Prompt(ids, "text", truncated=False, has_control_text=False))
+
+
+def batches(rows: Iterable[PromptRow], size: int) -> Iterator[list[PromptRow]]:
+    coming = iter(rows)
+    return iter(lambda: list(islice(coming, size)), [])
+
+
+def plan(
+    rows: list[PromptRow],
+    parts: list[Part],
+    window: int,
+    *,
+    by_prefix: bool = True,
+    budget: int = 10_000,
+    size: int = 2,
+    is_hungry: Callable[[], bool] = lambda: False,
+) -> Iterator[list[PromptRow]]:
+    lots = planned(
+        batches(rows, size),
+        parts,
+        window,
+        by_prefix=by_prefix,
+        make_store=lambda: TokenStore(None, budget),
+        is_hungry=is_hungry,
+    )
+    return (lot.prompt_rows() for lot in lots)
+
+
+def order(rows: list[PromptRow], parts: list[Part], window: int) -> list[int]:
+    return [row.row_id for lot in plan(rows, parts, window) for row in lot]
+
+
+def tokens(row: PromptRow) -> list[int]:
+    assert isinstance(row.prompt, Prompt)
+    return row.prompt.token_ids.tolist()
+
+
+def random_rows(count: int) -> list[PromptRow]:
+    """Rows that are unlike in few tokens."""
+    draw = random.Random(0)
+    return [
+        row(at, *(draw.randrange(3) for _ in range(draw.randrange(1, 9)))) for at in range(count)
+    ]
+
+
+def tree_size(rows: list[PromptRow]) -> int:
+    """Distinct prefixes."""
+    return len({tuple(tokens(r)[:n]) for r in rows for n in range(1, len(tokens(r)) + 1)})
+
+
+def test_token_ids_are_compared_as_numbers_not_as_bytes() -> None:
+    rows = [row(0, 256), row(1, 2), row(2, 1, 300), row(3, 1)]
+    assert order(rows, PARTS[:1], 4) == [3, 2, 1, 0]
+
+
+def test_rows_move_within_their_window_only() -> None:
+    rows = [row(row_id, 99 - row_id) for row_id in range(16)]
+    assert order(rows, PARTS, 8) == [*range(7, -1, -1), *range(15, 7, -1)]
+
+
+def test_rows_of_an_adapter_share_with_each_other_alone() -> None:
+    rows = [row(0, 1, 2, 3), row(1, 1, 2, 4), row(2, 1, 2, 3), row(3, 1, 2)]
+    rows = [replace(one, adapter=adapter) for one, adapter in zip(rows, (1, 0, 1, 0), strict=True)]
+    (lot,) = plan(rows, PARTS[:1], 4)
+    assert [(r.row_id, r.adapter) for r in lot] == [(3, 0), (1, 0), (0, 1), (2, 1)]
+    assert [r.shared_later for r in lot] == [2, 0, 3, 0]
+    assert [r.distinct_tokens for r in lot] == [2, 1, 3, 0]
+    (lot,) = plan(rows, PARTS[:1], 4, by_prefix=False)
+    assert [r.row_id for r in lot] == [0, 1, 2, 3]
+    assert [r.shared_later for r in lot] == [3, 2, 0, 0]
+
+
+def test_a_window_is_at_least_a_part() -> None:
+    rows = [row(row_id, 99 - row_id) for row_id in range(8)]
+    assert order(rows, PARTS[:2], 1) == [3, 2, 1, 0, 7, 6, 5, 4]
+
+
+def test_windows_count_only_the_parts_that_are_left() -> None:
+    rows = [row(row_id, 99 - row_id) for row_id in (0, 1, 2, 3, 12, 13, 14, 15)]
+    assert order(rows, [PARTS[0], PARTS[3]], 8) == [15, 14, 13, 12, 3, 2, 1, 0]
+
+
+def test_rows_that_cannot_run_come_first_and_equal_rows_stay_in_order() -> None:
+    error = RowError("empty_prompt", "no")
+    rows = [row(0, 5), row(1, 5), PromptRow(2, error)]
+    assert order(rows, PARTS[:1], 4) == [2, 0, 1]
+    (lot,) = plan(rows, PARTS[:1], 4)
+    assert lot[0].prompt is error
+    assert (lot[0].shared_later, lot[0].distinct_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("budget", [0, 50, 10_000])
+def test_rows_come_back_as_they_were(budget: int) -> None:
+    rows = random_rows(16)
+    back = [r for lot in plan(rows, PARTS, 8, budget=budget) for r in lot]
+    assert {r.row_id: tokens(r) for r in back} == {r.row_id: tokens(r) for r in rows}
+    assert {r.prompt.text for r in back if isinstance(r.prompt, Prompt)} == {"text"}
+
+
+def test_each_row_is_told_what_comes_later_in_its_window() -> None:
+    rows = [row(0, 1, 2, 3), row(1, 9), row(2, 1, 2, 4), row(3, 1, 2, 3, 3), row(4, 1, 2)]
+    parts = PARTS[:2]
+    (first, second) = plan(rows, parts, 4)
+    assert [(r.row_id, r.shared_later) for r in first] == [(0, 3), (3, 2), (2, 0), (1, 0)]
+    assert [(r.row_id, r.shared_later) for r in second] == [(4, 0)], "nothing of the window before"
+    (first, second) = plan(rows, parts, 4, by_prefix=False)
+    assert [(r.row_id, r.shared_later) for r in first] == [(0, 3), (1, 0), (2, 2), (3, 0)]
+
+
+@pytest.mark.parametrize("by_prefix", [True, False])
+def test_distinct_tokens_are_those_of_the_windows_prefix_trees(by_prefix: bool) -> None:
+    rows = random_rows(16)
+    planned_rows = [r for lot in plan(rows, PARTS, 8, by_prefix=by_prefix) for r in lot]
+    assert sum(r.distinct_tokens for r in planned_rows) == tree_size(rows[:8]) + tree_size(rows[8:])
+
+
+LARGE = [Part(0, range(8192))]
+
+
+@pytest.mark.parametrize("by_prefix", [True, False])
+def test_a_hungry_engine_gets_a_head_start(by_prefix: bool) -> None:
+    rows, read = random_rows(8192), 0
+
+    def reading() -> Iterator[PromptRow]:
+        nonlocal read
+        for one in rows:
+            read += 1
+            yield one
+
+    lots = planned(
+        batches(reading(), 512),
+        LARGE,
+        8192,
+        by_prefix=by_prefix,
+        make_store=lambda: TokenStore(None),
+        is_hungry=lambda: True,
+    )
+    seen, after = [], []
+    for lot in lots:
+        seen += lot.prompt_rows()
+        after.append((read, len(seen)))
+    if by_prefix:
+        assert after[:4] == [(1024, 64), (2048, 128), (4096, 256), (8192, 512)]
+        rest = [tokens(r) for r in seen[512:]]
+        assert rest == sorted(rest), "what the head start shares with the rest comes first"
+    else:
+        assert after[:3] == [(1024, 1024), (2048, 2048), (4096, 3072)]
+        assert [r.row_id for r in seen] == list(range(8192))
+    assert sorted(r.row_id for r in seen) == list(range(8192))
+    assert sum(r.distinct_tokens for r in seen) == tree_size(rows)
+
+
+def test_a_head_start_takes_the_rows_that_come_next_anyhow() -> None:
+    rows = random_rows(2048)
+    first = next(plan(rows, LARGE, 8192, size=1024, is_hungry=lambda: True))
+    assert [tokens(r) for r in first] == sorted(tokens(r) for r in rows[:1024])[:64]
+    assert all(r.shared_later >= min(len(tokens(r)), 2) for r in first)
+
+
+def test_whoever_has_enough_to_do_gets_whole_windows() -> None:
+    lots = list(plan(random_rows(4096), LARGE, 8192, size=512))
+    assert [len(lot) for lot in lots] == [1024] * 4
+
+
+def test_a_window_beyond_its_budget_is_in_files(tmp_path: Path) -> None:
+    stores: list[TokenStore] = []
+
+    def make_store() -> TokenStore:
+        stores.append(TokenStore(tmp_path, 64))
+        return stores[-1]
+
+    rows = random_rows(16)
+    lots = planned(batches(rows, 2), PARTS, 8, by_prefix=True, make_store=make_store)
+    assert [r.row_id for lot in lots for r in lot.prompt_rows()] == order(rows, PARTS, 8)
+    assert [store.spilled_bytes > 0 for store in stores] == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_before_a_place_that_cannot_be_read_run_all_the_same() -> None:
+    def broken() -> Iterator[list[PromptRow]]:
+        yield [row(0, 5), row(1, 3)]
+        raise DataError("row group 1 cannot be read")
+
+    lots = planned(broken(), PARTS, 8, by_prefix=True, make_store=lambda: TokenStore(None))
+    assert [r.row_id for r in next(lots).prompt_rows()] == [1, 0]
+    with pytest.raises(DataError, match="row group 1"):
+        next(lots)

@@ -1,0 +1,50 @@
+"""The engine's loop, where threads meet in ways that whole jobs cannot be made to repeat."""
+
+from __future__ import annotations
+
+from threading import Event
+
+from batchinfer.job.progress import make_progress
+from batchinfer.job.rows.dedup import Twins
+from batchinfer.job.rows.generate import RequestMaker, RowFinisher
+from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.job.rows.task import Generation
+from batchinfer.job.run.engine_loop import EngineLoop, Finished
+from batchinfer.job.run.threads import Ahead, Behind
+from tests.job.fakes import FakeBuild, grammars
+
+
+class StoppedWhileReading(Ahead[list[PromptRow]]):
+    """Rows whose reading is cut short while the loop waits for them."""
+
+    def __init__(self, stop: Event) -> None:
+        super().__init__([], depth=1)
+        self._stop = stop
+
+    def take(self, timeout_s: float) -> list[PromptRow] | None:
+        self._stop.set()
+        return None
+
+
+def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
+    stop = Event()
+    built = FakeBuild()(None, None, log=lambda line: None)
+    task = Generation(
+        RequestMaker(built.tokenizer, built.eos_token_ids, grammars()),
+        RowFinisher(built.tokenizer, ()),
+    )
+    loop = EngineLoop(
+        built.engine,
+        task.requests,
+        task.further,
+        make_progress(25, quiet=True),
+        stop,
+        max_waiting=4,
+        admit=lambda row_ids: None,
+        twins=Twins(),
+    )
+    written: list[Finished] = []
+    with StoppedWhileReading(stop) as rows, Behind(written.append, depth=1) as writer:
+        while not rows.exhausted:  # the thread has nothing to do but to end
+            pass
+        assert not loop.run(rows, writer)

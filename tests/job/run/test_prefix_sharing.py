@@ -1,0 +1,215 @@
+"""Whole jobs whose rows have much in common: what they share, and when rows reach the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.rows.token_store import TokenStore
+from batchinfer.job.rows.window import Lot, planned
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.text.prompts import PromptBuilder
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, FakeBuilt, job
+from tests.job.shared_rows import BLOCK_SIZE, OUTPUT_TOKENS, DrawingBuild, write_shared_rows
+
+_LONG_S = 60.0
+
+
+def shared_job(tmp_path: Path, order: str) -> JobSpec:
+    return job(
+        tmp_path,
+        prompt={"column": None, "token_ids_column": "ids", "chat_template": "auto"},
+        sampling={"max_tokens": OUTPUT_TOKENS, "ignore_eos": True},
+        engine={"order": order},
+        output={"rows_per_part": 4096},
+    )
+
+
+def summary(tmp_path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    return data
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "order", "least", "most"),
+    [(10_000, "prefix", 0.99, 1.0), (4_000, "input", 0.3, 0.95)],
+)
+def test_sharing_achieved_of_what_is_possible(
+    tmp_path: Path, num_rows: int, order: str, least: float, most: float
+) -> None:
+    """Three levels of prefixes, no multiple of a block; a pool of a tenth of what all rows need."""
+    possible = write_shared_rows(tmp_path / "in" / "x.parquet", num_rows)
+    need = (possible + num_rows * OUTPUT_TOKENS) // BLOCK_SIZE
+    spec = shared_job(tmp_path, order)
+    assert run_job(spec, quiet=True, build=DrawingBuild(need // 10)) is ExitCode.OK
+    tokens, sharing = (summary(tmp_path)[name] for name in ("tokens", "sharing"))
+    assert least <= possible / tokens["prompt_computed"] <= most
+    assert sharing == {
+        "prompt_tokens": tokens["prompt"],
+        "distinct_tokens": possible,
+        "planned_rate": 1 - possible / tokens["prompt"],
+        "achieved_rate": 1 - tokens["prompt_computed"] / tokens["prompt"],
+        "achieved_of_planned": possible / tokens["prompt_computed"],
+        "deduplicated_rows": 0,
+    }
+
+
+def test_little_of_the_pool_is_wasted(tmp_path: Path) -> None:
+    """256 rows of 100 to 1,024 tokens in and out, as a benchmark of GPUs has them."""
+    random_ = random.Random(0)
+    lengths = [(random_.randint(100, 1024), random_.randint(100, 1024)) for _ in range(256)]
+    columns = {
+        "ids": [[random_.randrange(1, 250) for _ in range(prompt)] for prompt, _ in lengths],
+        "sampling_params": [json.dumps({"max_tokens": output}) for _, output in lengths],
+    }
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    spec = shared_job(tmp_path, "prefix")
+    assert run_job(spec, quiet=True, build=DrawingBuild(num_blocks=20_000)) is ExitCode.OK
+    steps = pq.read_table(tmp_path / "out" / "stats" / "steps.parquet")
+    used, live = (steps[name].to_numpy() for name in ("kv_blocks_used", "kv_tokens_live"))
+    waste = 1 - live / (used * BLOCK_SIZE)
+    assert waste == pytest.approx(steps["kv_waste"].to_numpy())
+    # By the blocks of each step, not by its time, which depends on what else the machine does.
+    assert 0.005 < np.average(waste, weights=used) <= 0.01
+    assert sum(output for _, output in lengths) == summary(tmp_path)["tokens"]["output"]
+
+
+def texts(tmp_path: Path, count: int = 40) -> list[str]:
+    prompts = [f"The same words for every row. {row * 37 % 101}" for row in range(count)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    return prompts
+
+
+def prefixes(prompts: list[str]) -> int:
+    return len({prompt[:length] for prompt in prompts for length in range(1, len(prompt) + 1)})
+
+
+def test_sharing_of_a_job_that_was_stopped_is_that_of_all_its_rows(tmp_path: Path) -> None:
+    prompts = texts(tmp_path)
+    build = FakeBuild(max_num_seqs=4)
+    build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 60 else None
+    spec = job(tmp_path, engine={"max_num_seqs": 4})
+    assert run_job(spec, build=build, quiet=True) is ExitCode.INTERRUPTED
+    assert run_job(spec, build=FakeBuild(max_num_seqs=4), quiet=True) is ExitCode.OK
+    sharing = summary(tmp_path)["sharing"]
+    assert sharing["prompt_tokens"] == sum(map(len, prompts))
+    # Rows that ran in the second run were planned without those that had finished in the first.
+    assert prefixes(prompts) < sharing["distinct_tokens"] <= prefixes(prompts) + 40
+    requests = pq.read_table(tmp_path / "out" / "stats" / "requests.parquet")
+    assert sharing["distinct_tokens"] == pc.sum(requests["distinct_tokens"]).as_py()
+
+
+def test_a_job_whose_windows_are_in_files_gives_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[TokenStore] = []
+
+    def tiny(folder: Path) -> TokenStore:
+        stores.append(TokenStore(folder, budget_bytes=100))
+        return stores[-1]
+
+    monkeypatch.setattr(pipeline, "TokenStore", tiny)
+    prompts = texts(tmp_path)
+    strays = [tmp_path / "out" / "_batchinfer" / "staging" / "left-by-a-crash"]
+    spec = job(tmp_path, sampling={"max_tokens": 40})
+    build = FakeBuild()
+    build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
+    assert run_job(spec, build=build, quiet=True) is ExitCode.INTERRUPTED
+    strays[0].write_bytes(b"token ids")
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert stores
+    assert all(store.spilled_bytes for store in stores)
+    parts = sorted((tmp_path / "out" / "data").iterdir())
+    answers = pq.read_table(parts)["generated_text"].to_pylist()
+    assert answers == prompts, "each row is answered with its prompt"
+    assert list((tmp_path / "out" / "_batchinfer" / "staging").iterdir()) == []
+
+
+class Watched(FakeBuild):
+    """Keeps the engine it builds."""
+
+    built: FakeBuilt
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        self.built = super().__call__(model, engine, log=log)
+        return self.built
+
+
+def test_the_next_window_is_there_before_the_last_one_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last_is_planned = Event()
+
+    def watched(*arguments: Any, **options: Any) -> Iterator[Lot]:
+        yield from planned(*arguments, **options)
+        last_is_planned.set()
+
+    monkeypatch.setattr(pipeline, "planned", watched)
+    texts(tmp_path)  # four windows of a part each; the engine has room for less than one
+    build, unfinished = Watched(max_num_seqs=4), []
+
+    def before_step(step: int) -> None:
+        if step == 0:  # no row is finished, and yet every window is read and planned
+            assert last_is_planned.wait(_LONG_S)
+        unfinished.append(build.built.engine.num_unfinished)
+
+    build.before_step = before_step
+    spec = job(tmp_path, engine={"max_num_seqs": 4, "order_window": 10})
+    assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+    before_a_row_ends = unfinished[: spec.sampling.max_tokens]
+    assert before_a_row_ends[0] == 10
+    assert before_a_row_ends[-1] == 20, "it has taken the next window's ten"
+
+
+@pytest.mark.parametrize("order", ["prefix", "input"])
+def test_the_engine_starts_before_a_large_window_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    has_started, batches, hungry = Event(), [], []
+    build_prompts = PromptBuilder.build
+
+    def noting(*arguments: Any, is_hungry: Callable[[], bool], **options: Any) -> Iterator[Lot]:
+        hungry.append(is_hungry)
+        return planned(*arguments, is_hungry=is_hungry, **options)
+
+    def build(self: PromptBuilder, rows: Any) -> Any:
+        batches.append(len(rows))
+        if len(batches) == 1:  # the thread that takes rows may not have begun yet
+            until = time.monotonic() + _LONG_S
+            while not hungry[0]() and time.monotonic() < until:
+                time.sleep(0.001)
+        if len(batches) == 2:
+            assert has_started.wait(_LONG_S), "the engine waits for the whole window"
+        return build_prompts(self, rows)
+
+    monkeypatch.setattr(pipeline, "planned", noting)
+    monkeypatch.setattr(PromptBuilder, "build", build)
+    texts(tmp_path, 2100)
+    fake = FakeBuild(num_blocks=512)
+    fake.before_step = lambda step: has_started.set()
+    spec = job(
+        tmp_path,
+        sampling={"max_tokens": 1},
+        engine={"order": order},
+        output={"rows_per_part": 5000},
+    )
+    assert run_job(spec, build=fake, quiet=True) is ExitCode.OK
+    assert len(batches) == 2
+    requests = pq.read_table(tmp_path / "out" / "stats" / "requests.parquet")
+    assert requests["row_id"].to_pylist() == list(range(2100))

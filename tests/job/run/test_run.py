@@ -1,0 +1,806 @@
+"""Jobs end to end, on an engine that answers a prompt with the prompt."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import polars
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import (
+    DataError,
+    DeviceError,
+    ExitCode,
+    LockedError,
+    ModelError,
+    StorageError,
+    UsageError,
+)
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.rows.prompt_row import PromptRow, prompt_rows
+from batchinfer.job.run import pipeline, run
+from batchinfer.job.run.pipeline import make_parts
+from batchinfer.job.run.run import run_job
+from batchinfer.job.run.threads import Behind
+from tests.job.datasets import flip_bit, rot, strings, write_parquet
+from tests.job.fakes import FakeBuild, FakeBuilt, job
+
+MESSAGES = [{"role": "user", "content": "{{ prompt }}"}]
+LONG = "x" * 300  # the fake model takes 256 tokens
+
+
+@pytest.fixture
+def build() -> FakeBuild:
+    return FakeBuild()
+
+
+def numbered(tmp_path: Path, count: int = 25) -> list[str]:
+    """A dataset of prompts that end differently."""
+    prompts = [f"{row % 7} is the number {row}" for row in range(count)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts, "n": range(count)})
+    return prompts
+
+
+def output(tmp_path: Path) -> pa.Table:
+    return pq.read_table(sorted((tmp_path / "out" / "data").iterdir()))
+
+
+def summary(tmp_path: Path) -> dict[str, Any]:
+    return json.loads((tmp_path / "out" / "summary.json").read_bytes())
+
+
+def snapshot(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
+    data = tmp_path / "out" / "data"
+    return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in data.iterdir()}
+
+
+def tree(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
+    """All files of the output, but for the lock."""
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files if p.stem != "lock"}
+
+
+def test_answers_come_in_input_order_with_the_kept_columns(
+    tmp_path: Path, build: FakeBuild
+) -> None:
+    prompts = numbered(tmp_path)
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    names = [path.name for path in sorted((tmp_path / "out" / "data").iterdir())]
+    assert names == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    table = output(tmp_path)
+    assert table["row_id"].to_pylist() == list(range(25))
+    assert table["n"].to_pylist() == list(range(25))
+    assert table["prompt"].to_pylist() == prompts
+    assert table["generated_text"].to_pylist() == [prompt[:8] for prompt in prompts]
+    assert table["status"].to_pylist() == ["ok"] * 25
+    assert table["error"].null_count == 25
+    assert table["num_prompt_tokens"].to_pylist() == [len(prompt) for prompt in prompts]
+    first = table["outputs"][0].as_py()
+    assert first == [
+        {
+            "index": 0,
+            "text": "0 is the",
+            "finish_reason": "length",
+            "stop_reason": None,
+            "num_tokens": 8,
+            "cumulative_logprob": -8.0,
+        }
+    ]
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_an_end_token_ends_the_text_and_is_not_in_it(tmp_path: Path, build: FakeBuild) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["short"]})
+    spec = job(tmp_path, output={"path": str(tmp_path / "out"), "include": ["token_ids", "prompt"]})
+    with pytest.raises(UsageError, match='"prompt"'):
+        run_job(spec, build=build)
+    spec = job(
+        tmp_path,
+        sampling={"max_tokens": 50, "n": 2},
+        output={
+            "path": str(tmp_path / "out"),
+            "include": ["token_ids", "prompt"],
+            "rename": {"prompt": "asked"},
+        },
+    )
+    assert run_job(spec, build=build) is ExitCode.OK
+    row = output(tmp_path).to_pylist()[0]
+    assert row["generated_text"] == "short"
+    assert (row["asked"], row["prompt"]) == ("short", "short")
+    assert [sample["index"] for sample in row["outputs"]] == [0, 1]
+    assert row["outputs"][0]["finish_reason"] == "stop"
+    assert row["outputs"][0]["stop_reason"] is None
+    assert row["outputs"][0]["num_tokens"] == 6
+    assert row["outputs"][0]["token_ids"][-1] == 0
+    assert row["num_output_tokens"] == 12
+
+
+def test_a_stop_string_is_named(tmp_path: Path, build: FakeBuild) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one. two."]})
+    assert run_job(job(tmp_path, sampling={"stop": ["."]}), build=build) is ExitCode.OK
+    (sample,) = output(tmp_path)["outputs"][0].as_py()
+    assert (sample["text"], sample["stop_reason"]) == ("one", ".")
+
+
+def test_a_stop_token_is_named_and_left_out(tmp_path: Path, build: FakeBuild) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one. two."]})
+    dot = int(
+        FakeBuild()(None, None, log=lambda line: None).tokenizer.encode_batch(
+            ["."], add_special_tokens=False, parse_special_tokens=False
+        )[0][0]
+    )
+    assert run_job(job(tmp_path, sampling={"stop_token_ids": [dot]}), build=build) is ExitCode.OK
+    (sample,) = output(tmp_path)["outputs"][0].as_py()
+    assert (sample["text"], sample["stop_reason"]) == ("one", str(dot))
+
+
+@pytest.mark.parametrize("engine", [{"order": "input"}, {"order": "prefix", "order_window": 3}])
+def test_the_order_rows_run_in_does_not_show(
+    tmp_path: Path, build: FakeBuild, engine: dict[str, Any]
+) -> None:
+    prompts = numbered(tmp_path)
+    assert run_job(job(tmp_path, engine=engine), build=build) is ExitCode.OK
+    assert output(tmp_path)["generated_text"].to_pylist() == [prompt[:8] for prompt in prompts]
+
+
+def test_data_is_the_same_in_every_run(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    before = snapshot(tmp_path)
+    run_job(job(tmp_path, engine={"order": "input"}), build=FakeBuild(40, 3), overwrite=True)
+    after = snapshot(tmp_path)
+    assert {name: data for name, (_, data) in after.items()} == {
+        name: data for name, (_, data) in before.items()
+    }
+
+
+def test_file_metadata_says_what_made_it(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    metadata = pq.read_schema(tmp_path / "out" / "data" / "part-00000.parquet").metadata
+    assert metadata[b"batchinfer.model"] == b"echo"
+    assert json.loads(metadata[b"batchinfer.sampling"])["max_tokens"] == 8
+    assert "torch" in json.loads(metadata[b"batchinfer.versions"])
+    assert metadata[b"batchinfer.fingerprint"].decode() == summary(tmp_path)["fingerprint"]
+
+
+def test_bad_rows_are_coded_and_the_good_ones_are_right(tmp_path: Path, build: FakeBuild) -> None:
+    bad = {20: (b"", "empty_prompt"), 40: (None, "empty_prompt"), 60: (b"\xff", "invalid_utf8")}
+    bad |= {80: (LONG.encode(), "prompt_too_long"), 99: (b"  ", "empty_prompt")}
+    prompts = [b"row %d" % row for row in range(100)]
+    values = [bad[row][0] if row in bad else prompts[row] for row in range(100)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": strings(values)})
+    assert run_job(job(tmp_path, errors={"max_error_rate": 0.05}), build=build) is ExitCode.OK
+    table = output(tmp_path)
+    codes = {row: e["code"] for row, e in enumerate(table["error"].to_pylist()) if e}
+    assert codes == {row: code for row, (_, code) in bad.items()}
+    for row, text in enumerate(table["generated_text"].to_pylist()):
+        assert text == (None if row in bad else prompts[row].decode())
+    assert table["status"].to_pylist().count("error") == 5
+    assert table["outputs"][20].as_py() == []
+    assert table["prompt"][60].as_py() == "\N{REPLACEMENT CHARACTER}"
+    assert summary(tmp_path)["rows"] == {
+        "total": 100,
+        "ok": 95,
+        "error": 5,
+        "error_codes": {"empty_prompt": 3, "invalid_utf8": 1, "prompt_too_long": 1},
+        "control_text": 0,
+    }
+
+
+def test_too_many_bad_rows_withhold_success_until_they_are_accepted(
+    tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "", "c", "d"]})
+    spec = job(tmp_path, errors={"max_error_rate": 0.2})
+    for _ in range(2):
+        assert run_job(spec, build=build, quiet=True) is ExitCode.TOO_MANY_ROW_ERRORS
+        assert "1 of 4 rows failed" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    assert output(tmp_path).num_rows == 4
+    accepting = job(tmp_path, errors={"max_error_rate": 0.25})
+    assert run_job(accepting, build=build) is ExitCode.OK
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+    assert build.count == 1
+
+
+def test_a_row_the_engine_refuses_is_an_error_row(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a", "b" * 100]})
+    small = FakeBuild(num_blocks=10)
+    spec = job(tmp_path, errors={"max_error_rate": 1})
+    assert run_job(spec, build=small) is ExitCode.OK
+    good, bad = output(tmp_path).to_pylist()
+    assert good["status"] == "ok"
+    assert (bad["error"]["code"], bad["num_prompt_tokens"]) == ("does_not_fit", 100)
+
+
+def test_control_tokens_in_row_text_are_counted(tmp_path: Path, build: FakeBuild) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["a<eos>b", "c"]})
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert summary(tmp_path)["rows"]["control_text"] == 1
+    assert output(tmp_path)["generated_text"].to_pylist() == ["a<eos>b", "c"]
+
+
+def test_an_empty_dataset_needs_no_model(tmp_path: Path, build: FakeBuild) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": pa.array([], pa.string())})
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert output(tmp_path).num_rows == 0
+    assert build.count == 0
+    assert summary(tmp_path)["rows"]["total"] == 0
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_a_second_run_has_nothing_to_do(
+    tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    before = snapshot(tmp_path)
+    capsys.readouterr()
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert "nothing to do" in capsys.readouterr().out
+    assert snapshot(tmp_path) == before
+    assert build.count == 1
+
+
+def test_nothing_to_do_is_found_out_without_torch(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    spec = job(tmp_path)
+    run_job(spec, build=build)
+    script = (
+        "import sys; from batchinfer.job.run.run import run_job\n"
+        "from batchinfer.job.spec.spec import JobSpec\n"
+        "assert run_job(JobSpec.model_validate_json(sys.argv[1])) == 0\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    arguments = [sys.executable, "-c", script, spec.model_dump_json()]
+    assert b"nothing to do" in subprocess.run(arguments, check=True, capture_output=True).stdout
+
+
+def test_a_finished_job_is_only_read(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    before = tree(tmp_path)
+
+    def read_only(self: OutputDir) -> None:
+        raise StorageError("read-only")
+
+    monkeypatch.setattr(OutputDir, "locked", read_only)
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert tree(tmp_path) == before
+    with pytest.raises(LockedError, match=r"sampling\.n was 1, is 2"):
+        run_job(job(tmp_path, sampling={"n": 2}), build=build)
+
+
+def cannot_build(*_: object, log: Callable[[str], None]) -> FakeBuilt:
+    raise DeviceError("no such device")
+
+
+@pytest.mark.parametrize(
+    ("sections", "broken", "error"),
+    [
+        ({}, cannot_build, DeviceError),
+        ({"sampling": {"stop_token_ids": [5000]}}, FakeBuild(), UsageError),
+        (
+            {"prompt": {"column": None, "messages": MESSAGES, "chat_template": "auto"}},
+            FakeBuild(),
+            ModelError,
+        ),
+    ],
+)
+def test_output_is_overwritten_only_by_a_job_that_can_run(
+    tmp_path: Path,
+    build: FakeBuild,
+    sections: dict[str, Any],
+    broken: Callable[..., FakeBuilt],
+    error: type[Exception],
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    before = tree(tmp_path)
+    with pytest.raises(error):
+        run_job(job(tmp_path, **sections), build=broken, overwrite=True)
+    assert tree(tmp_path) == before
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert build.count == 1
+
+
+def then(harm: Callable[[], object]) -> Callable[..., bool]:
+    """Makes the parts, and then something happens to a file."""
+
+    def make_and_harm(*arguments: Any) -> bool:
+        made = make_parts(*arguments)
+        harm()
+        return made
+
+    return make_and_harm
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"), [(Path.unlink, "is missing"), (rot, r"holds other bytes .*")]
+)
+@pytest.mark.parametrize("name", ["data", "_batchinfer/requests"])
+def test_a_part_that_was_harmed_during_the_run_withholds_success(
+    tmp_path: Path,
+    build: FakeBuild,
+    monkeypatch: pytest.MonkeyPatch,
+    harm: Callable[[Path], None],
+    says: str,
+    name: str,
+) -> None:
+    numbered(tmp_path)
+    file = tmp_path / "out" / name / "part-00001.parquet"
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "make_parts", then(lambda: harm(file)))
+        with pytest.raises(DataError, match=rf"part-00001\.parquet {says}\nrun the same"):
+            run_job(job(tmp_path), build=build)
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert output(tmp_path)["row_id"].to_pylist() == list(range(25))
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; "),
+        (lambda path: flip_bit(path, 40), "its hash differs"),
+        (rot, "its hash differs"),
+    ],
+)
+def test_a_part_that_is_made_again_is_named_with_the_reason(
+    tmp_path: Path,
+    build: FakeBuild,
+    capsys: pytest.CaptureFixture[str],
+    harm: Callable[[Path], None],
+    says: str,
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    path = tmp_path / "out" / "data" / "part-00001.parquet"
+    (tmp_path / "out" / "_SUCCESS").unlink()  # finished work is only glanced at
+    harm(path)
+    capsys.readouterr()
+    run_job(job(tmp_path), build=build)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"part-00001 is made again: {path} ")
+    assert says in line
+
+
+def test_no_success_stays_beside_a_damaged_part(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
+    with pytest.raises(DeviceError):
+        run_job(job(tmp_path), build=cannot_build)
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_a_deleted_part_is_made_again_and_no_other(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    before = snapshot(tmp_path)
+    (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    after = snapshot(tmp_path)
+    assert [name for name in before if before[name][0] != after[name][0]] == ["part-00001.parquet"]
+    assert before["part-00001.parquet"][1] == after["part-00001.parquet"][1]
+    assert summary(tmp_path)["rows"]["total"] == 25
+
+
+def test_another_job_may_not_add_to_the_output(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    other = job(tmp_path, sampling={"max_tokens": 9})
+    with pytest.raises(LockedError, match=r"sampling\.max_tokens was 8, is 9"):
+        run_job(other, build=build)
+    assert run_job(other, build=build, overwrite=True) is ExitCode.OK
+    assert len(output(tmp_path)["generated_text"][0].as_py()) == 9
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"errors": {"max_error_rate": 0.5}},
+        {"engine": {"order": "input"}},
+        {"stats": {"every_steps": 4}},
+        {"engine": {"num_kv_blocks": 7}},
+    ],
+)
+def test_what_does_not_change_the_output_may_change(
+    tmp_path: Path, build: FakeBuild, sections: dict[str, Any]
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    assert run_job(job(tmp_path, **sections), build=build) is ExitCode.OK
+    assert build.count == 1
+
+
+def test_a_changed_input_is_refused(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    numbered(tmp_path, count=26)
+    with pytest.raises(DataError, match=r"x\.parquet was written again"):
+        run_job(job(tmp_path), build=build)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda path: os.utime(path, ns=(5, 5)), "was changed while the job ran"),
+        (Path.unlink, "cannot be read any more"),
+    ],
+)
+def test_an_input_that_is_replaced_during_the_run_withholds_success(
+    tmp_path: Path,
+    build: FakeBuild,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    says: str,
+) -> None:
+    numbered(tmp_path)
+    path = tmp_path / "in" / "x.parquet"
+    monkeypatch.setattr(run, "make_parts", then(lambda: change(path)))
+    with pytest.raises(DataError, match=rf"x\.parquet {says}"):
+        run_job(job(tmp_path), build=build)
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_an_input_that_is_replaced_comes_before_too_many_errors(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", "x"]})
+    monkeypatch.setattr(run, "make_parts", then(lambda: os.utime(path, ns=(5, 5))))
+    with pytest.raises(DataError, match=r"x\.parquet was changed while the job ran"):
+        run_job(job(tmp_path), build=build)
+
+
+def test_a_stray_part_withholds_success(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    stray = tmp_path / "out" / "data" / "part-00003.parquet"
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "make_parts", then(stray.touch))
+        with pytest.raises(LockedError, match=r"part-00003\.parquet is no part of this job"):
+            run_job(job(tmp_path), build=build)
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    stray.unlink()
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    stray.touch()
+    with pytest.raises(LockedError, match=r"part-00003\.parquet is no part of this job"):
+        run_job(job(tmp_path), build=build)
+
+
+def test_another_input_path_is_another_job(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    write_parquet(tmp_path / "other" / "x.parquet", {"prompt": ["a"], "n": [1]})
+    moved = job(tmp_path, input={"path": str(tmp_path / "other")})
+    with pytest.raises(LockedError, match=r"input\.path was .*/in, is .*/other\nuse --output"):
+        run_job(moved, build=build)
+
+
+def test_another_name_for_the_same_files_is_the_same_job(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    by_glob = job(tmp_path, input={"path": str(tmp_path / "in" / "*.parquet")})
+    assert run_job(by_glob, build=build) is ExitCode.OK
+    assert build.count == 1
+
+
+def test_limit(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    spec = job(tmp_path, input={"path": str(tmp_path / "in"), "limit": 13})
+    assert run_job(spec, build=build) is ExitCode.OK
+    assert output(tmp_path)["row_id"].to_pylist() == list(range(13))
+    with pytest.raises(
+        LockedError, match=r"input\.limit was 13, is null\nuse --output .*--overwrite"
+    ):
+        run_job(job(tmp_path), build=build)
+
+
+@pytest.mark.parametrize(
+    ("sections", "error"),
+    [
+        ({"prompt": {"column": "nope"}}, DataError),
+        ({"prompt": {"column": None, "template": "{{ nope }}"}}, UsageError),
+        ({"input": {"keep_columns": ["nope"]}}, DataError),
+        ({"input": {"id_column": "twice"}}, DataError),
+        ({"prompt": {"column": "prompt", "system": "{{ nope }}"}}, UsageError),
+        ({"output": {"rename": {"prompt": "status"}}}, UsageError),
+    ],
+)
+def test_mistakes_are_found_before_the_model_is_loaded(
+    tmp_path: Path, build: FakeBuild, sections: dict[str, Any], error: type[Exception]
+) -> None:
+    columns = {"prompt": ["a", "b"], "twice": [1, 1]}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    with pytest.raises(error):
+        run_job(job(tmp_path, **sections), build=build)
+    assert build.count == 0
+
+
+def test_the_input_may_not_be_the_output(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    spec = job(tmp_path, input={"path": str(tmp_path / "out" / "data")})
+    with pytest.raises(UsageError, match="both input and output"):
+        run_job(spec, build=build, overwrite=True)
+    assert output(tmp_path).num_rows == 25
+
+
+@pytest.mark.parametrize("linked", ["input file", "output data"])
+def test_the_input_may_not_be_the_output_by_a_link(
+    tmp_path: Path, build: FakeBuild, linked: str
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    source = tmp_path / "linked" / "part-00000.parquet"
+    source.parent.mkdir()
+    if linked == "input file":
+        source.symlink_to(tmp_path / "out" / "data" / source.name)
+    else:
+        shutil.rmtree(tmp_path / "out")
+        write_parquet(source, {"prompt": ["a"]})
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "data").symlink_to(source.parent)
+    spec = job(tmp_path, input={"path": str(source.parent)})
+    with pytest.raises(UsageError, match="both input and output"):
+        run_job(spec, build=build, overwrite=True)
+    assert source.exists()
+
+
+def test_a_row_group_that_turns_out_corrupt_keeps_the_parts_before_it(
+    tmp_path: Path, build: FakeBuild
+) -> None:
+    prompts = [f"row {row}" for row in range(60)]
+    path = tmp_path / "in" / "x.parquet"
+    write_parquet(path, {"prompt": prompts, "n": range(60)}, rows_per_group=20)
+    chunk = pq.ParquetFile(path).metadata.row_group(2).column(0)
+    data = bytearray(path.read_bytes())
+    data[chunk.dictionary_page_offset + chunk.total_compressed_size - 3] ^= 1
+    path.write_bytes(data)
+    spec = job(tmp_path, engine={"order": "input"})
+    with pytest.raises(DataError, match=r"x\.parquet: row group 2"):
+        run_job(spec, build=build)
+    assert output(tmp_path)["row_id"].to_pylist() == list(range(40))
+
+
+def test_exotic_columns_pass_through(tmp_path: Path, build: FakeBuild) -> None:
+    columns = {
+        "prompt": pa.array(["a", "b", None]).dictionary_encode(),
+        "large": pa.array(["l", None, "ä"], pa.large_string()),
+        "view": pa.array(["v", None, "w"], pa.string_view()),
+        "list": pa.array([["x"], [], None]),
+        "struct": pa.array([{"a": 1, "b": ["c"]}, None, {"a": None, "b": []}]),
+        "when": pa.array([1000, 2000, None], pa.timestamp("ns", "UTC")),
+        "price": pa.array([None, 1, 2], pa.decimal128(10, 2)),
+        "binary": pa.array([b"\xff", None, b""]),
+        "map": pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int32())),
+        "fixed": pa.array([[1.0, 2.0], None, [3.0, 4.0]], pa.list_(pa.float32(), 2)),
+    }
+    path = write_parquet(tmp_path / "in" / "x.parquet", columns, rows_per_group=2)
+    spec = job(tmp_path, errors={"max_error_rate": 1})
+    assert run_job(spec, build=build) is ExitCode.OK
+    kept, original = output(tmp_path).select(list(columns)), pq.read_table(path)
+    assert kept.schema == original.schema
+    assert kept.to_pylist() == original.to_pylist()
+    assert output(tmp_path)["generated_text"].to_pylist() == ["a", "b", None]
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.binary()])
+def test_prompts_of_every_string_type(tmp_path: Path, build: FakeBuild, kind: pa.DataType) -> None:
+    write_parquet(
+        tmp_path / "in" / "x.parquet", {"prompt": pa.array([b"hi"], pa.binary()).cast(kind)}
+    )
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert output(tmp_path)["generated_text"].to_pylist() == ["hi"]
+
+
+def test_token_ids_and_templates_of_nested_columns(tmp_path: Path, build: FakeBuild) -> None:
+    columns = {"ids": [[5, 6, 7]], "who": [{"name": "Ann", "tags": ["x", "y"]}]}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    template = {"column": None, "template": "{{ who.name }} {{ who.tags[1] }}"}
+    assert run_job(job(tmp_path, prompt=template), build=build) is ExitCode.OK
+    assert output(tmp_path)["generated_text"].to_pylist() == ["Ann y"]
+    by_ids = {"column": None, "chat_template": "auto", "token_ids_column": "ids"}
+    assert run_job(job(tmp_path, prompt=by_ids), build=build, overwrite=True) is ExitCode.OK
+    assert output(tmp_path)["num_prompt_tokens"].to_pylist() == [3]
+
+
+def test_duckdb_and_polars_read_the_output(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path, sampling={"n": 2}), build=build)
+    files = f"{tmp_path}/out/data/*.parquet"
+    query = f"select count(*), sum(n), max(len(outputs)), min(outputs[1].text) from '{files}'"
+    assert duckdb.sql(query).fetchall() == [(25, 300, 2, "0 is the")]
+    frame = polars.read_parquet(files)
+    assert frame["outputs"].list.len().to_list() == [2] * 25
+    assert frame.schema["row_id"] == polars.Int64
+
+
+def test_an_output_that_is_in_use(tmp_path: Path, build: FakeBuild) -> None:
+    numbered(tmp_path)
+
+    def second_run(step: int) -> None:
+        if step == 0:
+            with pytest.raises(LockedError, match="another run"):
+                run_job(job(tmp_path), build=FakeBuild())
+
+    build.before_step = second_run
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_run_after_the_step_and_the_next_run_goes_on(
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = numbered(tmp_path)
+    build = FakeBuild(max_num_seqs=4)
+    build.before_step = lambda step: os.kill(os.getpid(), number) if step == 25 else None
+    spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
+    assert run_job(spec, build=build) is ExitCode.INTERRUPTED
+    assert capsys.readouterr().err.endswith(
+        "stopped; run the same command again to go on\n"
+        f"batchinfer report {tmp_path / 'out'} shows how far it came\n"
+    )
+    done = [path.name for path in sorted((tmp_path / "out" / "data").iterdir())]
+    assert done == ["part-00000.parquet"]
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    assert output(tmp_path)["generated_text"].to_pylist() == [prompt[:8] for prompt in prompts]
+    assert np.array_equal(output(tmp_path)["row_id"], np.arange(25))
+
+
+def test_a_stopped_overwrite_says_how_to_go_on(
+    tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbered(tmp_path)
+    build.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None
+    assert run_job(job(tmp_path), build=build, overwrite=True, quiet=True) is ExitCode.INTERRUPTED
+    error = capsys.readouterr().err
+    assert "run again without --overwrite" in error
+    assert "batchinfer report" not in error  # --quiet
+
+
+def test_a_signal_after_success_comes_too_late(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    write = OutputDir.write
+
+    def write_and_stop(self: OutputDir, final: Path, data: bytes) -> None:
+        write(self, final, data)
+        if final.name == "_SUCCESS":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(OutputDir, "write", write_and_stop)
+    assert run_job(job(tmp_path), build=build) is ExitCode.OK
+
+
+def test_a_signal_while_the_model_loads_ends_the_process_at_once(tmp_path: Path) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=FakeBuild())
+    before = tree(tmp_path)
+    script = (
+        "import os, signal, sys\n"
+        "from batchinfer.job.run.run import run_job\n"
+        "from batchinfer.job.signals import leave_on_signals\n"
+        "from batchinfer.job.spec.spec import JobSpec\n"
+        "def build(*model, log):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "leave_on_signals()\n"
+        "run_job(JobSpec.model_validate_json(sys.argv[1]), build=build, overwrite=True)\n"
+    )
+    arguments = [sys.executable, "-c", script, job(tmp_path).model_dump_json()]
+    done = subprocess.run(arguments, check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (75, b"stopped; run the same command again\n")
+    assert tree(tmp_path) == before
+
+
+def test_a_failed_engine_does_not_wait_for_the_next_window(
+    tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path)
+    leaving, read = threading.Event(), []
+
+    class Watched(Behind[Any]):
+        def __exit__(self, *error: Any) -> None:
+            leaving.set()
+            super().__exit__(*error)
+
+    def reading(*arguments: Any) -> Iterator[list[PromptRow]]:
+        for number, batch in enumerate(prompt_rows(*arguments)):
+            if number < 3:  # a window, and what shows that it has ended
+                yield batch
+                continue
+            leaving.wait()
+            read.append(batch)
+            yield batch
+
+    def crash(step: int) -> None:
+        raise RuntimeError("bug")
+
+    build.before_step = crash
+    monkeypatch.setattr(pipeline, "prompt_rows", reading)
+    monkeypatch.setattr(pipeline, "Behind", Watched)
+    spec = job(tmp_path, engine={"order_window": 10}, output={"rows_per_part": 5})
+    with pytest.raises(RuntimeError, match="bug"):
+        run_job(spec, build=build)
+    assert len(read) == 1
+
+
+def test_a_killed_run_is_taken_up_where_it_was(tmp_path: Path) -> None:
+    prompts = numbered(tmp_path)
+    spec = job(tmp_path, engine={"order": "input", "max_num_seqs": 4})
+    script = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from batchinfer.job.run.run import run_job\n"
+        "from batchinfer.job.spec.spec import JobSpec\n"
+        "from tests.job.fakes import FakeBuild\n"
+        "record = Path(sys.argv[2], '_batchinfer/parts/part-00000.json')\n"
+        "def kill(step):\n"
+        "    if step == 35:\n"  # the rows of the first part are finished, and maybe written
+        "        while not record.exists():\n"
+        "            os.sched_yield()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "build = FakeBuild(max_num_seqs=4)\n"
+        "build.before_step = kill\n"
+        "run_job(JobSpec.model_validate_json(sys.argv[1]), build=build)\n"
+    )
+    arguments = [sys.executable, "-c", script, spec.model_dump_json(), str(tmp_path / "out")]
+    killed = subprocess.run(arguments, check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    before = snapshot(tmp_path)
+    assert list(before) == ["part-00000.parquet"]
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    assert snapshot(tmp_path).items() > before.items()
+    assert output(tmp_path)["row_id"].to_pylist() == list(range(25))
+    assert output(tmp_path)["generated_text"].to_pylist() == [prompt[:8] for prompt in prompts]
+    assert summary(tmp_path)["rows"]["ok"] == 25
+
+
+def test_sampling_params_of_every_column_type(tmp_path: Path, build: FakeBuild) -> None:
+    columns = {
+        "temperature": pa.array([Decimal("0.00"), None], pa.decimal128(4, 2)),
+        "top_p": pa.array([None, 1_500], pa.timestamp("ns")),
+    }
+    params = pa.StructArray.from_arrays(list(columns.values()), list(columns))
+    path = tmp_path / "in" / "x.parquet"
+    write_parquet(path, {"prompt": ["good", "bad"], "sampling_params": params})
+    assert run_job(job(tmp_path, errors={"max_error_rate": 1}), build=build) is ExitCode.OK
+    texts, errors = (output(tmp_path)[name].to_pylist() for name in ("generated_text", "error"))
+    assert texts == ["good", None]
+    assert errors[1]["code"] == "bad_sampling_params"
+
+
+def test_what_the_user_sees(
+    tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbered(tmp_path)
+    run_job(job(tmp_path), build=build)
+    shown = capsys.readouterr().out
+    for word in ("25 ok, 0 failed", "200 out", "128 blocks of 4", "waste", "sharing", "files"):
+        assert word in shown
+    run_job(job(tmp_path), build=build, overwrite=True, quiet=True)
+    assert capsys.readouterr() == ("", "")
+    log = tmp_path / "out" / "_batchinfer" / "logs" / "run-00001.log"
+    assert log.read_text() == "a table of memory\n"

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from batchinfer.job.run.threads import Ahead, Behind
+
+
+def drain(ahead: Ahead[int]) -> list[int]:
+    items = []
+    while not ahead.exhausted:
+        item = ahead.take(60)
+        if item is not None:
+            items.append(item)
+    return items
+
+
+def test_items_come_in_order() -> None:
+    with Ahead(range(100), depth=3) as ahead:
+        assert drain(ahead) == list(range(100))
+        assert ahead.take(0) is None
+
+
+def test_it_runs_no_further_ahead_than_its_depth() -> None:
+    made = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(100):
+            made.append(number)
+            yield number
+
+    with Ahead(numbers(), depth=2) as ahead:
+        for taken in range(50):
+            assert ahead.take(60) == taken
+            # taken, two in the queue, one in the thread's hand
+            assert len(made) <= taken + 1 + 3
+
+
+def test_an_error_comes_after_the_items_before_it() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        raise ValueError("bad row group")
+
+    with Ahead(numbers(), depth=5) as ahead:
+        assert ahead.take(60) == 1
+        with pytest.raises(ValueError, match="bad row group"):
+            drain(ahead)
+        assert not ahead.exhausted
+
+
+def test_leaving_early_stops_the_thread() -> None:
+    before = set(threading.enumerate())
+    with Ahead(iter(int, 1), depth=1) as endless:
+        assert endless.take(60) == 0
+    # Not counted: threads that others have left may end meanwhile.
+    assert set(threading.enumerate()) <= before
+
+
+def test_everything_is_consumed_in_order() -> None:
+    consumed: list[int] = []
+    with Behind(consumed.append, depth=2) as behind:
+        for number in range(100):
+            behind.put(number)
+    assert consumed == list(range(100))
+
+
+def put_numbers(behind: Behind[int], numbers: Iterable[int]) -> None:
+    with behind:
+        for number in numbers:
+            behind.put(number)
+
+
+def refuse(number: int) -> None:
+    raise OSError(f"no room for {number}")
+
+
+def test_what_consume_raises_reaches_the_one_who_puts() -> None:
+    endless = iter(int, 1)
+    with pytest.raises(OSError, match="no room for 0"):
+        put_numbers(Behind(refuse, depth=1), endless)
+
+
+def test_what_consume_raises_last_is_raised_on_leaving() -> None:
+    leaving = threading.Event()
+
+    def refuse_later(number: int) -> None:
+        leaving.wait()
+        refuse(number)
+
+    def one_number() -> Iterator[int]:
+        yield 7
+        leaving.set()
+
+    with pytest.raises(OSError, match="no room for 7"):
+        put_numbers(Behind(refuse_later, depth=1), one_number())
+
+
+def test_an_error_of_the_body_is_not_hidden_and_items_are_still_consumed() -> None:
+    consumed: list[int] = []
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise KeyError("body")
+
+    with pytest.raises(KeyError, match="body"):
+        put_numbers(Behind(consumed.append, depth=5), broken())
+    assert consumed == [1]
+
+
+def test_all_items_can_be_gone_through() -> None:
+    with Ahead(range(100), depth=3) as ahead:
+        assert list(ahead) == list(range(100))
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise ValueError("bad row group")
+
+    seen: list[int] = []
+    with Ahead(broken(), depth=3) as ahead, pytest.raises(ValueError, match="bad row group"):
+        seen.extend(ahead)
+    assert seen == [1]
+
+
+def test_it_knows_whether_more_is_wanted() -> None:
+    wanted, go_on = threading.Event(), threading.Event()
+
+    def numbers() -> Iterator[int]:
+        yield 1
+        go_on.wait()
+        yield 2
+
+    with Ahead(numbers(), depth=3, wanted=wanted) as ahead:
+        assert ahead.take(60) == 1
+        assert not wanted.is_set(), "one was there"
+        assert ahead.take(0) is None
+        assert wanted.is_set()
+        go_on.set()
+        assert ahead.take(60) == 2
+        assert not wanted.is_set()

@@ -1,0 +1,186 @@
+"""``status``: from files alone, while a job runs and afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from batchinfer.errors import DataError, ExitCode
+from batchinfer.job.output import part_writer
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
+from batchinfer.job.stats.status import SILENT_S, Status, read_status
+from batchinfer.job.storage.local_lock import HOLDER
+from tests.job.datasets import write_parquet
+from tests.job.fakes import AtOnce, job
+from tests.job.output.test_resume import Build, stop_at
+
+ONE_PART: dict[str, Any] = {"output": {"rows_per_part": 100}, "errors": {"max_error_rate": 1}}
+
+
+def dataset(tmp_path: Path) -> None:
+    prompts = [f"{row} asks" if row != 3 else "" for row in range(40)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+
+
+def status(tmp_path: Path, later_s: float = 0.0) -> Status:
+    return read_status(OutputDir(tmp_path / "out"), time.time() + later_s)
+
+
+def test_while_a_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset(tmp_path)
+    monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(pipeline, "Behind", AtOnce)
+    seen: list[Status] = []
+    build = Build(lambda step: seen.append(status(tmp_path)))
+    spec = job(tmp_path, errors={"max_error_rate": 1}, engine={"order": "input"})
+    assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+    assert {found.state for found in seen} == {"running"}
+    done = [found.rows_done for found in seen]
+    assert done == sorted(done)
+    last = seen[-1]
+    assert last.rows_done > 20
+    assert last.rows_error == 1
+    assert last.parts_done >= 2
+    assert last.rows_per_s
+    assert last.eta_s == pytest.approx((40 - last.rows_done) / last.rows_per_s)
+    assert last.pool_use is not None
+    assert 0 < last.pool_use < 1
+    told = "\n".join(last.lines())
+    assert "about" in told
+    assert "in the latest of" not in told, "there is one run"
+
+
+def test_a_stopped_job(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    run_job(job(tmp_path, **ONE_PART), build=Build(stop_at(40)), quiet=True)
+    found = status(tmp_path)
+    assert (found.state, found.parts_done, found.rows_error) == ("stopped", 0, 1)
+    assert 0 < found.rows_done < 40
+    assert found.eta_s is found.pool_use is None
+    assert next(found.lines()) == "state    stopped"
+
+
+def test_a_job_that_was_killed_elsewhere_stops_running_after_a_while(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    holder = tmp_path / "out" / "_batchinfer" / HOLDER
+    seen: list[Status] = []
+
+    def look(step: int) -> None:
+        if step == 0:
+            holder.write_text(json.dumps({**json.loads(holder.read_text()), "host": "another"}))
+            seen.extend([status(tmp_path), status(tmp_path, later_s=SILENT_S + 1)])
+
+    run_job(job(tmp_path, **ONE_PART), build=Build(look), quiet=True)
+    assert [found.state for found in seen] == ["running", "stopped"]
+
+
+def test_a_job_that_was_killed_on_this_machine_has_stopped_at_once(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    holder = tmp_path / "out" / "_batchinfer" / HOLDER
+    seen: list[str] = []
+
+    def look(step: int) -> None:
+        if step == 0:
+            facts = json.loads(holder.read_text())
+            for change in ({}, {"pid": ended_process()}, {"started": 1.0}, {"host": "another"}):
+                holder.write_text(json.dumps({**facts, **change}))
+                seen.append(status(tmp_path).state)
+
+    run_job(job(tmp_path, **ONE_PART), build=Build(look), quiet=True)
+    assert seen == ["running", "stopped", "stopped", "running"]
+
+
+def test_a_job_runs_while_its_model_loads(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    seen: list[Status] = []
+
+    def build(*arguments: Any, **keywords: Any) -> Any:
+        seen.append(status(tmp_path))
+        return Build(stop_at(10) if len(seen) == 1 else lambda step: None)(*arguments, **keywords)
+
+    spec = job(tmp_path, **ONE_PART)
+    assert run_job(spec, build=build, quiet=True) is ExitCode.INTERRUPTED
+    assert status(tmp_path).state == "stopped"
+    assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+    assert [found.state for found in seen] == ["running", "running"]
+    assert seen[0].rows_done == 0
+    assert seen[1].eta_s is seen[1].pool_use is None, "what is known is of the run before"
+
+
+def test_a_clock_that_is_set_does_not_stop_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset(tmp_path)
+    seen: list[str] = []
+
+    def look(step: int) -> None:
+        if step == 0:
+            boot_time = psutil._pslinux.boot_time
+            later = boot_time() + 3600.5
+            with monkeypatch.context() as patch:
+                patch.setattr(psutil._pslinux, "boot_time", lambda: later)
+                seen.append(status(tmp_path).state)
+
+    run_job(job(tmp_path, **ONE_PART), build=Build(look), quiet=True)
+    assert seen == ["running"]
+
+
+def ended_process() -> int:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def test_a_run_cut_off_just_before_the_end_is_stopped(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["one", "two"]})
+    assert run_job(job(tmp_path), build=Build(), quiet=True) is ExitCode.OK
+    (tmp_path / "out" / "_SUCCESS").unlink()
+    assert status(tmp_path).state == "stopped"
+
+
+@pytest.mark.parametrize(("limit", "state"), [(1, "finished"), (0.01, "finished_with_errors")])
+def test_a_finished_job(tmp_path: Path, limit: float, state: str) -> None:
+    dataset(tmp_path)
+    run_job(job(tmp_path, errors={"max_error_rate": limit}), build=Build(), quiet=True)
+    found = status(tmp_path)
+    assert (found.state, found.rows_done, found.rows_error) == (state, 40, 1)
+    assert (found.parts_done, found.parts_total, found.runs) == (4, 4, 1)
+    assert list(found.lines())[:3] == [
+        f"state    {state.replace('_', ' ')}",
+        "rows     40 of 40 (100%), 1 failed",
+        "parts    4 of 4",
+    ]
+    assert found.data()["rows_total"] == 40
+
+
+def test_damaged_files_are_no_hindrance(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    run_job(job(tmp_path, **ONE_PART), build=Build(stop_at(40)), quiet=True)
+    state = tmp_path / "out" / "_batchinfer"
+    for path in (*(state / "segments").iterdir(), *(state / "runs").iterdir()):
+        path.write_bytes(b"zork")
+    found = status(tmp_path)
+    assert (found.state, found.rows_done, found.runs) == ("stopped", 0, 0)
+
+
+def test_a_record_with_impossible_counts_is_not_believed(tmp_path: Path) -> None:
+    dataset(tmp_path)
+    run_job(job(tmp_path, errors={"max_error_rate": 1}), build=Build(), quiet=True)
+    record = tmp_path / "out" / "_batchinfer" / "parts" / "part-00000.json"
+    record.write_text(record.read_text().replace('"empty_prompt": 1', '"empty_prompt": -1'))
+    found = status(tmp_path)
+    assert (found.parts_done, found.rows_done, found.rows_error) == (3, 30, 0)
+
+
+def test_no_output(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no output of batchinfer"):
+        status(tmp_path)
