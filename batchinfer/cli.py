@@ -217,9 +217,9 @@ def plan(
 ) -> None:
     """Say what a job will need: reads data, tokenizer and model config, no weights, no GPU."""
     spec = _read_job(job, overrides, variables, output, limit)
+    from batchinfer.console.table import shown
     from batchinfer.job.plan.estimate import plan_facts
     from batchinfer.job.plan.plan import plan_job
-    from batchinfer.job.screen import shown
 
     planned = plan_job(spec, device=device, expect_output_tokens=expect_output_tokens)
     say(to_json(planned) if as_json else shown("plan", plan_facts(planned)))
@@ -230,9 +230,9 @@ def status(out: Folder, as_json: AsJson = False) -> None:
     """Show how far a job is, running or stopped, from its files alone."""
     import time
 
-    from batchinfer.job.messages import printable
+    from batchinfer.console.format import printable
+    from batchinfer.console.table import shown
     from batchinfer.job.output.open import output_at
-    from batchinfer.job.screen import shown
     from batchinfer.job.stats.status import read_status
 
     found = read_status(output_at(out), time.time())
@@ -242,10 +242,10 @@ def status(out: Folder, as_json: AsJson = False) -> None:
 @app.command()
 def verify(out: Folder, as_json: AsJson = False) -> None:
     """Check the files of an output directory: checksums, rows, columns, fingerprint."""
-    from batchinfer.job.messages import printable
+    from batchinfer.console.format import printable
+    from batchinfer.console.table import shown
     from batchinfer.job.output.open import output_at
     from batchinfer.job.output.verify import verify as check
-    from batchinfer.job.screen import shown
 
     found = check(output_at(out))
     say(
@@ -270,7 +270,7 @@ def report(
     """Write an HTML page about a job, running or ended: memory, speed, errors, cost."""
     import time
 
-    from batchinfer.job.messages import printable
+    from batchinfer.console.format import printable
     from batchinfer.job.output.open import output_at
     from batchinfer.report.write import write_report
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "batchinfer"
-COMMON = {"config", "cpus", "errors", "protocols", "typed"}
+COMMON = {"console", "config", "cpus", "errors", "protocols", "typed"}
 MAY_IMPORT = {
+    "console": {"engine"},
     "typed": set(),
     "cpus": set(),
     "openmp": set(),

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batchinfer.console.format import printable
 from batchinfer.errors import ModelError, UsageError
-from batchinfer.job.messages import printable
 from batchinfer.job.spec.spec import JobSpec, ModelSpec, resolved
 
 MAJOR_VERSION = 0

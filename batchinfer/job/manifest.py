@@ -9,10 +9,10 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import Any
 
+from batchinfer.console.format import listed, printable, shown
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.fingerprint import differences
 from batchinfer.job.input.format import InputFile
-from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import Files, LocalFiles, read_file
 from batchinfer.job.storage.stored_json import parse

@@ -8,9 +8,9 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from batchinfer.build import Built
+from batchinfer.console.progress import Meter
 from batchinfer.engine.metrics import Measured
 from batchinfer.engine.request import Completion, Request
-from batchinfer.job.progress import Meter
 from batchinfer.job.stats.recorder import KV_FACTS
 from batchinfer.llm.stats_table import Stats
 from batchinfer.report.findings import Findings

@@ -15,10 +15,10 @@ from tqdm.auto import tqdm
 
 from batchinfer.build import Built, build_engine
 from batchinfer.config import PromptConfig, SamplingParams
+from batchinfer.console.progress import Meter
 from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.garbage import long_lived_left_alone
-from batchinfer.job.progress import Meter
 from batchinfer.job.rows.generate import RequestMaker
 from batchinfer.job.rows.sampling_params import RowSampling
 from batchinfer.llm.arguments import ModelArguments, engine_config, refuse_others

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from batchinfer.console.format import printable
 from batchinfer.errors import UsageError
-from batchinfer.job.messages import printable
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.report.write import check_installed
 

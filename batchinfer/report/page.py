@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from batchinfer.job.messages import duration
+from batchinfer.console.format import duration
 from batchinfer.report import charts, colours, words
 from batchinfer.report.clean import clean, cut
 from batchinfer.report.findings import Findings

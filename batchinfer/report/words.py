@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from batchinfer.job.messages import duration
+from batchinfer.console.format import duration
 from batchinfer.report.findings import Findings
 
 _WORTH_SAYING = 0.01

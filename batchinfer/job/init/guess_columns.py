@@ -9,11 +9,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchinfer.console.format import did_you_mean, printable
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input.arrow_text import is_conversation, is_text, python_rows
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.unique_ids import check_unique_ids
-from batchinfer.job.messages import did_you_mean, printable
 
 _LOOKED_AT = 1_000
 """Rows whose values are looked at."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchinfer.console.format import printable
 from batchinfer.errors import StorageError, UsageError
 from batchinfer.job.init.guess_columns import Guess, guess_columns
 from batchinfer.job.input.dataset import Source, open_source
-from batchinfer.job.messages import printable
 from batchinfer.job.spec.json_schema import json_schema
 from batchinfer.job.spec.spec import output_columns
 from batchinfer.job.storage.urls import is_url

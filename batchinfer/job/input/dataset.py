@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import pyarrow as pa
 
+from batchinfer.console.format import listed, printable, shown
 from batchinfer.errors import DataError
 from batchinfer.job.input.discover import find_files, named_format
 from batchinfer.job.input.filter import Condition, Selection, select_rows
 from batchinfer.job.input.format import Format, InputFile, Row, Rows, check_unchanged
 from batchinfer.job.input.hive_partitions import HiveFormat, folder_values
-from batchinfer.job.messages import listed, printable, shown
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
 _Found = Iterator[tuple[int, _Piece]]

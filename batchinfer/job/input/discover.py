@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from batchinfer.console.format import printable
 from batchinfer.errors import DataError, UsageError
-from batchinfer.job.messages import printable
 from batchinfer.job.storage.reader import store_of
 
 _PARQUET = (".parquet",)

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchinfer.console.format import did_you_mean, printable, shown
 from batchinfer.errors import UsageError
 from batchinfer.job.input.format import BATCH_ROWS, Row
-from batchinfer.job.messages import did_you_mean, printable, shown
 from batchinfer.job.row_ids import NO_ROWS, RowIds, ranges_of
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 
+from batchinfer.console.format import printable
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.messages import printable
 from batchinfer.job.storage.reader import store_of
 
 BATCH_ROWS = 1024

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic_core import from_json
 
+from batchinfer.console.format import shown
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import InputFile, Row, Rows
 from batchinfer.job.input.json_columns import json_text
 from batchinfer.job.input.jsonl import JsonlFormat, Line, wanted_lines
-from batchinfer.job.messages import shown
 
 _BYTES = 16
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.console.format import shown
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import check_indices, python_rows
 from batchinfer.job.input.format import (
@@ -28,7 +29,6 @@ from batchinfer.job.input.format import (
     first_line,
 )
 from batchinfer.job.input.parquet_footer import check_footer
-from batchinfer.job.messages import shown
 from batchinfer.job.storage.reader import store_of
 
 Shape = tuple["str | Shape", ...]

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchinfer.console.format import printable, shown
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import python_values
 from batchinfer.job.input.dataset import Source
-from batchinfer.job.messages import printable, shown
 
 _REMEDY = "; give every row a text or a number, or name another column"
 HASHES_AT_ONCE = 1 << 24

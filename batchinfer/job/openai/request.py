@@ -12,8 +12,8 @@ from pathlib import PurePath
 from typing import Any
 
 from batchinfer.config import SamplingParams, field_names
+from batchinfer.console.format import did_you_mean, listed, printable, shown
 from batchinfer.errors import RowError
-from batchinfer.job.messages import did_you_mean, listed, printable, shown
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

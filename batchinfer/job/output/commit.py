@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.console.format import printable
 from batchinfer.errors import StorageError
-from batchinfer.job.messages import printable
 from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.part_record import PartRecord

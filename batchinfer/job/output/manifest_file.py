@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import PurePath
 
+from batchinfer.console.format import printable
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest, read_manifest
-from batchinfer.job.messages import printable
 from batchinfer.job.output.directory import OutputDir
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from batchinfer.console.format import printable
 from batchinfer.errors import StorageError, UsageError
-from batchinfer.job.messages import printable
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.connection import connect
 from batchinfer.job.storage.urls import STORES, StorePath, is_url, scheme_of

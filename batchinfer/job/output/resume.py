@@ -16,9 +16,9 @@ from pathlib import PurePath
 import numpy as np
 import pyarrow as pa
 
+from batchinfer.console.format import printable
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.messages import printable
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.manifest_file import (
     is_begun,

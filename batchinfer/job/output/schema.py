@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from batchinfer.console.format import listed, shown
 from batchinfer.errors import UsageError
 from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source
-from batchinfer.job.messages import listed, shown
 from batchinfer.job.output.explode import exploded
 from batchinfer.job.spec.spec import JobSpec
 

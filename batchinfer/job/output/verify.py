@@ -10,10 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinfer.console.format import printable
+from batchinfer.console.table import Fact
 from batchinfer.errors import DataError
 from batchinfer.job.fingerprint import digest
 from batchinfer.job.manifest import Manifest, read_manifest
-from batchinfer.job.messages import printable
 from batchinfer.job.output.commit import first_line, read_part
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
@@ -22,7 +23,6 @@ from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of, strays
 from batchinfer.job.output.segments import read_segment
 from batchinfer.job.row_ids import Part
-from batchinfer.job.screen import Fact
 from batchinfer.job.storage.filesystem import read_file
 from batchinfer.job.storage.stored_json import parse
 

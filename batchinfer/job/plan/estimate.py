@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchinfer.console.table import Fact
 from batchinfer.engine.metrics import sharing
 from batchinfer.job.job import Job
 from batchinfer.job.plan.census import Census, output_bytes
 from batchinfer.job.plan.simulation import Simulation
-from batchinfer.job.screen import Fact
 
 if TYPE_CHECKING:
     from batchinfer.build_dry import DryBuilt

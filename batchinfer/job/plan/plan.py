@@ -19,12 +19,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchinfer.console.format import did_you_mean
 from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.job import Job, load
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.messages import did_you_mean
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.schema import output_table
 from batchinfer.job.plan.census import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts

@@ -14,11 +14,11 @@ from batchinfer.config import (
     ScoreConfig,
     field_names,
 )
+from batchinfer.console.format import did_you_mean, printable
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input.arrow_text import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.format import SAMPLING_COLUMN
-from batchinfer.job.messages import did_you_mean, printable
 from batchinfer.text.sources import ColumnSource, checked_template, make_source, require_column
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from batchinfer.console.format import did_you_mean, printable
 from batchinfer.errors import RowError
 from batchinfer.job.input.format import SAMPLING_COLUMN, Row
-from batchinfer.job.messages import did_you_mean, printable
 from batchinfer.job.rows.sampling_params import RowParams, RowSampling
 from batchinfer.text.prompts import Prompt
 

@@ -13,9 +13,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from batchinfer.config import SAMPLING_ALIASES, SamplingParams, field_names
+from batchinfer.console.format import did_you_mean, printable, shown
 from batchinfer.errors import RowError, UsageError
 from batchinfer.job.input.format import SAMPLING_COLUMN
-from batchinfer.job.messages import did_you_mean, printable, shown
 from batchinfer.job.spec.document import dotted
 from batchinfer.job.spec.errors import expectation, is_unknown_key
 from batchinfer.job.spec.load import check_token_keys

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
 
+from batchinfer.console.progress import Progress
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError
-from batchinfer.job.progress import Progress
 from batchinfer.job.rows.dedup import Twins, for_twin
 from batchinfer.job.rows.prompt_row import PromptRow
 from batchinfer.job.run.threads import Ahead, Behind

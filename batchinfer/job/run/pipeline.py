@@ -11,6 +11,7 @@ from functools import partial
 from itertools import takewhile
 from threading import Event
 
+from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
 from batchinfer.garbage import long_lived_left_alone
 from batchinfer.job.input.format import BATCH_ROWS
@@ -19,7 +20,6 @@ from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import Sink
 from batchinfer.job.output.quarantine import FlightLog
 from batchinfer.job.output.resume import Left
-from batchinfer.job.progress import Progress
 from batchinfer.job.rows.dedup import Twins
 from batchinfer.job.rows.generate import failed_row
 from batchinfer.job.rows.prompt_row import prompt_rows, without_text

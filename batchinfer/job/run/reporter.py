@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from batchinfer.job.messages import counted_rows, duration, printable
+from batchinfer.console.format import counted_rows, duration, printable
+from batchinfer.console.progress import say
+from batchinfer.console.table import Fact, shown
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.progress import say
-from batchinfer.job.screen import Fact, shown
 from batchinfer.job.storage.filesystem import read_file
 
 Report = Callable[[OutputDir, Callable[[str], None]], bool]

@@ -8,6 +8,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from batchinfer.console.format import printable
+from batchinfer.console.progress import make_progress, say
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.garbage import put_off
 from batchinfer.job.fingerprint import fingerprint, fingerprint_facts, model_facts
@@ -15,7 +17,6 @@ from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.unique_ids import check_unique_ids
 from batchinfer.job.job import BuildEngine, Job, load
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.messages import printable
 from batchinfer.job.openai.export import export
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.export_record import is_there
@@ -33,7 +34,6 @@ from batchinfer.job.output.resume import (
 )
 from batchinfer.job.output.retry import has_errors, reopen
 from batchinfer.job.output.schema import output_table
-from batchinfer.job.progress import make_progress, say
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.column_checks import check_completions_column, check_prompt_columns
 from batchinfer.job.run.pipeline import make_parts

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from batchinfer.console.format import printable
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.messages import printable
 from batchinfer.job.run.batch_options import BatchOptions, state_directory
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.document import JobDocument

@@ -15,8 +15,8 @@ from itertools import takewhile
 from pathlib import Path, PurePath
 
 from batchinfer.config import PromptConfig
+from batchinfer.console.format import listed, printable, shown
 from batchinfer.errors import UsageError
-from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.spec.document import JobDocument, dotted
 from batchinfer.job.spec.spec import JobSpec, output_columns
 from batchinfer.job.spec.yaml import KeyPath

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchinfer.config import SAMPLING_ALIASES
+from batchinfer.console.format import printable
 from batchinfer.errors import UsageError
-from batchinfer.job.messages import printable
 from batchinfer.job.spec.yaml import KeyPath, YamlText, parse_yaml, plain_scalar
 
 _MISSING = object()

@@ -19,8 +19,8 @@ from batchinfer.config import (
     ScoreConfig,
     field_names,
 )
+from batchinfer.console.format import listed, printable, shown
 from batchinfer.errors import NotYetError, UsageError
-from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.spec.document import JobDocument, dotted
 from batchinfer.job.spec.spec import (
     ErrorsSpec,

@@ -18,8 +18,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from batchinfer.config import SCORING, PromptConfig
+from batchinfer.console.format import listed, printable, shown
 from batchinfer.errors import UsageError
-from batchinfer.job.messages import listed, printable, shown
 from batchinfer.job.spec.checks import check_conflicts
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.errors import usage_error

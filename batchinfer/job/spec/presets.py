@@ -6,8 +6,8 @@ import os.path
 from importlib import resources
 from pathlib import Path
 
+from batchinfer.console.format import listed, printable
 from batchinfer.errors import UsageError
-from batchinfer.job.messages import listed, printable
 from batchinfer.job.spec.yaml import YamlText, parse_yaml, read_yaml
 
 _SUFFIX = ".yaml"

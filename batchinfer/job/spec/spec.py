@@ -23,7 +23,7 @@ from batchinfer.config import (
     SamplingParams,
     ScoreConfig,
 )
-from batchinfer.job.messages import printable
+from batchinfer.console.format import printable
 from batchinfer.job.storage.urls import STORES
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

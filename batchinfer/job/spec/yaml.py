@@ -32,8 +32,8 @@ from ruamel.yaml.events import (
 )
 from ruamel.yaml.reader import ReaderError
 
+from batchinfer.console.format import printable
 from batchinfer.errors import UsageError
-from batchinfer.job.messages import printable
 
 Scalar = str | int | float | bool | None
 

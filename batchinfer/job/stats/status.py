@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.console.format import duration
+from batchinfer.console.table import Fact, plain
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.messages import duration
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import NO_ROWS, Part, of_part
-from batchinfer.job.screen import Fact, plain
 from batchinfer.job.stats.recorder import Run, runs_of
 
 SILENT_S = 60.0

@@ -15,8 +15,8 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from batchinfer.console.format import printable
 from batchinfer.errors import StorageError, UsageError
-from batchinfer.job.messages import printable
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Connection

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import BinaryIO, Protocol, cast
 
+from batchinfer.console.format import printable
 from batchinfer.errors import StorageError
-from batchinfer.job.messages import printable
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.job.storage.urls import is_url
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchinfer.console.format import printable
 from batchinfer.errors import StorageError
-from batchinfer.job.messages import printable
 from batchinfer.job.storage.expand import is_data, is_hidden, no_data, not_there
 from batchinfer.job.storage.filesystem import FileStat
 

@@ -17,8 +17,8 @@ from typing import Protocol
 import psutil
 from filelock import FileLock, Timeout
 
+from batchinfer.console.format import printable
 from batchinfer.errors import LockedError
-from batchinfer.job.messages import printable
 from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.job.storage.stored_json import parse
 

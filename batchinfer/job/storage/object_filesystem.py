@@ -22,8 +22,8 @@ from io import BytesIO
 from pathlib import PurePath
 from typing import Any, BinaryIO, cast
 
+from batchinfer.console.format import printable
 from batchinfer.errors import JobError, StorageError
-from batchinfer.job.messages import printable
 from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.object_store import Objects, Version
 from batchinfer.job.storage.urls import StorePath, is_url

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from secrets import token_hex
 from typing import Any
 
+from batchinfer.console.format import printable
 from batchinfer.errors import JobError, LockedError, StorageError
-from batchinfer.job.messages import printable
 from batchinfer.job.storage.local_lock import HOLDER, named, process_lives, this_process
 from batchinfer.job.storage.object_store import Found, Objects, Version
 from batchinfer.job.storage.stored_json import parse

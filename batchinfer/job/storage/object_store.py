@@ -15,8 +15,8 @@ from typing import Any
 import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
+from batchinfer.console.format import printable
 from batchinfer.errors import StorageError
-from batchinfer.job.messages import printable
 from batchinfer.job.storage.connection import connect, errors
 from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.urls import StorePath

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer.console.table import plain
 from batchinfer.engine.engine import Engine
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run.reporter import summary_facts
 from batchinfer.job.run.run import run_job
-from batchinfer.job.screen import plain
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from threading import Event
 
-from batchinfer.job.progress import make_progress
+from batchinfer.console.progress import make_progress
 from batchinfer.job.rows.dedup import Twins
 from batchinfer.job.rows.generate import RequestMaker, RowFinisher
 from batchinfer.job.rows.prompt_row import PromptRow

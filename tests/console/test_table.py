@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.console.table import Fact, plain, shown
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run import run_job
-from batchinfer.job.screen import Fact, plain, shown
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+from batchinfer.console.progress import Lines, make_progress, say
 from batchinfer.engine.stats import StepStats
-from batchinfer.job.progress import Lines, make_progress, say
 from batchinfer.job.run.reporter import too_many_errors
 
 HALF_FULL = cast(

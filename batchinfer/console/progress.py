@@ -9,8 +9,8 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+from batchinfer.console.format import counted_rows, duration
 from batchinfer.engine.stats import StepStats
-from batchinfer.job.messages import counted_rows, duration
 
 LINE_EVERY_S = 30.0
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows [{elapsed}<{remaining}{postfix}]"

@@ -1,0 +1,1 @@
+"""Values, tables and progress as they are shown on a terminal."""
