@@ -98,14 +98,14 @@ def run(
     """Run a job; run it again to go on where it stopped."""
     if shard is not None:
         raise NotYetError("--shard")
-    from batchinfer.crash_log import crash_directory
+    from batchinfer.program import crash_directory
 
     spec = _read_job(job, overrides, variables, output, limit)
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"):
         from batchinfer.job.run.run import run_job
-        from batchinfer.report.at_end import report_at_end
+        from batchinfer.report.write import report_at_end
 
         code = run_job(
             spec,
@@ -151,8 +151,8 @@ def run_batch(
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
     """Answer an OpenAI batch file; run it again to go on where it stopped."""
-    from batchinfer.crash_log import crash_directory
     from batchinfer.job.run.batch_options import BatchOptions, json_object, state_directory
+    from batchinfer.program import crash_directory
 
     options = BatchOptions(
         input_file,

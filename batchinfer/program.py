@@ -1,16 +1,21 @@
-"""What a program does around its commands: it prints, and ends with an exit code."""
+"""What a program does around its commands: it prints, ends with an exit code, keeps tracebacks.
+
+The traceback of a bug goes to a file, so that the screen keeps one line.
+"""
 
 from __future__ import annotations
 
 import errno
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import ExitCode, JobError
-from batchinfer.job.signals import ignore_signals, leave_on_signals
+from batchinfer.process import ignore_signals, leave_on_signals
 
 MAX_MESSAGE_LINES = 12
 _CLICK_INTERRUPTED = 130
@@ -53,8 +58,6 @@ def _is_full_stdout(error: Exception) -> bool:
 
 
 def _bug(error: Exception) -> str:
-    from batchinfer.crash_log import write_crash_log
-
     try:
         return f"batchinfer met a bug; please report it with {write_crash_log(error)}"
     except OSError:  # nowhere to write: the screen is the last place left
@@ -81,3 +84,58 @@ def _complain(message: str) -> None:
     lines = message.splitlines()
     with suppress(OSError):
         print("\n".join(lines[:MAX_MESSAGE_LINES]), file=sys.stderr, flush=True)
+
+
+class CrashError(Exception):
+    """A bug, ``__cause__``, met while working on the output in ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory))
+        self.directory = directory
+
+
+@contextmanager
+def crash_directory(directory: Path) -> Iterator[None]:
+    """Have a bug met inside logged in ``directory``, if that exists by then.
+
+    Raises:
+        CrashError: from whatever was raised inside that is not a ``JobError``.
+    """
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:
+        raise CrashError(directory) from error
+
+
+def write_crash_log(error: Exception) -> Path:
+    """Write the traceback of ``error``, a ``CrashError`` or any other, to a new file.
+
+    Returns:
+        The file: in the crash's directory where that can be written, else a temporary file.
+
+    Raises:
+        OSError: no file can be written at all.
+    """
+    if not isinstance(error, CrashError):
+        return _write(error, None)
+    cause = error.__cause__ or error
+    try:
+        return _write(cause, error.directory)
+    except OSError:
+        return _write(cause, None)
+
+
+def _write(error: BaseException, directory: Path | None) -> Path:
+    with tempfile.NamedTemporaryFile(
+        "w",
+        prefix="crash-",
+        suffix=".log",
+        dir=directory,
+        delete=False,
+        encoding="utf-8",
+        errors="backslashreplace",
+    ) as file:
+        file.writelines(traceback.format_exception(error))
+    return Path(file.name)

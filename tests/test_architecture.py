@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "batchinfer"
-COMMON = {"console", "config", "cpus", "errors", "protocols", "typed"}
+COMMON = {"console", "config", "cpus", "errors", "protocols"}
 MAY_IMPORT = {
+    "process": {"errors"},
     "console": {"engine"},
-    "typed": set(),
     "cpus": set(),
     "openmp": set(),
-    "config": {"typed"},
+    "config": set(),
     "errors": set(),
     "protocols": set(),
     "engine": COMMON,
@@ -27,18 +27,15 @@ MAY_IMPORT = {
     "worker": COMMON | {"engine", "kernels"},
     "build": COMMON | {"engine", "text", "worker"},
     "build_dry": COMMON | {"engine", "text", "worker", "build"},
-    "job": COMMON | {"engine", "text", "build", "build_dry"},
+    "job": COMMON | {"process", "engine", "text", "build", "build_dry"},
     "report": COMMON | {"engine", "job"},
-    "llm": COMMON | {"engine", "text", "build", "job", "report"},
+    "llm": COMMON | {"process", "engine", "text", "build", "job", "report"},
     "bench_options": COMMON,
-    "bench_dataset": COMMON,
-    "bench": COMMON | {"bench_options", "bench_dataset", "worker", "llm"},
-    "crash_log": COMMON,
-    "program": COMMON | {"job", "crash_log"},
-    "cli": COMMON | {"program", "job", "report", "bench", "bench_options", "crash_log"},
+    "bench": COMMON | {"bench_options", "worker", "llm"},
+    "program": COMMON | {"process"},
+    "cli": COMMON | {"program", "job", "report", "bench", "bench_options"},
     "__init__": {"config", "llm", "openmp"},
-    "lean": set(),
-    "__main__": {"cli", "lean", "openmp"},
+    "__main__": {"cli", "openmp"},
 }
 HEAVY = {
     "engine": {"torch", "transformers", "tokenizers", "pyarrow", "polars", "pathlib"},

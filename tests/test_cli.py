@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from batchinfer import cli
+from batchinfer.__main__ import UNUSED
 from batchinfer.bench_options import BenchOptions
 from batchinfer.errors import (
     DataError,
@@ -27,8 +28,7 @@ from batchinfer.errors import (
 )
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.lean import UNUSED
-from batchinfer.report.at_end import report_at_end
+from batchinfer.report.write import report_at_end
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 from tests.job.job_files import MINIMAL, write_job

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from batchinfer.config.accept import AcceptConfig
-from batchinfer.config.engine import EngineConfig, sized_for
-from batchinfer.config.prompt import PromptConfig
-from batchinfer.config.quantization import QUANTIZATIONS
+from batchinfer.config.engine import QUANTIZATIONS, EngineConfig, sized_for
+from batchinfer.config.prompt import SCORING, AcceptConfig, PromptConfig, ScoreConfig
 from batchinfer.config.sampling import (
     HUGE,
     MAX_BEAMS,
@@ -16,8 +14,7 @@ from batchinfer.config.sampling import (
     SAMPLING_ALIASES,
     SamplingParams,
 )
-from batchinfer.config.score import SCORING, ScoreConfig
-from batchinfer.config.values import parse_size
+from batchinfer.config.types import parse_size
 
 __all__ = [
     "HUGE",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from batchinfer.config.values import parse_size, shown
-from batchinfer.typed import take_types
+from batchinfer.config.types import parse_size, shown, take_types
+
+QUANTIZATIONS = ("int8", "int8_weight_only", "int4_weight_only")
+"""Of ``model.quantization``: the project's own, and torchao's names."""
 
 
 @dataclass(frozen=True)

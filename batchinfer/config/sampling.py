@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from batchinfer.config.structured import normalised
-from batchinfer.config.values import shown
-from batchinfer.typed import take_types
+from batchinfer.config.types import shown, take_types
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that can be asked for, as in the OpenAI and vLLM APIs."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.config.values import shown
+from batchinfer.config.types import shown
 
 MAX_CHARACTERS = 2**20
 """Of a schema, an expression, a grammar or a list of choices: a million words of vocabulary take

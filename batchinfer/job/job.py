@@ -21,9 +21,9 @@ from batchinfer.job.rows.reader import ColumnReader, Prompts, RowAdapters, RowRe
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.job.rows.task import Task, make_task
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.text.completions import ScoringBuilder
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import PromptBuilder
+from batchinfer.text.scoring_prompts import ScoringBuilder
 
 if TYPE_CHECKING:
     from batchinfer.build import Built

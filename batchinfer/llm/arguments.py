@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinfer.config import QUANTIZATIONS, EngineConfig, field_names
+from batchinfer.config.types import take_types
 from batchinfer.errors import NotYetError
-from batchinfer.typed import take_types
 
 _NOT_YET: Mapping[str, object] = {
     "trust_remote_code": False,

@@ -1,10 +1,12 @@
-"""What the calls of an ``LLM`` have in common: the engine they run on, and the numbers of all."""
+"""What the calls of an ``LLM`` have in common: one engine, one at a time, the numbers of all."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from batchinfer.build import Built
@@ -12,9 +14,9 @@ from batchinfer.console.progress import Meter
 from batchinfer.engine.metrics import Measured
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.stats.recorder import KV_FACTS
-from batchinfer.llm.stats_table import Stats
-from batchinfer.report.findings import Findings
+from batchinfer.llm.outputs import Stats
 from batchinfer.report.from_calls import CallLog
+from batchinfer.report.report_data import Findings
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,3 +79,31 @@ class Calls:
             settings: sections, their keys and values.
         """
         return self._log.findings(model, self._device, self._pool, settings)
+
+
+class OneCall:
+    """Lets calls in one after another, from whatever thread they come."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._caller: int | None = None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Wait for the call that runs, then keep others waiting.
+
+        Raises:
+            RuntimeError: the call that runs is this thread's own, so that it would wait for ever.
+        """
+        thread = threading.get_ident()
+        if self._caller == thread:
+            raise RuntimeError(
+                f"{name} is called from within another call of the same LLM "
+                "(a signal handler or a callback); call it when that one has returned"
+            )
+        with self._lock:
+            self._caller = thread
+            try:
+                yield
+            finally:
+                self._caller = None

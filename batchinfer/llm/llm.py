@@ -18,13 +18,11 @@ from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.console.progress import Meter
 from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
-from batchinfer.garbage import long_lived_left_alone
 from batchinfer.job.rows.generate import RequestMaker
 from batchinfer.job.rows.sampling_params import RowSampling
 from batchinfer.llm.arguments import ModelArguments, engine_config, refuse_others
-from batchinfer.llm.calls import Calls
-from batchinfer.llm.one_call import OneCall
-from batchinfer.llm.outputs import BeamSearchParams, RequestOutput, finished, refused
+from batchinfer.llm.calls import Calls, OneCall
+from batchinfer.llm.outputs import BeamSearchParams, RequestOutput, Stats, finished, refused
 from batchinfer.llm.prompts import (
     Conversation,
     PromptLike,
@@ -33,8 +31,8 @@ from batchinfer.llm.prompts import (
     read_conversations,
     read_prompts,
 )
-from batchinfer.llm.stats_table import Stats
-from batchinfer.report.clean import without_secrets
+from batchinfer.process import long_lived_left_alone
+from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.write import check_installed
 from batchinfer.text.grammar import GrammarCompiler, GrammarError
 from batchinfer.text.prompts import Prompt, PromptBuilder

@@ -1,8 +1,9 @@
-"""What the Python API gives back, and how it is made of what the engine gives back."""
+"""What the Python API gives back: outputs made of completions, and ``LLM.stats`` as a table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from html import escape
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, SampleOutput, TokenLogprobs
@@ -135,3 +136,31 @@ def _logprobs(token: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
         token_id: Logprob(logprob, rank, tokenizer.decode([token_id], skip_special_tokens=False))
         for token_id, (logprob, rank) in entries.items()
     }
+
+
+class Stats(dict[str, dict[str, float]]):
+    """``tokens``, ``throughput`` and ``kv`` of ``summary.json``; in a notebook, a table."""
+
+    def __repr__(self) -> str:
+        lines: list[str] = []
+        for section, values in self.items():
+            lines += [section, *(f"  {name:<22}{_said(name, n):>14}" for name, n in values.items())]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        rows = "".join(
+            f"<tr><th colspan=2 style='text-align:left'>{escape(section)}</th></tr>"
+            + "".join(
+                f"<tr><td style='text-align:left'>{escape(name)}</td><td>{_said(name, n)}</td></tr>"
+                for name, n in values.items()
+            )
+            for section, values in self.items()
+        )
+        return f"<table>{rows}</table>"
+
+
+def _said(name: str, value: float) -> str:
+    if "per_s" in name:
+        return f"{value:,.1f}"
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"

@@ -16,8 +16,8 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import output_columns
-from batchinfer.report.findings import Example, Failure
-from batchinfer.report.stored import UNREADABLE, FinishedRows, batches
+from batchinfer.report.report_data import Example, Failure
+from batchinfer.report.stored_stats import UNREADABLE, FinishedRows, batches
 
 MOST_ROWS, MOST_COLUMNS = 4, 4
 MOST_CODES, OF_EACH_CODE = 12, 3

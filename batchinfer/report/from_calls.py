@@ -11,9 +11,9 @@ import numpy as np
 from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.stats.recorder import package_versions
-from batchinfer.report.findings import Findings
-from batchinfer.report.lengths import COLUMNS as REQUEST_COLUMNS
-from batchinfer.report.lengths import Float, Lengths
+from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
+from batchinfer.report.histograms import Float, Lengths
+from batchinfer.report.report_data import Findings
 from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS
 from batchinfer.report.timeline import Timeline
 

@@ -15,10 +15,10 @@ from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import Part
 from batchinfer.job.stats.recorder import Run, package_versions, runs_of
 from batchinfer.job.stats.status import Status, read_status
-from batchinfer.report.clean import without_secrets
 from batchinfer.report.examples import find_examples, find_failures
-from batchinfer.report.findings import Findings, RunFacts
-from batchinfer.report.stored import FinishedRows, read_lengths, read_timeline
+from batchinfer.report.report_data import Findings, RunFacts
+from batchinfer.report.sanitize import without_secrets
+from batchinfer.report.stored_stats import FinishedRows, read_lengths, read_timeline
 
 _MOST_FILES = 12
 _MAX_ERROR_RATE = 0.01  # where no run has noted its job

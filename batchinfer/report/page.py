@@ -12,9 +12,9 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from batchinfer.console.format import duration
-from batchinfer.report import charts, colours, words
-from batchinfer.report.clean import clean, cut
-from batchinfer.report.findings import Findings
+from batchinfer.report import captions, charts
+from batchinfer.report.report_data import Findings
+from batchinfer.report.sanitize import clean, cut
 from batchinfer.report.timeline import Timeline
 
 _MOST_RUNS, _MOST_CODES = 20, 12
@@ -35,19 +35,19 @@ def page(found: Findings, price_per_hour: float | None = None) -> str:
             found=found,
             style=_style(),
             state_class=_state_class(found.state),
-            headline=words.headline(found),
-            pool=words.pool(found),
-            figures=list(words.figures(found, price_per_hour)),
+            headline=captions.headline(found),
+            pool=captions.pool(found),
+            figures=list(captions.figures(found, price_per_hour)),
             charts=_charts(timeline) if timeline.totals.steps else None,
-            pressure=words.pressure_caption(found),
+            pressure=captions.pressure_caption(found),
             swapped=timeline.states("num_swapped").any(),
             again=timeline.rate("recomputed_tokens").any(),
             histograms=list(_histograms(found)),
-            sharing=words.sharing_caption(found),
-            prompt_slices=words.prompt_slices(found),
-            memory_slices=words.memory_slices(found),
-            time_slices=words.time_slices(found),
-            waits=words.waits(found),
+            sharing=captions.sharing_caption(found),
+            prompt_slices=captions.prompt_slices(found),
+            memory_slices=captions.memory_slices(found),
+            time_slices=captions.time_slices(found),
+            waits=captions.waits(found),
             most_runs=_MOST_RUNS,
             most_codes=_MOST_CODES,
         )
@@ -92,8 +92,8 @@ def _state_class(state: str) -> str:
 @cache
 def _style() -> Markup:
     template = _environment().get_template("style")
-    light, dark = (Markup(" ".join(colours.variables(theme))) for theme in (0, 1))
-    rules = Markup("\n".join(colours.chart_rules()))
+    light, dark = (Markup(" ".join(charts.variables(theme))) for theme in (0, 1))
+    rules = Markup("\n".join(charts.chart_rules()))
     return Markup(template.render(light=light, dark=dark, chart_rules=rules))
 
 

@@ -1,10 +1,20 @@
-"""``batchinfer report``: a job's page, written beside its output."""
+"""``batchinfer report``: a job's page, written beside its output, also at the end of a run.
+
+At the end of a run a process of its own writes it, never in the run's way: charts are drawn by a
+JavaScript engine, which may end its process where memory is short or address space is limited. A
+job that has all its answers must not be lost to that.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 
+from batchinfer.console.format import printable
 from batchinfer.errors import UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import storage_errors
@@ -12,6 +22,9 @@ from batchinfer.report.from_output import from_output
 
 _NEEDS = "report.html needs the packages altair and vl-convert-python"
 _INSTALL = "pip install 'batchinfer[report]'"
+
+_TIMEOUT_S = 300.0
+_PACKAGE = Path(__file__).parents[1]
 
 
 def check_installed() -> None:
@@ -55,3 +68,39 @@ def write_report(
         out.files.make_directory(out.staging)
     out.write(out.report, html)
     return out.report
+
+
+def report_at_end(out: OutputDir, tell: Callable[[str], None]) -> bool:
+    """Write the report on a job that has just ended.
+
+    Args:
+        out: its output directory.
+        tell: told, in a line, why there is no report.
+
+    Returns:
+        Whether it is there.
+    """
+    try:
+        check_installed()
+    except UsageError as error:
+        tell(f"no report: {': '.join(str(error).splitlines())}")
+        return False
+    command = [sys.executable, "-P", "-m", "batchinfer", "report", str(out.root)]
+    paths = [str(_PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        tell(f"no report: {printable(str(error))}")
+        return False
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = said[0] if said else f"its process ended with {done.returncode}"
+        tell(f"no report: {printable(reason)}")
+    return done.returncode == 0

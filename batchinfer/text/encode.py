@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchinfer.errors import RowError
-from batchinfer.text.control import Marks
+from batchinfer.text.control_tokens import Marks
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError, UsageError
-from batchinfer.text.conflicts import conflicts
 from batchinfer.text.encode import RenderedText, TextEncoder
+from batchinfer.text.prompt_sources import conflicts, require_column
 from batchinfer.text.render import RowRenderer
-from batchinfer.text.sources import require_column
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 Row = Mapping[str, object]

@@ -9,11 +9,11 @@ from typing import Any
 from batchinfer.config import PromptConfig
 from batchinfer.errors import ModelError, RowError, UsageError
 from batchinfer.text.chat import ChatTemplate, Message
-from batchinfer.text.control import Marks
+from batchinfer.text.control_tokens import Marks
 from batchinfer.text.encode import RenderedText
-from batchinfer.text.sources import checked_template, make_source
+from batchinfer.text.prompt_sources import checked_template, make_source
+from batchinfer.text.row_values import SYSTEM_ROLES, decoded, map_texts, texts_in
 from batchinfer.text.tokenizer import Tokenizer
-from batchinfer.text.values import SYSTEM_ROLES, decoded, map_texts, texts_in
 
 _GIVE_TEMPLATE = "Give prompt.chat_template the path of one, or take a model made for chat."
 

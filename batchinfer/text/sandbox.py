@@ -24,8 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 
 from batchinfer.errors import RowError
-from batchinfer.text import growth
-from batchinfer.text.growth import MAX_TEXT_CHARS
+from batchinfer.text import size_bounds
+from batchinfer.text.size_bounds import MAX_TEXT_CHARS
 
 MAX_SOURCE_CHARS = 2**20
 MAX_STEPS = 1_000_000
@@ -94,7 +94,7 @@ def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any
         context, (value, *rest) = args[:skipped], args[skipped:]
         if name == _JOINING_FILTER:
             value = list(value)
-        _require_small(growth.FILTERS[name](value, *rest, **kwargs))
+        _require_small(size_bounds.FILTERS[name](value, *rest, **kwargs))
         return filter_(*context, value, *rest, **kwargs)
 
     return bounded
@@ -155,9 +155,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             **options,
         )
         self.filters["tojson"] = _tojson
-        for name in growth.UNSAFE_FILTERS:
+        for name in size_bounds.UNSAFE_FILTERS:
             del self.filters[name]
-        for name in growth.FILTERS:
+        for name in size_bounds.FILTERS:
             self.filters[name] = _bounded_filter(name, self.filters[name])
         del self.globals["lipsum"]
         self.globals["namespace"] = _PlainNamespace
@@ -170,24 +170,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def concatenate(self, *parts: Any) -> str:
         """The ``~`` operator."""
-        _require_small(growth.text_size(parts))
+        _require_small(size_bounds.text_size(parts))
         return "".join(map(str, parts))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Check the size of the result before computing it."""
-        if not growth.check_binary(operator, left, right):
+        if not size_bounds.check_binary(operator, left, right):
             raise TemplateCostError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Refuse, besides internals, methods whose result has no bound."""
-        return attr not in growth.UNSAFE_METHODS and super().is_safe_attribute(obj, attr, value)
+        return attr not in size_bounds.UNSAFE_METHODS and super().is_safe_attribute(
+            obj, attr, value
+        )
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Check the size of what a text's methods build before calling them."""
         method = getattr(obj, "__wrapped__", obj)
         text = getattr(method, "__self__", None)
-        if isinstance(text, str | bytes) and (size := growth.METHODS.get(method.__name__)):
+        if isinstance(text, str | bytes) and (size := size_bounds.METHODS.get(method.__name__)):
             if method.__name__ == _JOINING_FILTER and args:
                 args = (list(args[0]), *args[1:])
             _require_small(size(text, *args, **kwargs))
@@ -257,7 +259,7 @@ def _call(name: str, args: Iterable[nodes.Expr], lineno: int) -> nodes.Call:
 @pass_context
 def _charge_output(context: Context, value: Any) -> Any:
     """Every ``{{ }}`` passes here, wherever its text then goes."""
-    size = growth.text_size(value)
+    size = size_bounds.text_size(value)
     _require_small(size)
     _budget.get().spend(size)
     return value

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer as Backend
 
-from batchinfer.text.control import ControlTokens
+from batchinfer.text.control_tokens import ControlTokens
 
 TokenIds = npt.NDArray[np.int32]
 

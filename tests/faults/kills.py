@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.signals import leave_on_signals
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import filesystem as files
+from batchinfer.process import leave_on_signals
 from tests.faults.children import KILLED, BuildEngine, Child, Pace, start
 from tests.faults.outputs import InFolder, Output
 from tests.faults.violation import ViolationError

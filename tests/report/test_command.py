@@ -17,8 +17,8 @@ from batchinfer import cli, program
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run.run import run_job
-from batchinfer.report import at_end, write
-from batchinfer.report.at_end import report_at_end
+from batchinfer.report import write
+from batchinfer.report.write import report_at_end
 from tests.job.datasets import strings, write_parquet
 from tests.job.fakes import FakeBuild, job
 from tests.report.test_page import Tags
@@ -116,7 +116,7 @@ def test_a_process_that_fails_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     if how == "timeout":
-        monkeypatch.setattr(at_end, "_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(write, "_TIMEOUT_S", 0.01)
     else:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     told: list[str] = []

@@ -20,13 +20,13 @@ from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
-from batchinfer.report.findings import Findings
+from batchinfer.report.captions import sharing_caption
 from batchinfer.report.from_output import from_output
-from batchinfer.report.lengths import COLUMNS as REQUEST_COLUMNS
-from batchinfer.report.lengths import SUMS, Lengths
+from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
+from batchinfer.report.histograms import SUMS, Lengths
+from batchinfer.report.report_data import Findings
 from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS
 from batchinfer.report.timeline import FLOWS, POINTS, Timeline
-from batchinfer.report.words import sharing_caption
 from tests.job.datasets import write_parquet
 from tests.job.fakes import AtOnce, FakeBuild, job
 from tests.job.output.test_resume import Build, stop_at

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchinfer.report.clean import clean, cut, without_secrets
-from batchinfer.report.colours import CHART
-from batchinfer.report.findings import Example, Failure, Findings, RunFacts
-from batchinfer.report.lengths import COLUMNS as REQUEST_COLUMNS
-from batchinfer.report.lengths import Lengths
+from batchinfer.report.captions import figures, headline
+from batchinfer.report.charts import CHART
+from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
+from batchinfer.report.histograms import Lengths
 from batchinfer.report.page import page
+from batchinfer.report.report_data import Example, Failure, Findings, RunFacts
+from batchinfer.report.sanitize import clean, cut, without_secrets
 from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS
 from batchinfer.report.timeline import Timeline
-from batchinfer.report.words import figures, headline
 from tests.report.browser import CHROMIUM, Browser
 from tests.report.hostile import HOSTILE
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from batchinfer.config import SamplingParams
 from batchinfer.protocols import StopChecker, StopMatch
-from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
+from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory, output_text
 from batchinfer.text.tokenizer import Tokenizer
 
 

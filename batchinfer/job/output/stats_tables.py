@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
-from batchinfer.text.acceptance import Tally
+from batchinfer.text.sample_filter import Tally
 
 _FLOWS = (
     "step_ms",

@@ -14,8 +14,8 @@ from batchinfer.config import AcceptConfig
 from batchinfer.engine.request import Completion, Request, together
 from batchinfer.job.rows.generate import FinishedRow, RequestMaker, RowFinisher, sample_text
 from batchinfer.job.rows.prompt_row import PromptRow
-from batchinfer.text.acceptance import Judge, RowVerdicts, Tally, Verdict
 from batchinfer.text.prompts import Prompt
+from batchinfer.text.sample_filter import Judge, RowVerdicts, Tally, Verdict
 from batchinfer.text.tokenizer import Tokenizer
 
 

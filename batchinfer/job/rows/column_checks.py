@@ -19,7 +19,12 @@ from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input.arrow_text import is_conversation, is_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.format import SAMPLING_COLUMN
-from batchinfer.text.sources import ColumnSource, checked_template, make_source, require_column
+from batchinfer.text.prompt_sources import (
+    ColumnSource,
+    checked_template,
+    make_source,
+    require_column,
+)
 
 
 def check_prompt_columns(config: PromptConfig, source: Source) -> None:

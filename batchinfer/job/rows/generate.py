@@ -19,10 +19,10 @@ from batchinfer.errors import RowError
 from batchinfer.job.rows.prompt_row import PromptRow
 from batchinfer.job.rows.reader import BASE
 from batchinfer.job.rows.sampling_params import RowSampling
-from batchinfer.text.acceptance import Tally
+from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory, output_text
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import Prompt, PromptTooLongError
-from batchinfer.text.stops import bad_words_token_ids, make_stop_checker_factory, output_text
+from batchinfer.text.sample_filter import Tally
 from batchinfer.text.tokenizer import Tokenizer
 
 _NO_TALLY = Tally()

@@ -20,7 +20,7 @@ from batchinfer.engine.request import Completion, Request, TokenIds, together
 from batchinfer.errors import RowError
 from batchinfer.job.rows.generate import FinishedRow, failed_row, seen_text
 from batchinfer.job.rows.prompt_row import PromptRow
-from batchinfer.text.completions import ScoredPrompt
+from batchinfer.text.scoring_prompts import ScoredPrompt
 from batchinfer.text.tokenizer import Tokenizer
 
 

@@ -13,7 +13,6 @@ from threading import Event
 
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
-from batchinfer.garbage import long_lived_left_alone
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.job import Job, Loaded
 from batchinfer.job.output.explode import METADATA as EXPLODED
@@ -28,6 +27,7 @@ from batchinfer.job.rows.window import Lot, planned
 from batchinfer.job.run.engine_loop import EngineLoop, Finished
 from batchinfer.job.run.threads import Ahead, Behind
 from batchinfer.job.stats.recorder import Recorder, package_versions
+from batchinfer.process import long_lived_left_alone
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
 _LOTS_READ_BACK = 2

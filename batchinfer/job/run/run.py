@@ -11,7 +11,6 @@ from pathlib import Path
 from batchinfer.console.format import printable
 from batchinfer.console.progress import make_progress, say
 from batchinfer.errors import DataError, ExitCode, UsageError
-from batchinfer.garbage import put_off
 from batchinfer.job.fingerprint import fingerprint, fingerprint_facts, model_facts
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.unique_ids import check_unique_ids
@@ -38,10 +37,10 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.column_checks import check_completions_column, check_prompt_columns
 from batchinfer.job.run.pipeline import make_parts
 from batchinfer.job.run.reporter import Report, Telling, too_many_errors
-from batchinfer.job.signals import stop_signals
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import kernels_of, runs_of
 from batchinfer.job.stats.summary import write_summary
+from batchinfer.process import put_off, stop_signals
 
 _AGAIN = "run the same command again: the part is then made again"
 

@@ -21,10 +21,10 @@ from batchinfer.job.spec.document import JobDocument, dotted
 from batchinfer.job.spec.spec import JobSpec, output_columns
 from batchinfer.job.spec.yaml import KeyPath
 from batchinfer.job.storage.urls import StorePath, is_url
-from batchinfer.text.acceptance import AcceptError, Judge
 from batchinfer.text.chat import compile_chat_template
-from batchinfer.text.conflicts import conflicts
 from batchinfer.text.grammar import GrammarError, check_structured_outputs
+from batchinfer.text.prompt_sources import conflicts
+from batchinfer.text.sample_filter import AcceptError, Judge
 from batchinfer.text.template import compile_template
 
 _ESCAPED = re.compile(r"\[([*?[])\]")

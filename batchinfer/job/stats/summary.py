@@ -27,7 +27,7 @@ from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUESTS_SCHEMA, STEPS_SCHEMA
 from batchinfer.job.stats.recorder import Run, package_versions, read_run
 from batchinfer.job.storage.filesystem import publish, storage_errors
-from batchinfer.text.acceptance import Tally
+from batchinfer.text.sample_filter import Tally
 
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
 """Where no run has loaded the model, because there are no rows."""

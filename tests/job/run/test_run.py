@@ -702,7 +702,7 @@ def test_a_signal_while_the_model_loads_ends_the_process_at_once(tmp_path: Path)
     script = (
         "import os, signal, sys\n"
         "from batchinfer.job.run.run import run_job\n"
-        "from batchinfer.job.signals import leave_on_signals\n"
+        "from batchinfer.process import leave_on_signals\n"
         "from batchinfer.job.spec.spec import JobSpec\n"
         "def build(*model, log):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from batchinfer.config import AcceptConfig
-from batchinfer.config.search import has_match
+from batchinfer.config.regex import has_match
 
 MAX_BACKTRACKS = 1_000_000
 """Steps back that a pattern of a schema may take in a text."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchinfer.config import PromptConfig
-from batchinfer.text.conflicts import conflicts
+from batchinfer.text.prompt_sources import conflicts
 
 HI = ({"role": "user", "content": "hi"},)
 

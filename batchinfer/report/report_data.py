@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchinfer.report.lengths import Lengths
+from batchinfer.report.histograms import Lengths
 from batchinfer.report.timeline import Timeline
 
 

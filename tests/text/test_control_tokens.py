@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.text.control import ControlTokens, Marks
+from batchinfer.text.control_tokens import ControlTokens, Marks
 
 TOKENS = ControlTokens({"<|im_end|>", "<|im_start|>", "<s>", "</s>", "<|im_end|>x"})
 

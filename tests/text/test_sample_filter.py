@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.config import AcceptConfig
-from batchinfer.text.acceptance import AcceptError, Judge, Verdict
+from batchinfer.text.sample_filter import AcceptError, Judge, Verdict
 
 A, R, D, S = Verdict
 

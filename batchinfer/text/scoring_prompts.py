@@ -20,14 +20,13 @@ import numpy as np
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError, UsageError
-from batchinfer.text.conflicts import conflicts
-from batchinfer.text.control import Marks
+from batchinfer.text.control_tokens import Marks
 from batchinfer.text.encode import RenderedText, TextEncoder
+from batchinfer.text.prompt_sources import conflicts, require_column
 from batchinfer.text.prompts import Prompt, PromptTooLongError, Row, or_error, row_token_ids
 from batchinfer.text.render import RowRenderer
-from batchinfer.text.sources import require_column
+from batchinfer.text.row_values import decoded
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
-from batchinfer.text.values import decoded
 
 _EMPTY = "empty_completion"
 

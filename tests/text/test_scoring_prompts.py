@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import DataError, RowError, UsageError
-from batchinfer.text.completions import ScoredPrompt, ScoringBuilder
 from batchinfer.text.prompts import PromptTooLongError
+from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
 from batchinfer.text.tokenizer import Tokenizer
 from tests.text.conftest import CHATML
 

@@ -14,8 +14,8 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.segments import REQUEST_COLUMN
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA
 from batchinfer.job.stats.recorder import Run
-from batchinfer.report.lengths import COLUMNS as REQUEST_COLUMNS
-from batchinfer.report.lengths import Float, Lengths
+from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
+from batchinfer.report.histograms import Float, Lengths
 from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS
 from batchinfer.report.timeline import Timeline
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.signals import leave_on_signals, stop_signals
+from batchinfer.process import leave_on_signals, stop_signals
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
@@ -19,7 +19,7 @@ def run(script: str, number: signal.Signals) -> subprocess.CompletedProcess[str]
     """Run a script in which ``send()`` sends the signal to the process itself."""
     start = (
         "import os\n"
-        "from batchinfer.job.signals import ignore_signals, leave_on_signals, stop_signals\n"
+        "from batchinfer.process import ignore_signals, leave_on_signals, stop_signals\n"
         f"send = lambda: os.kill(os.getpid(), {int(number)})\n"
     )
     command = [sys.executable, "-c", start + script]

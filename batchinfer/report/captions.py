@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from batchinfer.console.format import duration
-from batchinfer.report.findings import Findings
+from batchinfer.report.report_data import Findings
 
 _WORTH_SAYING = 0.01
 """A share below which nothing is claimed."""

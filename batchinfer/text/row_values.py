@@ -7,7 +7,7 @@ from typing import Any
 
 from batchinfer.errors import RowError
 from batchinfer.text.chat import Message
-from batchinfer.text.growth import MAX_TEXT_CHARS
+from batchinfer.text.size_bounds import MAX_TEXT_CHARS
 
 _MAX_BYTES_PER_CHAR = 4
 SYSTEM_ROLES = ("system", "developer")

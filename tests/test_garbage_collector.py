@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from batchinfer.garbage import long_lived_left_alone, put_off
+from batchinfer.process import long_lived_left_alone, put_off
 
 
 def fails_inside() -> None:

@@ -1,7 +1,9 @@
-"""Gives the fields of a record the types they are annotated with, or says which one cannot."""
+"""Types and values of a record's fields: coerced, read as sizes, shown in messages."""
 
 from __future__ import annotations
 
+import json
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -18,6 +20,10 @@ _WORDS: Mapping[Any, str] = {
     NoneType: "None",
 }
 _PLURALS: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "texts"}
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def take_types(record: Any) -> None:
@@ -97,3 +103,22 @@ def _words(hint: Any) -> str:
     if origin is Mapping:
         return f"a dict of {_PLURALS[args[0]]} and their {_PLURALS.get(args[1], 'values')}"
     return _WORDS[hint]
+
+
+def parse_size(value: str | int | float, key: str) -> int:
+    """Bytes meant by ``"40GiB"``, ``"512 MB"`` or a bare number, which is GiB.
+
+    Raises:
+        ValueError: naming ``key``, when the text is not a size.
+    """
+    match = _SIZE.fullmatch(str(value))
+    if isinstance(value, bool) or match is None:
+        raise ValueError(f"{key}: {json.dumps(value)} is not a size; write it like 40GiB or 512MiB")
+    number, unit = match.groups()
+    return int(float(number) * _UNITS[(unit or "GiB").lower()])
+
+
+def shown(value: object) -> str:
+    """A value as a job file writes it, cut to 60 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
