@@ -14,7 +14,13 @@ from triton.runtime.jit import JITFunction
 
 from batchinfer.kernels import fp8, launch
 from batchinfer.kernels.block_copy import block_copy
-from batchinfer.kernels.cases import (
+from batchinfer.kernels.kv_write import kv_write
+from batchinfer.kernels.paged_attention import paged_attention
+from batchinfer.kernels.rms_norm import rms_norm
+from batchinfer.kernels.rotary_write import rotary_write
+from batchinfer.kernels.row_stats import row_stats
+from batchinfer.kernels.silu_mul import silu_mul
+from tests.kernels.cases import (
     COPY_CASES,
     WRITE_CASES,
     AttentionCase,
@@ -22,11 +28,7 @@ from batchinfer.kernels.cases import (
     build_copy,
     build_write,
 )
-from batchinfer.kernels.kv_write import kv_write
-from batchinfer.kernels.paged_attention import paged_attention
-from batchinfer.kernels.rms_norm import rms_norm
-from batchinfer.kernels.rotary_write import rotary_write
-from batchinfer.kernels.row_cases import (
+from tests.kernels.row_cases import (
     ROTARY_CASES,
     ROW_CASES,
     build_rms_norm,
@@ -34,9 +36,7 @@ from batchinfer.kernels.row_cases import (
     build_row_stats,
     build_silu_mul,
 )
-from batchinfer.kernels.row_stats import row_stats
-from batchinfer.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
-from batchinfer.kernels.silu_mul import silu_mul
+from tests.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
 
 LENS = ((1, 100), (5, 90))
 CASES = (

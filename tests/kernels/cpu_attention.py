@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from batchinfer.kernels import reference
-from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase, build_attention
 from batchinfer.kernels.cpu import native
+from tests.kernels.cases import ATTENTION_CASES, AttentionCase, build_attention
 from tests.kernels.stored import store
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from batchinfer.kernels import block_copy, launch, reference
-from batchinfer.kernels.cases import COPY_CASES, CopyCase, build_copy
+from tests.kernels.cases import COPY_CASES, CopyCase, build_copy
 
 
 def check(case: CopyCase, device: str, dtype: torch.dtype) -> None:

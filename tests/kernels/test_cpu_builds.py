@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.kernels.cases import ATTENTION_CASES, AttentionCase
 from batchinfer.kernels.cpu import decoder_layer, gemm, library, native, row_ops
-from batchinfer.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, RowCase
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.product_kernels import product_kernels
 from tests.kernels import test_cpu_gemm, test_cpu_native, test_cpu_row_ops
+from tests.kernels.cases import ATTENTION_CASES, AttentionCase
 from tests.kernels.cpu_attention import ODD_CASES, TOLERANCE, check_attention
 from tests.kernels.cpu_product import (
     check_int8,
@@ -24,6 +23,7 @@ from tests.kernels.cpu_product import (
     check_product,
     check_rows_do_not_depend_on_each_other,
 )
+from tests.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, RowCase
 from tests.worker.fusion.test_native_layers import Run, fused
 
 _FLAGS = {

@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from batchinfer.kernels import reference
-from batchinfer.kernels.cases import (
-    WRITE_CASES,
-    AttentionCase,
-    WriteCase,
-    build_write,
-)
 from batchinfer.kernels.cpu import library, native
+from tests.kernels.cases import WRITE_CASES, AttentionCase, WriteCase, build_write
 from tests.kernels.cpu_attention import CASES, TOLERANCE, check_attention
 from tests.kernels.stored import store
 

@@ -7,7 +7,7 @@ import torch
 
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import library, native, row_ops
-from batchinfer.kernels.row_cases import (
+from tests.kernels.row_cases import (
     ROTARY_CASES,
     ROW_CASES,
     RotaryCase,

@@ -11,7 +11,11 @@ import triton.language as tl
 
 from batchinfer.kernels import decode_work, reference
 from batchinfer.kernels.block_copy import block_copy
-from batchinfer.kernels.cases import (
+from batchinfer.kernels.fp8 import FP8, narrow, widen
+from batchinfer.kernels.kv_write import kv_write
+from batchinfer.kernels.paged_attention import paged_attention
+from batchinfer.kernels.rotary_write import rotary_write
+from tests.kernels.cases import (
     COPY_CASES,
     INTERPRETED_ATTENTION_CASES,
     WRITE_CASES,
@@ -21,12 +25,8 @@ from batchinfer.kernels.cases import (
     build_copy,
     build_write,
 )
-from batchinfer.kernels.fp8 import FP8, narrow, widen
-from batchinfer.kernels.kv_write import kv_write
-from batchinfer.kernels.paged_attention import paged_attention
-from batchinfer.kernels.rotary_write import rotary_write
-from batchinfer.kernels.row_cases import ROTARY_CASES, RotaryCase, build_rotary_write
-from batchinfer.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
+from tests.kernels.row_cases import ROTARY_CASES, RotaryCase, build_rotary_write
+from tests.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ATTENTION_CASES = [

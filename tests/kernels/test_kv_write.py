@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from batchinfer.kernels import kv_write, launch, reference
-from batchinfer.kernels.cases import WRITE_CASES, WriteCase, build_write
+from tests.kernels.cases import WRITE_CASES, WriteCase, build_write
 
 
 def check(case: WriteCase, device: str, dtype: torch.dtype) -> None:

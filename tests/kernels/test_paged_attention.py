@@ -5,15 +5,15 @@ from hypothesis import strategies as st
 
 from batchinfer.kernels import decode_work, launch, paged_attention, reference
 from batchinfer.kernels.attend import tile_tokens
-from batchinfer.kernels.cases import (
+from batchinfer.kernels.chunk_attention import chunk_config
+from batchinfer.kernels.decode_attention import decode_config
+from batchinfer.kernels.decode_work import DECODE_PIECE, default_num_splits, plan_decode
+from tests.kernels.cases import (
     ATTENTION_CASES,
     INTERPRETED_ATTENTION_CASES,
     AttentionCase,
     build_attention,
 )
-from batchinfer.kernels.chunk_attention import chunk_config
-from batchinfer.kernels.decode_attention import decode_config
-from batchinfer.kernels.decode_work import DECODE_PIECE, default_num_splits, plan_decode
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SPLIT_CASES = [case for case in INTERPRETED_ATTENTION_CASES if (case.num_splits or 1) > 1]

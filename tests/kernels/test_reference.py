@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from batchinfer.kernels import reference
-from batchinfer.kernels.cases import (
+from tests.kernels.cases import (
     COPY_CASES,
     INTERPRETED_ATTENTION_CASES,
     WRITE_CASES,

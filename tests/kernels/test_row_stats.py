@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchinfer.kernels import reference, row_stats
-from batchinfer.kernels.row_cases import build_row_stats
+from tests.kernels.row_cases import build_row_stats
 
 SHAPES = pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (3, 45), (4, 9000), (0, 7)])
 

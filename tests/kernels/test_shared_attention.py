@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.kernels import decode_work, paged_attention, reference
-from batchinfer.kernels.cases import AttentionCase
 from batchinfer.kernels.decode_attention import decode_config
 from batchinfer.kernels.decode_work import DecodeWork, plan_decode
 from batchinfer.kernels.shared_attention import shared_config
-from batchinfer.kernels.shared_cases import (
+from tests.kernels.cases import AttentionCase
+from tests.kernels.shared_cases import (
     INTERPRETED_SHARED_CASES,
     LONG_SHARED_CASES,
     SharedCase,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from batchinfer.kernels.cases import AttentionCase, AttentionInputs, build_attention
+from tests.kernels.cases import AttentionCase, AttentionInputs, build_attention
 
 
 @dataclass(frozen=True)
