@@ -1,58 +1,249 @@
-"""The planes import each other one way only, and the command line starts without torch."""
+"""The rooms of the package: what each is for, what it may import; and a start without torch."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "batchinfer"
-COMMON = {"console", "config", "cpus", "errors", "protocols"}
-MAY_IMPORT = {
-    "process": {"errors"},
-    "console": {"engine"},
-    "cpus": set(),
-    "openmp": set(),
-    "config": set(),
-    "errors": set(),
-    "protocols": set(),
-    "engine": COMMON,
-    "text": COMMON,
-    "kernels": set(),
-    "worker": COMMON | {"engine", "kernels"},
-    "build": COMMON | {"engine", "text", "worker"},
-    "build_dry": COMMON | {"engine", "text", "worker", "build"},
-    "job": COMMON | {"process", "engine", "text", "build", "build_dry"},
-    "report": COMMON | {"engine", "job"},
-    "llm": COMMON | {"process", "engine", "text", "build", "job", "report"},
-    "bench_options": COMMON,
-    "bench": COMMON | {"bench_options", "worker", "llm"},
-    "program": COMMON | {"process"},
-    "cli": COMMON | {"program", "job", "report", "bench", "bench_options"},
-    "__init__": {"config", "llm", "openmp"},
-    "__main__": {"cli", "openmp"},
-}
+MOST_MODULES = 15
+"""In one folder: more are not read as one room any more."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """A folder of modules, or one module beside the folders of its plane.
+
+    Args:
+        name: dotted, below ``batchinfer``.
+        holds: what it is for.
+        may_import: rooms, or planes for all of their rooms, out of those above it in ``ROOMS``.
+    """
+
+    name: str
+    holds: str
+    may_import: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The end of the docstring of the room's folder."""
+        return f"May import: {', '.join(self.may_import) or 'nothing of batchinfer'}."
+
+
+# From the lowest to the highest: whatever the last column allows, a room imports only what is above
+# it here. So there is no circle, and a new room is put below all that it needs.
+ROOMS = [
+    Room("errors", "errors that a user can cause and mend, with their exit codes"),
+    Room("protocols", "what the engine asks of the text plane"),
+    Room("cpus", "how many cores a process may use"),
+    Room("openmp", "how long idle OpenMP threads spin"),
+    Room("process", "signals and the garbage collector of a job's process", ("errors",)),
+    Room("config", "records of what a user may ask for, checked when made"),
+    Room("kernels", "tensors and numbers only: Triton, C, and their twins in torch"),
+    Room("engine.step", "the message each way between engine and worker"),
+    Room("engine.runner", "the border to the worker", ("engine.step",)),
+    Room("engine.prompt_logprobs", "log-probabilities of a prompt's tokens", ("engine.step",)),
+    Room("engine.request", "what is asked of the engine", ("config", "protocols", "engine")),
+    Room("engine.kv", "The KV pool: blocks, who holds them, which can be reused, where they are."),
+    Room("engine.beam_search", "beam search over one row", ("engine.request", "engine.step")),
+    Room("engine.sequence", "a row's state and its samples", ("protocols", "engine")),
+    Room(
+        "engine.scheduler",
+        "Who runs next: admission, preemption, and the blocks of what runs.",
+        ("engine.kv", "engine.request", "engine.sequence"),
+    ),
+    Room("engine.stats", "what a step did", ("engine.kv", "engine.scheduler")),
+    Room("engine.metrics", "measures over many steps", ("engine.request", "engine.stats")),
+    Room(
+        "engine.step_io",
+        "A schedule to the arrays of a step, and its result back to the sequences.",
+        ("protocols", "engine"),
+    ),
+    Room("engine.oom_recovery", "less at a time after the device was full", ("errors", "engine")),
+    Room("engine.engine", "schedule, submit, process", ("engine",)),
+    Room(
+        "engine.simulate",
+        "An engine that computes nothing, on a clock that a roofline sets.",
+        ("config", "engine"),
+    ),
+    Room(
+        "console",
+        "Values, tables and progress as they are shown on a terminal.",
+        ("engine.stats",),
+    ),
+    Room(
+        "text",
+        "Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files.",
+        ("config", "cpus", "errors", "protocols"),
+    ),
+    Room("worker.oom", "steps that failed for want of memory", ("engine.runner",)),
+    Room("worker.transfer", "arrays to the device and back"),
+    Room("worker.ops", "row-wise operations on any device", ("kernels",)),
+    Room("worker.kv_cache", "the pool's tensor", ("errors", "kernels", "engine", "worker.ops")),
+    Room("worker.probe_step", "steps of a few tokens", ("engine.kv", "engine.step")),
+    Room("worker.adapter_batch", "which rows use which adapter", ("engine.step",)),
+    Room("worker.product_kernels", "what can multiply by a weight on a CPU", ("kernels",)),
+    Room(
+        "worker.threads",
+        "Threads that compute on a CPU: how many, why, and fewer while others use the cores.",
+        ("cpus", "engine.runner", "engine.step"),
+    ),
+    Room(
+        "worker.attention",
+        "Paged attention: one function for transformers' classes, a back end for each device.",
+        ("kernels", "engine.step", "worker"),
+    ),
+    Room(
+        "worker.cuda_graphs",
+        "Decode steps captured once and replayed as CUDA graphs.",
+        ("kernels", "engine.step", "worker.attention", "worker.kv_cache"),
+    ),
+    Room("worker.forward", "one forward pass", ("engine.step", "worker")),
+    Room(
+        "worker.sampling",
+        "Logits to tokens: processors, filters, draws, log-probabilities.",
+        ("kernels", "engine.step", "worker.oom", "worker.transfer"),
+    ),
+    Room("worker.prompt_logprobs", "scores of a prompt's tokens", ("engine.step", "worker")),
+    Room("worker.self_check", "a forward pass after loading", ("errors", "engine", "worker")),
+    Room("worker.row_bits", "rows that depend on no other row", ("errors", "engine.kv", "worker")),
+    Room(
+        "worker.model",
+        "A model's folder: config, checkpoint, weights, tokenizer.",
+        ("errors", "engine.kv", "worker.attention"),
+    ),
+    Room(
+        "worker.products",
+        "Linear layers packed for a CPU, and what multiplies: measured, chosen, kept to.",
+        ("errors", "kernels", "worker"),
+    ),
+    Room(
+        "worker.fusion",
+        "Modules and layers swapped for faster ones that compute the same.",
+        ("kernels", "engine.kv", "engine.step", "worker"),
+    ),
+    Room(
+        "worker.lora",
+        "LoRA adapters: read, checked, added to what linear layers give.",
+        ("errors", "engine.kv", "worker"),
+    ),
+    Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
+    Room("worker.loader", "a model, loaded and made ready", ("errors", "engine", "worker")),
+    Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
+    Room(
+        "build", "an engine put together", ("config", "cpus", "errors", "engine", "text", "worker")
+    ),
+    Room("build_dry", "a simulated engine", ("config", "errors", "engine", "worker", "build")),
+    Room(
+        "job.storage",
+        "Files here, in an object store and on the Hugging Face Hub; locks; files seen whole.",
+        ("errors", "console"),
+    ),
+    Room("job.row_ids", "sets of rows, and the parts they fall into"),
+    Room(
+        "job.input",
+        "The dataset: its files, formats, columns and selected rows.",
+        ("errors", "console", "job.storage", "job.row_ids"),
+    ),
+    Room(
+        "job.spec",
+        "The job file: read, checked, described to editors.",
+        ("config", "errors", "console", "text", "job.storage", "job.input"),
+    ),
+    Room("job.fingerprint", "what of a job changes its output", ("errors", "console", "job")),
+    Room("job.manifest", "what an output directory is for", ("errors", "console", "job")),
+    Room(
+        "job.rows",
+        "A row to a request, a completion to a row of the output, and the order rows run in.",
+        ("config", "errors", "console", "engine", "text", "job"),
+    ),
+    Room(
+        "job.output",
+        "The output directory: its parts and their commit, what a resumed run finds there.",
+        ("errors", "console", "engine", "text", "job"),
+    ),
+    Room(
+        "job.openai",
+        "OpenAI's batch files: requests in, responses and errors out.",
+        ("config", "errors", "console", "text", "build", "job"),
+    ),
+    Room("job.job", "a job and its loaded model", ("config", "errors", "text", "build", "job")),
+    Room(
+        "job.stats",
+        "What a run records of itself, and the numbers of a job.",
+        ("errors", "console", "engine", "text", "build", "job"),
+    ),
+    Room(
+        "job.plan",
+        "``batchinfer plan``: a job simulated before it runs.",
+        ("config", "errors", "console", "engine", "text", "build_dry", "job"),
+    ),
+    Room(
+        "job.init",
+        "``batchinfer init``: a job file written for a dataset.",
+        ("errors", "console", "job"),
+    ),
+    Room(
+        "job.run",
+        "``batchinfer run``: four threads, the engine's loop, and what is said of it.",
+        ("errors", "process", "console", "engine", "text", "build", "job"),
+    ),
+    Room(
+        "report",
+        "A job, or the calls of an ``LLM``, as one HTML page: no scripts, no requests.",
+        ("errors", "console", "engine", "job"),
+    ),
+    Room(
+        "llm",
+        "The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.",
+        ("config", "errors", "process", "console", "engine", "text", "build", "job", "report"),
+    ),
+    Room("__init__", "the names of the Python API", ("openmp", "config", "llm")),
+    Room("bench_options", "options of a benchmark", ("errors",)),
+    Room("bench", "throughput", ("config", "errors", "worker.model", "bench_options", "llm")),
+    Room("program", "exit codes, messages, crash logs", ("errors", "process")),
+    Room(
+        "cli",
+        "options",
+        ("errors", "console", "job", "report", "bench_options", "bench", "program"),
+    ),
+    Room("__main__", "the program", ("openmp", "cli")),
+]
+BY_NAME = {room.name: room for room in ROOMS}
+LEVEL = {room.name: level for level, room in enumerate(ROOMS)}
 HEAVY = {
     "engine": {"torch", "transformers", "tokenizers", "pyarrow", "polars", "pathlib"},
     "text": {"torch", "transformers", "pyarrow", "polars", "pathlib"},
     "kernels": {"transformers", "numpy", "pyarrow", "polars"},
     "worker": {"pyarrow", "polars"},
+    "console": {"torch", "transformers", "pyarrow", "polars"},
     "job": {"torch", "transformers"},
     "report": {"torch", "transformers"},
 }
+PLANES = ("engine", "worker", "job")
+"""Their folders are rooms of their own; what stands beside the folders is a room each."""
+
+
+def room_of(module: str) -> str:
+    """The room that a module is in, by its dotted name below ``batchinfer``."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] in PLANES else parts[0]
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    """(plane, file) of every module."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        plane = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if plane != "configs":
-            yield plane, path
+    """(dotted name below ``batchinfer``, file) of every module."""
+    linked = (PACKAGE / "kernels").rglob("*.py")  # not followed by itself
+    for path in sorted({*PACKAGE.rglob("*.py"), *linked}):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[0] != "configs":
+            yield ".".join(parts[:-1] if parts[1:] and parts[-1] == "__init__" else parts), path
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -69,43 +260,99 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-MODULES = list(modules())
+MODULES = dict(modules())
+_BELOW = {f"batchinfer.{name}": name for name in MODULES} | {"batchinfer": "__init__"}
+
+
+def known(name: str) -> str:
+    """The module that an import of ``name``, or of a name in it, reads; "" if it is not ours."""
+    return next((_BELOW[n] for n in (name, name.rpartition(".")[0]) if n in _BELOW), "")
+
+
+def may_import(room: Room, target: str) -> bool:
+    """Whether the table allows it: named, alone or with its plane, and above."""
+    named = any(target == name or target.startswith(f"{name}.") for name in room.may_import)
+    return named and LEVEL[target] < LEVEL[room.name]
+
+
+def where_it_goes(room: Room, target: str) -> str:
+    """What to do about an import that the table does not allow."""
+    users = [
+        r.name for r in ROOMS if r != room and may_import(r, target) and may_import(r, room.name)
+    ]
+    common = [
+        r.name for r in ROOMS if may_import(room, r.name) and may_import(BY_NAME[target], r.name)
+    ]
+    advice = [
+        f"{room.name} ({room.holds}) must not import {target} ({BY_NAME[target].holds}). "
+        f"{room.words}"
+    ]
+    if users:
+        advice.append(f"Code that needs both goes into one of: {', '.join(users)}.")
+    if common:
+        advice.append(f"What both need goes into one of: {', '.join(common)}.")
+    return " ".join(advice)
+
+
+@pytest.mark.parametrize(("module", "path"), MODULES.items(), ids=MODULES)
+def test_a_room_imports_what_it_may(module: str, path: Path) -> None:
+    name = room_of(module)
+    if name in PLANES:  # the words of a plane
+        assert all(not n.startswith("batchinfer.") for n in imported(path))
+        return
+    assert name in BY_NAME, (
+        f"{path} is in no room of ROOMS: put it into a folder that is, or add it"
+    )
+    for whole in imported(path):
+        top = whole.partition(".")[0]
+        plane = name.partition(".")[0]
+        assert top not in HEAVY.get(plane, set()), f"{path.name} imports {whole}"
+        target = room_of(known(whole)) if known(whole) else name
+        assert target == name or may_import(BY_NAME[name], target), where_it_goes(
+            BY_NAME[name], target
+        )
+
+
+def test_the_table_has_no_rooms_that_are_gone() -> None:
+    there = {room_of(module) for module in MODULES}
+    assert sorted(BY_NAME.keys() - there) == []
+    for room in ROOMS:
+        for name in room.may_import:
+            known_rooms = [r.name for r in ROOMS if r.name == name or r.name.startswith(f"{name}.")]
+            assert known_rooms, f"{room.name} may import {name}, which is no room"
+            assert LEVEL[known_rooms[0]] < LEVEL[room.name], f"{name} is not above {room.name}"
+
+
+FOLDERS = [room for room in ROOMS if (PACKAGE / room.name.replace(".", "/")).is_dir()]
 
 
 @pytest.mark.parametrize(
-    ("plane", "path"), MODULES, ids=[str(path.relative_to(PACKAGE)) for _, path in MODULES]
+    "room", [r for r in FOLDERS if r.name not in ("kernels", "config")], ids=str
 )
-def test_arrows_point_one_way(plane: str, path: Path) -> None:
-    for name in imported(path):
-        top, _, rest = name.partition(".")
-        assert top not in HEAVY.get(plane, set()), f"{path.name} imports {name}"
-        if top == "batchinfer":
-            target = rest.partition(".")[0]
-            allowed = MAY_IMPORT[plane] | {plane}
-            known = target in MAY_IMPORT
-            assert not known or target in allowed, f"{plane} must not import {target}"
+def test_a_room_says_what_it_is_for(room: Room) -> None:
+    words = ast.get_docstring(
+        ast.parse((PACKAGE / room.name.replace(".", "/") / "__init__.py").read_text())
+    )
+    assert words is not None
+    assert words.splitlines()[0] == room.holds
+    assert " ".join(words.rpartition("\n\n")[2].split()) == room.words
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=str)
+def test_a_folder_is_read_as_one_room(folder: Path) -> None:
+    names = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(names) <= MOST_MODULES or folder.name == "kernels", (
+        f"{folder} has {len(names)}: split it"
+    )
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
     """Not even inside functions: what is imported is the lower of the two."""
-    paths = {_module(path): path for _, path in MODULES}
     graph = {
-        name: {
-            taken for whole in imported(path) if (taken := _known(whole, paths)) not in ("", name)
-        }
-        for name, path in paths.items()
+        name: {found for whole in imported(path) if (found := known(whole)) not in ("", name)}
+        for name, path in MODULES.items()
     }
     list(TopologicalSorter(graph).static_order())  # CycleError names the circle
-
-
-def _module(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _known(name: str, paths: Mapping[str, Path]) -> str:
-    """The module that an import of ``name``, or of a name in it, reads; "" if it is not ours."""
-    return next((n for n in (name, name.rpartition(".")[0]) if n in paths), "")
 
 
 def test_the_top_level_kernels_are_not_a_package() -> None:

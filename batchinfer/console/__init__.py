@@ -1,1 +1,4 @@
-"""Values, tables and progress as they are shown on a terminal."""
+"""Values, tables and progress as they are shown on a terminal.
+
+May import: engine.stats.
+"""

@@ -1,4 +1,7 @@
-"""The engine from Python: ``LLM(...).generate(...)``, with the names and meanings of vLLM's."""
+"""The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.
+
+May import: config, errors, process, console, engine, text, build, job, report.
+"""
 
 from batchinfer.llm.llm import LLM
 from batchinfer.llm.outputs import BeamSearchParams, CompletionOutput, Logprob, RequestOutput

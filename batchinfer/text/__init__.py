@@ -1,1 +1,4 @@
-"""Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files."""
+"""Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files.
+
+May import: config, cpus, errors, protocols.
+"""

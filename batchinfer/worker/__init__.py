@@ -1,4 +1,8 @@
-"""Data plane: tensors, the model, the KV pool."""
+"""Data plane: tensors, the model, the KV pool.
+
+``loader`` loads a model (``model``, ``lora``, ``fusion``), ``model_runner`` runs steps on it:
+``forward`` (``attention``, ``cuda_graphs``) and ``sampling``.
+"""
 
 import logging
 

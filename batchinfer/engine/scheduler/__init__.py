@@ -1,1 +1,4 @@
-"""Who runs next: admission, preemption, and the blocks of what runs."""
+"""Who runs next: admission, preemption, and the blocks of what runs.
+
+May import: engine.kv, engine.request, engine.sequence.
+"""

@@ -1,1 +1,4 @@
-"""An engine that computes nothing, on a clock that a roofline sets."""
+"""An engine that computes nothing, on a clock that a roofline sets.
+
+May import: config, engine.
+"""

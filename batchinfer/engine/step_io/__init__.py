@@ -1,1 +1,4 @@
-"""A schedule to the arrays of a step, and its result back to the sequences."""
+"""A schedule to the arrays of a step, and its result back to the sequences.
+
+May import: protocols, engine.
+"""

@@ -1,1 +1,4 @@
-"""``batchinfer init``: a job file written for a dataset."""
+"""``batchinfer init``: a job file written for a dataset.
+
+May import: errors, console, job.
+"""

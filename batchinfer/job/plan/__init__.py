@@ -1,1 +1,4 @@
-"""``batchinfer plan``: a job simulated before it runs."""
+"""``batchinfer plan``: a job simulated before it runs.
+
+May import: config, errors, console, engine, text, build_dry, job.
+"""

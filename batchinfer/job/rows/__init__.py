@@ -1,1 +1,7 @@
-"""A row to a request, a completion to a row of the output, and the order rows run in."""
+"""A row to a request, a completion to a row of the output, and the order rows run in.
+
+``reader`` and ``prompt_row`` make rows into prompts, ``window`` puts them in order, ``task`` and
+its modules (``generate``, ``accept``, ``score``) make requests and take completions back.
+
+May import: config, errors, console, engine, text, job.
+"""

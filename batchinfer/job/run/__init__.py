@@ -1,1 +1,7 @@
-"""``batchinfer run``: four threads, the engine's loop, and what is said of it."""
+"""``batchinfer run``: four threads, the engine's loop, and what is said of it.
+
+``run`` is the command, ``pipeline`` its threads (``threads``), ``engine_loop`` the one that has the
+engine, ``reporter`` what is said of it.
+
+May import: errors, process, console, engine, text, build, job.
+"""

@@ -1,1 +1,4 @@
-"""What a run records of itself, and the numbers of a job."""
+"""What a run records of itself, and the numbers of a job.
+
+May import: errors, console, engine, text, build, job.
+"""

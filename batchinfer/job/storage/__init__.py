@@ -1,1 +1,4 @@
-"""Files here, in an object store and on the Hugging Face Hub; locks; files seen whole."""
+"""Files here, in an object store and on the Hugging Face Hub; locks; files seen whole.
+
+May import: errors, console.
+"""

@@ -1,1 +1,4 @@
-"""Modules and layers swapped for faster ones that compute the same."""
+"""Modules and layers swapped for faster ones that compute the same.
+
+May import: kernels, engine.kv, engine.step, worker.
+"""

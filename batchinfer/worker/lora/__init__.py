@@ -1,1 +1,4 @@
-"""LoRA adapters: read, checked, added to what linear layers give."""
+"""LoRA adapters: read, checked, added to what linear layers give.
+
+May import: errors, engine.kv, worker.
+"""

@@ -1,1 +1,4 @@
-"""A model's folder: config, checkpoint, weights, tokenizer."""
+"""A model's folder: config, checkpoint, weights, tokenizer.
+
+May import: errors, engine.kv, worker.attention.
+"""
