@@ -15,7 +15,7 @@ from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.layout import text_config
 from batchinfer.engine.runner import Runner
-from batchinfer.engine.scheduler.preemption import Victims
+from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.errors import DeviceError
@@ -149,10 +149,14 @@ def build_engine(
     table = SequenceTable(
         engine.max_num_seqs, loaded.max_model_len, engine.block_size, layout.windows
     )
-    victims = Victims(engine.preemption, cache.host.measure()) if host_blocks else Victims()
+    preemption_policy = (
+        PreemptionPolicy(engine.preemption, cache.host.measure())
+        if host_blocks
+        else PreemptionPolicy()
+    )
     return Built(
         engine=Engine(
-            Scheduler(pool, table, engine.max_num_batched_tokens, victims),
+            Scheduler(pool, table, engine.max_num_batched_tokens, preemption_policy),
             runner if threads is None else _on_threads(runner, threads, loaded.kernels),
             # The CPU computes while a step is submitted: there is nothing to be ahead of.
             runs_ahead=device.type == "cuda",

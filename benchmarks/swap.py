@@ -28,7 +28,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Request
-from batchinfer.engine.scheduler.preemption import Preemption, Victims
+from batchinfer.engine.scheduler.preemption import Preemption, PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.worker.kv_cache import KVCache
@@ -75,8 +75,8 @@ def run(loaded: LoadedModel, rows: list[Request], share: float, preemption: Pree
     cache = KVCache(layout, num_blocks, torch.device("cpu"), dtype, num_host)
     cache.pool.zero_()
     pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=num_host)
-    victims = Victims(preemption, cache.host.measure())
-    scheduler = Scheduler(pool, SequenceTable(256, MAX_LEN, BLOCK_SIZE), 1024, victims)
+    preemption_policy = PreemptionPolicy(preemption, cache.host.measure())
+    scheduler = Scheduler(pool, SequenceTable(256, MAX_LEN, BLOCK_SIZE), 1024, preemption_policy)
     scheduler.packing.lengths.observe(np.full(200_000, 2), np.ones(200_000, dtype=np.bool_))
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))
     for row in rows:
@@ -95,8 +95,8 @@ def run(loaded: LoadedModel, rows: list[Request], share: float, preemption: Pree
         recomputed=sum(step.recomputed_tokens for step in steps),
         blocks_out=sum(step.swapped_out_blocks for step in steps),
         blocks_in=sum(step.swapped_in_blocks for step in steps),
-        token_s=victims.token_s,
-        block_copy_s=victims.block_copy_s,
+        token_s=preemption_policy.token_s,
+        block_copy_s=preemption_policy.block_copy_s,
         outputs=[output.token_ids.tolist() for done in completions for output in done.outputs],
     )
 

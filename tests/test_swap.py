@@ -13,7 +13,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Completion, Request
-from batchinfer.engine.scheduler.preemption import Preemption, Victims
+from batchinfer.engine.scheduler.preemption import Preemption, PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.stats import StepStats
@@ -45,7 +45,7 @@ def requests() -> list[Request]:
         own = rng.integers(25, VOCAB_SIZE, rng.integers(1, 16))
         prompt = np.concatenate([prefix, own]) if row % 2 else own
         request = Request(row, prompt.astype(np.int32), params[row % 3], (1, row))
-        rows.append(replace(request, shared_later=PREFIX if row % 2 and row < 107 else 0))
+        rows.append(replace(request, reused_prefix_len=PREFIX if row % 2 and row < 107 else 0))
     return rows
 
 
@@ -66,7 +66,7 @@ def run(
     )
     table = SequenceTable(256, loaded.max_model_len, BLOCK_SIZE)
     # As long as a copy takes here. Measured on a busy machine it may take longer than computing.
-    scheduler = Scheduler(pool, table, 512, Victims(preemption, block_copy_s=1e-6))
+    scheduler = Scheduler(pool, table, 512, PreemptionPolicy(preemption, block_copy_s=1e-6))
     scheduler.packing.lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))
     for request in requests():

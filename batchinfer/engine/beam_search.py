@@ -77,7 +77,7 @@ class BeamSearch:
         Returns:
             The beams of the next step, best first; none when the search is over.
         """
-        width, length = self._request.gang_size, len(beams[0].output_ids) + 1
+        width, length = self._request.group_size, len(beams[0].output_ids) + 1
         before = np.array([beam.cumulative_logprob for beam in beams])
         totals = (before[:, None] + logprobs).ravel()
         best_first = np.argsort(-totals, kind="stable").tolist()

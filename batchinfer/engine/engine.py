@@ -16,9 +16,9 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState
 from batchinfer.engine.stats import StepStats, note_tokens, step_stats
 from batchinfer.engine.step_io.build_step import build_step, sampled_rows
-from batchinfer.engine.step_io.in_flight import InFlight, note_drawn
-from batchinfer.engine.step_io.process_result import take_back
-from batchinfer.engine.step_io.scored_prompts import scored_spans, scored_tokens, take_back_scores
+from batchinfer.engine.step_io.in_flight import InFlight, snapshot_rows
+from batchinfer.engine.step_io.process_result import process_result
+from batchinfer.engine.step_io.scored_prompts import process_scores, scored_spans, scored_tokens
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 
@@ -101,7 +101,7 @@ class Engine:
             return
         state = RequestState(request, self._clock(), self._num_arrived)
         self._num_arrived += 1
-        self.scheduler.add(state.begin())
+        self.scheduler.add(state.restart())
 
     def abort_all(self) -> None:
         """Forget every unfinished request, and whatever steps not read yet were to fill."""
@@ -154,14 +154,14 @@ class Engine:
         """Start a step; from here on it counts as computed."""
         scheduler = self.scheduler
         table = scheduler.table
-        rows, copies = sampled_rows(table, schedule)
+        rows, samples_per_row = sampled_rows(table, schedule)
         shared = self._prefixes.of_step(schedule.rows)
         spans = scored_spans(table, schedule)
-        step = build_step(table, schedule, rows, copies, shared, scored_tokens(spans))
+        step = build_step(table, schedule, rows, samples_per_row, shared, scored_tokens(spans))
         pending = self._runner.submit(step)
         tokens = note_tokens(table, schedule, began)
-        drawn = note_drawn(table, rows, copies)
-        scheduler.advance(schedule, rows, copies)
+        drawn = snapshot_rows(table, rows, samples_per_row)
+        scheduler.advance(schedule, rows, samples_per_row)
         stats = step_stats(scheduler, schedule, tokens, self._num_steps)
         scheduler.retire(rows)
         self._num_steps += 1
@@ -176,11 +176,11 @@ class Engine:
         result = step.pending.result()
         self._in_flight.popleft()
         self.scheduler.pool.confirm()
-        take_back_scores(step.scored, result.scored)
-        completions.extend(take_back(self.scheduler, step.drawn, result, self._clock()))
+        process_scores(step.scored, result.scored)
+        completions.extend(process_result(self.scheduler, step.drawn, result, self._clock()))
         began, self._last_read_at = max(step.began, self._last_read_at), self._clock()
         seconds, stats = self._last_read_at - began, step.stats
-        self.scheduler.victims.observe(seconds, stats.prefill_tokens, stats.decode_tokens)
+        self.scheduler.preemption_policy.observe(seconds, stats.prefill_tokens, stats.decode_tokens)
         assert self._first_step_at is not None
         return replace(stats, t_s=self._last_read_at - self._first_step_at, step_ms=seconds * 1e3)
 
@@ -198,8 +198,8 @@ class Engine:
         # The last token is never fed back, so it needs no KV.
         kv_tokens = min(prompt + request.params.max_tokens, room) - 1
         if request.params.beam_width:
-            return self.scheduler.gangs.refusal(request, -(-kv_tokens // pool.block_size))
-        blocks = pool.parts.most_slots(kv_tokens, min(kv_tokens, self._max_tokens))
+            return self.scheduler.beam_groups.refusal(request, -(-kv_tokens // pool.block_size))
+        blocks = pool.window_slots.most_slots(kv_tokens, min(kv_tokens, self._max_tokens))
         if blocks > pool.num_blocks:
             return (
                 "does_not_fit",

@@ -16,7 +16,7 @@ from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
 
 Float = npt.NDArray[np.float64]
-Measures = dict[str, dict[str, float]]
+Metrics = dict[str, dict[str, float]]
 
 STEP_COLUMNS = (
     "step_ms",
@@ -31,13 +31,13 @@ STEP_COLUMNS = (
 """Columns of ``steps`` that measures are made of."""
 
 
-def measures(
+def compute_metrics(
     steps: Mapping[str, Float],
     block_size: Float,
     requests: Mapping[str, float],
     num_rows: int,
     seconds: float,
-) -> Measures:
+) -> Metrics:
     """``tokens``, ``throughput`` and ``kv`` of ``summary.json``.
 
     Args:
@@ -74,7 +74,9 @@ def measures(
     }
 
 
-def sharing(prompt: float, distinct: float, computed: float, deduplicated: int) -> dict[str, float]:
+def prefix_sharing(
+    prompt: float, distinct: float, computed: float, deduplicated: int
+) -> dict[str, float]:
     """``sharing`` of ``summary.json``: what rows have in common, and what came of it.
 
     Args:
@@ -103,7 +105,7 @@ class _Taken:
     num_rows: int
 
 
-class Measured:
+class MetricsCollector:
     """Collects steps and rows in memory, for callers that keep no files.
 
     One thread adds; any may read meanwhile, without waiting: what is being added then counts not
@@ -129,14 +131,14 @@ class Measured:
             requests.update(asdict(row))
         self._taken = _Taken(len(self._steps), requests, self._taken.num_rows + len(rows))
 
-    def measures(self) -> Measures:
+    def metrics(self) -> Metrics:
         """``tokens``, ``throughput`` and ``kv`` of all that was taken."""
         taken = self._taken
         rows = np.array(self._steps[: taken.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
         columns = np.ascontiguousarray(rows.T)  # summed in the order that files are summed in
         steps = dict(zip(STEP_COLUMNS, columns, strict=True))
         block_size = np.full(taken.num_steps, float(self._block_size))
-        return measures(steps, block_size, taken.requests, taken.num_rows, self.seconds)
+        return compute_metrics(steps, block_size, taken.requests, taken.num_rows, self.seconds)
 
 
 def _pool(steps: Mapping[str, Float], block_size: Float) -> dict[str, float]:

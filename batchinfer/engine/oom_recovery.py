@@ -52,12 +52,12 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
     running = scheduler.withdraw()
     for sequence in running:
         sequence.state.stats.preemptions += 1
-    leaders = dict.fromkeys(sequence.gang[0] for sequence in (*running, *_retired(lost)))
+    leaders = dict.fromkeys(sequence.group[0] for sequence in (*running, *_retired(lost)))
     newest_first = sorted(leaders, key=lambda one: (one.state.arrival, one.index), reverse=True)
     for sequence in newest_first:
         scheduler.requeue(sequence)
     most = scheduler.max_num_batched_tokens
-    least = max((sequence.request.gang_size for sequence in scheduler.waiting), default=0)
+    least = max((sequence.request.group_size for sequence in scheduler.waiting), default=0)
     if most <= least:
         raise DeviceError(
             "the device has no memory for the smallest step "
@@ -72,7 +72,7 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
 def _retired(lost: Iterable[InFlight]) -> list[Sequence]:
     """Unfinished sequences that gave up their rows when the lost steps were submitted."""
     drawn = [sequence for step in lost for sequence in step.drawn.sequences]
-    retired = [sequence for sequence in drawn if sequence in sequence.state.live]
+    retired = [sequence for sequence in drawn if sequence in sequence.state.samples]
     for sequence in retired:
-        sequence.given_back = []
+        sequence.released_blocks = []
     return retired

@@ -35,7 +35,7 @@ class Request:
     """Makes a checker for each sample; None where the row has no stop strings."""
     grammar: Grammar | None = None
     """What ``params.structured_outputs`` asks for; such a row has an ``eos_token_ids``."""
-    shared_later: int = 0
+    reused_prefix_len: int = 0
     """Prompt tokens that a row after it, in the order they run, begins with as well."""
     scored_from: int = 1
     """With ``params.prompt_logprobs``: the first prompt token whose log-probability is wanted."""
@@ -60,7 +60,7 @@ class Request:
         return last if self.params.prompt_logprobs is None else min(self.scored_from - 1, last)
 
     @property
-    def gang_size(self) -> int:
+    def group_size(self) -> int:
         """Sequences that run together: the beams of a search, else one."""
         return self.params.beam_width or 1
 
@@ -147,7 +147,7 @@ class RequestStats:
     """1 for a row that took what an equal one came to, and nothing else."""
 
 
-def together(parts: Sequence[RequestStats]) -> RequestStats | None:
+def combined_stats(parts: Sequence[RequestStats]) -> RequestStats | None:
     """What a row's requests took, as one. Blocks that they share count once, so the most that one
     of them held is the least that the row did."""
     if not parts:

@@ -23,13 +23,13 @@ class RequestState:
         "admitted_at",
         "arrival",
         "arrived_at",
-        "computes_alone",
         "finished",
         "first_token_at",
-        "live",
         "request",
+        "samples",
         "scores",
         "search",
+        "skip_prefix_cache",
         "stats",
     )
 
@@ -40,9 +40,9 @@ class RequestState:
         """How many rows arrived before it."""
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
-        self.computes_alone = False
+        self.skip_prefix_cache = False
         """Whether the row takes no blocks that another computed."""
-        self.live: list[Sequence] = []
+        self.samples: list[Sequence] = []
         """Beams: best first."""
         self.finished: dict[int, SampleOutput] = {}
         self.search: BeamSearch | None = None
@@ -50,7 +50,7 @@ class RequestState:
         """What is known of the prompt's tokens, if that is asked for."""
         self.stats = RequestStats(prompt_tokens=request.num_prompt_tokens)
 
-    def begin(self) -> Sequence:
+    def restart(self) -> Sequence:
         """Forget what the row came to so far.
 
         Returns:
@@ -59,8 +59,8 @@ class RequestState:
         self.finished.clear()
         self.search = BeamSearch(self.request) if self.request.params.beam_width else None
         self.scores = self._no_scores()
-        self.live = [Sequence(self, self.request.first_sample)]
-        return self.live[0]
+        self.samples = [Sequence(self, self.request.first_sample)]
+        return self.samples[0]
 
     def _no_scores(self) -> PromptScores | None:
         request, num_top = self.request, self.request.params.prompt_logprobs
@@ -74,17 +74,17 @@ class RequestState:
 
     def _num_slots(self) -> int:
         """Distinct slots that its sequences need."""
-        first = self.live[0] if self.live else None
-        if first is None or not first.blocks or not first.blocks[0].parts:
-            return len({block for sequence in self.live for block in sequence.blocks})
+        first = self.samples[0] if self.samples else None
+        if first is None or not first.blocks or not first.blocks[0].window_slots:
+            return len({block for sequence in self.samples for block in sequence.blocks})
         own = first.blocks[0].slot >= 0
-        if len(self.live) == 1:
+        if len(self.samples) == 1:
             count = len(first.blocks)
-            return own * count + sum(count - gone for gone in first.left)
-        slots = {block.slot for one in self.live for block in one.blocks if own}
-        for sequence in self.live:
-            for part, gone in enumerate(sequence.left):
-                slots |= {block.parts[part].slot for block in sequence.blocks[gone:]}
+            return own * count + sum(count - gone for gone in first.num_evicted)
+        slots = {block.slot for one in self.samples for block in one.blocks if own}
+        for sequence in self.samples:
+            for part, gone in enumerate(sequence.num_evicted):
+                slots |= {block.window_slots[part].slot for block in sequence.blocks[gone:]}
         return len(slots)
 
 
@@ -99,15 +99,15 @@ class Sequence:
         "blocks",
         "computed_once",
         "cumulative_logprob",
-        "given_back",
+        "deferred",
         "grammar_state",
-        "held_back",
         "index",
         "index_parent",
-        "left",
         "logprobs",
+        "num_evicted",
         "num_indexed",
         "output_ids",
+        "released_blocks",
         "row",
         "state",
         "stop_checker",
@@ -119,12 +119,12 @@ class Sequence:
         self.index = index
         self.output_ids: list[int] = []
         self.blocks: list[Block] = []
-        self.given_back: list[Block] = []
+        self.released_blocks: list[Block] = []
         """Blocks it held until its last token, whose value is not known yet, was drawn."""
-        self.left: tuple[int, ...] = ()
+        self.num_evicted: tuple[int, ...] = ()
         """Leading blocks that left its window, in each layer group that blocks have parts in."""
         self.row = -1
-        self.held_back = False
+        self.deferred = False
         """Whether it has let others go first for the sake of part of a block."""
         self.computed_once = 0
         """Leading tokens computed before, or found cached; computing them again is recompute."""
@@ -150,33 +150,33 @@ class Sequence:
         return self.request.num_prompt_tokens + len(self.output_ids)
 
     @property
-    def gang(self) -> list[Sequence]:
+    def group(self) -> list[Sequence]:
         """The sequences that run, pause and come back together with this one, itself included.
 
         The first, the leader, is the one that waits for all of them.
         """
-        return [self] if self.state.search is None else self.state.live
+        return [self] if self.state.search is None else self.state.samples
 
     @property
-    def goal(self) -> int:
-        """Tokens to compute next: all, or all but the last until the rest of its gang runs."""
-        alone = all(other is self or other.row >= 0 for other in self.gang)
+    def num_tokens_to_compute(self) -> int:
+        """Tokens to compute next: all, or all but the last until the rest of its group runs."""
+        alone = all(other is self or other.row >= 0 for other in self.group)
         return self.num_tokens if alone else self.num_tokens - 1
 
     @property
-    def most_found(self) -> int:
+    def max_prefix_hit(self) -> int:
         """Tokens it may find computed: not the last to compute, nor any before which logits are
         needed."""
-        scores, all_but_last = self.state.scores, self.goal - 1
+        scores, all_but_last = self.state.scores, self.num_tokens_to_compute - 1
         if scores is None or scores.next >= scores.stop:
             return all_but_last
         return min(scores.next, all_but_last)
 
     @property
-    def num_unborn(self) -> int:
+    def num_pending_forks(self) -> int:
         """Sequences that will fork from it when it has computed what it knows."""
         if self.state.search is not None:
-            return self.request.gang_size - 1
+            return self.request.group_size - 1
         return 0 if self.output_ids else self.request.params.n - 1
 
     def tokens(self, start: int, stop: int) -> TokenIds:

@@ -99,7 +99,7 @@ def step_stats(
         step_ms=0.0,
         num_running=len(rows),
         num_waiting=len(scheduler.waiting),
-        num_swapped=scheduler.future_use.num_swapped,
+        num_swapped=scheduler.reuse_hints.num_swapped,
         num_preempted=schedule.num_preempted,
         prefill_tokens=prefill,
         decode_tokens=decode,
@@ -115,9 +115,9 @@ def step_stats(
         kv_tokens_logical=int((table.num_computed[rows] - left * pool.block_size).sum()),
         contiguous_blocks=int((-(-table.max_total[rows] // pool.block_size)).sum())
         * pool.slots_per_block,
-        cow_copies=len(schedule.copies.within),
-        swapped_in_blocks=len(schedule.copies.ins),
-        swapped_out_blocks=len(schedule.copies.outs),
+        cow_copies=len(schedule.block_copies.within),
+        swapped_in_blocks=len(schedule.block_copies.ins),
+        swapped_out_blocks=len(schedule.block_copies.outs),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from batchinfer.build import Built
 from batchinfer.console.progress import Meter
-from batchinfer.engine.metrics import Measured
+from batchinfer.engine.metrics import MetricsCollector
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.stats.recorder import KV_FACTS
 from batchinfer.llm.outputs import Stats
@@ -36,7 +36,7 @@ class Calls:
 
     def reset(self) -> None:
         """Begin the numbers anew; of a call that runs, the steps to come count."""
-        self._measured = Measured(self._pool["block_size"])
+        self._measured = MetricsCollector(self._pool["block_size"])
         self._log = CallLog()
 
     def run(self, requests: Sequence[Request], meter: Meter) -> Generator[Completion, None, None]:
@@ -68,7 +68,7 @@ class Calls:
 
     def stats(self) -> Stats:
         """See ``LLM.stats``."""
-        measures = self._measured.measures()
+        measures = self._measured.metrics()
         return Stats({**measures, "kv": {**self._pool, **measures["kv"]}})
 
     def findings(self, model: str, settings: Mapping[str, Any]) -> Findings:

@@ -13,7 +13,7 @@ from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.runner import Ready
-from batchinfer.engine.scheduler.preemption import Preemption, Victims
+from batchinfer.engine.scheduler.preemption import Preemption, PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.stats import StepStats
@@ -254,7 +254,7 @@ def make_engine(
     )
     table = SequenceTable(max_num_seqs, max_model_len, block_size, windows)
     runner = FakeRunner(num_blocks, block_size, next_token, host_blocks, windows)
-    scheduler = Scheduler(pool, table, max_tokens, Victims(preemption, block_copy_s=1e-6))
+    scheduler = Scheduler(pool, table, max_tokens, PreemptionPolicy(preemption, block_copy_s=1e-6))
     return Engine(scheduler, runner, runs_ahead=runs_ahead), runner
 
 

@@ -90,7 +90,7 @@ def test_what_is_found_does_not_depend_on_how_it_was_scheduled(
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("max_tokens", [6, 64])
-def test_a_gang_is_preempted_whole_and_goes_on(caching: bool, max_tokens: int) -> None:
+def test_a_group_is_preempted_whole_and_goes_on(caching: bool, max_tokens: int) -> None:
     """Now and then the newest loses its blocks, in whatever state it is; what an adapter computed
     of the same tokens does not serve."""
     requests = [
@@ -108,10 +108,10 @@ def test_a_gang_is_preempted_whole_and_goes_on(caching: bool, max_tokens: int) -
         steps += 1
         running = list(engine.scheduler.table.running())
         if running and steps % 9 == 0 and preempted < 60:
-            gang = len([beam for beam in running[-1].gang if beam.row >= 0])
-            assert engine.scheduler.preempt(running[-1]) == gang
-            assert all(beam.row < 0 for beam in running[-1].gang)
-            preempted += gang
+            group = len([beam for beam in running[-1].group if beam.row >= 0])
+            assert engine.scheduler.preempt(running[-1]) == group
+            assert all(beam.row < 0 for beam in running[-1].group)
+            preempted += group
     assert preempted >= 40
     assert len(completions) == 6
     for completion in completions:

@@ -89,7 +89,7 @@ def workloads(draw: st.DrawFn) -> list[Request]:
         more = {} if width else {"n": n}
         request = make(row, prefix + own, *width, max_tokens=most, ignore_eos=True, **more)
         later = min(later, len(prefix + own))
-        requests.append(replace(request, shared_later=later, adapter=adapter))
+        requests.append(replace(request, reused_prefix_len=later, adapter=adapter))
     return requests
 
 
@@ -184,7 +184,7 @@ def test_without_it_what_was_given_up_is_recomputed(make_engine: MakeEngine) -> 
     assert not any(done.stats.swap_preemptions for done in completions.values())
 
 
-def test_a_gang_comes_back_from_the_host_whole(make_engine: MakeEngine) -> None:
+def test_a_group_comes_back_from_the_host_whole(make_engine: MakeEngine) -> None:
     """All that is computed again is the token before the last of each beam, and of its block."""
     requests = [beams(row, [row + 1] * 6, 3, max_tokens=40) for row in range(30)]
     recomputed = {}
@@ -248,7 +248,7 @@ def test_copies_of_a_step_that_failed_are_not_found(make_engine: MakeEngine) -> 
         engine.step()
     engine.abort_all()
     engine.scheduler.check_invariants()
-    assert engine.scheduler.future_use.num_swapped == 0
+    assert engine.scheduler.reuse_hints.num_swapped == 0
     runner = FakeRunner(60, 4, ends_late, 1000)
     engine._runner = runner
     completions, _ = run_all(engine, [make_request(row, [90, row], max_tokens=9) for row in (1, 2)])
@@ -264,7 +264,7 @@ def documents(num: int, questions: int, *, told: bool) -> list[Request]:
             prompt = [document + 1] * 24 + [100 + row]
             shared = 24 if told and asked + 1 < questions else 0
             request = make_request(row, prompt, max_tokens=4, ignore_eos=True)
-            requests.append(replace(request, shared_later=shared))
+            requests.append(replace(request, reused_prefix_len=shared))
             once = make_request(1000 + row, [500 + row] * 24, max_tokens=4, ignore_eos=True)
             requests.append(once)
     return requests

@@ -19,10 +19,10 @@ from collections.abc import Iterable
 
 from batchinfer.engine.kv.eviction import EvictionOrder
 from batchinfer.engine.kv.host_pool import HostPool
-from batchinfer.engine.kv.pending_blocks import BlockCopies, Unconfirmed
+from batchinfer.engine.kv.pending_blocks import BlockCopies, PendingBlocks
 from batchinfer.engine.kv.pool_invariants import check_pool
-from batchinfer.engine.kv.prefix_index import Block, GroupSlot, PrefixIndex, PrefixMatch
-from batchinfer.engine.kv.window_slots import Parts, holds_more, needed_parts
+from batchinfer.engine.kv.prefix_index import Block, PrefixIndex, PrefixMatch, WindowSlot
+from batchinfer.engine.kv.window_slots import WindowSlots, holds_more, live_slots
 
 
 class BlockPool:
@@ -60,17 +60,19 @@ class BlockPool:
         self.has_own = windows[0] == 0
         self._caching = enable_prefix_caching
         self.free = list(range(num_blocks - 1, -1, -1))
-        self.cached: EvictionOrder[Block | GroupSlot] = EvictionOrder()
-        self.parts = Parts(windows, block_size, self.free, self.cached, self._take_slot)
+        self.cached: EvictionOrder[Block | WindowSlot] = EvictionOrder()
+        self.window_slots = WindowSlots(
+            windows, block_size, self.free, self.cached, self._take_slot
+        )
         self.host = HostPool(num_host_blocks)
-        self.copies = BlockCopies()
+        self.block_copies = BlockCopies()
         """What the step being built copies."""
-        self.unconfirmed = Unconfirmed()
+        self.pending = PendingBlocks()
 
     @property
     def num_shared(self) -> int:
         """Slots that more than one sequence needs."""
-        return self._num_own_shared + self.parts.num_shared
+        return self._num_own_shared + self.window_slots.num_shared
 
     @property
     def num_free(self) -> int:
@@ -96,16 +98,16 @@ class BlockPool:
         """A block nobody else refers to. Needs ``num_available >= slots_per_block``."""
         block = Block(self._take_slot() if self.has_own else -1)
         block.ref_count = 1
-        if self.parts.windows:
-            self.parts.make(block)
+        if self.window_slots.windows:
+            self.window_slots.make(block)
         return block
 
-    def acquire(self, block: Block, at: int = 0, left: tuple[int, ...] = ()) -> None:
+    def acquire(self, block: Block, at: int = 0, num_evicted: tuple[int, ...] = ()) -> None:
         """Add a reference. A block that is on the host only has to be brought back besides.
 
         Args:
             block: number ``at`` of a table.
-            left: leading blocks of the table that left each part's window already.
+            num_evicted: leading blocks of the table that left each part's window already.
         """
         if block.ref_count == 0:
             if block.slot >= 0:
@@ -115,42 +117,42 @@ class BlockPool:
         block.ref_count += 1
         if block.ref_count == 2:
             self._num_own_shared += self.has_own
-        if block.parts:
-            self.parts.acquire(block, at, left)
+        if block.window_slots:
+            self.window_slots.acquire(block, at, num_evicted)
 
-    def bring_back(self, block: Block) -> None:
+    def swap_in(self, block: Block) -> None:
         """Give a referenced block a device slot, filled from its host slot by the next step.
 
         Needs ``num_available >= 1``.
         """
         assert block.ref_count > 0
         block.slot = self._take_slot()
-        self.copies.ins.append((block.host_slot, block.slot))
+        self.block_copies.ins.append((block.host_slot, block.slot))
         self.host.read(block)
-        self.unconfirmed.moved.add(block)
+        self.pending.moved.add(block)
 
     def copy(self, source: Block, destination: Block) -> None:
         """Let the next step copy a referenced block, from wherever it is, to one just allocated."""
-        for part, own in zip(source.parts, destination.parts, strict=True):
-            self.copies.within.append((part.slot, own.slot))
+        for part, own in zip(source.window_slots, destination.window_slots, strict=True):
+            self.block_copies.within.append((part.slot, own.slot))
         if source.slot >= 0:
-            self.copies.within.append((source.slot, destination.slot))
+            self.block_copies.within.append((source.slot, destination.slot))
         elif source.host_slot >= 0:
-            self.copies.ins.append((source.host_slot, destination.slot))
+            self.block_copies.ins.append((source.host_slot, destination.slot))
 
     def take_copies(self) -> BlockCopies:
         """What the step that was just built copies."""
-        copies, self.copies = self.copies, BlockCopies()
+        copies, self.block_copies = self.block_copies, BlockCopies()
         return copies
 
-    def release(self, blocks: Iterable[Block], left: tuple[int, ...] = ()) -> None:
+    def release(self, blocks: Iterable[Block], num_evicted: tuple[int, ...] = ()) -> None:
         """Drop a reference to each block of a table, given in the table's order.
 
         The last blocks go first: they are evicted before the prefixes they continue.
 
         Args:
             blocks: the table.
-            left: leading blocks that left each part's window already.
+            num_evicted: leading blocks that left each part's window already.
         """
         table = list(blocks)
         for at in range(len(table) - 1, -1, -1):
@@ -162,27 +164,27 @@ class BlockPool:
             elif block.ref_count == 0:
                 if block.slot < 0:
                     if block.host_slot >= 0:
-                        self.host.keep_alone(block)
+                        self.host.keep_host_only(block)
                 elif block.indexed:
                     self.cached.add(block)
                 else:
                     self.free.append(block.slot)
-            if block.parts:
-                for part in needed_parts(block, at, left):
-                    self.parts.leave(part)
+            if block.window_slots:
+                for part in live_slots(block, at, num_evicted):
+                    self.window_slots.leave(part)
                 self._prune(block)
 
-    def refile(self, block: Block) -> None:
+    def update_priority(self, block: Block) -> None:
         """Whether a block is wanted may have changed."""
-        self.cached.refile(block)
-        self.parts.refile(block)
-        self.host.refile(block)
+        self.cached.update_priority(block)
+        self.window_slots.update_priority(block)
+        self.host.update_priority(block)
 
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
         """Blocks holding the longest known prefix of ``key``, as an adapter computed it."""
         return self.index.match(key, adapter)
 
-    def enter(self, parent: Block, block: Block, key: bytes) -> Block | None:
+    def insert_block(self, parent: Block, block: Block, key: bytes) -> Block | None:
         """Index a block that the step being built fills with the tokens of ``key``.
 
         Returns:
@@ -198,7 +200,7 @@ class BlockPool:
             self._free_unneeded(entry)
             entry = block
         if entry is block:
-            self.unconfirmed.filled.add(block)
+            self.pending.filled.add(block)
         return entry
 
     def entry_below(self, blocks: list[Block], adapter: int = 0) -> Block | None:
@@ -207,40 +209,40 @@ class BlockPool:
             return None
         return blocks[-1] if blocks else self.index.root(adapter)
 
-    def settle_block(self, block: Block) -> None:
+    def mark_filled(self, block: Block) -> None:
         """What an entered block holds is there already."""
-        if block in self.unconfirmed.filled:
+        if block in self.pending.filled:
             self.index.settle(block)
-            self.unconfirmed.settle_block(block)
+            self.pending.mark_filled(block)
 
-    def settle(self) -> None:
+    def commit_fills(self) -> None:
         """The step was submitted: what it fills is there for every step after it."""
-        for block in self.unconfirmed.filled:
+        for block in self.pending.filled:
             if block.indexed:
                 self.index.settle(block)
-        self.unconfirmed.submit()
+        self.pending.push_step()
         self.host.settle()
 
     def confirm(self) -> None:
         """The oldest submitted step ran: what it filled or moved stays."""
-        self.unconfirmed.confirm()
+        self.pending.commit_oldest()
 
-    def revoke(self) -> None:
+    def rollback(self) -> None:
         """A step failed: what it and those after it were to fill or move must not be found."""
-        for block in self.unconfirmed.take_all():
+        for block in self.pending.drain():
             if block.indexed:
-                self.forget(block)
+                self.evict_subtree(block)
         self.host.settle()
-        self.copies = BlockCopies()
+        self.block_copies = BlockCopies()
 
-    def forget(self, block: Block) -> None:
+    def evict_subtree(self, block: Block) -> None:
         """Take a block, and what continues it, out of the index and off the host."""
         parent = block.parent
         for removed in self.index.remove(block):
             self._free_unneeded(removed)
             if removed.host_slot >= 0:
                 self.host.drop(removed)
-        if block.parts and parent is not None:
+        if block.window_slots and parent is not None:
             self._prune(parent)
 
     def _take_slot(self) -> int:
@@ -253,7 +255,7 @@ class BlockPool:
         if block in self.cached:
             self.cached.discard(block)
             self.free.append(block.slot)
-        self.parts.give_up_unneeded(block)
+        self.window_slots.free_unneeded(block)
 
     def _prune(self, block: Block) -> None:
         """Take a block out of the index that holds nothing, and leads to nothing that does."""
@@ -262,17 +264,17 @@ class BlockPool:
             and block.ref_count == 0
             and block.children is None
             and max(block.slot, block.host_slot) < 0
-            and all(part.slot < 0 for part in block.parts)
+            and all(part.slot < 0 for part in block.window_slots)
         ):
             parent = block.parent
             assert parent is not None
             self.index.remove(block)
             block = parent
 
-    def _evict(self, block: Block | GroupSlot) -> None:
+    def _evict(self, block: Block | WindowSlot) -> None:
         """Take a cached block's device slot; it stays on the host if it is there or wanted."""
-        if isinstance(block, GroupSlot):
-            self.parts.give_up(block)
+        if isinstance(block, WindowSlot):
+            self.window_slots.free(block)
             self._prune(block.block)
             return
         if block.wanted and block.host_slot < 0:
@@ -281,9 +283,9 @@ class BlockPool:
             self.cached.discard(block)
             self.free.append(block.slot)
             block.slot = -1
-            self.host.keep_alone(block)
+            self.host.keep_host_only(block)
         elif block.indexed:
-            self.forget(block)
+            self.evict_subtree(block)
 
     def _copy_out(self, block: Block) -> None:
         """Give a block a host slot, filled by the next step, if one can be had."""
@@ -295,23 +297,24 @@ class BlockPool:
             if other.slot >= 0:
                 self.host.drop(other)
             else:
-                self.forget(other)
+                self.evict_subtree(other)
             slot = self.host.take_slot()
             assert slot is not None
         if not block.indexed:  # it continued the one that was forgotten
             self.host.return_slot(slot)
             return
         block.host_slot = slot
-        self.copies.outs.append((block.slot, slot))
-        self.unconfirmed.moved.add(block)
+        self.block_copies.outs.append((block.slot, slot))
+        self.pending.moved.add(block)
 
     def check_invariants(
-        self, tables: Iterable[list[Block]], left: Iterable[tuple[int, ...]] = ()
+        self, tables: Iterable[list[Block]], num_evicted: Iterable[tuple[int, ...]] = ()
     ) -> None:
         """Assert that counts, slots and index agree with ``tables``, all block tables alive.
 
         Args:
             tables: the tables.
-            left: of each, the leading blocks that left each part's window; none given: none did.
+            num_evicted: of each, the leading blocks that left each part's window; none given: none
+                did.
         """
-        check_pool(self, tables, left)
+        check_pool(self, tables, num_evicted)

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from batchinfer.engine.kv.prefix_index import Block, GroupSlot
+from batchinfer.engine.kv.prefix_index import Block, WindowSlot
 
-Place = TypeVar("Place", Block, Block | GroupSlot)
+Place = TypeVar("Place", Block, Block | WindowSlot)
 """What holds one slot."""
 
 
@@ -40,7 +40,7 @@ class EvictionOrder(Generic[Place]):
         else:
             self._wanted.pop(block, None)
 
-    def refile(self, block: Place) -> None:
+    def update_priority(self, block: Place) -> None:
         """Whether a block is wanted may have changed."""
         if block in self:
             self.discard(block)

@@ -58,7 +58,7 @@ class HostPool:
             return idle
         return next(iter(self._copies), next(iter(self._alone), None))
 
-    def keep_alone(self, block: Block) -> None:
+    def keep_host_only(self, block: Block) -> None:
         """An unreferenced block is on the host only from now on."""
         self._copies.pop(block, None)
         self._alone.add(block)
@@ -83,9 +83,9 @@ class HostPool:
         self._returned += self._read_last
         self._read_last.clear()
 
-    def refile(self, block: Block) -> None:
+    def update_priority(self, block: Block) -> None:
         """Whether a block is wanted may have changed."""
-        self._alone.refile(block)
+        self._alone.update_priority(block)
 
     def drop(self, block: Block) -> None:
         """Take a block's host slot."""

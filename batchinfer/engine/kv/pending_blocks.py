@@ -14,7 +14,7 @@ Pairs = list[tuple[int, int]]
 """(source slot, destination slot)"""
 
 
-class Unconfirmed:
+class PendingBlocks:
     """What the step being built, and those submitted before it, fill or move."""
 
     def __init__(self) -> None:
@@ -25,22 +25,22 @@ class Unconfirmed:
         self._submitted: deque[set[Block]] = deque()
         """Of each submitted step, oldest first."""
 
-    def settle_block(self, block: Block) -> None:
+    def mark_filled(self, block: Block) -> None:
         """A block is not filled by the step being built, but by one before it."""
         self.filled.remove(block)
         if self._submitted:
             self._submitted[-1].add(block)
 
-    def submit(self) -> None:
+    def push_step(self) -> None:
         """The step that was built is under way."""
         self._submitted.append(self.filled | self.moved)
         self.filled, self.moved = set(), set()
 
-    def confirm(self) -> None:
+    def commit_oldest(self) -> None:
         """The oldest submitted step ran."""
         self._submitted.popleft()
 
-    def take_all(self) -> list[Block]:
+    def drain(self) -> list[Block]:
         """All of them, of steps that will not run; they are known no longer."""
         blocks = [block for step in (*self._submitted, self.filled, self.moved) for block in step]
         self._submitted.clear()

@@ -9,44 +9,44 @@ from batchinfer.engine.kv.prefix_index import Block, PrefixMatch
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class PrefixHit:
     """Whole blocks to share, then part of one more to copy."""
 
     blocks: list[Block]
     tail: Block | None
     num_tokens: int
-    keeps_tail: bool = False
+    owns_tail: bool = False
     """Whether nobody else needs the tail: it leaves the index and is written on."""
-    left: tuple[int, ...] = ()
+    num_evicted: tuple[int, ...] = ()
     """Leading blocks that are before each part's window."""
 
     @property
-    def joined(self) -> int:
+    def num_shared(self) -> int:
         """Blocks that running sequences hold already; they lead, as tables share prefixes."""
         return sum(block.ref_count > 0 for block in self.blocks)
 
     @property
     def num_idle(self) -> int:
         """How many fewer slots are available when the hit is taken, besides the table's own."""
-        left = self.left
+        left = self.num_evicted
         if not left:
             idle = sum(block.ref_count == 0 for block in self.blocks)
         else:
             idle = sum(block.ref_count == 0 <= block.slot for block in self.blocks)
             idle += sum(
-                block.parts[at].readers == 0
+                block.window_slots[at].readers == 0
                 for at, gone in enumerate(left)
                 for block in self.blocks[gone:]
             )
-        if self.tail is None or self.keeps_tail:
+        if self.tail is None or self.owns_tail:
             return idle
         idle += self.tail.ref_count == 0 and self.tail.slot >= 0
-        return idle + sum(part.readers == 0 for part in self.tail.parts)
+        return idle + sum(part.readers == 0 for part in self.tail.window_slots)
 
 
-def find_hit(
+def find_prefix_hit(
     pool: BlockPool, match: PrefixMatch, *, with_tail: bool = True, least: int | None = None
-) -> Hit:
+) -> PrefixHit:
     """The longest hit in a match whose last windows are there in all layer groups.
 
     Args:
@@ -58,34 +58,36 @@ def find_hit(
     blocks, size = match.blocks, pool.block_size
     tail = match.tail if with_tail and match.tail_tokens else None
     end = len(blocks) * size
-    if not pool.parts.windows:
-        return Hit(blocks, tail, end + (match.tail_tokens if tail else 0))
+    if not pool.window_slots.windows:
+        return PrefixHit(blocks, tail, end + (match.tail_tokens if tail else 0))
 
     def left(num_tokens: int) -> tuple[int, ...]:
-        return pool.parts.left(num_tokens if least is None else min(num_tokens, least))
+        return pool.window_slots.num_evicted(
+            num_tokens if least is None else min(num_tokens, least)
+        )
 
-    runs = [_runs(blocks, part) for part in range(len(pool.parts.windows))]
-    if tail is not None and all(part.slot >= 0 for part in tail.parts):
+    runs = [_runs(blocks, part) for part in range(len(pool.window_slots.windows))]
+    if tail is not None and all(part.slot >= 0 for part in tail.window_slots):
         gone = left(end + match.tail_tokens)
         if all(len(blocks) - first <= run[-1] for first, run in zip(gone, runs, strict=True)):
-            return Hit(blocks, tail, end + match.tail_tokens, left=gone)
+            return PrefixHit(blocks, tail, end + match.tail_tokens, num_evicted=gone)
     for count in range(len(blocks), -1, -1):
         gone = left(count * size)
         if all(count - first <= run[count] for first, run in zip(gone, runs, strict=True)):
             break
-    return Hit(blocks[:count], None, count * size, left=gone)
+    return PrefixHit(blocks[:count], None, count * size, num_evicted=gone)
 
 
 def _runs(blocks: list[Block], part: int) -> list[int]:
     """[blocks + 1] how many blocks in a row before each place have a part."""
     runs = [0]
     for block in blocks:
-        runs.append(runs[-1] + 1 if block.parts[part].slot >= 0 else 0)
+        runs.append(runs[-1] + 1 if block.window_slots[part].slot >= 0 else 0)
     return runs
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class AcquiredPrefix:
     """A hit that a sequence refers to."""
 
     blocks: list[Block]
@@ -96,25 +98,25 @@ class Taken:
     """Blocks that were copied from the host."""
 
 
-def take(pool: BlockPool, hit: Hit) -> Taken:
+def acquire_prefix(pool: BlockPool, hit: PrefixHit) -> AcquiredPrefix:
     """Refer to a hit's blocks, bring those on the host back and copy the tail."""
     tail = [] if hit.tail is None else [hit.tail]
     for at, block in enumerate((*hit.blocks, *tail)):
-        pool.acquire(block, at, hit.left)
-    if hit.keeps_tail:
-        pool.forget(tail[0])
-        return Taken([*hit.blocks, *tail], [], _bring_back(pool, hit.blocks))
+        pool.acquire(block, at, hit.num_evicted)
+    if hit.owns_tail:
+        pool.evict_subtree(tail[0])
+        return AcquiredPrefix([*hit.blocks, *tail], [], _swap_in(pool, hit.blocks))
     # Only now that all are referred to: making room for one must not take another.
-    swapped = _bring_back(pool, hit.blocks)
+    swapped = _swap_in(pool, hit.blocks)
     own = [pool.allocate() for _ in tail]
     for source, copy in zip(tail, own, strict=True):
         pool.copy(source, copy)
         swapped += source.slot < 0 <= source.host_slot
-    return Taken([*hit.blocks, *own], tail, swapped)
+    return AcquiredPrefix([*hit.blocks, *own], tail, swapped)
 
 
-def _bring_back(pool: BlockPool, blocks: list[Block]) -> int:
+def _swap_in(pool: BlockPool, blocks: list[Block]) -> int:
     absent = [block for block in blocks if block.slot < 0 <= block.host_slot]
     for block in absent:
-        pool.bring_back(block)
+        pool.swap_in(block)
     return len(absent)

@@ -46,20 +46,20 @@ class Block:
         "key",
         "last_arrival",
         "parent",
-        "parts",
         "ref_count",
         "row",
         "serial",
         "slot",
         "used_later",
         "waiters",
+        "window_slots",
     )
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
         """On the device, in the first layer group; -1 while it is on the host only, and where that
         group has a window."""
-        self.parts: tuple[GroupSlot, ...] = ()
+        self.window_slots: tuple[WindowSlot, ...] = ()
         """Its slots in layer groups that have a window, or come after the first."""
         self.serial: int
         """Of a block with parts: tells it from others, also where it has no slot of its own."""
@@ -94,7 +94,7 @@ class Block:
         )
 
 
-class GroupSlot:
+class WindowSlot:
     """A block's device slot in one layer group, given up when no sequence's window is on it.
 
     Of a block in the index it is kept as long as nobody needs the room: a prefix that ends behind

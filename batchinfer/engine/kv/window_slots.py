@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 
 from batchinfer.engine.kv.eviction import EvictionOrder
 from batchinfer.engine.kv.layer_groups import left_window, most_slots
-from batchinfer.engine.kv.prefix_index import Block, GroupSlot
+from batchinfer.engine.kv.prefix_index import Block, WindowSlot
 
 
-class Parts:
+class WindowSlots:
     """Gives blocks their parts, and knows who needs them.
 
-    A sequence's ``left`` says of each part how many leading blocks of its table left the window.
+    A sequence's ``num_evicted`` says of each part how many leading blocks of its table left the
+    window.
 
     Args:
         windows: of each layer group; 0 is full attention and comes first.
@@ -27,7 +28,7 @@ class Parts:
         windows: tuple[int, ...],
         block_size: int,
         free: list[int],
-        cached: EvictionOrder[Block | GroupSlot],
+        cached: EvictionOrder[Block | WindowSlot],
         take_slot: Callable[[], int],
     ) -> None:
         self._all_windows = windows
@@ -36,12 +37,12 @@ class Parts:
         self.num_shared = 0
         """Parts that more than one sequence needs."""
         self._block_size = block_size
-        self._free = free
+        self._free_slots = free
         self._cached = cached
         self._take_slot = take_slot
         self._num_made = 0
 
-    def left(self, num_tokens: int) -> tuple[int, ...]:
+    def num_evicted(self, num_tokens: int) -> tuple[int, ...]:
         """Leading blocks that left each part's window when so many tokens are computed."""
         return tuple(left_window(num_tokens, w, self._block_size) for w in self.windows)
 
@@ -51,20 +52,20 @@ class Parts:
 
     def make(self, block: Block) -> None:
         """Give a new block its parts."""
-        block.parts = tuple(GroupSlot(block, self._take_slot()) for _ in self.windows)
+        block.window_slots = tuple(WindowSlot(block, self._take_slot()) for _ in self.windows)
         block.serial = self._num_made
         self._num_made += 1
 
-    def acquire(self, block: Block, at: int, left: tuple[int, ...]) -> None:
+    def acquire(self, block: Block, at: int, num_evicted: tuple[int, ...]) -> None:
         """A sequence refers to block ``at`` of its table."""
-        for part in needed_parts(block, at, left):
+        for part in live_slots(block, at, num_evicted):
             assert part.slot >= 0
             if part.readers == 0:
                 self._cached.discard(part)
             part.readers += 1
             self.num_shared += part.readers == 2
 
-    def leave(self, part: GroupSlot) -> None:
+    def leave(self, part: WindowSlot) -> None:
         """A part left the window of a sequence that refers to its block, or the sequence does."""
         assert part.readers > 0
         part.readers -= 1
@@ -74,36 +75,36 @@ class Parts:
             if part.block.indexed:
                 self._cached.add(part)
             else:
-                self.give_up(part)
+                self.free(part)
 
-    def give_up(self, part: GroupSlot) -> None:
+    def free(self, part: WindowSlot) -> None:
         """Nobody needs a part any more."""
         self._cached.discard(part)
-        self._free.append(part.slot)
+        self._free_slots.append(part.slot)
         part.slot = -1
 
-    def give_up_unneeded(self, block: Block) -> None:
+    def free_unneeded(self, block: Block) -> None:
         """A block left the index: what was kept of it to be found is free."""
-        for part in block.parts:
+        for part in block.window_slots:
             if part in self._cached:
-                self.give_up(part)
+                self.free(part)
 
-    def refile(self, block: Block) -> None:
+    def update_priority(self, block: Block) -> None:
         """Whether a block is wanted may have changed."""
-        for part in block.parts:
-            self._cached.refile(part)
+        for part in block.window_slots:
+            self._cached.update_priority(part)
 
 
-def needed_parts(block: Block, at: int, left: tuple[int, ...]) -> Iterator[GroupSlot]:
+def live_slots(block: Block, at: int, num_evicted: tuple[int, ...]) -> Iterator[WindowSlot]:
     """The parts that a sequence needs of block ``at`` of its table."""
-    if not left:
-        return iter(block.parts)
-    return (part for part, gone in zip(block.parts, left, strict=True) if at >= gone)
+    if not num_evicted:
+        return iter(block.window_slots)
+    return (part for part, gone in zip(block.window_slots, num_evicted, strict=True) if at >= gone)
 
 
 def holds_more(block: Block, other: Block) -> bool:
     """Whether a block has all parts that another of the same tokens has, and more."""
-    pairs = list(zip(block.parts, other.parts, strict=True))
+    pairs = list(zip(block.window_slots, other.window_slots, strict=True))
     return all(own.slot >= 0 or part.slot < 0 for own, part in pairs) and any(
         own.slot >= 0 > part.slot for own, part in pairs
     )

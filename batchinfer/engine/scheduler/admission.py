@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.kv.prefix_hit import Hit, find_hit, take
+from batchinfer.engine.kv.prefix_hit import PrefixHit, acquire_prefix, find_prefix_hit
 from batchinfer.engine.kv.prefix_index import Block, PrefixMatch, common_tokens
-from batchinfer.engine.scheduler.forecast import Forecast, Packing
+from batchinfer.engine.scheduler.forecast import Packing, PoolForecast
 from batchinfer.engine.scheduler.kv_manager import Growth, PrefixWriter
-from batchinfer.engine.scheduler.preemption import FutureUse
+from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.sequence import Sequence
@@ -40,14 +40,14 @@ class Admission:
         packing: Packing,
         growth: Growth,
         prefixes: PrefixWriter,
-        future_use: FutureUse,
+        reuse_hints: ReuseHints,
     ) -> None:
         self._pool = pool
         self._table = table
         self._packing = packing
         self._growth = growth
         self._prefixes = prefixes
-        self._future_use = future_use
+        self._reuse_hints = reuse_hints
 
     def admit(self, waiting: deque[Sequence], schedule: Schedule, budget: int) -> None:
         """Start waiting sequences while tokens, rows and, by the forecast, blocks last.
@@ -64,7 +64,7 @@ class Admission:
         at = 0
         while at < min(len(waiting), _LOOK_AHEAD) and budget > 0:
             sequence = waiting[at]
-            if not self._table.has_room(sequence.request.gang_size):
+            if not self._table.has_room(sequence.request.group_size):
                 break
             found, holds_back = self._find_prefix(sequence)
             if holds_back:
@@ -75,7 +75,7 @@ class Admission:
                 break
             del waiting[at]
             self._packing.expect_samples(forecast, sequence)
-            chunk = min(budget, sequence.goal - hit.num_tokens)
+            chunk = min(budget, sequence.num_tokens_to_compute - hit.num_tokens)
             rows.append(self._start(sequence, hit, chunk, schedule, sources))
             chunks.append(chunk)
             budget -= chunk
@@ -83,22 +83,22 @@ class Admission:
         self._pool.release(sources)
         schedule.append(rows, chunks)
 
-    def _find_prefix(self, sequence: Sequence) -> tuple[Hit, bool]:
+    def _find_prefix(self, sequence: Sequence) -> tuple[PrefixHit, bool]:
         """What the pool holds of a sequence, and whether waiting a step would find more.
 
         A token whose logits are needed, as the last one's are, is never part of a hit. A block that
         this step fills can be shared but not copied from, and a row that is computing a longer
         common prefix is worth waiting for; both are seen from the step itself, nothing is stored.
         """
-        if sequence.state.computes_alone:
-            return Hit([], None, 0, left=self._pool.parts.left(0)), False
+        if sequence.state.skip_prefix_cache:
+            return PrefixHit([], None, 0, num_evicted=self._pool.window_slots.num_evicted(0)), False
         size, pool = self._table.block_size, self._pool
-        key = sequence.key(0, sequence.most_found)
+        key = sequence.key(0, sequence.max_prefix_hit)
         adapter = sequence.request.adapter
         match = pool.match(key, adapter)
-        hit = find_hit(pool, match, least=self._parting(sequence))
-        if self._future_use.left_behind(sequence, hit.tail):
-            hit = replace(hit, keeps_tail=True)
+        hit = find_prefix_hit(pool, match, least=self._forking(sequence))
+        if self._reuse_hints.is_private_tail(sequence, hit.tail):
+            hit = replace(hit, owns_tail=True)
         start = len(hit.blocks) * size
         whole = len(hit.blocks) == len(match.blocks)
         within_reach = start + (match.tokens_in_flight if whole else 0)
@@ -111,31 +111,38 @@ class Admission:
             return hit, True
         # For less than a block a row waits once: neighbours in sorted order nearly always have
         # some tokens more in common, and would start one after the other.
-        holds_back = gain * 16 >= sequence.num_tokens - hit.num_tokens and not sequence.held_back
+        holds_back = gain * 16 >= sequence.num_tokens - hit.num_tokens and not sequence.deferred
         holds_back = holds_back and gain > 0
-        sequence.held_back |= holds_back
+        sequence.deferred |= holds_back
         return hit, holds_back
 
-    def _parting(self, sequence: Sequence) -> int | None:
-        """Tokens after which the rest of its gang goes other ways; None: there is none to join."""
-        if not self._pool.parts.windows or len(sequence.gang) == 1:
+    def _forking(self, sequence: Sequence) -> int | None:
+        """Tokens after which the rest of its group goes other ways; None: there is none to join."""
+        if not self._pool.window_slots.windows or len(sequence.group) == 1:
             return None
-        key = sequence.key(0, sequence.goal)
-        return min(common_tokens(key, other.key(0, sequence.goal)) for other in sequence.gang)
+        key = sequence.key(0, sequence.num_tokens_to_compute)
+        return min(
+            common_tokens(key, other.key(0, sequence.num_tokens_to_compute))
+            for other in sequence.group
+        )
 
-    def _fitting(self, sequence: Sequence, hit: Hit, budget: int, forecast: Forecast) -> Hit | None:
+    def _fitting(
+        self, sequence: Sequence, hit: PrefixHit, budget: int, forecast: PoolForecast
+    ) -> PrefixHit | None:
         """The hit, or less of it, if the sequence can start with it; a lone one always can."""
         alone = self._table.num_running == 0
         fitting = self._fit(sequence, hit, budget, required=alone)
         if fitting is None:
             return None
-        fits = self._packing.admit(forecast, sequence, fitting.joined)
+        fits = self._packing.admit(forecast, sequence, fitting.num_shared)
         return fitting if fits or alone else None
 
-    def _fit(self, sequence: Sequence, hit: Hit, budget: int, *, required: bool) -> Hit | None:
+    def _fit(
+        self, sequence: Sequence, hit: PrefixHit, budget: int, *, required: bool
+    ) -> PrefixHit | None:
         """The hit, or less of it, such that its blocks and the chunk's are there; else None."""
         while True:
-            end = min(hit.num_tokens + budget, sequence.goal)
+            end = min(hit.num_tokens + budget, sequence.num_tokens_to_compute)
             fresh = -(-end // self._table.block_size) - len(hit.blocks)
             if fresh * self._pool.slots_per_block + hit.num_idle <= self._pool.num_available:
                 return hit
@@ -143,33 +150,33 @@ class Admission:
                 return None
             # Alone in a pool that just holds it, a sequence cannot spare the copy's source.
             match = PrefixMatch(hit.blocks, None, 0, 0)
-            hit = find_hit(self._pool, match, least=self._parting(sequence))
+            hit = find_prefix_hit(self._pool, match, least=self._forking(sequence))
 
     def _start(
         self,
         sequence: Sequence,
-        hit: Hit,
+        hit: PrefixHit,
         chunk: int,
         schedule: Schedule,
         sources: list[Block],
     ) -> int:
         """Make a waiting sequence run: take the hit's blocks, allocate the chunk's."""
         stats = sequence.state.stats
-        joined = hit.joined
-        taken = take(self._pool, hit)
+        joined = hit.num_shared
+        taken = acquire_prefix(self._pool, hit)
         sources += taken.sources
-        self._future_use.forget(sequence)
+        self._reuse_hints.remove(sequence)
         for source in taken.sources:
-            self._future_use.note_copied(source, sequence)
+            self._reuse_hints.note_copied(source, sequence)
         first_seen = max(hit.num_tokens - sequence.computed_once, 0)
         stats.swapped_blocks += taken.num_swapped
         stats.cached_tokens += first_seen
         schedule.num_cached += first_seen
         sequence.index_parent = self._pool.entry_below(hit.blocks, sequence.request.adapter)
         sequence.num_indexed = len(hit.blocks)
-        sequence.left = hit.left
+        sequence.num_evicted = hit.num_evicted
         row = self._table.add(sequence, taken.blocks, hit.num_tokens, joined)
-        self._growth.extend(row, chunk)
+        self._growth.allocate_slots(row, chunk)
         new = np.asarray([row], dtype=np.intp), np.asarray([chunk], dtype=np.int32)
-        self._prefixes.enter_prompts(*new)
+        self._prefixes.cache_prompt_blocks(*new)
         return row

@@ -1,7 +1,7 @@
 """Sequences that run, pause and come back together: a row's beams.
 
-A gang is ``Sequence.gang``; what follows from it for a step is derived here, nothing is stored.
-The gang's beams have one admission number between them, so that they are neighbours in the
+A group is ``Sequence.group``; what follows from it for a step is derived here, nothing is stored.
+The group's beams have one admission number between them, so that they are neighbours in the
 table's order, and as old as their row.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.kv.prefix_hit import find_hit, take
+from batchinfer.engine.kv.prefix_hit import acquire_prefix, find_prefix_hit
 from batchinfer.engine.kv.prefix_index import common_tokens
 from batchinfer.engine.request import Request
-from batchinfer.engine.scheduler.preemption import FutureUse
+from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
 
@@ -28,9 +28,9 @@ def share_blocks(
     A block that they end in is copied by whoever first writes to it.
     """
     blocks = parent.blocks[: -(-num_tokens // table.block_size)]
-    child.left = pool.parts.left(num_tokens)
+    child.num_evicted = pool.window_slots.num_evicted(num_tokens)
     for at, block in enumerate(blocks):
-        pool.acquire(block, at, child.left)
+        pool.acquire(block, at, child.num_evicted)
     full = num_tokens // table.block_size
     child.index_parent, child.num_indexed = None, 0
     if full >= parent.num_indexed:
@@ -39,8 +39,8 @@ def share_blocks(
     table.tail_shared[[parent.row, child.row]] = True
 
 
-class Gangs:
-    """Keeps gangs together.
+class BeamGroups:
+    """Keeps groups together.
 
     Args:
         pool: the KV pool's blocks.
@@ -53,12 +53,12 @@ class Gangs:
         self,
         pool: BlockPool,
         table: SequenceTable,
-        future_use: FutureUse,
+        reuse_hints: ReuseHints,
         max_num_batched_tokens: int,
     ) -> None:
         self._pool = pool
         self._table = table
-        self._future_use = future_use
+        self._reuse_hints = reuse_hints
         self._most = min(len(table.sequences), max_num_batched_tokens)
 
     def refusal(self, request: Request, blocks: int) -> tuple[str, str] | None:
@@ -67,7 +67,7 @@ class Gangs:
         Args:
             blocks: what one beam may come to. In the worst case the beams share the prompt alone.
         """
-        width, pool = request.gang_size, self._pool
+        width, pool = request.group_size, self._pool
         if width > self._most:
             return (
                 "does_not_fit",
@@ -85,48 +85,48 @@ class Gangs:
         return None
 
     def join(self) -> None:
-        """Start the rest of gangs that came back, beside leaders that have computed enough.
+        """Start the rest of groups that came back, beside leaders that have computed enough.
 
         Each shares what it has in common with the leader, or takes up the blocks it left if these
         hold more and there is room. Its row was kept free.
         """
         table = self._table
-        for row in np.flatnonzero((table.unborn > 0) & table.is_beam):
+        for row in np.flatnonzero((table.pending_forks > 0) & table.is_beam):
             leader = table.sequence(row)
-            absent = [beam for beam in leader.gang if beam.row < 0]
-            if not absent or table.num_computed[row] < leader.goal:
+            absent = [beam for beam in leader.group if beam.row < 0]
+            if not absent or table.num_computed[row] < leader.num_tokens_to_compute:
                 continue
-            computed = leader.key(0, leader.goal)
-            goal = leader.goal
+            computed = leader.key(0, leader.num_tokens_to_compute)
+            goal = leader.num_tokens_to_compute
             for beam in absent:
                 key = beam.key(0, goal)
                 common = common_tokens(computed, key)
-                if beam.state.computes_alone or not self._take_up(leader, beam, key, common):
+                if beam.state.skip_prefix_cache or not self._take_up(leader, beam, key, common):
                     self._fork(leader, beam, common)
-                self._future_use.forget(beam)
-            table.unborn[row] = leader.request.gang_size - len(leader.gang)
+                self._reuse_hints.remove(beam)
+            table.pending_forks[row] = leader.request.group_size - len(leader.group)
 
     def replace(self, present: list[Sequence], heirs: list[tuple[Sequence, int]]) -> None:
         """Let the next beams take the places of the present ones.
 
         Args:
-            present: the running gang.
-            heirs: the next gang: each beam, with its last token, and which of the present ones it
+            present: the running group.
+            heirs: the next group: each beam, with its last token, and which of the present ones it
                 continues. The first to continue one is that one itself, the others are new.
         """
         table = self._table
         going_on = {beam for beam, _ in heirs}
         for beam in present:
             if beam not in going_on:
-                self._pool.release(table.remove(beam), beam.left)
+                self._pool.release(table.remove(beam), beam.num_evicted)
         for beam, parent in heirs:
             if beam.row < 0:
                 self._fork(present[parent], beam, beam.num_tokens - 1)
         rows = [beam.row for beam, _ in heirs]
         table.last_token[rows] = [beam.output_ids[-1] for beam, _ in heirs]
         table.sample_at[rows] = -1
-        table.unborn[rows] = 0
-        table.unborn[rows[0]] = heirs[0][0].request.gang_size - len(heirs)
+        table.pending_forks[rows] = 0
+        table.pending_forks[rows[0]] = heirs[0][0].request.group_size - len(heirs)
 
     def _take_up(self, leader: Sequence, beam: Sequence, key: bytes, common: int) -> bool:
         """Let a beam go on from blocks it left, if they hold more than ``common`` tokens of it.
@@ -136,17 +136,17 @@ class Gangs:
         """
         pool = self._pool
         match = pool.match(key, beam.request.adapter)
-        hit = find_hit(pool, match)
-        if self._future_use.left_behind(beam, hit.tail):
-            hit = replace(hit, keeps_tail=True)
+        hit = find_prefix_hit(pool, match)
+        if self._reuse_hints.is_private_tail(beam, hit.tail):
+            hit = replace(hit, owns_tail=True)
         else:
-            hit = find_hit(pool, match, with_tail=False)
+            hit = find_prefix_hit(pool, match, with_tail=False)
         if hit.num_tokens <= common or hit.num_idle > pool.num_available:
             return False
-        joined = hit.joined
-        taken = take(pool, hit)
+        joined = hit.num_shared
+        taken = acquire_prefix(pool, hit)
         beam.state.stats.swapped_blocks += taken.num_swapped
-        beam.left = hit.left
+        beam.num_evicted = hit.num_evicted
         beam.index_parent = pool.entry_below(hit.blocks, beam.request.adapter)
         beam.num_indexed = len(hit.blocks)
         self._table.add(beam, taken.blocks, hit.num_tokens, joined)
@@ -154,17 +154,17 @@ class Gangs:
         return True
 
     def _stand_beside(self, beam: Sequence, other: Sequence) -> None:
-        """Count a beam that begins to run as part of the gang."""
+        """Count a beam that begins to run as part of the group."""
         self._table.admission[other.row] = self._table.admission[beam.row]
-        self._table.unborn[other.row] = 0
+        self._table.pending_forks[other.row] = 0
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Run ``child``, which begins with ``num_tokens`` that ``parent`` has computed."""
         share_blocks(self._pool, self._table, parent, child, num_tokens)
         self._stand_beside(parent, child)
 
-    def keep_together(self, rows: Rows, num_new: Int) -> Int:
-        """[S] ``num_new``, such that a gang's beams come to their last tokens in one step.
+    def trim_to_whole_groups(self, rows: Rows, num_new: Int) -> Int:
+        """[S] ``num_new``, such that a group's beams come to their last tokens in one step.
 
         Where some of them cannot yet, the others stop one token before.
         """
@@ -173,27 +173,27 @@ class Gangs:
         if len(beams) == 0:
             return num_new
         pending = table.num_tokens[rows[beams]] - table.num_computed[rows[beams]]
-        _, first, gang_of = np.unique(
+        _, first, group_of = np.unique(
             table.admission[rows[beams]], return_index=True, return_inverse=True
         )
-        sizes = np.array([len(table.sequence(row).gang) for row in rows[beams[first]]])
-        arriving = np.bincount(gang_of, weights=num_new[beams] == pending)
-        apart = (arriving < sizes)[gang_of]
+        sizes = np.array([len(table.sequence(row).group) for row in rows[beams[first]]])
+        arriving = np.bincount(group_of, weights=num_new[beams] == pending)
+        apart = (arriving < sizes)[group_of]
         together = num_new.copy()
         together[beams[apart]] = np.minimum(num_new[beams[apart]], pending[apart] - 1)
         return together
 
     def check_invariants(self) -> None:
-        """Assert that gangs are whole, or just their leaders, and of one length and age."""
+        """Assert that groups are whole, or just their leaders, and of one length and age."""
         table = self._table
-        leaders = {sequence.gang[0] for sequence in table.running() if sequence.state.search}
+        leaders = {sequence.group[0] for sequence in table.running() if sequence.state.search}
         for leader in leaders:
-            gang, size = leader.gang, leader.request.gang_size
-            rows = [beam.row for beam in gang if beam.row >= 0]
-            assert len(rows) in (1, len(gang))
-            assert len(gang) <= size
+            group, size = leader.group, leader.request.group_size
+            rows = [beam.row for beam in group if beam.row >= 0]
+            assert len(rows) in (1, len(group))
+            assert len(group) <= size
             assert table.is_beam[rows].all()
             assert len(set(table.admission[rows].tolist())) == 1
             assert len(set(table.num_tokens[rows].tolist())) == 1
-            assert table.unborn[rows].sum() == size - len(rows)
+            assert table.pending_forks[rows].sum() == size - len(rows)
             assert (table.sample_at[rows] >= 0).all() or (table.sample_at[rows] < 0).all()

@@ -82,7 +82,7 @@ class OutputLengths:
         return self._cumulative
 
 
-class Forecast:
+class PoolForecast:
     """Blocks in use at every later step, if nobody else is admitted.
 
     Demand peaks just before a sequence ends. Which end is highest is found with block tables
@@ -178,7 +178,7 @@ class Packing:
         self._table = table
         self.lengths = OutputLengths(table.max_model_len)
 
-    def forecast(self) -> Forecast:
+    def forecast(self) -> PoolForecast:
         """The pool's future with what runs now, and with the samples that will fork from it."""
         table = self._table
         rows = table.rows()
@@ -187,11 +187,13 @@ class Packing:
         owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
         remaining = self._remaining_of_rows(rows)
-        unborn = table.unborn[rows]
-        full_blocks = np.repeat(table.num_prompt[rows] // table.block_size, unborn)
-        return Forecast(
-            np.concatenate([table.num_tokens[rows], np.repeat(table.num_tokens[rows], unborn)]),
-            np.concatenate([remaining, np.repeat(remaining, unborn)]),
+        pending_forks = table.pending_forks[rows]
+        full_blocks = np.repeat(table.num_prompt[rows] // table.block_size, pending_forks)
+        return PoolForecast(
+            np.concatenate(
+                [table.num_tokens[rows], np.repeat(table.num_tokens[rows], pending_forks)]
+            ),
+            np.concatenate([remaining, np.repeat(remaining, pending_forks)]),
             np.concatenate([joined, full_blocks]),
             shared_blocks=max(self._pool.num_used - owned, 0),
             capacity=self._pool.num_blocks * (1.0 - _WATERMARK * unsure),
@@ -199,14 +201,14 @@ class Packing:
             windows=table.windows,
         )
 
-    def admit(self, forecast: Forecast, sequence: Sequence, joined: int) -> bool:
-        """Whether a waiting sequence fits, and its gang with it; if so they count from now on."""
+    def admit(self, forecast: PoolForecast, sequence: Sequence, joined: int) -> bool:
+        """Whether a waiting sequence fits, and its group with it; if so they count from now on."""
         tokens, remaining = sequence.num_tokens, self.remaining(sequence)
         shared = sequence.request.num_prompt_tokens // self._table.block_size
-        others = [(tokens, remaining, shared)] * (sequence.request.gang_size - 1)
+        others = [(tokens, remaining, shared)] * (sequence.request.group_size - 1)
         return forecast.admit_together([(tokens, remaining, joined), *others])
 
-    def expect_samples(self, forecast: Forecast, leader: Sequence) -> None:
+    def expect_samples(self, forecast: PoolForecast, leader: Sequence) -> None:
         """Count on the samples that will fork from a row just admitted, as far as they fit."""
         if leader.output_ids:
             return

@@ -25,7 +25,7 @@ class Growth:
         self._pool = pool
         self._table = table
 
-    def blocks_wanted(self, rows: Rows, num_new: Int) -> Int:
+    def blocks_needed(self, rows: Rows, num_new: Int) -> Int:
         """[S] blocks each row must be given: for new tokens, and to copy a shared last block."""
         table = self._table
         end = table.num_computed[rows] + num_new
@@ -38,7 +38,7 @@ class Growth:
                 wanted[at] += 1
         return wanted
 
-    def extend(self, row: int, num_new: int) -> None:
+    def allocate_slots(self, row: int, num_new: int) -> None:
         """Give a row its own last block and the blocks its new tokens need."""
         table, pool = self._table, self._pool
         if table.tail_shared[row]:
@@ -74,7 +74,7 @@ class Windows:
         self._pool = pool
         self._table = table
 
-    def leave(self, rows: Rows, num_new: Int) -> None:
+    def free_outside_window(self, rows: Rows, num_new: Int) -> None:
         """Give up what left a window by the tokens just submitted.
 
         Args:
@@ -82,26 +82,28 @@ class Windows:
             num_new: [S] tokens of each in the step; they count as computed.
         """
         table = self._table
-        if not self._pool.parts.windows:
+        if not self._pool.window_slots.windows:
             return
         after = table.num_computed[rows]
         moved = (table.num_left(after) > table.num_left(after - num_new)).any(axis=0)
         for row in rows[moved]:
             sequence = table.sequence(row)
             if not self._is_waited_for(sequence):
-                self._leave(sequence, self._pool.parts.left(int(table.num_computed[row])))
+                self._leave(
+                    sequence, self._pool.window_slots.num_evicted(int(table.num_computed[row]))
+                )
 
     def _leave(self, sequence: Sequence, left: tuple[int, ...]) -> None:
         sequence.state.note_peak_blocks()
-        for part, (gone, now) in enumerate(zip(sequence.left, left, strict=True)):
+        for part, (gone, now) in enumerate(zip(sequence.num_evicted, left, strict=True)):
             for block in sequence.blocks[gone:now]:
-                self._pool.parts.leave(block.parts[part])
-        sequence.left = left
+                self._pool.window_slots.leave(block.window_slots[part])
+        sequence.num_evicted = left
 
     @staticmethod
     def _is_waited_for(sequence: Sequence) -> bool:
-        """Whether others of its gang will fork from before where it is."""
-        return any(other.row < 0 for other in sequence.gang)
+        """Whether others of its group will fork from before where it is."""
+        return any(other.row < 0 for other in sequence.group)
 
 
 class PrefixWriter:
@@ -125,14 +127,14 @@ class PrefixWriter:
         """Another step is being scheduled."""
         self.prefilling = {}
 
-    def enter_prompts(self, rows: Rows, num_new: npt.NDArray[np.integer]) -> None:
+    def cache_prompt_blocks(self, rows: Rows, num_new: npt.NDArray[np.integer]) -> None:
         """Enter blocks of prompts that this step fills, and the part of one a prompt ends in."""
         start, prompt = self._table.num_computed[rows], self._table.num_prompt[rows]
         for at in np.flatnonzero(start < prompt):
             end = int(start[at] + num_new[at])
-            self._enter_prompt(self._table.sequence(rows[at]), end, int(prompt[at]))
+            self._cache_prompt(self._table.sequence(rows[at]), end, int(prompt[at]))
 
-    def enter_computed(self, sequence: Sequence) -> list[Block]:
+    def cache_computed_blocks(self, sequence: Sequence) -> list[Block]:
         """Enter all that a running sequence computed, the block it ends in as far as it goes.
 
         Returns:
@@ -144,15 +146,15 @@ class PrefixWriter:
             if parent is None:
                 break
             key = sequence.key(start, min(start + size, computed))
-            parent = self._pool.enter(parent, block, key)
+            parent = self._pool.insert_block(parent, block, key)
             if parent is not None:
-                self._pool.settle_block(parent)
+                self._pool.mark_filled(parent)
                 entries.append(parent)
         return entries
 
-    def _enter_prompt(self, sequence: Sequence, end: int, prompt: int) -> None:
+    def _cache_prompt(self, sequence: Sequence, end: int, prompt: int) -> None:
         size = self._pool.block_size
-        self._enter_blocks(sequence, min(end, prompt) // size)
+        self._cache_blocks(sequence, min(end, prompt) // size)
         parent = sequence.index_parent
         if parent is None:
             return
@@ -160,14 +162,14 @@ class PrefixWriter:
             self.prefilling.setdefault(parent, []).append(sequence)
         elif prompt % size and end // size == prompt // size:
             key = sequence.key(prompt - prompt % size, prompt)
-            self._pool.enter(parent, sequence.blocks[prompt // size], key)
+            self._pool.insert_block(parent, sequence.blocks[prompt // size], key)
 
-    def _enter_blocks(self, sequence: Sequence, stop: int) -> None:
+    def _cache_blocks(self, sequence: Sequence, stop: int) -> None:
         """Enter a sequence's blocks up to ``stop``."""
         size = self._pool.block_size
         while sequence.index_parent is not None and sequence.num_indexed < stop:
             at = sequence.num_indexed
             key = sequence.key(at * size, (at + 1) * size)
             block = sequence.blocks[at]
-            sequence.index_parent = self._pool.enter(sequence.index_parent, block, key)
+            sequence.index_parent = self._pool.insert_block(sequence.index_parent, block, key)
             sequence.num_indexed += 1

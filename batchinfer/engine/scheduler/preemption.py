@@ -25,7 +25,7 @@ _FIRST_TOKEN_S = 1e-4
 """Until one was measured, which is before anything can be preempted."""
 
 
-class Victims:
+class PreemptionPolicy:
     """Chooses for each victim what takes less time.
 
     To swap is to move its blocks to the host and back: the bytes over the copies' bandwidth. To
@@ -50,7 +50,7 @@ class Victims:
             return
         self.token_s += _WEIGHT * (seconds / tokens - self.token_s)
 
-    def swaps(self, tables: Items[list[Block]], block_size: int) -> bool:
+    def should_swap(self, tables: Items[list[Block]], block_size: int) -> bool:
         """Whether the blocks of sequences that are preempted together are worth keeping."""
         if self._preemption != "auto":
             return self._preemption == "swap"
@@ -60,7 +60,7 @@ class Victims:
         return copies * self.block_copy_s < len(own) * block_size * self.token_s
 
 
-class FutureUse:
+class ReuseHints:
     """Tells blocks who will need them.
 
     Args:
@@ -86,17 +86,17 @@ class FutureUse:
             )
         return self._num_swapped
 
-    def expect(self, sequence: Sequence, blocks: Iterable[Block]) -> None:
+    def add(self, sequence: Sequence, blocks: Iterable[Block]) -> None:
         """A sequence waits that begins with ``blocks``, which are indexed."""
-        self.forget(sequence)
+        self.remove(sequence)
         self._waiting[sequence] = list(blocks)
         self._counted_at = -1
         for block in reversed(self._waiting[sequence]):  # the last first, as in ``forget``
             block.waiters += 1
             if block.waiters == 1:
-                self._pool.refile(block)
+                self._pool.update_priority(block)
 
-    def left_behind(self, sequence: Sequence, block: Block | None) -> bool:
+    def is_private_tail(self, sequence: Sequence, block: Block | None) -> bool:
         """Whether a block is the end of what a sequence computed, and nobody else needs it."""
         return (
             block is not None
@@ -108,7 +108,7 @@ class FutureUse:
             and not block.used_later
         )
 
-    def forget(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """A sequence waits no longer."""
         blocks = self._waiting.pop(sequence, None)
         if blocks is None:
@@ -117,12 +117,12 @@ class FutureUse:
         for block in reversed(blocks):  # the last go first, as in ``BlockPool.release``
             block.waiters -= 1
             if block.waiters == 0:
-                self._pool.refile(block)
+                self._pool.update_priority(block)
 
-    def forget_all(self) -> None:
+    def remove_all(self) -> None:
         """Nothing waits any longer."""
         for sequence in list(self._waiting):
-            self.forget(sequence)
+            self.remove(sequence)
 
     def note_use(self, sequence: Sequence) -> None:
         """A running sequence is done with its prompt's blocks: are there rows that need them?
@@ -130,7 +130,7 @@ class FutureUse:
         The row that arrived last of those that used a block says so.
         """
         state, size = sequence.state, self._pool.block_size
-        shared = -(-state.request.shared_later // size)
+        shared = -(-state.request.reused_prefix_len // size)
         prompt_blocks = -(-state.request.num_prompt_tokens // size)
         for at, block in enumerate(sequence.blocks[:prompt_blocks]):
             self._note(block, state.arrival, used_later=at < shared)
@@ -145,8 +145,8 @@ class FutureUse:
     def _note(self, block: Block, arrival: int, *, used_later: bool) -> None:
         if arrival >= block.last_arrival:
             block.last_arrival, block.used_later = arrival, used_later
-            if block.parts:  # some may have been given up before
-                self._pool.refile(block)
+            if block.window_slots:  # some may have been given up before
+                self._pool.update_priority(block)
 
     def check_invariants(self) -> None:
         """Assert that blocks in the index know who waits for them."""

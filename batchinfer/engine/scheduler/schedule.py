@@ -18,7 +18,7 @@ class Schedule:
     """[S] table rows; those that compute one token first."""
     num_new: Int
     """[S] tokens each computes."""
-    copies: BlockCopies = field(default_factory=BlockCopies)
+    block_copies: BlockCopies = field(default_factory=BlockCopies)
     num_preempted: int = 0
     num_cached: int = 0
     """Prompt tokens found in the index, of rows admitted for the first time."""

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.scheduler.admission import Admission
-from batchinfer.engine.scheduler.beam_groups import Gangs, share_blocks
-from batchinfer.engine.scheduler.forecast import Forecast, Packing
+from batchinfer.engine.scheduler.beam_groups import BeamGroups, share_blocks
+from batchinfer.engine.scheduler.forecast import Packing, PoolForecast
 from batchinfer.engine.scheduler.kv_manager import Growth, PrefixWriter, Windows
-from batchinfer.engine.scheduler.preemption import FutureUse, Victims
+from batchinfer.engine.scheduler.preemption import PreemptionPolicy, ReuseHints
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
@@ -34,7 +34,7 @@ class Scheduler:
         pool: the KV pool's blocks.
         table: rows for running sequences.
         max_num_batched_tokens: most tokens in a step.
-        victims: says what becomes of what a preempted sequence computed.
+        preemption_policy: says what becomes of what a preempted sequence computed.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Scheduler:
         pool: BlockPool,
         table: SequenceTable,
         max_num_batched_tokens: int,
-        victims: Victims | None = None,
+        preemption_policy: PreemptionPolicy | None = None,
     ) -> None:
         assert pool.windows == table.windows
         self.pool = pool
@@ -50,22 +50,22 @@ class Scheduler:
         self._windows = Windows(pool, table)
         self.waiting: deque[Sequence] = deque()
         self.packing = Packing(pool, table)
-        self.future_use = FutureUse(pool)
-        self.gangs = Gangs(pool, table, self.future_use, max_num_batched_tokens)
-        self.victims = victims or Victims()
+        self.reuse_hints = ReuseHints(pool)
+        self.beam_groups = BeamGroups(pool, table, self.reuse_hints, max_num_batched_tokens)
+        self.preemption_policy = preemption_policy or PreemptionPolicy()
         self.max_num_batched_tokens = max_num_batched_tokens
         """Most tokens in a step from now on."""
         self._growth = Growth(pool, table)
         self._prefixes = PrefixWriter(pool, table)
         self._admission = Admission(
-            pool, table, self.packing, self._growth, self._prefixes, self.future_use
+            pool, table, self.packing, self._growth, self._prefixes, self.reuse_hints
         )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those that wait."""
         # Lowered meanwhile, it may be too little for beams that run together.
-        gang_size = sequence.request.gang_size
-        self.max_num_batched_tokens = max(self.max_num_batched_tokens, gang_size)
+        group_size = sequence.request.group_size
+        self.max_num_batched_tokens = max(self.max_num_batched_tokens, group_size)
         self.waiting.append(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
@@ -78,12 +78,12 @@ class Scheduler:
         None if there is nothing to run, or none worth running before the step in flight is read;
         with nothing in flight it is the first.
         """
-        self.gangs.join()
+        self.beam_groups.join()
         schedule = self._continue_running()
         if schedule is None:
             return None
         self._prefixes.begin_step()
-        self._prefixes.enter_prompts(schedule.rows, schedule.num_new)
+        self._prefixes.cache_prompt_blocks(schedule.rows, schedule.num_new)
         if schedule.num_preempted == 0 and self.waiting:
             budget = self.max_num_batched_tokens - int(schedule.num_new.sum())
             self._admission.admit(self.waiting, schedule, budget)
@@ -93,24 +93,24 @@ class Scheduler:
         first_decodes = np.argsort(schedule.num_new != 1, kind="stable")
         schedule.rows = schedule.rows[first_decodes]
         schedule.num_new = schedule.num_new[first_decodes]
-        schedule.copies = self.pool.take_copies()
+        schedule.block_copies = self.pool.take_copies()
         return schedule
 
-    def advance(self, schedule: Schedule, sampled: Rows, copies: Int) -> None:
+    def advance(self, schedule: Schedule, sampled: Rows, samples_per_row: Int) -> None:
         """The step was submitted: for every step after it, its tokens are computed and drawn.
 
         Args:
             schedule: what it computes.
             sampled: [R] rows that samples are drawn for.
-            copies: [R] samples drawn for each.
+            samples_per_row: [R] samples drawn for each.
         """
         table, rows = self.table, schedule.rows
-        self.pool.settle()
+        self.pool.commit_fills()
         table.num_computed[rows] += schedule.num_new.astype(np.int32)
-        self._windows.leave(rows, schedule.num_new)
+        self._windows.free_outside_window(rows, schedule.num_new)
         table.computed_once[rows] = np.maximum(table.computed_once[rows], table.num_computed[rows])
         table.num_tokens[sampled] += 1
-        table.sample_at[sampled] = np.cumsum(copies) - copies
+        table.sample_at[sampled] = np.cumsum(samples_per_row) - samples_per_row
 
     def retire(self, sampled: Rows) -> None:
         """Give up the rows whose last token, by length, was just submitted.
@@ -121,10 +121,10 @@ class Scheduler:
         table = self.table
         for row in sampled[table.num_tokens[sampled] >= table.max_total[sampled]]:
             sequence = table.sequence(row)
-            sequence.given_back = sequence.blocks
+            sequence.released_blocks = sequence.blocks
             self.finish(sequence)
 
-    def fork(self, parent: Sequence, child: Sequence, forecast: Forecast) -> None:
+    def fork(self, parent: Sequence, child: Sequence, forecast: PoolForecast) -> None:
         """Run ``child``, which shares all tokens computed so far with ``parent``, if it fits.
 
         Otherwise it waits, and finds or recomputes the prefix when its turn comes. ``forecast``
@@ -138,7 +138,7 @@ class Scheduler:
         if not table.has_room() or not forecast.admit(child.num_tokens, remaining, joined):
             match = self.pool.match(child.key(0, computed), child.request.adapter)
             tail = [] if match.tail is None else [match.tail]
-            self.future_use.expect(child, [*match.blocks, *tail])
+            self.reuse_hints.add(child, [*match.blocks, *tail])
             self.requeue(child)
             return
         share_blocks(self.pool, table, parent, child, computed)
@@ -146,17 +146,17 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Give up a running sequence's row and blocks."""
         sequence.state.note_peak_blocks()
-        self.future_use.note_use(sequence)
-        self.pool.release(self.table.remove(sequence), sequence.left)
+        self.reuse_hints.note_use(sequence)
+        self.pool.release(self.table.remove(sequence), sequence.num_evicted)
 
     def drop(self, sequence: Sequence) -> None:
         """Give up an unfinished sequence; none of its blocks must be found again."""
-        self.future_use.forget(sequence)
-        for block in (*sequence.blocks, *sequence.given_back):
+        self.reuse_hints.remove(sequence)
+        for block in (*sequence.blocks, *sequence.released_blocks):
             if block.indexed:
-                self.pool.forget(block)
+                self.pool.evict_subtree(block)
         if sequence.row >= 0:
-            self.pool.release(self.table.remove(sequence), sequence.left)
+            self.pool.release(self.table.remove(sequence), sequence.num_evicted)
         elif sequence in self.waiting:  # not there if it was drawn in this very step
             self.waiting.remove(sequence)
 
@@ -164,7 +164,7 @@ class Scheduler:
         """Drop every sequence, and take what no step is known to have filled out of the index."""
         self.withdraw()
         self.waiting.clear()
-        self.future_use.forget_all()
+        self.reuse_hints.remove_all()
 
     def withdraw(self) -> list[Sequence]:
         """Take all rows and blocks back, trusting nothing that a step not read was to fill.
@@ -172,14 +172,14 @@ class Scheduler:
         Returns:
             The sequences that ran.
         """
-        self.pool.revoke()
+        self.pool.rollback()
         running = list(self.table.running())
         for sequence in running:
-            self.pool.release(self.table.remove(sequence), sequence.left)
+            self.pool.release(self.table.remove(sequence), sequence.num_evicted)
         return running
 
     def preempt(self, sequence: Sequence) -> int:
-        """Take a running sequence's blocks, with those of its gang.
+        """Take a running sequence's blocks, with those of its group.
 
         Its tokens must be known: what it computed is entered into the prefix index. Blocks that
         are still there, or on the host, when it comes back are found; others are recomputed.
@@ -187,20 +187,22 @@ class Scheduler:
         Returns:
             Sequences that lost their blocks.
         """
-        running = [member for member in sequence.gang if member.row >= 0]
+        running = [member for member in sequence.group if member.row >= 0]
         assert all(self.table.sample_at[member.row] < 0 for member in running)
         state = sequence.state
-        swaps = self.victims.swaps([member.blocks for member in running], self.pool.block_size)
+        swaps = self.preemption_policy.should_swap(
+            [member.blocks for member in running], self.pool.block_size
+        )
         state.stats.preemptions += len(running)
         state.stats.swap_preemptions += swaps * len(running)
         state.note_peak_blocks()
         for member in running:
-            entries = self._prefixes.enter_computed(member)
+            entries = self._prefixes.cache_computed_blocks(member)
             if swaps:
-                self.future_use.expect(member, entries)
+                self.reuse_hints.add(member, entries)
         for member in reversed(running):
-            self.pool.release(self.table.remove(member), member.left)
-        self.requeue(sequence.gang[0])
+            self.pool.release(self.table.remove(member), member.num_evicted)
+        self.requeue(sequence.group[0])
         return len(running)
 
     def _continue_running(self) -> Schedule | None:
@@ -217,7 +219,7 @@ class Scheduler:
             if np.count_nonzero(~ready) > _MOST_SITTING_OUT * len(running):
                 return None
             rows, num_new = self._share_budget(running[ready])
-            wanted = self._growth.blocks_wanted(rows, num_new)
+            wanted = self._growth.blocks_needed(rows, num_new)
             if int(wanted.sum()) * self.pool.slots_per_block <= self.pool.num_available:
                 break
             if in_flight.any():
@@ -225,13 +227,13 @@ class Scheduler:
             preempted += self.preempt(self.table.sequence(running[-1]))
         schedule = Schedule(rows, num_new, num_preempted=preempted)
         for at in np.flatnonzero(wanted):
-            self._growth.extend(int(rows[at]), int(num_new[at]))
+            self._growth.allocate_slots(int(rows[at]), int(num_new[at]))
         return schedule
 
     def _can_run_ahead(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Rows whose next step does not depend on a token's value, or on forks it has to make."""
         table = self.table
-        ahead: npt.NDArray[np.bool_] = ~table.needs_values[rows] & (table.unborn[rows] == 0)
+        ahead: npt.NDArray[np.bool_] = ~table.needs_values[rows] & (table.pending_forks[rows] == 0)
         return ahead
 
     def _share_budget(self, rows: Rows) -> tuple[Rows, Int]:
@@ -240,17 +242,18 @@ class Scheduler:
         order = np.argsort(pending > 1, kind="stable")
         rows, pending = rows[order], pending[order]
         left = self.max_num_batched_tokens - (np.cumsum(pending) - pending)
-        num_new = self.gangs.keep_together(rows, np.clip(left, 0, pending))
+        num_new = self.beam_groups.trim_to_whole_groups(rows, np.clip(left, 0, pending))
         some = num_new > 0
         return rows[some], num_new[some]
 
     def check_invariants(self) -> None:
         """Assert that queue, table and pool agree."""
         self.table.check_invariants()
-        self.gangs.check_invariants()
+        self.beam_groups.check_invariants()
         running = list(self.table.running())
         self.pool.check_invariants(
-            (sequence.blocks for sequence in running), (sequence.left for sequence in running)
+            (sequence.blocks for sequence in running),
+            (sequence.num_evicted for sequence in running),
         )
-        self.future_use.check_invariants()
+        self.reuse_hints.check_invariants()
         assert all(waiting.row < 0 and not waiting.blocks for waiting in self.waiting)

@@ -63,7 +63,7 @@ class SequenceTable:
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.num_joined = np.zeros(rows, dtype=np.int32)
         """Leading blocks that somebody else refers to as well; not given back at the end."""
-        self.unborn = np.zeros(rows, dtype=np.int32)
+        self.pending_forks = np.zeros(rows, dtype=np.int32)
         """Further samples, or beams, that will fork from the row when it has caught up."""
         self.tail_shared = np.zeros(rows, dtype=np.bool_)
         """Whether the last block may be shared, so that writing to it must look."""
@@ -116,7 +116,7 @@ class SequenceTable:
 
     def has_room(self, count: int = 1) -> bool:
         """Whether so many more sequences can run; rows are kept for beams to be born."""
-        return len(self._free_rows) - int(self.unborn[self.is_beam].sum()) >= count
+        return len(self._free_rows) - int(self.pending_forks[self.is_beam].sum()) >= count
 
     def rows(self) -> Rows:
         """Rows in use, oldest admission first."""
@@ -168,7 +168,7 @@ class SequenceTable:
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.sample_at[row] = -1
         self.num_joined[row] = joined
-        self.unborn[row] = sequence.num_unborn
+        self.pending_forks[row] = sequence.num_pending_forks
         self.tail_shared[row] = False
         sequence.blocks = []
         self.num_blocks[row] = 0
@@ -188,7 +188,7 @@ class SequenceTable:
             self.other_tables[:, row, : len(blocks)] = 0
         self.version += 1
         self.active[row] = False
-        self.unborn[row] = 0
+        self.pending_forks[row] = 0
         self.sequences[row] = None
         self._free_rows.append(row)
         sequence.row, sequence.blocks = -1, []
@@ -202,7 +202,7 @@ class SequenceTable:
             self.block_table = np.pad(self.block_table, more)
             self.other_tables = np.pad(self.other_tables, ((0, 0), *more))
             self._serials = np.pad(self._serials, more)
-        if block.parts:
+        if block.window_slots:
             self._set_slots(row, len(blocks), block)
         else:
             self.block_table[row, len(blocks)] = block.slot
@@ -222,7 +222,7 @@ class SequenceTable:
         blocks = self.sequence(row).blocks
         replaced, blocks[-1] = blocks[-1], block
         self.version += 1
-        if block.parts:
+        if block.window_slots:
             self._set_slots(row, len(blocks) - 1, block)
         else:
             self.block_table[row, len(blocks) - 1] = block.slot
@@ -290,7 +290,7 @@ class SequenceTable:
 
     def _check_slots(self, row: int, sequence: Sequence) -> list[Block]:
         blocks, parts = sequence.blocks, len(self.windows) - (self.windows[0] == 0)
-        left = (*(0 for _ in range(len(self.windows) - parts)), *sequence.left)
+        left = (*(0 for _ in range(len(self.windows) - parts)), *sequence.num_evicted)
         assert len(left) == len(self.windows)
         for group, gone in enumerate(left):
             slots = [_slots(block, self.windows)[group] for block in blocks]
@@ -304,4 +304,4 @@ class SequenceTable:
 def _slots(block: Block, windows: tuple[int, ...]) -> list[int]:
     """A block's slot in each layer group; 0 where it has none."""
     own = [] if windows[0] else [block.slot]
-    return own + [max(part.slot, 0) for part in block.parts]
+    return own + [max(part.slot, 0) for part in block.window_slots]

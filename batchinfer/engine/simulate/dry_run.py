@@ -8,7 +8,7 @@ from batchinfer.config import EngineConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.runner import Pending, Ready
-from batchinfer.engine.scheduler.preemption import Victims
+from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.simulate.roofline import (
@@ -164,7 +164,9 @@ def make_dry_engine(
     table = SequenceTable(config.max_num_seqs, max_model_len, config.block_size, windows)
     block_copy_s = model.kv_bytes * config.block_size / device.host_bandwidth
     runner = DryRunner(model, device, end_after, block_copy_s)
-    victims = Victims(config.preemption, block_copy_s) if num_host_blocks else Victims()
-    scheduler = Scheduler(pool, table, config.max_num_batched_tokens, victims)
+    preemption_policy = (
+        PreemptionPolicy(config.preemption, block_copy_s) if num_host_blocks else PreemptionPolicy()
+    )
+    scheduler = Scheduler(pool, table, config.max_num_batched_tokens, preemption_policy)
     engine = Engine(scheduler, runner, lambda: runner.seconds, runs_ahead=device.is_gpu)
     return engine, runner

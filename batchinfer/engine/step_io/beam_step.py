@@ -8,19 +8,19 @@ from batchinfer.engine.beam_search import Continuation
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState, Sequence
 from batchinfer.engine.step import Int64, StepResult
-from batchinfer.engine.step_io.in_flight import Drawn
+from batchinfer.engine.step_io.in_flight import SampledRows
 
 States = dict[RequestState, None]
 """A set of rows, in order."""
 
 
-def take_back_beams(
-    scheduler: Scheduler, drawn: Drawn, result: StepResult, now: float
+def process_beams(
+    scheduler: Scheduler, drawn: SampledRows, result: StepResult, now: float
 ) -> tuple[States, States]:
     """Let each search go on by a token.
 
-    A gang's beams are all drawn in one step (see ``Gangs.keep_together``), and none is in the
-    step after it.
+    A group's beams are all drawn in one step (see ``BeamGroups.trim_to_whole_groups``), and none is
+    in the step after it.
 
     Args:
         scheduler: after the step was submitted.
@@ -35,7 +35,7 @@ def take_back_beams(
     done: States = {}
     failed: States = {}
     for state in dict.fromkeys(sequence.state for sequence in places):
-        at = np.array([places[beam] for beam in state.live])
+        at = np.array([places[beam] for beam in state.samples])
         if result.nonfinite[at].any():
             failed[state] = None
             continue
@@ -62,7 +62,7 @@ def _advance(
     assert result.top_logprobs is not None
     wanted = state.request.num_candidates
     return state.search.advance(
-        state.live,
+        state.samples,
         result.top_token_ids[at, :wanted],
         result.top_logprobs[at, :wanted],
         at_limit=at_limit,
@@ -72,10 +72,10 @@ def _advance(
 def _replace(scheduler: Scheduler, state: RequestState, heirs: list[Continuation]) -> None:
     """Run the next beams in place of the present ones, whose blocks they share."""
     state.note_peak_blocks()
-    present = state.live
+    present = state.samples
     before = [beam.output_ids for beam in present]
     continued: set[int] = set()
-    state.live = []
+    state.samples = []
     for heir in heirs:
         beam = present[heir.beam]
         if heir.beam in continued:
@@ -83,16 +83,16 @@ def _replace(scheduler: Scheduler, state: RequestState, heirs: list[Continuation
         continued.add(heir.beam)
         beam.output_ids = [*before[heir.beam], heir.token_id]
         beam.cumulative_logprob = heir.cumulative_logprob
-        state.live.append(beam)
+        state.samples.append(beam)
     parents = [heir.beam for heir in heirs]
-    scheduler.gangs.replace(present, list(zip(state.live, parents, strict=True)))
+    scheduler.beam_groups.replace(present, list(zip(state.samples, parents, strict=True)))
 
 
 def _end(scheduler: Scheduler, state: RequestState) -> None:
     """Give back what the beams hold and keep the search's outputs."""
     assert state.search is not None
-    for beam in state.live:
+    for beam in state.samples:
         if beam.row >= 0:
             scheduler.finish(beam)
-    state.live.clear()
+    state.samples.clear()
     state.finished = dict(enumerate(state.search.outputs()))

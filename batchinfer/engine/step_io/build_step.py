@@ -21,24 +21,24 @@ def sampled_rows(table: SequenceTable, schedule: Schedule) -> tuple[Rows, Int32]
     rows = schedule.rows
     done = table.num_computed[rows] + schedule.num_new == table.num_tokens[rows]
     rows = rows[done]
-    copies = np.ones(len(rows), dtype=np.int32)
+    samples_per_row = np.ones(len(rows), dtype=np.int32)
     for at in np.flatnonzero(table.num_tokens[rows] == table.num_prompt[rows]):
-        copies[at] = table.sequence(rows[at]).request.num_draws
-    return rows, copies
+        samples_per_row[at] = table.sequence(rows[at]).request.num_draws
+    return rows, samples_per_row
 
 
 def build_step(
     table: SequenceTable,
     schedule: Schedule,
     sampled: Rows,
-    copies: Int32,
+    samples_per_row: Int32,
     shared_prefixes: SharedPrefixes | None = None,
     scored: ScoredTokens | None = None,
 ) -> Step:
     """The step that computes ``schedule``; slots of blocks are resolved here.
 
-    ``sampled`` and ``copies`` are those of ``sampled_rows``, ``shared_prefixes`` and ``scored`` of
-    the schedule's rows.
+    ``sampled`` and ``samples_per_row`` are those of ``sampled_rows``, ``shared_prefixes`` and
+    ``scored`` of the schedule's rows.
     """
     rows, num_new = schedule.rows, schedule.num_new
     starts = np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)
@@ -64,12 +64,12 @@ def build_step(
         context_lens=context_lens,
         block_tables=table.block_table[rows, :longest],
         slot_mapping=_places(table.block_table[at_row, at_block], positions, size),
-        block_copies=_pairs(schedule.copies.within),
+        block_copies=_pairs(schedule.block_copies.within),
         logits_indices=(starts[1:] - 1)[finishes],
-        sampling=build_sampling_batch(table, sampled, copies),
+        sampling=build_sampling_batch(table, sampled, samples_per_row),
         shared_prefixes=shared_prefixes,
-        swap_outs=_pairs(schedule.copies.outs),
-        swap_ins=_pairs(schedule.copies.ins),
+        swap_outs=_pairs(schedule.block_copies.outs),
+        swap_ins=_pairs(schedule.block_copies.ins),
         scored=scored,
         adapters=adapters if adapters.any() else None,
         **others,

@@ -15,7 +15,7 @@ from batchinfer.engine.step_io.scored_prompts import ScoredSpan
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledRows:
     """The sequences a step draws samples for, [R] of each.
 
     By the time the samples are known the step after may be under way, and a sequence may have
@@ -25,7 +25,7 @@ class Drawn:
     rows: Rows
     admission: Int64  # with the row, says whether the sequence is still in it
     sequences: npt.NDArray[np.object_]  # of Sequence
-    copies: Int32  # samples drawn from the row's logits
+    samples_per_row: Int32  # samples drawn from the row's logits
     num_tokens: Int32  # with the token drawn
     lengths: Int32  # output tokens, with the token drawn
     at_limit: Bool  # ends by length with this token
@@ -37,9 +37,9 @@ class Drawn:
     scores_prompt: Bool
     has_grammar: Bool
 
-    def only(self, chosen: Bool | Rows) -> Drawn:
+    def only(self, chosen: Bool | Rows) -> SampledRows:
         """Those sequences, by a mask or by their places."""
-        return Drawn(*(getattr(self, entry.name)[chosen] for entry in fields(self)))
+        return SampledRows(*(getattr(self, entry.name)[chosen] for entry in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class InFlight:
     """A step that was submitted and not read."""
 
     pending: Pending
-    drawn: Drawn
+    drawn: SampledRows
     stats: StepStats
     """Without its times."""
     began: float
@@ -56,15 +56,15 @@ class InFlight:
     """What it tells of prompts."""
 
 
-def note_drawn(table: SequenceTable, rows: Rows, copies: Int32) -> Drawn:
-    """What ``take_back`` needs to know of the rows a step samples. Call it before ``advance``."""
+def snapshot_rows(table: SequenceTable, rows: Rows, samples_per_row: Int32) -> SampledRows:
+    """What ``process_result`` needs of the rows a step samples. Call it before ``advance``."""
     num_tokens = table.num_tokens[rows] + np.int32(1)
     lengths = num_tokens - table.num_prompt[rows]
-    return Drawn(
+    return SampledRows(
         rows=rows,
         admission=table.admission[rows],
         sequences=table.sequences[rows],
-        copies=copies,
+        samples_per_row=samples_per_row,
         num_tokens=num_tokens,
         lengths=lengths,
         at_limit=num_tokens >= table.max_total[rows],

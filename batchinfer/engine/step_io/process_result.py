@@ -14,9 +14,9 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.sequence import RequestState, Sequence
 from batchinfer.engine.step import Bool, Int32, StepResult
-from batchinfer.engine.step_io.beam_step import take_back_beams
-from batchinfer.engine.step_io.in_flight import Drawn
-from batchinfer.engine.step_io.structured_output import Ends, add_forced_tokens
+from batchinfer.engine.step_io.beam_step import process_beams
+from batchinfer.engine.step_io.in_flight import SampledRows
+from batchinfer.engine.step_io.structured_output import StopResult, add_forced_tokens
 from batchinfer.protocols import StopMatch
 
 Failure = tuple[str, str]
@@ -25,9 +25,9 @@ Failure = tuple[str, str]
 _NAN: Failure = ("nan_logits", "the logits hold NaN or infinity, or bans leave no token")
 
 
-def find_ends(
-    table: SequenceTable, samples: Drawn, sequences: list[Sequence], result: StepResult
-) -> Ends:
+def find_stops(
+    table: SequenceTable, samples: SampledRows, sequences: list[Sequence], result: StepResult
+) -> StopResult:
     """Which of K samples end, with the token drawn or with one that it forces.
 
     Args:
@@ -36,14 +36,16 @@ def find_ends(
         sequences: [K] these, with the tokens drawn; gets those that are forced.
         result: the tokens.
     """
-    ends = Ends(_stops(samples, sequences, result), samples.at_limit.copy(), samples.lengths.copy())
+    ends = StopResult(
+        _stops(samples, sequences, result), samples.at_limit.copy(), samples.lengths.copy()
+    )
     if samples.has_grammar.any():
         add_forced_tokens(table, samples, sequences, result, ends)
     return ends
 
 
 def _stops(
-    samples: Drawn, sequences: list[Sequence], result: StepResult
+    samples: SampledRows, sequences: list[Sequence], result: StepResult
 ) -> dict[int, int | StopMatch]:
     """The samples that end by choice with this token: the stop token or stop string that did it."""
     tokens, may_stop = result.token_ids, samples.may_stop
@@ -60,8 +62,8 @@ def _stops(
     return stops
 
 
-def take_back(
-    scheduler: Scheduler, drawn: Drawn, result: StepResult, now: float
+def process_result(
+    scheduler: Scheduler, drawn: SampledRows, result: StepResult, now: float
 ) -> list[Completion]:
     """Apply a step's samples.
 
@@ -79,10 +81,10 @@ def take_back(
     errors: dict[RequestState, Failure] = {}
     beams = drawn.is_beam
     if beams.any():
-        of_beams = result.only(np.repeat(beams, drawn.copies))
-        states, failed_beams = take_back_beams(scheduler, drawn.only(beams), of_beams, now)
+        of_beams = result.only(np.repeat(beams, drawn.samples_per_row))
+        states, failed_beams = process_beams(scheduler, drawn.only(beams), of_beams, now)
         errors = dict.fromkeys(failed_beams, _NAN)
-        result = result.only(np.repeat(~beams, drawn.copies))
+        result = result.only(np.repeat(~beams, drawn.samples_per_row))
         drawn, running = drawn.only(~beams), running[~beams]
     sequences = _with_new_samples(drawn)
     for sequence, token, logprob in zip(
@@ -93,10 +95,10 @@ def take_back(
     _note_last_tokens(scheduler.table, drawn, running, result)
     samples = drawn
     if len(sequences) > len(drawn.rows):
-        samples = drawn.only(np.repeat(np.arange(len(drawn.rows)), drawn.copies))
+        samples = drawn.only(np.repeat(np.arange(len(drawn.rows)), drawn.samples_per_row))
     _note_logprobs(sequences, samples.num_logprobs, result)
-    ends = find_ends(scheduler.table, samples, sequences, result)
-    failed = result.nonfinite | _judged_by_no_number(samples, sequences)
+    ends = find_stops(scheduler.table, samples, sequences, result)
+    failed = result.nonfinite | _prompt_has_nan(samples, sequences)
     failed[list(ends.broken)] = True
     stopped = np.zeros(len(sequences), dtype=np.bool_)
     stopped[list(ends.stops)] = True
@@ -117,13 +119,13 @@ def take_back(
         errors[sequences[which].state] = failure
     states |= dict.fromkeys(errors)
     for state, failure in errors.items():
-        _give_up(scheduler, state, may_be_others=failure is _NAN)
-    return [_completion(state, errors.get(state), now) for state in states if not state.live]
+        _fail_request(scheduler, state, may_be_others=failure is _NAN)
+    return [_completion(state, errors.get(state), now) for state in states if not state.samples]
 
 
 def _without_ended(
-    table: SequenceTable, drawn: Drawn, result: StepResult
-) -> tuple[Drawn, StepResult, Bool]:
+    table: SequenceTable, drawn: SampledRows, result: StepResult
+) -> tuple[SampledRows, StepResult, Bool]:
     """Leave out samples of sequences that ended before the step was read.
 
     Returns:
@@ -134,34 +136,34 @@ def _without_ended(
     alive = running.copy()
     for at in np.flatnonzero(~running):
         sequence = drawn.sequences[at]
-        alive[at] = sequence in sequence.state.live
+        alive[at] = sequence in sequence.state.samples
     if alive.all():
         return drawn, result, running
-    kept = np.repeat(alive, drawn.copies)
+    kept = np.repeat(alive, drawn.samples_per_row)
     return drawn.only(alive), result.only(kept), running[alive]
 
 
-def _with_new_samples(drawn: Drawn) -> list[Sequence]:
+def _with_new_samples(drawn: SampledRows) -> list[Sequence]:
     """[K] the sequence of each sample; a row's further samples come to be here."""
     leaders: list[Sequence] = drawn.sequences.tolist()
-    if len(leaders) == drawn.copies.sum():
+    if len(leaders) == drawn.samples_per_row.sum():
         return leaders
     sequences = []
-    for leader, count in zip(leaders, drawn.copies.tolist(), strict=True):
+    for leader, count in zip(leaders, drawn.samples_per_row.tolist(), strict=True):
         sequences.append(leader)
         for index in range(1, count):
             sample = Sequence(leader.state, leader.index + index)
-            leader.state.live.append(sample)
+            leader.state.samples.append(sample)
             sequences.append(sample)
     return sequences
 
 
 def _note_last_tokens(
-    table: SequenceTable, drawn: Drawn, running: Bool, result: StepResult
+    table: SequenceTable, drawn: SampledRows, running: Bool, result: StepResult
 ) -> None:
     """Tell the table what is known now: the last token of rows that no later step has sampled."""
     last = running & (table.num_tokens[drawn.rows] == drawn.num_tokens)
-    rows, first = drawn.rows[last], np.cumsum(drawn.copies) - drawn.copies
+    rows, first = drawn.rows[last], np.cumsum(drawn.samples_per_row) - drawn.samples_per_row
     table.last_token[rows] = result.token_ids[first[last]]
     table.sample_at[rows] = -1
 
@@ -191,7 +193,7 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
         )
 
 
-def _judged_by_no_number(samples: Drawn, sequences: list[Sequence]) -> Bool:
+def _prompt_has_nan(samples: SampledRows, sequences: list[Sequence]) -> Bool:
     """[K] whether logits of the prompt, which are all known by its first sample, held NaN."""
     spoilt = np.zeros(len(sequences), dtype=np.bool_)
     for at in np.flatnonzero(samples.scores_prompt & (samples.lengths == 1)):
@@ -201,16 +203,18 @@ def _judged_by_no_number(samples: Drawn, sequences: list[Sequence]) -> Bool:
 
 
 def _fork(
-    scheduler: Scheduler, drawn: Drawn, running: Bool, sequences: list[Sequence], gone: Bool
+    scheduler: Scheduler, drawn: SampledRows, running: Bool, sequences: list[Sequence], gone: Bool
 ) -> None:
     """Run the new samples of rows that have several, sharing the prompt's blocks."""
-    parting = drawn.copies > 1
+    parting = drawn.samples_per_row > 1
     if not parting.any():
         return
-    scheduler.table.unborn[drawn.rows[running]] = 0
+    scheduler.table.pending_forks[drawn.rows[running]] = 0
     forecast = scheduler.packing.forecast()
-    first = np.cumsum(drawn.copies) - drawn.copies
-    for row, count in zip(first[parting].tolist(), drawn.copies[parting].tolist(), strict=True):
+    first = np.cumsum(drawn.samples_per_row) - drawn.samples_per_row
+    for row, count in zip(
+        first[parting].tolist(), drawn.samples_per_row[parting].tolist(), strict=True
+    ):
         for at in range(row + 1, row + count):
             if not gone[at]:
                 scheduler.fork(sequences[row], sequences[at], forecast)
@@ -221,14 +225,14 @@ def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | No
     state = sequence.state
     if sequence.row >= 0:
         scheduler.finish(sequence)
-    state.live.remove(sequence)
+    state.samples.remove(sequence)
     reason = "length" if stop is None else "stop"
     if isinstance(stop, int):
         stop = state.request.named_stop(stop)
     state.finished[sequence.index] = sequence.output(reason, stop)
 
 
-def _give_up(scheduler: Scheduler, state: RequestState, *, may_be_others: bool) -> None:
+def _fail_request(scheduler: Scheduler, state: RequestState, *, may_be_others: bool) -> None:
     """Stop a row that failed.
 
     What it computed must not be found again. If its logits are not numbers and it used blocks that
@@ -237,13 +241,13 @@ def _give_up(scheduler: Scheduler, state: RequestState, *, may_be_others: bool) 
     numbers are the same.
     """
     state.note_peak_blocks()
-    joined = may_be_others and state.stats.cached_tokens > 0 and not state.computes_alone
-    for sample in state.live:
+    joined = may_be_others and state.stats.cached_tokens > 0 and not state.skip_prefix_cache
+    for sample in state.samples:
         scheduler.drop(sample)
-    state.live.clear()
+    state.samples.clear()
     if joined:
-        state.computes_alone = True
-        leader = state.begin()
+        state.skip_prefix_cache = True
+        leader = state.restart()
         leader.computed_once = state.request.num_prompt_tokens
         scheduler.requeue(leader)
 

@@ -12,15 +12,15 @@ from batchinfer.engine.step import Int32, Penalties, SamplingBatch
 from batchinfer.engine.step_io.structured_output import grammar_masks
 
 
-def build_sampling_batch(table: SequenceTable, rows: Rows, copies: Int32) -> SamplingBatch:
+def build_sampling_batch(table: SequenceTable, rows: Rows, samples_per_row: Int32) -> SamplingBatch:
     """Samples for each of ``rows``, ``copies[i]`` of them from the logits of row ``i``.
 
     The samples of one row follow each other, with sample indices counting up from its own.
     """
-    logits_rows = np.repeat(np.arange(len(rows), dtype=np.int32), copies)
-    drawn = np.repeat(rows, copies)
-    first = np.cumsum(copies) - copies
-    nth = np.arange(len(drawn), dtype=np.int32) - np.repeat(first, copies)
+    logits_rows = np.repeat(np.arange(len(rows), dtype=np.int32), samples_per_row)
+    drawn = np.repeat(rows, samples_per_row)
+    first = np.cumsum(samples_per_row) - samples_per_row
+    nth = np.arange(len(drawn), dtype=np.int32) - np.repeat(first, samples_per_row)
     edited = np.flatnonzero(table.edits_logits[drawn])
     sequences = [table.sequence(drawn[at]) for at in edited]
     position = (table.num_tokens[drawn] - table.num_prompt[drawn]).astype(np.int32)

@@ -58,7 +58,7 @@ def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
     )
 
 
-def take_back_scores(spans: list[ScoredSpan], result: StepResult | None) -> None:
+def process_scores(spans: list[ScoredSpan], result: StepResult | None) -> None:
     """Give every prompt what a step told of it.
 
     Args:

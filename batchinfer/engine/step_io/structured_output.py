@@ -11,7 +11,7 @@ from batchinfer.engine.request import TokenLogprobs
 from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.step import Bool, Int32, StepResult
-from batchinfer.engine.step_io.in_flight import Drawn
+from batchinfer.engine.step_io.in_flight import SampledRows
 from batchinfer.protocols import GrammarState, StopMatch
 
 
@@ -49,7 +49,7 @@ def _forbid_ends(mask: Int32, stop_token_ids: Items[int]) -> None:
 
 
 @dataclass(slots=True)
-class Ends:
+class StopResult:
     """Which of a step's K samples end, and how; forced tokens are counted as they are added."""
 
     stops: dict[int, int | StopMatch]
@@ -62,7 +62,11 @@ class Ends:
 
 
 def add_forced_tokens(
-    table: SequenceTable, samples: Drawn, sequences: list[Sequence], result: StepResult, ends: Ends
+    table: SequenceTable,
+    samples: SampledRows,
+    sequences: list[Sequence],
+    result: StepResult,
+    ends: StopResult,
 ) -> None:
     """Tell grammars what was drawn, and add the tokens that they leave no choice about.
 
@@ -92,7 +96,9 @@ def add_forced_tokens(
             _add(sequence, forced, at, ends, table)
 
 
-def _add(sequence: Sequence, forced: list[int], at: int, ends: Ends, table: SequenceTable) -> None:
+def _add(
+    sequence: Sequence, forced: list[int], at: int, ends: StopResult, table: SequenceTable
+) -> None:
     """Add tokens to a sequence, up to the one that ends it."""
     request, before = sequence.request, len(sequence.output_ids)
     most = table.total_limit(sequence) - request.num_prompt_tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.console.table import Fact
-from batchinfer.engine.metrics import sharing
+from batchinfer.engine.metrics import prefix_sharing
 from batchinfer.job.job import Job
 from batchinfer.job.plan.census import Census, output_bytes
 from batchinfer.job.plan.simulation import Simulation
@@ -30,7 +30,7 @@ class Outcome:
     def data(self) -> dict[str, Any]:
         """The plan as JSON data; sums are of the whole dataset."""
         census, simulation = self.census, self.simulation
-        measured = simulation.measured.measures()
+        measured = simulation.measured.metrics()
         tokens, kv = measured["tokens"], measured["kv"]
         num_rows = self.job.source.num_rows
         scale = num_rows / census.rows if census.rows else 0.0
@@ -59,7 +59,7 @@ class Outcome:
             "contiguous_waste": kv["contiguous_waste"],
             "sharing_saving": kv["sharing_saving"],
             "prefix_hit_rate": kv["prefix_hit_rate"],
-            "sharing": sharing(
+            "sharing": prefix_sharing(
                 round(prompt * scale),
                 round(census.distinct_tokens * scale),
                 round((prompt - cached) * scale),

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.engine import Engine
-from batchinfer.engine.metrics import Measured
+from batchinfer.engine.metrics import MetricsCollector
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.simulate.dry_run import END_TOKEN, DryRunner
 from batchinfer.errors import RowError
@@ -73,7 +73,7 @@ class Lengths:
             ),
             rng_key=(0, row.row_id),
             eos_token_ids=frozenset([END_TOKEN]) if ends else frozenset(),
-            shared_later=row.shared_later,
+            reused_prefix_len=row.reused_prefix_len,
             adapter=row.adapter,
         )
         return [request]
@@ -127,7 +127,7 @@ class Simulation:
     """Rows queued in the engine, as the job's own loop does it."""
 
     def __post_init__(self) -> None:
-        self.measured = Measured(self.engine.scheduler.pool.block_size)
+        self.measured = MetricsCollector(self.engine.scheduler.pool.block_size)
         """Steps, and rows that were finished."""
         self.deduplicated = 0
         """Rows that were not run, because an equal one was."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from batchinfer.config import AcceptConfig
-from batchinfer.engine.request import Completion, Request, together
+from batchinfer.engine.request import Completion, Request, combined_stats
 from batchinfer.job.rows.generate import FinishedRow, RequestMaker, RowFinisher, sample_text
 from batchinfer.job.rows.prompt_row import PromptRow
 from batchinfer.text.prompts import Prompt
@@ -69,7 +69,7 @@ class AcceptedGeneration:
             if verdict is Verdict.ACCEPTED
         ]
         last = completions[-1]
-        stats = together([one.stats for one in completions if one.stats.prompt_tokens])
+        stats = combined_stats([one.stats for one in completions if one.stats.prompt_tokens])
         whole = Completion(last.request, kept, last.error_code, last.error_message)
         whole.stats = stats or whole.stats
         tally = Tally(len(samples), *map(verdicts.count, Verdict))
@@ -84,7 +84,7 @@ class AcceptedGeneration:
         assert row.sampling is not None
         count = min(count, self._config.max_tries - tried)
         sampling = replace(row.sampling, params=replace(row.sampling.params, n=count))
-        facts = row.row_id, row.prompt, sampling, row.shared_later, row.adapter
+        facts = row.row_id, row.prompt, sampling, row.reused_prefix_len, row.adapter
         return replace(self._requests.make(*facts), first_sample=tried, part=part)
 
     def _verdicts(self, row: PromptRow, completions: Sequence[Completion]) -> RowVerdicts:

@@ -105,7 +105,7 @@ class Twins:
         first = self._of_row.get(row.row_id)
         if first is None or not first.twins:
             return row
-        return replace(row, shared_later=first.twins[-1].shared_later)
+        return replace(row, reused_prefix_len=first.twins[-1].reused_prefix_len)
 
     def _text(self, params: SamplingParams) -> str:
         """All that is asked for but the seed, which nothing is drawn with."""

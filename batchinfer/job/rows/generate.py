@@ -65,10 +65,10 @@ class RequestMaker:
         row_id: int,
         prompt: Prompt,
         sampling: RowSampling,
-        shared_later: int = 0,
+        reused_prefix_len: int = 0,
         adapter: int = BASE,
     ) -> Request:
-        """The request of a row, of whose prompt a later one has ``shared_later`` tokens."""
+        """The request of a row, of whose prompt a later one has ``reused_prefix_len`` tokens."""
         params = sampling.params
         asked = params.structured_outputs
         return Request(
@@ -80,7 +80,7 @@ class RequestMaker:
             bad_words_token_ids=self._bad_words(params.bad_words),
             make_stop_checker=make_stop_checker_factory(self._tokenizer, params),
             grammar=None if asked is None else self._grammars.compile(asked),
-            shared_later=shared_later,
+            reused_prefix_len=reused_prefix_len,
             adapter=adapter,
         )
 

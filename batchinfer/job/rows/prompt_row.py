@@ -26,7 +26,7 @@ class PromptRow:
     prompt: Prompt | RowError
     sampling: RowSampling | None = None
     """None for a row that cannot run, or that draws nothing."""
-    shared_later: int = 0
+    reused_prefix_len: int = 0
     """Prompt tokens that a row after it, in the order they run, begins with as well."""
     distinct_tokens: int = 0
     """Prompt tokens after the longest prefix that it has in common with a row before it, and those

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from batchinfer.config import SCORING
-from batchinfer.engine.request import Completion, Request, TokenIds, together
+from batchinfer.engine.request import Completion, Request, TokenIds, combined_stats
 from batchinfer.errors import RowError
 from batchinfer.job.rows.generate import FinishedRow, failed_row, seen_text
 from batchinfer.job.rows.prompt_row import PromptRow
@@ -64,7 +64,7 @@ class Scoring:
         prompt = row.prompt
         assert isinstance(prompt, ScoredPrompt)
         sequences = list(_sequences(prompt))
-        later = [len(prompt.token_ids)] * (len(sequences) - 1) + [row.shared_later]
+        later = [len(prompt.token_ids)] * (len(sequences) - 1) + [row.reused_prefix_len]
         return [
             Request(
                 row_id=row.row_id,
@@ -72,7 +72,7 @@ class Scoring:
                 prompt_token_ids=tokens[:-1],
                 params=SCORING,
                 rng_key=(0, row.row_id),
-                shared_later=later[part],
+                reused_prefix_len=later[part],
                 scored_from=scored_from,
                 given_token=int(tokens[-1]),
                 adapter=row.adapter,
@@ -103,7 +103,7 @@ class Scoring:
         }
         if "prompt" in self._include:
             values["prompt"] = seen_text(prompt, self._tokenizer)
-        stats = together([c.stats for c in completions if c.stats.prompt_tokens])
+        stats = combined_stats([c.stats for c in completions if c.stats.prompt_tokens])
         stats = stats and replace(stats, output_tokens=0)  # what was drawn was given
         return FinishedRow(values, stats, prompt.has_control_text, row.distinct_tokens)
 

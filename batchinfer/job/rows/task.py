@@ -55,7 +55,7 @@ class Generation:
         """See ``Task``."""
         assert isinstance(row.prompt, Prompt)
         assert row.sampling is not None
-        facts = row.row_id, row.prompt, row.sampling, row.shared_later, row.adapter
+        facts = row.row_id, row.prompt, row.sampling, row.reused_prefix_len, row.adapter
         return [self._requests.make(*facts)]
 
     def further(self, row: PromptRow, completions: Sequence[Completion]) -> list[Request]:

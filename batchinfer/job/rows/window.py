@@ -89,12 +89,12 @@ class Lot:
     rows: Sequence[PromptRow]
     """Without token ids."""
     keys: Sequence[Key]
-    shared_later: Sequence[int]
+    reused_prefix_len: Sequence[int]
     distinct_tokens: Sequence[int]
 
     def prompt_rows(self) -> list[PromptRow]:
         """The rows, token ids and all."""
-        facts = zip(self.rows, self.keys, self.shared_later, self.distinct_tokens, strict=True)
+        facts = zip(self.rows, self.keys, self.reused_prefix_len, self.distinct_tokens, strict=True)
         return [
             PromptRow(
                 row.row_id,
@@ -102,12 +102,12 @@ class Lot:
                 if isinstance(row.prompt, RowError)
                 else replace(row.prompt, token_ids=token_ids(key)),
                 row.sampling,
-                shared_later,
+                reused_prefix_len,
                 distinct_tokens
                 + (0 if isinstance(row.prompt, RowError) else row.prompt.num_tokens_after),
                 row.adapter,
             )
-            for row, key, shared_later, distinct_tokens in facts
+            for row, key, reused_prefix_len, distinct_tokens in facts
         ]
 
 

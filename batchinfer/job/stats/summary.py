@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.engine.metrics import STEP_COLUMNS, Float, measures, sharing
+from batchinfer.engine.metrics import STEP_COLUMNS, Float, compute_metrics, prefix_sharing
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
@@ -66,7 +66,7 @@ def write_summary(
     engine_s = sum(run.engine_s for run in runs)
     rows = _rows(records)
     sums = _column_sums(out, requests)
-    measured = measures(
+    measured = compute_metrics(
         {name: values[known] for name, values in columns.items() if name in STEP_COLUMNS},
         block_size[known],
         sums,
@@ -88,7 +88,7 @@ def write_summary(
         },
         "throughput": measured["throughput"],
         "kv": {**_NO_POOL, **latest.kv, **measured["kv"], **_peaks(runs)},
-        "sharing": sharing(
+        "sharing": prefix_sharing(
             tokens["prompt"],
             sums[DISTINCT_TOKENS],
             tokens["prompt_computed"],

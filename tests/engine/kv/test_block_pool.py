@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.kv.prefix_hit import Hit, take
+from batchinfer.engine.kv.prefix_hit import PrefixHit, acquire_prefix
 from batchinfer.engine.kv.prefix_index import Block, common_tokens, token_key
-from batchinfer.engine.scheduler.preemption import FutureUse
+from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.sequence import RequestState, Sequence
 from tests.engine.fake import make_request
 
@@ -30,7 +30,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(
             num_blocks, SIZE, enable_prefix_caching=caching, num_host_blocks=num_host_blocks
         )
-        self.future_use = FutureUse(self.pool)
+        self.reuse_hints = ReuseHints(self.pool)
         self.tables: list[list[Block]] = []
         self.waiting: list[Sequence] = []
         self.arrivals = self.steps = 0
@@ -53,13 +53,15 @@ class PoolMachine(RuleBasedStateMachine):
             self.device[slot] = self.host[host_slot]
         for block in writes:
             self.device[block.slot] = self.holds[block]
-        self.pool.settle()
+        self.pool.commit_fills()
         self.steps += 1
         if self.steps > 2:
             self.pool.confirm()
 
-    def sequence(self, shared_later: int) -> Sequence:
-        request = replace(make_request(0, [1] * 64, max_tokens=1), shared_later=shared_later)
+    def sequence(self, reused_prefix_len: int) -> Sequence:
+        request = replace(
+            make_request(0, [1] * 64, max_tokens=1), reused_prefix_len=reused_prefix_len
+        )
         self.arrivals += 1
         return Sequence(RequestState(request, 0.0, self.arrivals), 0)
 
@@ -100,7 +102,9 @@ class PoolMachine(RuleBasedStateMachine):
         for at, block in enumerate(table[: -(-len(tokens) // SIZE)]):
             if parent is not None and not block.indexed:
                 key = token_key(tokens[at * SIZE : (at + 1) * SIZE])
-                parent = self.pool.enter(parent, block, key) if len(key) == 4 * SIZE else None
+                parent = (
+                    self.pool.insert_block(parent, block, key) if len(key) == 4 * SIZE else None
+                )
                 entries += [] if parent is None else [parent]
         self.step()
         return entries
@@ -109,13 +113,13 @@ class PoolMachine(RuleBasedStateMachine):
     def come_back(self, tokens: list[int], fails: bool) -> None:
         """Start with what is found, wherever it is."""
         blocks = self.pool.match(token_key(tokens)).blocks
-        hit = Hit(blocks, None, len(blocks) * SIZE)
+        hit = PrefixHit(blocks, None, len(blocks) * SIZE)
         if hit.num_idle > self.pool.num_available:
             return
         absent = sum(block.slot < 0 for block in blocks)
-        taken = take(self.pool, hit)
+        taken = acquire_prefix(self.pool, hit)
         assert taken.num_swapped == absent
-        assert len(self.pool.copies.ins) == absent
+        assert len(self.pool.block_copies.ins) == absent
         self.tables.append(taken.blocks)
         if fails:
             self.abort_all()
@@ -129,7 +133,7 @@ class PoolMachine(RuleBasedStateMachine):
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         entries = self.enter(table, tokens)
         waiting = self.sequence(0)
-        self.future_use.expect(waiting, entries)
+        self.reuse_hints.add(waiting, entries)
         self.waiting.append(waiting)
         self.pool.release(table)
 
@@ -137,14 +141,14 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def stop_waiting(self, data: st.DataObject) -> None:
         at = data.draw(st.integers(0, len(self.waiting) - 1))
-        self.future_use.forget(self.waiting.pop(at))
+        self.reuse_hints.remove(self.waiting.pop(at))
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), shared_later=st.integers(0, 12))
-    def finish(self, data: st.DataObject, shared_later: int) -> None:
-        sequence = self.sequence(shared_later)
+    @rule(data=st.data(), reused_prefix_len=st.integers(0, 12))
+    def finish(self, data: st.DataObject, reused_prefix_len: int) -> None:
+        sequence = self.sequence(reused_prefix_len)
         sequence.blocks = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        self.future_use.note_use(sequence)
+        self.reuse_hints.note_use(sequence)
         self.pool.release(sequence.blocks)
 
     @precondition(lambda self: any(self.tables))
@@ -152,23 +156,23 @@ class PoolMachine(RuleBasedStateMachine):
     def forget(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from([block for table in self.tables for block in table]))
         if block.indexed:
-            self.pool.forget(block)
+            self.pool.evict_subtree(block)
 
     @rule()
     def abort_all(self) -> None:
-        self.pool.revoke()
+        self.pool.rollback()
         self.steps = 0
         for table in self.tables:
             self.pool.release(table)
         self.tables.clear()
         self.waiting.clear()
-        self.future_use.forget_all()
+        self.reuse_hints.remove_all()
 
     @invariant()
     def accounted_for(self) -> None:
         if hasattr(self, "pool"):
             self.pool.check_invariants(self.tables)
-            self.future_use.check_invariants()
+            self.reuse_hints.check_invariants()
 
     @invariant()
     def nothing_is_mistaken(self) -> None:
@@ -196,8 +200,8 @@ def indexed(pool: BlockPool, tokens: list[int]) -> list[Block]:
     parent = pool.entry_below([])
     for at, block in enumerate(table):
         assert parent is not None
-        parent = pool.enter(parent, block, token_key(tokens[at * SIZE : (at + 1) * SIZE]))
-    pool.settle()
+        parent = pool.insert_block(parent, block, token_key(tokens[at * SIZE : (at + 1) * SIZE]))
+    pool.commit_fills()
     pool.release(table)
     return table
 
@@ -242,7 +246,7 @@ def test_least_recently_used_blocks_go_first_and_leaves_before_prefixes(pool: Bl
 
 def test_evicting_a_prefix_takes_what_continues_it_out_of_the_index(pool: BlockPool) -> None:
     table = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
-    pool.forget(table[0])
+    pool.evict_subtree(table[0])
     assert pool.num_cached == 0
     assert pool.num_free == 8
 
@@ -250,9 +254,9 @@ def test_evicting_a_prefix_takes_what_continues_it_out_of_the_index(pool: BlockP
 def test_a_partly_filled_block_is_found_again_under_all_its_tokens(pool: BlockPool) -> None:
     block, root = pool.allocate(), pool.entry_below([])
     assert root is not None
-    pool.enter(root, block, token_key([1, 2]))
-    pool.settle()
-    pool.enter(root, block, token_key([1, 2, 3, 4]))
+    pool.insert_block(root, block, token_key([1, 2]))
+    pool.commit_fills()
+    pool.insert_block(root, block, token_key([1, 2, 3, 4]))
     assert pool.match(token_key([1, 2, 3, 4, 5])).blocks == [block]
     pool.check_invariants([[block]])
 
@@ -260,8 +264,8 @@ def test_a_partly_filled_block_is_found_again_under_all_its_tokens(pool: BlockPo
 def test_blocks_of_a_failed_step_are_not_found(pool: BlockPool) -> None:
     block, root = pool.allocate(), pool.entry_below([])
     assert root is not None
-    pool.enter(root, block, token_key([1, 2, 3, 4]))
-    pool.revoke()
+    pool.insert_block(root, block, token_key([1, 2, 3, 4]))
+    pool.rollback()
     assert pool.match(token_key([1, 2, 3, 4])).blocks == []
 
 
@@ -274,22 +278,22 @@ def test_blocks_of_a_submitted_step_are_found_until_it_or_one_before_fails(
     root = pool.entry_below([])
     assert root is not None
     for block, key in zip(table, keys, strict=True):
-        pool.enter(root, block, key)
-        pool.settle()
+        pool.insert_block(root, block, key)
+        pool.commit_fills()
     assert [pool.match(key).blocks for key in keys] == [[block] for block in table]
     for _ in range(ran):
         pool.confirm()
-    pool.revoke()
+    pool.rollback()
     assert [bool(pool.match(key).blocks) for key in keys] == [ran > 0, ran > 1]
 
 
 def test_a_block_entered_after_its_step_was_submitted_fails_with_it(pool: BlockPool) -> None:
     block, root = pool.allocate(), pool.entry_below([])
     assert root is not None
-    pool.settle()
-    pool.enter(root, block, token_key([1] * SIZE))
-    pool.settle_block(block)
-    pool.revoke()
+    pool.commit_fills()
+    pool.insert_block(root, block, token_key([1] * SIZE))
+    pool.mark_filled(block)
+    pool.rollback()
     assert not block.indexed
 
 
@@ -308,14 +312,14 @@ def test_common_tokens(left: list[int], right: list[int], count: int) -> None:
     assert common_tokens(token_key(left), token_key(right)) == count
 
 
-def small_pool(num_blocks: int, num_host_blocks: int) -> tuple[BlockPool, FutureUse]:
+def small_pool(num_blocks: int, num_host_blocks: int) -> tuple[BlockPool, ReuseHints]:
     pool = BlockPool(num_blocks, SIZE, enable_prefix_caching=True, num_host_blocks=num_host_blocks)
-    return pool, FutureUse(pool)
+    return pool, ReuseHints(pool)
 
 
-def waiting_for(future_use: FutureUse, blocks: list[Block]) -> Sequence:
+def waiting_for(reuse_hints: ReuseHints, blocks: list[Block]) -> Sequence:
     sequence = Sequence(RequestState(make_request(0, [1] * 8, max_tokens=1), 0.0, 0), 0)
-    future_use.expect(sequence, blocks)
+    reuse_hints.add(sequence, blocks)
     return sequence
 
 
@@ -326,14 +330,14 @@ def evict_all(pool: BlockPool) -> None:
 
 def test_a_host_slot_that_a_step_reads_is_not_filled_by_it() -> None:
     """Copies to the host come first, so it would be read as something else."""
-    pool, future_use = small_pool(2, 2)
+    pool, reuse_hints = small_pool(2, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
-    waiting_for(future_use, first)
+    waiting_for(reuse_hints, first)
     evict_all(pool)
     assert len(pool.take_copies().outs) == 2
-    pool.settle()
-    waiting_for(future_use, indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4]))
-    take(pool, Hit(first, None, 8))
+    pool.commit_fills()
+    waiting_for(reuse_hints, indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4]))
+    acquire_prefix(pool, PrefixHit(first, None, 8))
     copies = pool.take_copies()
     assert (copies.outs, len(copies.ins)) == ([], 2)
     pool.check_invariants([first])
@@ -341,34 +345,34 @@ def test_a_host_slot_that_a_step_reads_is_not_filled_by_it() -> None:
 
 def test_a_host_slot_that_a_step_reads_is_not_filled_by_it_when_its_block_is_forgotten() -> None:
     """A row beside it failed: who refers to the block goes on with what comes back."""
-    pool, future_use = small_pool(4, 2)
+    pool, reuse_hints = small_pool(4, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
-    waiting_for(future_use, first)
+    waiting_for(reuse_hints, first)
     evict_all(pool)
     pool.take_copies()
-    pool.settle()
-    waiting_for(future_use, indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4]))
-    take(pool, Hit(first, None, 8))
-    pool.forget(first[0])
+    pool.commit_fills()
+    waiting_for(reuse_hints, indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4]))
+    acquire_prefix(pool, PrefixHit(first, None, 8))
+    pool.evict_subtree(first[0])
     evict_all(pool)
     copies = pool.take_copies()
     assert {slot for slot, _ in copies.ins}.isdisjoint(slot for _, slot in copies.outs)
     pool.check_invariants([first])
-    pool.settle()
+    pool.commit_fills()
     assert pool.host.num_used == 0
     pool.check_invariants([first])
 
 
 def test_a_spare_copy_is_given_up_before_anything_is_lost() -> None:
-    pool, future_use = small_pool(4, 2)
+    pool, reuse_hints = small_pool(4, 2)
     first = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
-    waiting_for(future_use, first)
+    waiting_for(reuse_hints, first)
     evict_all(pool)
-    pool.settle()
-    take(pool, Hit(first, None, 8))
-    pool.settle()
+    pool.commit_fills()
+    acquire_prefix(pool, PrefixHit(first, None, 8))
+    pool.commit_fills()
     second = indexed(pool, [3, 3, 3, 3, 4, 4, 4, 4])
-    waiting_for(future_use, second)
+    waiting_for(reuse_hints, second)
     evict_all(pool)
     assert [block.host_slot >= 0 for block in first + second] == [False, False, True, True]
     assert all(block.indexed for block in first + second)
@@ -377,11 +381,11 @@ def test_a_spare_copy_is_given_up_before_anything_is_lost() -> None:
 
 def test_making_room_on_the_host_may_drop_the_block_that_was_to_go_there() -> None:
     """The prefix went first, as it was wanted before what continues it."""
-    pool, future_use = small_pool(2, 1)
+    pool, reuse_hints = small_pool(2, 1)
     prefix, rest = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
-    waiting_for(future_use, [prefix])
-    future_use.forget(waiting_for(future_use, [rest]))
-    waiting_for(future_use, [rest])
+    waiting_for(reuse_hints, [prefix])
+    reuse_hints.remove(waiting_for(reuse_hints, [rest]))
+    waiting_for(reuse_hints, [rest])
     evict_all(pool)
     assert not prefix.indexed
     assert not rest.indexed
@@ -390,28 +394,30 @@ def test_making_room_on_the_host_may_drop_the_block_that_was_to_go_there() -> No
 
 
 def test_a_full_host_drops_what_nobody_wants_then_the_least_recently_used() -> None:
-    pool, future_use = small_pool(1, 2)
+    pool, reuse_hints = small_pool(1, 2)
     tables = []
     for token in range(4):
         tables += indexed(pool, [token] * SIZE)
-        waiting = waiting_for(future_use, tables[-1:])
+        waiting = waiting_for(reuse_hints, tables[-1:])
         evict_all(pool)
         if token == 1:
-            future_use.forget(waiting)
+            reuse_hints.remove(waiting)
     assert [block.indexed for block in tables] == [False, False, True, True]
     assert [block.slot for block in tables[2:]] == [-1, -1]
 
 
 def test_the_row_that_arrived_last_says_whether_a_block_is_used_later() -> None:
     """Whichever finishes last."""
-    pool, future_use = small_pool(4, 0)
+    pool, reuse_hints = small_pool(4, 0)
     table = [pool.allocate(), pool.allocate()]
     verdicts = []
-    for arrival, shared_later in ((1, 5), (3, 4), (2, 8)):
-        request = replace(make_request(0, [1] * 8, max_tokens=1), shared_later=shared_later)
+    for arrival, reused_prefix_len in ((1, 5), (3, 4), (2, 8)):
+        request = replace(
+            make_request(0, [1] * 8, max_tokens=1), reused_prefix_len=reused_prefix_len
+        )
         sequence = Sequence(RequestState(request, 0.0, arrival), 0)
         sequence.blocks = table
-        future_use.note_use(sequence)
+        reuse_hints.note_use(sequence)
         verdicts.append([block.used_later for block in table])
     assert verdicts == [[True, True], [True, False], [True, False]]
 
@@ -419,23 +425,23 @@ def test_the_row_that_arrived_last_says_whether_a_block_is_used_later() -> None:
 @pytest.mark.parametrize("submitted", [False, True])
 def test_blocks_that_a_failed_step_moved_are_not_found(submitted: bool) -> None:
     """Neither what it took to the host nor what it brought back."""
-    pool, future_use = small_pool(2, 4)
+    pool, reuse_hints = small_pool(2, 4)
     there = indexed(pool, [1] * SIZE)
-    waiting_for(future_use, there)
+    waiting_for(reuse_hints, there)
     evict_all(pool)
     pool.take_copies()
-    pool.settle()
+    pool.commit_fills()
     for _ in range(2):
         pool.confirm()
     leaves = indexed(pool, [2] * SIZE)
-    waiting_for(future_use, leaves)
+    waiting_for(reuse_hints, leaves)
     pool.confirm()
-    taken = take(pool, Hit(there, None, SIZE))
+    taken = acquire_prefix(pool, PrefixHit(there, None, SIZE))
     taken.blocks.append(pool.allocate())
     assert leaves[0].slot < 0
     if submitted:
-        pool.settle()
-    pool.revoke()
+        pool.commit_fills()
+    pool.rollback()
     assert not there[0].indexed
     assert not leaves[0].indexed
     pool.check_invariants([taken.blocks])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.layer_groups import most_in_window
-from batchinfer.engine.kv.prefix_hit import find_hit
+from batchinfer.engine.kv.prefix_hit import find_prefix_hit
 from batchinfer.engine.kv.prefix_index import token_key
 from batchinfer.engine.request import Request
 from tests.engine.fake import MakeEngine, expected, make_engine, make_request, run_all
@@ -114,7 +114,7 @@ def test_a_prefix_hit_needs_the_last_window_only(windows: tuple[int, ...]) -> No
     pool = engine.scheduler.pool
     blocks = pool.match(token_key(prompt)).blocks
     for block in blocks[:7]:  # positions up to 27; the hit ends behind 39, so 31 is seen
-        pool.parts.give_up(block.parts[-1])
+        pool.window_slots.free(block.window_slots[-1])
     _, steps = run_all(engine, [make_request(1, [*prompt, 7], max_tokens=1)])
     assert steps[0].cached_tokens == 40
     assert steps[0].prefill_tokens == 1
@@ -130,11 +130,11 @@ def test_a_hit_that_lacks_its_window_is_shortened_then_healed(windows: tuple[int
     run_all(engine, [make_request(0, prompt, max_tokens=1)])
     pool = engine.scheduler.pool
     blocks = pool.match(token_key(prompt)).blocks
-    pool.parts.give_up(blocks[5].parts[-1])
+    pool.window_slots.free(blocks[5].window_slots[-1])
     pool.check_invariants([])
-    assert find_hit(pool, pool.match(token_key(prompt))).num_tokens == 32
-    assert find_hit(pool, pool.match(token_key(prompt[:31]))).num_tokens == 20
-    assert find_hit(pool, pool.match(token_key(prompt)), least=30).num_tokens == 20
+    assert find_prefix_hit(pool, pool.match(token_key(prompt))).num_tokens == 32
+    assert find_prefix_hit(pool, pool.match(token_key(prompt[:31]))).num_tokens == 20
+    assert find_prefix_hit(pool, pool.match(token_key(prompt)), least=30).num_tokens == 20
     rows = [make_request(row, [*prompt[:28], 99, row], max_tokens=3) for row in (1, 2, 3)]
     completions, steps = run_all(engine, rows)
     assert sum(step.prefill_tokens for step in steps) == 10 + 1 + 1
@@ -142,7 +142,7 @@ def test_a_hit_that_lacks_its_window_is_shortened_then_healed(windows: tuple[int
         window = 0 if 0 in windows else 9
         tokens = expected(completion.request, 0, window=window)
         assert completion.outputs[0].token_ids.tolist() == tokens
-    assert find_hit(pool, pool.match(token_key(prompt[:31]))).num_tokens == 31
+    assert find_prefix_hit(pool, pool.match(token_key(prompt[:31]))).num_tokens == 31
 
 
 def test_nothing_in_the_index_leads_to_nothing() -> None:
@@ -151,10 +151,10 @@ def test_nothing_in_the_index_leads_to_nothing() -> None:
     table, parent = [pool.allocate() for _ in range(4)], pool.entry_below([])
     for at, block in enumerate(table):
         assert parent is not None
-        parent = pool.enter(parent, block, token_key([at] * SIZE))
-    pool.settle()
+        parent = pool.insert_block(parent, block, token_key([at] * SIZE))
+    pool.commit_fills()
     for block in table[:2]:
-        pool.parts.leave(block.parts[0])
+        pool.window_slots.leave(block.window_slots[0])
     pool.release(table, (2,))
     pool.check_invariants([])
     taken = [pool.allocate() for _ in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchinfer.engine.kv.prefix_index import Block
-from batchinfer.engine.scheduler.preemption import Preemption, Victims
+from batchinfer.engine.scheduler.preemption import Preemption, PreemptionPolicy
 
 SIZE = 16
 
@@ -19,50 +19,52 @@ def table(count: int, *, references: int = 1, on_host: int = 0) -> list[Block]:
     return blocks
 
 
-def measured(preemption: Preemption, block_copy_s: float, token_s: float) -> Victims:
-    victims = Victims(preemption, block_copy_s)
+def measured(preemption: Preemption, block_copy_s: float, token_s: float) -> PreemptionPolicy:
+    preemption_policy = PreemptionPolicy(preemption, block_copy_s)
     for _ in range(50):
-        victims.observe(100 * token_s, prefill_tokens=90, decode_tokens=10)
-    assert victims.token_s == pytest.approx(token_s, rel=1e-3)
-    return victims
+        preemption_policy.observe(100 * token_s, prefill_tokens=90, decode_tokens=10)
+    assert preemption_policy.token_s == pytest.approx(token_s, rel=1e-3)
+    return preemption_policy
 
 
 @pytest.mark.parametrize(("token_s", "swaps"), [(1e-3, True), (1e-5, False)])
 def test_auto_takes_what_is_faster(token_s: float, swaps: bool) -> None:
     """A block out and back takes as long as 20 tokens at 1e-4 s."""
-    assert measured("auto", 1e-3, token_s).swaps([table(9)], SIZE) == swaps
+    assert measured("auto", 1e-3, token_s).should_swap([table(9)], SIZE) == swaps
 
 
 def test_blocks_that_are_on_the_host_already_cost_one_copy() -> None:
-    victims = measured("auto", 1e-3, 1e-4)  # to compute a block takes as long as 1.6 copies
-    assert not victims.swaps([table(10)], SIZE)
-    assert victims.swaps([table(10, on_host=5)], SIZE)
+    preemption_policy = measured(
+        "auto", 1e-3, 1e-4
+    )  # to compute a block takes as long as 1.6 copies
+    assert not preemption_policy.should_swap([table(10)], SIZE)
+    assert preemption_policy.should_swap([table(10, on_host=5)], SIZE)
 
 
 def test_blocks_that_others_hold_cost_nothing_either_way() -> None:
-    victims = measured("auto", 1e-3, 1e-4)
+    preemption_policy = measured("auto", 1e-3, 1e-4)
     shared = table(1000, references=2, on_host=1000)
-    assert not victims.swaps([shared + table(3)], SIZE)
-    assert victims.swaps([shared + table(3, on_host=3)], SIZE)
+    assert not preemption_policy.should_swap([shared + table(3)], SIZE)
+    assert preemption_policy.should_swap([shared + table(3, on_host=3)], SIZE)
 
 
-def test_blocks_that_a_gang_shares_are_moved_once() -> None:
-    victims = measured("auto", 1e-3, 1e-4)
+def test_blocks_that_a_group_shares_are_moved_once() -> None:
+    preemption_policy = measured("auto", 1e-3, 1e-4)
     prompt = table(10, references=3, on_host=10)
     beams = [prompt + table(1) for _ in range(3)]
-    assert victims.swaps(beams, SIZE)
-    assert not victims.swaps(beams[:2], SIZE), "another holds the prompt"
+    assert preemption_policy.should_swap(beams, SIZE)
+    assert not preemption_policy.should_swap(beams[:2], SIZE), "another holds the prompt"
 
 
 @pytest.mark.parametrize(("preemption", "swaps"), [("swap", True), ("recompute", False)])
 def test_a_choice_made_beforehand_holds(preemption: Preemption, swaps: bool) -> None:
     for token_s in (1e-5, 1.0):
-        assert measured(preemption, 1e-3, token_s).swaps([table(9)], SIZE) == swaps
+        assert measured(preemption, 1e-3, token_s).should_swap([table(9)], SIZE) == swaps
 
 
 def test_steps_that_mostly_decode_say_nothing_of_prompts() -> None:
-    victims = measured("auto", 1e-3, 1e-4)
-    before = victims.token_s
-    victims.observe(9.0, prefill_tokens=79, decode_tokens=21)
-    victims.observe(9.0, prefill_tokens=0, decode_tokens=0)
-    assert victims.token_s == before
+    preemption_policy = measured("auto", 1e-3, 1e-4)
+    before = preemption_policy.token_s
+    preemption_policy.observe(9.0, prefill_tokens=79, decode_tokens=21)
+    preemption_policy.observe(9.0, prefill_tokens=0, decode_tokens=0)
+    assert preemption_policy.token_s == before

@@ -48,7 +48,7 @@ class Planned(Build):
         add = built.engine.add_request
 
         def add_and_note(request: Any) -> None:
-            self.later[request.row_id] = request.shared_later
+            self.later[request.row_id] = request.reused_prefix_len
             add(request)
 
         built.engine.add_request = add_and_note

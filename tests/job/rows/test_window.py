@@ -89,11 +89,11 @@ def test_rows_of_an_adapter_share_with_each_other_alone() -> None:
     rows = [replace(one, adapter=adapter) for one, adapter in zip(rows, (1, 0, 1, 0), strict=True)]
     (lot,) = plan(rows, PARTS[:1], 4)
     assert [(r.row_id, r.adapter) for r in lot] == [(3, 0), (1, 0), (0, 1), (2, 1)]
-    assert [r.shared_later for r in lot] == [2, 0, 3, 0]
+    assert [r.reused_prefix_len for r in lot] == [2, 0, 3, 0]
     assert [r.distinct_tokens for r in lot] == [2, 1, 3, 0]
     (lot,) = plan(rows, PARTS[:1], 4, by_prefix=False)
     assert [r.row_id for r in lot] == [0, 1, 2, 3]
-    assert [r.shared_later for r in lot] == [3, 2, 0, 0]
+    assert [r.reused_prefix_len for r in lot] == [3, 2, 0, 0]
 
 
 def test_a_window_is_at_least_a_part() -> None:
@@ -112,7 +112,7 @@ def test_rows_that_cannot_run_come_first_and_equal_rows_stay_in_order() -> None:
     assert order(rows, PARTS[:1], 4) == [2, 0, 1]
     (lot,) = plan(rows, PARTS[:1], 4)
     assert lot[0].prompt is error
-    assert (lot[0].shared_later, lot[0].distinct_tokens) == (0, 0)
+    assert (lot[0].reused_prefix_len, lot[0].distinct_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("budget", [0, 50, 10_000])
@@ -127,10 +127,12 @@ def test_each_row_is_told_what_comes_later_in_its_window() -> None:
     rows = [row(0, 1, 2, 3), row(1, 9), row(2, 1, 2, 4), row(3, 1, 2, 3, 3), row(4, 1, 2)]
     parts = PARTS[:2]
     (first, second) = plan(rows, parts, 4)
-    assert [(r.row_id, r.shared_later) for r in first] == [(0, 3), (3, 2), (2, 0), (1, 0)]
-    assert [(r.row_id, r.shared_later) for r in second] == [(4, 0)], "nothing of the window before"
+    assert [(r.row_id, r.reused_prefix_len) for r in first] == [(0, 3), (3, 2), (2, 0), (1, 0)]
+    assert [(r.row_id, r.reused_prefix_len) for r in second] == [(4, 0)], (
+        "nothing of the window before"
+    )
     (first, second) = plan(rows, parts, 4, by_prefix=False)
-    assert [(r.row_id, r.shared_later) for r in first] == [(0, 3), (1, 0), (2, 2), (3, 0)]
+    assert [(r.row_id, r.reused_prefix_len) for r in first] == [(0, 3), (1, 0), (2, 2), (3, 0)]
 
 
 @pytest.mark.parametrize("by_prefix", [True, False])
@@ -180,7 +182,7 @@ def test_a_head_start_takes_the_rows_that_come_next_anyhow() -> None:
     rows = random_rows(2048)
     first = next(plan(rows, LARGE, 8192, size=1024, is_hungry=lambda: True))
     assert [tokens(r) for r in first] == sorted(tokens(r) for r in rows[:1024])[:64]
-    assert all(r.shared_later >= min(len(tokens(r)), 2) for r in first)
+    assert all(r.reused_prefix_len >= min(len(tokens(r)), 2) for r in first)
 
 
 def test_whoever_has_enough_to_do_gets_whole_windows() -> None:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.engine.metrics import Measured
+from batchinfer.engine.metrics import MetricsCollector
 from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import ExitCode
@@ -346,14 +346,14 @@ def test_a_job_without_rows_has_every_number(tmp_path: Path) -> None:
 def test_measures_without_files_are_those_of_the_summary(tmp_path: Path) -> None:
     dataset(tmp_path)
     finished = run(tmp_path)
-    measured = Measured(block_size=4)
+    measured = MetricsCollector(block_size=4)
     for step in finished.steps.to_pylist():
         measured.add(cast(StepStats, SimpleNamespace(**step)), [])
     names = [field.name for field in fields(RequestStats)]
     for row in finished.requests.select(names).to_pylist():
         measured.add(None, [RequestStats(**row)])
     measured.seconds = finished.summary["time_s"]["engine"]
-    measures = measured.measures()
+    measures = measured.metrics()
     assert measures["tokens"] | {"lost": 0} == finished.summary["tokens"]
     assert measures["kv"].items() <= finished.summary["kv"].items()
     output_rate = measures["throughput"]["output_tokens_per_s"]
