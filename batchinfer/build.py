@@ -55,7 +55,7 @@ class ModelChoice(Protocol):
 
 
 @dataclass(frozen=True)
-class Built:
+class EngineContext:
     """An engine with a model behind it, and what its users need to know of them."""
 
     engine: Engine
@@ -82,7 +82,7 @@ def build_engine(
     *,
     log: Callable[[str], None],
     kernels_before: Mapping[str, str] | None = None,
-) -> Built:
+) -> EngineContext:
     """Load a model and make the engine that runs it.
 
     Args:
@@ -90,7 +90,7 @@ def build_engine(
         engine: how it uses its device.
         log: told, line by line, how many threads compute, what multiplies, and where the device's
             memory goes.
-        kernels_before: ``Built.kernels`` of the runs whose work this one goes on with.
+        kernels_before: ``EngineContext.kernels`` of the runs whose work this one goes on with.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or run.
@@ -154,7 +154,7 @@ def build_engine(
         if host_blocks
         else PreemptionPolicy()
     )
-    return Built(
+    return EngineContext(
         engine=Engine(
             Scheduler(pool, table, engine.max_num_batched_tokens, preemption_policy),
             runner if threads is None else _on_threads(runner, threads, loaded.kernels),

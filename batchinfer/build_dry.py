@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer.build import Built, ModelChoice, choose_device, describe, make_tokenizer
+from batchinfer.build import EngineContext, ModelChoice, choose_device, describe, make_tokenizer
 from batchinfer.config import EngineConfig, sized_for
 from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.engine.simulate.dry_run import DryRunner, make_dry_engine
@@ -25,7 +25,7 @@ from batchinfer.worker.model.weights import choose_dtype
 
 
 @dataclass(frozen=True)
-class DryBuilt(Built):
+class SimulatedEngine(EngineContext):
     """What ``build_engine`` would return, over a runner that computes nothing."""
 
     runner: DryRunner
@@ -34,7 +34,7 @@ class DryBuilt(Built):
 
 def build_dry_engine(
     model: ModelChoice, engine: EngineConfig, device: Device, *, end_after: int | None = None
-) -> DryBuilt:
+) -> SimulatedEngine:
     """Make the engine that would run a model on a device.
 
     Weights are taken to be as many as the model's family has by its config. With ``dtype: auto``
@@ -88,7 +88,7 @@ def build_dry_engine(
         windows=layout.windows,
     )
     vocab_size = int(text_config(config)["vocab_size"])
-    return DryBuilt(
+    return SimulatedEngine(
         engine=dry,
         tokenizer=make_tokenizer(model),
         eos_token_ids=eos_token_ids(folder, config, vocab_size),

@@ -26,9 +26,9 @@ from batchinfer.text.prompts import PromptBuilder
 from batchinfer.text.scoring_prompts import ScoringBuilder
 
 if TYPE_CHECKING:
-    from batchinfer.build import Built
+    from batchinfer.build import EngineContext
 
-BuildEngine = Callable[..., "Built"]
+BuildEngine = Callable[..., "EngineContext"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Job:
 class Loaded:
     """A model that is ready to run a job."""
 
-    built: Built
+    built: EngineContext
     reader: RowReader
     task: Task
     log: Sequence[str]
@@ -78,7 +78,7 @@ def load(job: Job, build: BuildEngine) -> Loaded | None:
     return Loaded(built, reader, task, log, time.perf_counter() - began)
 
 
-def _row_reader(job: Job, built: Built, grammars: GrammarCompiler) -> RowReader:
+def _row_reader(job: Job, built: EngineContext, grammars: GrammarCompiler) -> RowReader:
     spec, schema = job.spec, job.source.schema
     check = None if spec.accept is None else spec.accept.check
     make_params = partial(RowParams, spec.sampling, built.vocab_size, grammars, check=check)
@@ -105,7 +105,7 @@ def _row_reader(job: Job, built: Built, grammars: GrammarCompiler) -> RowReader:
 
 def _prompt_builder(
     job: Job,
-    built: Built,
+    built: EngineContext,
     make: Callable[..., Prompts],
     config: PromptConfig,
     columns: Sequence[str],

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from batchinfer.build import Built
+from batchinfer.build import EngineContext
 from batchinfer.console.progress import Meter
 from batchinfer.engine.metrics import MetricsCollector
 from batchinfer.engine.request import Completion, Request
@@ -28,7 +28,7 @@ class Calls:
         built: the engine, and what there is to know of it.
     """
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: EngineContext) -> None:
         self._engine = built.engine
         self._device = built.device
         self._pool: dict[str, int] = {name: getattr(built, name) for name in KV_FACTS}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from batchinfer.build import Built, build_engine
+from batchinfer.build import EngineContext, build_engine
 from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.console.progress import Meter
 from batchinfer.engine.request import Request, TokenIds
@@ -290,6 +290,6 @@ class LLM:
         return str(self._num_requests + at)
 
 
-def _request_maker(built: Built) -> RequestMaker:
+def _request_maker(built: EngineContext) -> RequestMaker:
     grammars = GrammarCompiler(built.tokenizer, built.eos_token_ids, built.vocab_size)
     return RequestMaker(built.tokenizer, built.eos_token_ids, grammars)

@@ -22,7 +22,7 @@ def forward(
     cache: KVCache,
     backend: AttentionBackend,
     step: Step,
-    sampled_before: torch.Tensor | None = None,
+    prev_token_ids: torch.Tensor | None = None,
     graphs: DecodeGraphs | None = None,
 ) -> torch.Tensor:
     """Copy the step's blocks, write the KV of its tokens, attend.
@@ -32,7 +32,7 @@ def forward(
         cache: the KV pool.
         backend: attends over the pool.
         step: what to compute.
-        sampled_before: int64 [K of the step before], on the pool's device, what
+        prev_token_ids: int64 [K of the step before], on the pool's device, what
             ``step.previous_sample`` refers to.
         graphs: take the steps they can.
 
@@ -47,7 +47,7 @@ def forward(
     cache.host.copy(step.swap_outs, step.swap_ins)
     if len(step.block_copies):
         cache.copy_blocks(tensors["block_copies"])
-    token_ids = _input_ids(step, tensors, sampled_before)
+    token_ids = _input_ids(step, tensors, prev_token_ids)
     if graphs is not None and graphs.takes(step):
         return graphs.logits(step, tensors | {"token_ids": token_ids})
     backend.begin_step(step, tensors)
@@ -63,15 +63,15 @@ def forward(
 
 
 def _input_ids(
-    step: Step, tensors: Mapping[str, torch.Tensor], sampled_before: torch.Tensor | None
+    step: Step, tensors: Mapping[str, torch.Tensor], prev_token_ids: torch.Tensor | None
 ) -> torch.Tensor:
     """[T] the step's tokens; those the host does not know yet are put in on the device."""
     token_ids = tensors["token_ids"]
     if not (step.previous_sample >= 0).any():
         return token_ids
-    assert sampled_before is not None
+    assert prev_token_ids is not None
     sample = tensors["previous_sample"]
-    return torch.where(sample >= 0, sampled_before[sample.clamp(min=0)], token_ids)
+    return torch.where(sample >= 0, prev_token_ids[sample.clamp(min=0)], token_ids)
 
 
 def _device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:

@@ -13,12 +13,12 @@ from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.memory import model_bytes
-from batchinfer.worker.oom import telling
+from batchinfer.worker.oom import raise_out_of_memory
 from batchinfer.worker.product_kernels import ProductKernel
-from batchinfer.worker.prompt_logprobs import PromptScorer, WithScores
-from batchinfer.worker.sampling.output import Sampled
+from batchinfer.worker.prompt_logprobs import PromptScorer, ScoredHandle
+from batchinfer.worker.sampling.output import SampleHandle
 
-Sample = Callable[[torch.Tensor, SamplingBatch], Sampled]
+Sample = Callable[[torch.Tensor, SamplingBatch], SampleHandle]
 """Draws the samples of a step from its logits [R, vocabulary]."""
 
 
@@ -45,7 +45,7 @@ class ModelRunner:
         self._cache = cache
         self._sample = sample
         self._backend = make_backend(cache, kernel)
-        self._previous = Sampled.nothing(cache.pool.device)
+        self._previous = SampleHandle.nothing(cache.pool.device)
         self._graphs = graphs
         self._scorer = PromptScorer(model)
 
@@ -57,21 +57,21 @@ class ModelRunner:
         """
         tokens = step.scored
         if tokens is None:
-            self._previous = telling(lambda: self._start(step))
+            self._previous = raise_out_of_memory(lambda: self._start(step))
             return self._previous
-        self._previous, scored = telling(lambda: self._start_scoring(step, tokens))
-        return WithScores(self._previous, scored)
+        self._previous, scored = raise_out_of_memory(lambda: self._start_scoring(step, tokens))
+        return ScoredHandle(self._previous, scored)
 
-    def _start(self, step: Step) -> Sampled:
-        sampled_before = self._previous.token_ids
+    def _start(self, step: Step) -> SampleHandle:
+        prev_token_ids = self._previous.token_ids
         logits = forward(
-            self._model, self._cache, self._backend, step, sampled_before, self._graphs
+            self._model, self._cache, self._backend, step, prev_token_ids, self._graphs
         )
         if step.num_samples == 0:
-            return Sampled.nothing(logits.device)
+            return SampleHandle.nothing(logits.device)
         return self._sample(logits, step.sampling)
 
-    def _start_scoring(self, step: Step, tokens: ScoredTokens) -> tuple[Sampled, Sampled]:
+    def _start_scoring(self, step: Step, tokens: ScoredTokens) -> tuple[SampleHandle, SampleHandle]:
         """Samples first: their logits are gone before those of the prompts are taken."""
         with self._scorer.body_output() as output:
             sampled = self._start(step)

@@ -20,7 +20,7 @@ _MESSAGES = (
 _LONGEST_REASON = 200  # characters; torch goes on to explain its allocator
 
 
-def telling(compute: Callable[[], _T]) -> _T:
+def raise_out_of_memory(compute: Callable[[], _T]) -> _T:
     """What ``compute`` returns.
 
     Raises:

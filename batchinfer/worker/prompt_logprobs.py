@@ -18,7 +18,7 @@ from torch import Tensor
 
 from batchinfer.engine.step import Int32, ScoredTokens, StepResult
 from batchinfer.worker.sampling.logprobs import row_stats, token_ranks, top_logits
-from batchinfer.worker.sampling.output import Sampled
+from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import workspace_rows
 from batchinfer.worker.transfer import to_device
 
@@ -51,7 +51,7 @@ class PromptScorer:
             hook.remove()
 
     @torch.inference_mode()
-    def __call__(self, outputs: list[Any], tokens: ScoredTokens) -> Sampled:
+    def __call__(self, outputs: list[Any], tokens: ScoredTokens) -> SampleHandle:
         """Judge the tokens of a step.
 
         Args:
@@ -71,10 +71,10 @@ class PromptScorer:
             for start in range(0, len(tokens.rows), self._rows):
                 span = slice(start, start + self._rows)
                 logits = self._head(on["rows"][span])
-                parts.append(_judge(logits, on["ids"][span], wanted[span]))
+                parts.append(_score_tokens(logits, on["ids"][span], wanted[span]))
         logprobs, finite, *alternatives = map(torch.cat, zip(*parts, strict=True))
         ranks, top_ids, top_logprobs = alternatives
-        return Sampled(on["ids"], logprobs, ~finite, (ranks, top_ids, top_logprobs))
+        return SampleHandle(on["ids"], logprobs, ~finite, (ranks, top_ids, top_logprobs))
 
     def _head(self, rows: Tensor) -> Tensor:
         nothing = rows.new_zeros((1, 1))
@@ -83,7 +83,7 @@ class PromptScorer:
         return logits
 
 
-def _judge(logits: Tensor, ids: Tensor, wanted: Int32) -> tuple[Tensor, ...]:
+def _score_tokens(logits: Tensor, ids: Tensor, wanted: Int32) -> tuple[Tensor, ...]:
     """Log-probabilities [P], whether they are numbers [P], ranks [P], the most likely tokens [P, L]
     and their log-probabilities [P, L]."""
     count, vocab = logits.shape
@@ -119,11 +119,11 @@ def _body_gives(body: torch.nn.Module, output: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class WithScores:
+class ScoredHandle:
     """A step that also judges tokens of prompts."""
 
-    sampled: Sampled
-    scored: Sampled
+    sampled: SampleHandle
+    scored: SampleHandle
 
     def result(self) -> StepResult:
         """The samples and the judged tokens on the host.

@@ -11,18 +11,18 @@ from batchinfer.engine.step import SamplingBatch
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.model_runner import ModelRunner
-from batchinfer.worker.sampling.output import Sampled
+from batchinfer.worker.sampling.output import SampleHandle
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import HandSequence, StepMaker
 
 NEAR_TIE = 1e-4
 
 
-def greedy(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+def greedy(logits: torch.Tensor, batch: SamplingBatch) -> SampleHandle:
     """A stand-in for the sampler: the most likely token."""
     ids = logits[torch.from_numpy(batch.logits_rows).long()].argmax(-1)
     zeros = torch.zeros(len(ids))
-    return Sampled(ids, zeros, zeros > 0)
+    return SampleHandle(ids, zeros, zeros > 0)
 
 
 def make_runner(family: str, num_blocks: int = 64) -> tuple[ModelRunner, StepMaker]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchinfer.engine.runner import OutOfMemory
-from batchinfer.worker.oom import telling
+from batchinfer.worker.oom import raise_out_of_memory
 
 TOO_MUCH = 10**15
 
@@ -33,7 +33,7 @@ def raises(error: Exception) -> Callable[[], None]:
 )
 def test_a_lack_of_memory_is_told_in_a_line(compute: Callable[[], object]) -> None:
     with pytest.raises(OutOfMemory) as told:
-        telling(compute)
+        raise_out_of_memory(compute)
     assert 0 < len(str(told.value)) <= 200
     assert "\n" not in str(told.value)
 
@@ -41,7 +41,7 @@ def test_a_lack_of_memory_is_told_in_a_line(compute: Callable[[], object]) -> No
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("memory")])
 def test_other_failures_are_left_alone(error: Exception) -> None:
     with pytest.raises(type(error)) as told:
-        telling(raises(error))
+        raise_out_of_memory(raises(error))
     assert told.value is error
 
 
@@ -54,9 +54,9 @@ def test_the_tensors_of_the_attempt_are_gone() -> None:
         return activations + torch.empty(TOO_MUCH)
 
     with pytest.raises(OutOfMemory):
-        telling(compute)
+        raise_out_of_memory(compute)
     assert kept[0]() is None
 
 
 def test_what_there_is_memory_for_is_returned() -> None:
-    assert telling(lambda: 7) == 7
+    assert raise_out_of_memory(lambda: 7) == 7

@@ -23,7 +23,7 @@ from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.products import choice
 from batchinfer.worker.products.choice import KernelWish
-from batchinfer.worker.sampling.output import Sampled
+from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import Sampler
 from tests.models import make_checkpoint
 from tests.worker.of_company import OF_COMPANY
@@ -64,7 +64,7 @@ class RecordingSampler(Sampler):
     def __init__(self) -> None:
         self.logits: dict[tuple[int, int, int], bytes] = {}
 
-    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> SampleHandle:
         rows = logits.view(torch.uint8).numpy()
         for at, stream, sample, position in zip(
             batch.logits_rows, batch.stream, batch.sample_index, batch.position, strict=True

@@ -13,7 +13,7 @@ from batchinfer.job.plan.census import Census, output_bytes
 from batchinfer.job.plan.simulation import Simulation
 
 if TYPE_CHECKING:
-    from batchinfer.build_dry import DryBuilt
+    from batchinfer.build_dry import SimulatedEngine
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Outcome:
     """A plan that has been simulated."""
 
     job: Job
-    built: DryBuilt
+    built: SimulatedEngine
     census: Census
     simulation: Simulation
     complete: bool

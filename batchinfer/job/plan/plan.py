@@ -38,7 +38,7 @@ from batchinfer.job.rows.window import planned
 from batchinfer.job.spec.spec import JobSpec
 
 if TYPE_CHECKING:
-    from batchinfer.build_dry import DryBuilt
+    from batchinfer.build_dry import SimulatedEngine
 
 
 def plan_job(
@@ -78,7 +78,7 @@ def plan_job(
     return Outcome(job, built, census, simulation, complete).data()
 
 
-def _lengths(job: Job, built: DryBuilt, expected: int | None) -> Lengths:
+def _lengths(job: Job, built: SimulatedEngine, expected: int | None) -> Lengths:
     facts = built.max_model_len, built.eos_token_ids, expected
     if job.spec.task == "generate":
         return Lengths(*facts)
@@ -112,7 +112,7 @@ def _look(spec: JobSpec) -> Job:
     return Job(spec, source, output_table(source, spec), manifest, out)
 
 
-def _rows(job: Job, built: DryBuilt, census: Census) -> Iterator[list[PromptRow]]:
+def _rows(job: Job, built: SimulatedEngine, census: Census) -> Iterator[list[PromptRow]]:
     """The rows to simulate, counted, in the order they would run."""
     loaded = load(job, lambda *_, **__: built)
     if loaded is None:

@@ -15,7 +15,7 @@ from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import Prompt
 
 if TYPE_CHECKING:
-    from batchinfer.build import Built
+    from batchinfer.build import EngineContext
 
 
 class Task(Protocol):
@@ -67,7 +67,7 @@ class Generation:
         return self._finisher.finish(row, completions[0] if completions else None)
 
 
-def make_task(spec: JobSpec, built: Built, grammars: GrammarCompiler) -> Task:
+def make_task(spec: JobSpec, built: EngineContext, grammars: GrammarCompiler) -> Task:
     """The task of a job on its model; ``grammars`` has been asked for those of its rows."""
     if spec.task == "score":
         return Scoring(built.tokenizer, spec.output.include)

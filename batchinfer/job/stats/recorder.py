@@ -23,7 +23,7 @@ from batchinfer.job.storage.filesystem import Files, read_file, storage_errors
 from batchinfer.job.storage.stored_json import parse
 
 if TYPE_CHECKING:
-    from batchinfer.build import Built
+    from batchinfer.build import EngineContext
 
 STEPS_PER_FILE = 16384
 KV_FACTS = ("block_size", "num_blocks", "bytes_per_block")
@@ -127,7 +127,7 @@ class Recorder:
         self._log: BinaryIO | None = None
         self._save()  # takes the id
 
-    def loaded(self, built: Built, load_s: float) -> None:
+    def loaded(self, built: EngineContext, load_s: float) -> None:
         """Note what came of loading the model, and that it took ``load_s`` before this run."""
         self._began -= load_s
         self.run.load_s = load_s

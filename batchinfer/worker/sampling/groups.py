@@ -15,7 +15,7 @@ from batchinfer.engine.step import Bool, Int64, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SampleGroup:
     """Samples that need the same kind of work, few enough for the workspace if they take one."""
 
     samples: Int64  # [k] index into the batch's K samples
@@ -39,9 +39,9 @@ def edited_samples(batch: SamplingBatch) -> Bool:
     return edited
 
 
-def split(
+def group_samples(
     batch: SamplingBatch, edited: Bool, vocab: int, most: int, *, in_place: bool
-) -> Iterator[Part]:
+) -> Iterator[SampleGroup]:
     """Parts that together hold every sample but the plain.
 
     The plain ones take the most likely token of an unedited row, which needs no part.
@@ -74,7 +74,7 @@ def split(
         for low in range(0, count, size):
             start, stop = np.searchsorted(distributions, (low, low + size))
             mine = slice(int(start), int(stop))
-            yield Part(
+            yield SampleGroup(
                 samples=samples[mine],
                 distributions=distributions[mine] - low,
                 heads=samples[mine][first[mine]],

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import StepResult
-from batchinfer.worker.oom import telling
+from batchinfer.worker.oom import raise_out_of_memory
 from batchinfer.worker.transfer import HostCopy
 
 
-class Sampled:
+class SampleHandle:
     """What a step drew. Its copy to the host starts here; ``result`` waits for no more than that.
 
     Args:
@@ -36,7 +36,7 @@ class Sampled:
         self._packed = HostCopy(torch.cat([_as_int32(column) for column in columns], dim=1))
 
     @classmethod
-    def nothing(cls, device: torch.device) -> Sampled:
+    def nothing(cls, device: torch.device) -> SampleHandle:
         """The samples of a step that draws none."""
         none = torch.zeros(0, device=device)
         return cls(none.long(), none, none)
@@ -47,7 +47,7 @@ class Sampled:
         Raises:
             OutOfMemory: the device says only now that it had none for the step.
         """
-        packed = telling(self._packed.wait).view(np.int32)
+        packed = raise_out_of_memory(self._packed.wait).view(np.int32)
         floats = packed.view(np.float32)
         ranks = top_token_ids = top_logprobs = None
         if self._has_alternatives:

@@ -17,10 +17,10 @@ from torch import Tensor
 from batchinfer.engine.step import Bool, Int32, Int64, SamplingBatch
 from batchinfer.kernels.cpu import native
 from batchinfer.kernels.cpu import sampling as native_sampling
-from batchinfer.worker.sampling.groups import Part, edited_samples, split
+from batchinfer.worker.sampling.groups import SampleGroup, edited_samples, group_samples
 from batchinfer.worker.sampling.logits_processors import edit_logits, forbid_masked
 from batchinfer.worker.sampling.logprobs import RowStats, row_stats, token_ranks, top_logits
-from batchinfer.worker.sampling.output import Sampled
+from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.philox import RANDOM_BITS, random_bits
 from batchinfer.worker.sampling.top_k_top_p import keep_most_likely
 from batchinfer.worker.transfer import to_device
@@ -59,7 +59,7 @@ class Sampler:
     """
 
     @torch.inference_mode()
-    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> SampleHandle:
         """Draw every sample's token; one copy from device to host, at the end, not waited for.
 
         A sample is marked nonfinite where its raw row holds NaN or +inf or nothing but -inf, and
@@ -77,7 +77,7 @@ class Sampler:
             ``top_logprobs`` -inf for samples that asked for none while others did; L is at most V.
         """
         if len(batch.logits_rows) == 0:
-            return Sampled.nothing(logits.device)
+            return SampleHandle.nothing(logits.device)
         chunk = workspace_rows(logits.shape[1], logits.device.type)
         if len(batch.masked_rows):
             forbid_masked(logits, batch.masked_rows, batch.masks, chunk)
@@ -91,7 +91,7 @@ class Sampler:
             token_ids = torch.where((told >= 0) & finite, told, token_ids)
         values = logits[rows, token_ids].float()
         logprobs = stats.logprobs(rows, values).masked_fill_(~finite, 0)
-        return Sampled(
+        return SampleHandle(
             token_ids,
             logprobs,
             ~finite,
@@ -109,7 +109,7 @@ def _choose_all(
     if (batch.temperature > 0).any():
         bits = _random_bits(batch, natively=_draws_natively(logits.device, torch.float32))
     in_place = _draws_natively(logits.device, logits.dtype)
-    for part in split(batch, edited, logits.shape[1], chunk, in_place=in_place):
+    for part in group_samples(batch, edited, logits.shape[1], chunk, in_place=in_place):
         arrays = {"samples": part.samples, "distributions": part.distributions}
         on = to_device(arrays, logits.device)
         heads = batch.logits_rows[part.heads]
@@ -161,7 +161,12 @@ def _random_bits(batch: SamplingBatch, *, natively: bool) -> Int64:
 
 
 def _draw_natively(
-    logits: Tensor, maximum: Tensor, rows: Int32, batch: SamplingBatch, part: Part, bits: Int64
+    logits: Tensor,
+    maximum: Tensor,
+    rows: Int32,
+    batch: SamplingBatch,
+    part: SampleGroup,
+    bits: Int64,
 ) -> Tensor:
     """Token ids [k], one row at a time in C: what ``_weights`` and ``_draw`` give, at a tenth of
     the time. ``exp`` differs in its last bit, which moves one token in some millions.
@@ -181,7 +186,7 @@ def _draw_natively(
     return chosen
 
 
-def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, part: Part) -> Tensor:
+def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, part: SampleGroup) -> Tensor:
     """Probabilities as integers, int64 [D, V], at temperature and with the filters applied."""
     min_p = batch.min_p[part.heads]
     arrays = {"temperature": batch.temperature[part.heads, None], "min_p": min_p[:, None]}
@@ -198,7 +203,7 @@ def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, part: Part) 
     return weights
 
 
-def _draw(weights: Tensor, part: Part, bits: Int64) -> Tensor:
+def _draw(weights: Tensor, part: SampleGroup, bits: Int64) -> Tensor:
     """The first token, in id order, whose cumulative weight is over u times the total.
 
     Exact in integers, so a token of weight 0 is never drawn.

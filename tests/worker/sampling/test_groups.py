@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.worker.sampling.groups import edited_samples, split
+from batchinfer.worker.sampling.groups import edited_samples, group_samples
 from tests.worker.sampling.sampling_batches import Sample, make_batch
 
 samples = st.builds(
@@ -24,7 +24,7 @@ def test_every_sample_but_the_plain_is_in_one_part(
 ) -> None:
     batch = make_batch(sorted(asked, key=lambda sample: sample.row))
     edited = edited_samples(batch)
-    parts = list(split(batch, edited, 10, most, in_place=in_place))
+    parts = list(group_samples(batch, edited, 10, most, in_place=in_place))
     worked_on = sorted(at for part in parts for at in part.samples.tolist())
     assert worked_on == np.flatnonzero((batch.temperature > 0) | edited).tolist()
     for part in parts:
