@@ -146,7 +146,7 @@ def _shared(
         )
         pool.attend(query, starts, max_query_len=1, work=work)
 
-    together = seconds(lambda: run(**tree), device) / pool.layers
+    combined_output = seconds(lambda: run(**tree), device) / pool.layers
     apart = seconds(run, device) / pool.layers
     return {
         "kind": "shared",
@@ -155,7 +155,7 @@ def _shared(
         "samples": samples,
         "prefix": prefix,
         "prompt": prompt,
-        "seconds": together,
+        "seconds": combined_output,
         "seconds_apart": apart,
     }
 

@@ -236,8 +236,8 @@ def test_threads_take_turns(llm: LLM) -> None:
         return outputs
 
     with ThreadPoolExecutor(len(prompts)) as threads:
-        together = list(threads.map(run, prompts))
-    for found, expected in zip(together, alone, strict=True):
+        combined_output = list(threads.map(run, prompts))
+    for found, expected in zip(combined_output, alone, strict=True):
         assert [o.prompt for o in found] == [o.prompt for o in expected]
         assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
 

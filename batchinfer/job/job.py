@@ -40,12 +40,12 @@ class Job:
     table: OutputTable
     manifest: Manifest
     out: OutputDir
-    together: Path | None = None
+    combined_output: Path | None = None
     """Where all lines of OpenAI's output and error files go as well, in input order."""
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedJob:
     """A model that is ready to run a job."""
 
     built: EngineContext
@@ -57,7 +57,7 @@ class Loaded:
     """Time this took."""
 
 
-def load(job: Job, build: BuildEngine) -> Loaded | None:
+def load(job: Job, build: BuildEngine) -> LoadedJob | None:
     """Load the model and check the job against it; None for a job without rows.
 
     Args:
@@ -75,7 +75,7 @@ def load(job: Job, build: BuildEngine) -> Loaded | None:
     grammars = GrammarCompiler(built.tokenizer, built.eos_token_ids, built.vocab_size)
     reader = _row_reader(job, built, grammars)
     task = make_task(job.spec, built, grammars)
-    return Loaded(built, reader, task, log, time.perf_counter() - began)
+    return LoadedJob(built, reader, task, log, time.perf_counter() - began)
 
 
 def _row_reader(job: Job, built: EngineContext, grammars: GrammarCompiler) -> RowReader:

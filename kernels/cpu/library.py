@@ -168,5 +168,5 @@ def processor() -> bytes:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}".encode()
-    telling = b"model name", b"flags", b"CPU implementer", b"CPU part", b"Features"
-    return b"".join(sorted({line for line in lines if line.startswith(telling)}))
+    reporter = b"model name", b"flags", b"CPU implementer", b"CPU part", b"Features"
+    return b"".join(sorted({line for line in lines if line.startswith(reporter)}))

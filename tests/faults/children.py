@@ -17,7 +17,7 @@ from pathlib import Path
 
 from batchinfer.errors import JobError
 from batchinfer.job.output import part_writer
-from batchinfer.job.output.part_writer import Sink
+from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.rows.generate import FinishedRow
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
@@ -127,11 +127,11 @@ def start(
 
 
 def _tell_finished(path: Path) -> None:
-    add = Sink.add
+    add = PartWriter.add
     file = path.open("ab", buffering=0)
 
-    def add_and_tell(self: Sink, row: FinishedRow) -> None:
+    def add_and_tell(self: PartWriter, row: FinishedRow) -> None:
         file.write(b"%d %f\n" % (row.values["row_id"], time.monotonic()))
         add(self, row)
 
-    Sink.add = add_and_tell  # type: ignore[method-assign]
+    PartWriter.add = add_and_tell  # type: ignore[method-assign]

@@ -17,8 +17,8 @@ from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.parquet import ParquetFormat
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.part_writer import Sink
-from batchinfer.job.output.resume import look, prepare, recover
+from batchinfer.job.output.part_writer import PartWriter
+from batchinfer.job.output.resume import plan_resume, prepare_directory, recover_rows
 from batchinfer.job.output.retry import reopen
 from batchinfer.job.output.schema import ERROR, OutputTable
 from batchinfer.job.rows.generate import FinishedRow
@@ -60,13 +60,13 @@ class Job:
         """Run the job to its end, or what is left of it."""
         if retry:
             self.kept -= FAILING
-        work = look(self.out, PLAN, "resume")
-        prepare(self.out, work)
+        work = plan_resume(self.out, PLAN, "resume")
+        prepare_directory(self.out, work)
         if retry:
             reopen(self.out, PLAN, GENERATED)
-            work = look(self.out, PLAN, "resume")
-        left = recover(self.out, work, GENERATED)
-        sink = Sink(
+            work = plan_resume(self.out, PLAN, "resume")
+        left = recover_rows(self.out, work, GENERATED)
+        sink = PartWriter(
             self.out,
             left.parts,
             left.segments,

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from batchinfer.engine.engine import Engine
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.resume import look, prepare, start_over
+from batchinfer.job.output.resume import clear_output, plan_resume, prepare_directory
 from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.grammar import GrammarCompiler
@@ -112,7 +112,7 @@ class FakeBuild:
 
 
 class AtOnce:
-    """``Behind`` without a thread: whatever is handed over is written when ``put`` returns."""
+    """``BackgroundConsumer`` without a thread: what is handed over is written when ``put`` ends."""
 
     def __init__(self, consume: Callable[[Any], None], depth: int) -> None:
         self.put = consume
@@ -127,9 +127,9 @@ class AtOnce:
 def begin(out: OutputDir, manifest: Manifest, if_exists: str = "resume") -> list[Part]:
     """Make ``out`` ready for a run of ``manifest``; the parts it has to make."""
     with out.locked():
-        work = look(out, manifest, if_exists)
-        prepare(out, work)
-        start_over(out, work)
+        work = plan_resume(out, manifest, if_exists)
+        prepare_directory(out, work)
+        clear_output(out, work)
     return list(work.todo)
 
 

@@ -147,8 +147,8 @@ def test_shared_prefixes_change_no_bit(
     in_order = list(range(len(query_lens)))
     apart = attend(in_order, shares=False)
     for order in (in_order, in_order[::-1]):
-        for alone, together in zip(apart, attend(order, shares=True), strict=True):
-            assert torch.equal(alone, together)
+        for alone, combined_output in zip(apart, attend(order, shares=True), strict=True):
+            assert torch.equal(alone, combined_output)
 
 
 def tables_of(branches: Branches, block_size: int) -> torch.Tensor:

@@ -66,15 +66,15 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> N
         (build_rms_norm, row_ops.rms_norm, "x"),
         (build_silu_mul, row_ops.silu_mul, "gate_up"),
     ):
-        together = build(case, "cpu", dtype)
-        function(**together)
+        combined_output = build(case, "cpu", dtype)
+        function(**combined_output)
         for row in range(50):
-            alone = together | {
-                name: together[name][row : row + 1].clone(),
-                "out": torch.empty_like(together["out"][:1]),
+            alone = combined_output | {
+                name: combined_output[name][row : row + 1].clone(),
+                "out": torch.empty_like(combined_output["out"][:1]),
             }
             function(**alone)
-            assert torch.equal(alone["out"][0], together["out"][row]), (name, row)
+            assert torch.equal(alone["out"][0], combined_output["out"][row]), (name, row)
 
 
 def test_nan_and_infinity_stay_in_their_row() -> None:

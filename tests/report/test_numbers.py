@@ -73,7 +73,7 @@ def test_they_are_the_summarys(tmp_path: Path, num_blocks: int, every_steps: int
 def test_they_grow_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset(tmp_path)
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
-    monkeypatch.setattr(pipeline, "Behind", AtOnce)
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
     seen: list[Findings] = []
     build = Build(lambda step: seen.append(findings(tmp_path)))
     spec = job(tmp_path, engine={"order": "input"}, stats={"every_steps": 5}, **LENIENT)

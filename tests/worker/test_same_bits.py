@@ -154,12 +154,12 @@ def test_rows_that_attend_together_have_the_bits_of_rows_apart(
         return told[-1]
 
     monkeypatch.setattr(PrefixTree, "of_step", listen)
-    together = logits_of(llama, TOGETHER)
-    assert len(together) == 8 * 8 * 12
+    combined_output = logits_of(llama, TOGETHER)
+    assert len(combined_output) == 8 * 8 * 12
     assert max(np.count_nonzero(of.shared_lens) for of in told if of) >= 80
     monkeypatch.setattr(PrefixTree, "of_step", lambda tree, rows: None)
     changed = logits_of(llama, apart)
-    assert {key: together[key] for key in changed} == changed
+    assert {key: combined_output[key] for key in changed} == changed
 
 
 def test_where_products_depend_on_company_bits_do(

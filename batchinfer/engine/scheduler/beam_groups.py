@@ -179,9 +179,9 @@ class BeamGroups:
         sizes = np.array([len(table.sequence(row).group) for row in rows[beams[first]]])
         arriving = np.bincount(group_of, weights=num_new[beams] == pending)
         apart = (arriving < sizes)[group_of]
-        together = num_new.copy()
-        together[beams[apart]] = np.minimum(num_new[beams[apart]], pending[apart] - 1)
-        return together
+        combined_output = num_new.copy()
+        combined_output[beams[apart]] = np.minimum(num_new[beams[apart]], pending[apart] - 1)
+        return combined_output
 
     def check_invariants(self) -> None:
         """Assert that groups are whole, or just their leaders, and of one length and age."""

@@ -33,7 +33,7 @@ def export(
     manifest: Manifest,
     kept: Mapping[str, str],
     model: ModelSpec,
-    together: Path | None,
+    combined_output: Path | None,
 ) -> None:
     """Write OpenAI's output and error files of a job whose parts are all finished.
 
@@ -42,7 +42,7 @@ def export(
         manifest: the job's plan.
         kept: the output column of each input column that is kept.
         model: the job's model.
-        together: a file for the lines of both, beside them; None: there is none.
+        combined_output: a file for the lines of both, beside them; None: there is none.
 
     Raises:
         DataError: a part cannot be read.
@@ -54,7 +54,7 @@ def export(
     with ExitStack() as stack:
         output, errors, *combined = (
             stack.enter_context(closing(_Writing(out, path, out.staging / f"openai-{at}")))
-            for at, path in enumerate((*out.openai_files, *filter(None, [together])))
+            for at, path in enumerate((*out.openai_files, *filter(None, [combined_output])))
         )
         for part in manifest.parts():
             for row in _rows(out, kept, out.part_file(part)):

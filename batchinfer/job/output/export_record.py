@@ -15,18 +15,18 @@ from batchinfer.job.storage.filesystem import read_file, sha256_of
 from batchinfer.job.storage.stored_json import parse
 
 
-def is_there(out: OutputDir, together: Path | None) -> bool:
+def is_there(out: OutputDir, combined_output: Path | None) -> bool:
     """Whether the files were written, and are of the size they had.
 
     Args:
         out: where.
-        together: a file that has the lines of both; None: none has to.
+        combined_output: a file that has the lines of both; None: none has to.
     """
     if list(_problems(out, read=False)):
         return False
-    if together is None:
+    if combined_output is None:
         return True
-    stat = out.files.stat(together)
+    stat = out.files.stat(combined_output)
     return stat is not None and stat.size == sum(file["size"] for file in _read(out).values())
 
 

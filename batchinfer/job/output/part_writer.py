@@ -25,7 +25,7 @@ from batchinfer.job.rows.generate import FinishedRow
 FLUSH_ROWS = 4096
 
 
-class Sink:
+class PartWriter:
     """Collects finished rows, writes each part when its last row, and every part before it, is
     there, and keeps the others in segments.
 

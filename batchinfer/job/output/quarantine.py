@@ -39,7 +39,7 @@ _ROW = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
-class Suspicion:
+class CrashHistory:
     """What the deaths of earlier runs say about rows that are not finished."""
 
     crashes: int = 0
@@ -55,7 +55,7 @@ class Suspicion:
     last_run: str = ""
     """The last run whose death it knows of."""
 
-    def after_death(self, run_id: str, in_flight: Set[int], finished: Set[int]) -> Suspicion:
+    def after_death(self, run_id: str, in_flight: Set[int], finished: Set[int]) -> CrashHistory:
         """What the death of a run adds to it.
 
         Args:
@@ -65,7 +65,7 @@ class Suspicion:
         """
         return replace(self._after(in_flight, finished), last_run=run_id)
 
-    def _after(self, in_flight: Set[int], finished: Set[int]) -> Suspicion:
+    def _after(self, in_flight: Set[int], finished: Set[int]) -> CrashHistory:
         if not in_flight:  # it died before or after its work
             return self
         for at, group in enumerate(self.groups):
@@ -78,7 +78,7 @@ class Suspicion:
             return replace(self, crashes=crashes, in_flight=rows)
         return replace(self, crashes=0, in_flight=(), groups=_halves(rows), deaths=0)
 
-    def _after_group(self, at: int, in_flight: Set[int], progressed: bool) -> Suspicion:
+    def _after_group(self, at: int, in_flight: Set[int], progressed: bool) -> CrashHistory:
         """The process died while group ``at`` ran; those before it had finished."""
         group, later = self.groups[at], self.groups[at + 1 :]
         if progressed:
@@ -94,7 +94,7 @@ class Suspicion:
         given_up = tuple(sorted({*self.given_up, *group}))
         return replace(self, groups=later, deaths=0, given_up=given_up)
 
-    def among(self, missing: Set[int]) -> Suspicion:
+    def among(self, missing: Set[int]) -> CrashHistory:
         """What is left of it: finished rows are above suspicion.
 
         Args:
@@ -125,7 +125,7 @@ class Suspicion:
         return json.dumps(asdict(self)).encode()
 
 
-def suspicion_from(data: bytes) -> Suspicion:
+def crash_history_from(data: bytes) -> CrashHistory:
     """What ``to_json`` made; no suspicion where that is damaged."""
     try:
         fields = parse(data)
@@ -134,9 +134,9 @@ def suspicion_from(data: bytes) -> Suspicion:
         fields["groups"] = tuple(map(_group, fields["groups"]))
         for name in ("crashes", "deaths"):
             fields[name] = int(fields[name])
-        return Suspicion(**fields)
+        return CrashHistory(**fields)
     except (ValueError, TypeError, KeyError, OverflowError):
-        return Suspicion()
+        return CrashHistory()
 
 
 def _group(rows: Iterable[object]) -> Group:
@@ -149,7 +149,7 @@ def _halves(rows: Group) -> tuple[Group, ...]:
     return tuple(half for half in (rows[:middle], rows[middle:]) if half)
 
 
-class FlightLog:
+class InFlightLog:
     """Keeps the rows of a run that may be what it dies of.
 
     Args:
@@ -198,7 +198,7 @@ class FlightLog:
             self._files.delete(self._path)
 
 
-def assess(out: OutputDir, missing: Sequence[range]) -> Suspicion:
+def attribute_crashes(out: OutputDir, missing: Sequence[range]) -> CrashHistory:
     """What the deaths of earlier runs say; each is counted once.
 
     Args:
@@ -208,42 +208,42 @@ def assess(out: OutputDir, missing: Sequence[range]) -> Suspicion:
     Raises:
         StorageError: what was found cannot be written down.
     """
-    suspicion = _remembered(out)
+    crash_history = _remembered(out)
     logs = out.files.entries(out.in_flight)
     for log in logs:
-        if log.name != suspicion.last_run:  # else a run has died between these two writes
+        if log.name != crash_history.last_run:  # else a run has died between these two writes
             given = _given(out, log)
             in_flight = within(given, missing)
             finished = np.setdiff1d(given, in_flight, assume_unique=True)
-            suspicion = suspicion.after_death(
+            crash_history = crash_history.after_death(
                 log.name, set(in_flight.tolist()), set(finished.tolist())
             )
-    unfinished = within(sorted_row_ids(suspicion.rows), missing)
-    suspicion = suspicion.among(set(unfinished.tolist()))
+    unfinished = within(sorted_row_ids(crash_history.rows), missing)
+    crash_history = crash_history.among(set(unfinished.tolist()))
     if logs:
-        out.write(out.suspects, suspicion.to_json())
+        out.write(out.suspects, crash_history.to_json())
     for log in logs:
         with storage_errors(log):
             out.files.delete(log)
-    return suspicion
+    return crash_history
 
 
-def forgive(out: OutputDir) -> None:
+def clear_quarantine(out: OutputDir) -> None:
     """Let the rows that were given up run again.
 
     Raises:
         StorageError: that cannot be written down.
     """
-    suspicion = _remembered(out)
-    if suspicion.given_up:
-        out.write(out.suspects, replace(suspicion, given_up=()).to_json())
+    crash_history = _remembered(out)
+    if crash_history.given_up:
+        out.write(out.suspects, replace(crash_history, given_up=()).to_json())
 
 
-def _remembered(out: OutputDir) -> Suspicion:
+def _remembered(out: OutputDir) -> CrashHistory:
     try:
-        return suspicion_from(read_file(out.files, out.suspects))
+        return crash_history_from(read_file(out.files, out.suspects))
     except OSError:
-        return Suspicion()
+        return CrashHistory()
 
 
 def _given(out: OutputDir, log: PurePath) -> RowIds:

@@ -1,7 +1,7 @@
 """What an output directory holds when a run comes to it: what is left to do, what has to go first.
 
 ``look`` changes nothing. ``prepare`` makes the directory ready as far as no finished output has to
-go for it. ``start_over`` deletes such output; it is called when nothing is left that could still
+go for it. ``clear_output`` deletes such output; it is called when nothing is left that could still
 keep the job from running. ``recover`` finds what earlier runs have left of unfinished parts.
 """
 
@@ -27,7 +27,7 @@ from batchinfer.job.output.manifest_file import (
     stored_manifest,
 )
 from batchinfer.job.output.part_record import PartRecord
-from batchinfer.job.output.quarantine import Suspicion, assess
+from batchinfer.job.output.quarantine import CrashHistory, attribute_crashes
 from batchinfer.job.output.segments import Segments
 from batchinfer.job.row_ids import NO_ROWS, Part, RowIds, missing_ranges, ranges_in, sorted_row_ids
 from batchinfer.job.storage.filesystem import storage_errors
@@ -40,7 +40,7 @@ Finished = Callable[[OutputDir, Part], PartRecord | None]
 
 
 @dataclass(frozen=True)
-class Work:
+class ResumePlan:
     """What a run has to do in an output directory."""
 
     manifest: Manifest
@@ -53,9 +53,9 @@ class Work:
     """Whether what is there has to go first."""
 
 
-def look(
+def plan_resume(
     out: OutputDir, manifest: Manifest, if_exists: str, finished: Finished = OutputDir.finished
-) -> Work:
+) -> ResumePlan:
     """What is left to do for ``manifest``, without changing anything.
 
     Args:
@@ -80,19 +80,19 @@ def look(
     if overwrites or not _has_finished_rows(out):
         starts_over = overwrites or _holds_another_plan(out, manifest)
         if not starts_over:
-            refuse_strays(out, manifest)
-        return Work(manifest, manifest.parts(), starts_over=starts_over)
+            refuse_unexpected_files(out, manifest)
+        return ResumePlan(manifest, manifest.parts(), starts_over=starts_over)
     stored = stored_manifest(out)
     stored.check_same_job(manifest, str(out.root))
-    refuse_strays(out, stored)
+    refuse_unexpected_files(out, stored)
     plan = replace(manifest, planned_at=stored.planned_at)
     unfinished = dict(_unfinished(out, plan, finished))
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
-    return Work(plan, list(unfinished), damaged)
+    return ResumePlan(plan, list(unfinished), damaged)
 
 
-def prepare(out: OutputDir, work: Work) -> None:
-    """Make the directory ready, but for what ``start_over`` does; call it under the lock.
+def prepare_directory(out: OutputDir, work: ResumePlan) -> None:
+    """Make the directory ready, but for what ``clear_output`` does; call it under the lock.
 
     Raises:
         StorageError: the directory cannot be written to.
@@ -102,7 +102,7 @@ def prepare(out: OutputDir, work: Work) -> None:
         _settle(out, work)
 
 
-def start_over(out: OutputDir, work: Work) -> None:
+def clear_output(out: OutputDir, work: ResumePlan) -> None:
     """Delete what this program has put here, if ``work`` asks for that; call it under the lock.
 
     Raises:
@@ -129,19 +129,19 @@ def plan_of(out: OutputDir) -> Manifest:
     return stored_manifest(out)
 
 
-def strays(out: OutputDir, manifest: Manifest) -> list[PurePath]:
+def unexpected_files(out: OutputDir, manifest: Manifest) -> list[PurePath]:
     """What is among the parts and is none of ``manifest``'s."""
     planned = {out.part_file(part) for part in manifest.parts()}
     return [path for path in out.files.entries(out.data) if path not in planned]
 
 
-def refuse_strays(out: OutputDir, manifest: Manifest) -> None:
+def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
     """Readers take every Parquet file among the parts for output.
 
     Raises:
         LockedError: one is no part of ``manifest``.
     """
-    for path in strays(out, manifest):
+    for path in unexpected_files(out, manifest):
         if path.suffix == ".parquet":
             raise LockedError(
                 f"{printable(str(path))} is no part of this job; readers would take it for one",
@@ -170,7 +170,7 @@ def _unfinished(
             yield part, problem
 
 
-def _settle(out: OutputDir, work: Work) -> None:
+def _settle(out: OutputDir, work: ResumePlan) -> None:
     if _has_finished_rows(out):
         restore_manifest(out, work.manifest)
     else:
@@ -246,7 +246,7 @@ def _clear(out: OutputDir) -> None:
 
 
 @dataclass(frozen=True)
-class Left:
+class RecoveredRows:
     """Where the parts of a run stand before it."""
 
     parts: Sequence[Part]
@@ -256,7 +256,7 @@ class Left:
     """Rows of these parts that are in segments."""
     damaged: Mapping[str, str]
     """Segments that could not be read: name, and what is wrong."""
-    suspicion: Suspicion
+    crash_history: CrashHistory
 
     @property
     def missing(self) -> list[range]:
@@ -265,15 +265,18 @@ class Left:
 
     def phases(self) -> Iterator[list[range]]:
         """What to run, one after the other with nothing beside it: suspects, then the others."""
-        for group in self.suspicion.groups:
+        for group in self.crash_history.groups:
             yield ranges_in(self.parts, sorted_row_ids(group))
-        apart = {*self.suspicion.given_up, *(row for g in self.suspicion.groups for row in g)}
+        apart = {
+            *self.crash_history.given_up,
+            *(row for g in self.crash_history.groups for row in g),
+        }
         rest = missing_ranges(self.parts, np.union1d(self.finished, sorted_row_ids(apart)))
         if rest:
             yield rest
 
 
-def recover(out: OutputDir, work: Work, generated: pa.Schema) -> Left:
+def recover_rows(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> RecoveredRows:
     """Find what earlier runs have left; call it under the lock.
 
     Args:
@@ -286,11 +289,11 @@ def recover(out: OutputDir, work: Work, generated: pa.Schema) -> Left:
     """
     segments = Segments(out, work.manifest, work.todo, generated)
     finished, damaged = segments.recover()
-    suspicion = assess(out, missing_ranges(work.todo, finished))
-    return Left(work.todo, segments, finished, damaged, suspicion)
+    crash_history = attribute_crashes(out, missing_ranges(work.todo, finished))
+    return RecoveredRows(work.todo, segments, finished, damaged, crash_history)
 
 
-def from_scratch(out: OutputDir, work: Work, generated: pa.Schema) -> Left:
+def from_scratch(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> RecoveredRows:
     """Where everything that is there will go first."""
     segments = Segments(out, work.manifest, work.todo, generated)
-    return Left(work.todo, segments, NO_ROWS, {}, Suspicion())
+    return RecoveredRows(work.todo, segments, NO_ROWS, {}, CrashHistory())

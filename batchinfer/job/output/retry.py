@@ -18,7 +18,7 @@ from batchinfer.job.output.commit import first_line
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import whole_rows
 from batchinfer.job.output.part_record import PartRecord
-from batchinfer.job.output.quarantine import forgive
+from batchinfer.job.output.quarantine import clear_quarantine
 from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, Segments
 from batchinfer.job.output.stats_tables import REQUEST
 from batchinfer.job.row_ids import Part
@@ -40,7 +40,7 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
     segments = Segments(out, plan, plan.parts(), generated)
     segments.recover()
     segments.forget_errors()
-    forgive(out)
+    clear_quarantine(out)
     reopened = _parts_with_errors(out.finished, plan)
     if not reopened:
         return

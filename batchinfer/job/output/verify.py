@@ -20,7 +20,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.export_record import problems as openai_problems
 from batchinfer.job.output.part_record import PartRecord
-from batchinfer.job.output.resume import plan_of, strays
+from batchinfer.job.output.resume import plan_of, unexpected_files
 from batchinfer.job.output.segments import read_segment
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import read_file
@@ -116,7 +116,7 @@ class _Check:
             read_manifest(self._out.manifest, self._out.files)
         except DataError as error:
             yield str(error)
-        for path in strays(self._out, self._plan):
+        for path in unexpected_files(self._out, self._plan):
             yield f"{path} is no part of this job"
 
     def _record(self, part: Part) -> PartRecord | None:

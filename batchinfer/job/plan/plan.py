@@ -34,7 +34,7 @@ from batchinfer.job.rows.column_checks import check_completions_column, check_pr
 from batchinfer.job.rows.prompt_row import PromptRow, prompt_rows
 from batchinfer.job.rows.score import Scoring
 from batchinfer.job.rows.token_store import TokenStore
-from batchinfer.job.rows.window import planned
+from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.spec.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _rows(job: Job, built: SimulatedEngine, census: Census) -> Iterator[list[Pro
     parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
     rows = prompt_rows(job.source, parts, loaded.reader)
     rows = census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS)
-    lots = planned(
+    lots = plan_windows(
         rows,
         parts,
         window,

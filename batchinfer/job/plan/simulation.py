@@ -13,7 +13,7 @@ from batchinfer.engine.metrics import MetricsCollector
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.simulate.dry_run import END_TOKEN, DryRunner
 from batchinfer.errors import RowError
-from batchinfer.job.rows.dedup import Twins, for_twin
+from batchinfer.job.rows.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.rows.prompt_row import PromptRow
 from batchinfer.job.rows.task import Task
 from batchinfer.text.prompts import Prompt
@@ -132,7 +132,7 @@ class Simulation:
         self.deduplicated = 0
         """Rows that were not run, because an equal one was."""
         self.deduplicated_drawn_tokens = 0
-        self._twins = Twins()
+        self._twins = RequestDeduplicator()
         self.refused: Counter[str] = Counter()
         """Rows that the engine refused, by code."""
         self._refused_rows: set[int] = set()
@@ -172,7 +172,7 @@ class Simulation:
 
     def _add(self, batch: list[PromptRow]) -> None:
         rows = [row for row in batch if not isinstance(row.prompt, RowError)]
-        for row in self._twins.to_run(rows):
+        for row in self._twins.leaders(rows):
             for request in self.lengths.requests(row):
                 self.engine.add_request(request)
 
@@ -201,9 +201,9 @@ class Simulation:
     def _twins_of(self, completion: Completion) -> Iterator[Completion]:
         """The same for the rows that waited for it; only rows of one request have such."""
         request = completion.request
-        for row in self._twins.leave(request.row_id):
+        for row in self._twins.release(request.row_id):
             if completion.error_code is None:
                 tokens, params = request.num_prompt_tokens, request.params
                 self.deduplicated += 1
                 self.deduplicated_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
-            yield from for_twin(row, [completion])
+            yield from copy_result(row, [completion])

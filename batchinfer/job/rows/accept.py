@@ -46,7 +46,9 @@ class AcceptedGeneration:
         """The first samples: as many as are wanted."""
         return [self._request(row, self._wanted(row), tried=0, part=0)]
 
-    def further(self, row: PromptRow, completions: Sequence[Completion]) -> list[Request]:
+    def follow_up_requests(
+        self, row: PromptRow, completions: Sequence[Completion]
+    ) -> list[Request]:
         """More samples, if they are needed and may be tried."""
         if completions[-1].error_code is not None:
             return []

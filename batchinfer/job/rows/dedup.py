@@ -27,7 +27,7 @@ _ASKED = tuple(entry.name for entry in fields(SamplingParams) if entry.name != "
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Work:
+class _DedupKey:
     """What decides what comes of a row. Compared as tokens, never by a hash alone."""
 
     token_ids: TokenIds
@@ -39,40 +39,40 @@ class _Work:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, _Work)
+            isinstance(other, _DedupKey)
             and (self.adapter, self.asked) == (other.adapter, other.asked)
             and np.array_equal(self.token_ids, other.token_ids)
         )
 
 
 @dataclass(slots=True)
-class _First:
+class _Leader:
     """A row in the engine, and those that wait for it."""
 
-    work: _Work
-    twins: list[PromptRow] = field(default_factory=list)
+    key: _DedupKey
+    followers: list[PromptRow] = field(default_factory=list)
     """In the order they came."""
 
 
-class Twins:
+class RequestDeduplicator:
     """The rows in the engine, and those that wait for what these come to."""
 
     def __init__(self) -> None:
-        self._of_work: dict[_Work, _First] = {}
-        self._of_row: dict[int, _First] = {}
+        self._by_key: dict[_DedupKey, _Leader] = {}
+        self._of_row: dict[int, _Leader] = {}
         self._num_waiting = 0
         self._asked: tuple[SamplingParams, str] | None = None
 
-    def to_run(self, rows: Sequence[PromptRow]) -> list[PromptRow]:
+    def leaders(self, rows: Sequence[PromptRow]) -> list[PromptRow]:
         """Those of ``rows``, which come next, that must run; the others wait for their twins.
 
         A row's prompt is not needed later by twins that take what it comes to: who needs it is
         whoever comes after the last of them.
         """
-        to_run = [row for row in rows if not self.join(row)]
+        to_run = [row for row in rows if not self.attach(row)]
         return [self._as_the_last(row) for row in to_run]
 
-    def join(self, row: PromptRow) -> bool:
+    def attach(self, row: PromptRow) -> bool:
         """Have a row wait for its twin in the engine; else, rows to come may wait for it.
 
         Returns:
@@ -81,31 +81,33 @@ class Twins:
         assert isinstance(row.prompt, Prompt)
         if row.sampling is None or row.sampling.params.temperature > 0:
             return False
-        work = _Work(row.prompt.token_ids, row.adapter, self._text(row.sampling.params))
-        first = self._of_work.get(work)
+        work = _DedupKey(row.prompt.token_ids, row.adapter, self._text(row.sampling.params))
+        first = self._by_key.get(work)
         if first is None:
-            self._of_work[work] = self._of_row[row.row_id] = _First(work)
+            self._by_key[work] = self._of_row[row.row_id] = _Leader(work)
             return False
         if self._num_waiting >= MAX_WAITING:
             return False
-        first.twins.append(replace(row, prompt=replace(row.prompt, token_ids=first.work.token_ids)))
+        first.followers.append(
+            replace(row, prompt=replace(row.prompt, token_ids=first.key.token_ids))
+        )
         self._num_waiting += 1
         return True
 
-    def leave(self, row_id: int) -> list[PromptRow]:
+    def release(self, row_id: int) -> list[PromptRow]:
         """The rows that waited for this one, which is done."""
         first = self._of_row.pop(row_id, None)
         if first is None:
             return []
-        del self._of_work[first.work]
-        self._num_waiting -= len(first.twins)
-        return first.twins
+        del self._by_key[first.key]
+        self._num_waiting -= len(first.followers)
+        return first.followers
 
     def _as_the_last(self, row: PromptRow) -> PromptRow:
         first = self._of_row.get(row.row_id)
-        if first is None or not first.twins:
+        if first is None or not first.followers:
             return row
-        return replace(row, reused_prefix_len=first.twins[-1].reused_prefix_len)
+        return replace(row, reused_prefix_len=first.followers[-1].reused_prefix_len)
 
     def _text(self, params: SamplingParams) -> str:
         """All that is asked for but the seed, which nothing is drawn with."""
@@ -114,7 +116,7 @@ class Twins:
         return self._asked[1]
 
 
-def for_twin(row: PromptRow, completions: Sequence[Completion]) -> list[Completion]:
+def copy_result(row: PromptRow, completions: Sequence[Completion]) -> list[Completion]:
     """What another row came to, for ``row``, which waited for it."""
     return [
         replace(

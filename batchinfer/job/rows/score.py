@@ -80,7 +80,9 @@ class Scoring:
             for part, (tokens, scored_from) in enumerate(sequences)
         ]
 
-    def further(self, row: PromptRow, completions: Sequence[Completion]) -> list[Request]:
+    def follow_up_requests(
+        self, row: PromptRow, completions: Sequence[Completion]
+    ) -> list[Request]:
         """None."""
         return []
 

@@ -25,7 +25,9 @@ class Task(Protocol):
         """The requests of a row that can run, at least one; ``Request.part`` counts them."""
         ...
 
-    def further(self, row: PromptRow, completions: Sequence[Completion]) -> Sequence[Request]:
+    def follow_up_requests(
+        self, row: PromptRow, completions: Sequence[Completion]
+    ) -> Sequence[Request]:
         """The requests that follow from what came of a row's requests so far; most often none."""
         ...
 
@@ -58,7 +60,9 @@ class Generation:
         facts = row.row_id, row.prompt, row.sampling, row.reused_prefix_len, row.adapter
         return [self._requests.make(*facts)]
 
-    def further(self, row: PromptRow, completions: Sequence[Completion]) -> list[Request]:
+    def follow_up_requests(
+        self, row: PromptRow, completions: Sequence[Completion]
+    ) -> list[Request]:
         """None."""
         return []
 

@@ -34,7 +34,7 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.prompt_row import PromptRow
 from batchinfer.job.rows.token_store import Key, TokenStore, token_ids
 
-_HEAD_START = 1 / 16
+_WARM_UP = 1 / 16
 """Share of the rows read, by prefix: enough to keep an engine busy, few enough that what they
 share is still in the pool when the rest of the window comes."""
 _NO_TOKENS = np.empty(0, dtype=np.int32)
@@ -83,7 +83,7 @@ def most_in_common(
 
 
 @dataclass(frozen=True, slots=True)
-class Lot:
+class RowBatch:
     """Rows that may run now, in the order they should; read back when they are wanted."""
 
     rows: Sequence[PromptRow]
@@ -111,15 +111,15 @@ class Lot:
         ]
 
 
-def planned(
+def plan_windows(
     batches: Iterator[list[PromptRow]],
     parts: Sequence[Part],
     window_rows: int,
     *,
     by_prefix: bool,
     make_store: Callable[[], TokenStore],
-    is_hungry: Callable[[], bool] = lambda: False,
-) -> Iterator[Lot]:
+    is_starved: Callable[[], bool] = lambda: False,
+) -> Iterator[RowBatch]:
     """Plan the rows of ``parts``.
 
     Args:
@@ -128,7 +128,7 @@ def planned(
         window_rows: rows are planned among about so many.
         by_prefix: reorder them by their token ids.
         make_store: makes a window's place for token ids.
-        is_hungry: whether all that was given is taken and more is wanted.
+        is_starved: whether all that was given is taken and more is wanted.
 
     Raises:
         StorageError: token ids cannot be kept.
@@ -141,8 +141,8 @@ def planned(
         try:
             for batch in of_window:
                 window.add(batch)
-                if window.has_grown and is_hungry():
-                    yield from window.head_start()
+                if window.has_grown and is_starved():
+                    yield from window.warm_up()
         except DataError:  # the rows before the place that cannot be read are not lost with it
             yield from window.rest()
             raise
@@ -177,16 +177,16 @@ class _Window:
         """Whether rows have doubled since they were planned: then planning again is cheap."""
         return len(self._rows) >= max(BATCH_ROWS, 2 * self._num_planned)
 
-    def head_start(self) -> Iterator[Lot]:
+    def warm_up(self) -> Iterator[RowBatch]:
         """Some rows, before the window is complete."""
         new = len(self._rows) - self._num_planned
-        return self._hand_over(int(new * _HEAD_START) if self._by_prefix else new)
+        return self._hand_over(int(new * _WARM_UP) if self._by_prefix else new)
 
-    def rest(self) -> Iterator[Lot]:
+    def rest(self) -> Iterator[RowBatch]:
         """All rows not handed over yet."""
         return self._hand_over(len(self._rows) - len(self._given))
 
-    def _hand_over(self, count: int) -> Iterator[Lot]:
+    def _hand_over(self, count: int) -> Iterator[RowBatch]:
         """The next ``count`` rows, planned among all that are there."""
         rows, keys, given = self._rows, self._store.rows(), self._given
         order = prefix_order(self._store.as_arrow())
@@ -207,7 +207,7 @@ class _Window:
         self._num_planned = len(rows)
         for start in range(0, count, BATCH_ROWS):
             lot = chosen[start : start + BATCH_ROWS]
-            yield Lot(
+            yield RowBatch(
                 [rows[row] for row in lot],
                 [keys[row] for row in lot],
                 [later[row] for row in lot],

@@ -12,9 +12,9 @@ from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError
-from batchinfer.job.rows.dedup import Twins, for_twin
+from batchinfer.job.rows.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.rows.prompt_row import PromptRow
-from batchinfer.job.run.threads import Ahead, Behind
+from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.storage.failpoints import failpoint
 
 _WAIT_S = 0.1  # for rows, before looking whether to stop
@@ -47,7 +47,7 @@ class EngineLoop:
     engine: Engine
     requests: Callable[[PromptRow], Sequence[Request]]
     """Makes a row's requests, numbered by their ``part``."""
-    further: Callable[[PromptRow, Sequence[Completion]], Sequence[Request]]
+    follow_up_requests: Callable[[PromptRow, Sequence[Completion]], Sequence[Request]]
     """Makes those that follow from what came of the others."""
     progress: Progress
     stop: Event
@@ -55,13 +55,13 @@ class EngineLoop:
     """Rows queued in the engine, so that it can look ahead; the others wait outside it."""
     admit: Callable[[list[int]], None]
     """Told which rows are about to be given to the engine."""
-    twins: Twins
+    deduplicator: RequestDeduplicator
     """Knows which rows need not run, because an equal one does."""
 
     def __post_init__(self) -> None:
         self._in_flight: dict[int, _Open] = {}
 
-    def run(self, rows: Ahead[list[PromptRow]], writer: Behind[Finished]) -> bool:
+    def run(self, rows: Prefetcher[list[PromptRow]], writer: BackgroundConsumer[Finished]) -> bool:
         """Run ``rows`` until they are all finished, or until asked to stop.
 
         Returns:
@@ -77,7 +77,7 @@ class EngineLoop:
                 complete = rows.exhausted and not self.stop.is_set()
         return complete
 
-    def _feed(self, rows: Ahead[list[PromptRow]]) -> list[PromptRow]:
+    def _feed(self, rows: Prefetcher[list[PromptRow]]) -> list[PromptRow]:
         """Queue rows in the engine; give back those that cannot run."""
         failed: list[PromptRow] = []
         while self.engine.num_waiting < self.max_waiting:
@@ -93,7 +93,7 @@ class EngineLoop:
         self.admit([row.row_id for row in rows])
         for row in rows:
             failpoint(f"row-{row.row_id}")
-        for row in self.twins.to_run(rows):
+        for row in self.deduplicator.leaders(rows):
             requests = self.requests(row)
             count = len(requests)
             self._in_flight[row.row_id] = _Open(row, [None] * count, count)
@@ -120,7 +120,7 @@ class EngineLoop:
         if found.num_left:
             return []
         completions = [one for one in found.completions if one is not None]
-        more = self.further(found.row, completions)
+        more = self.follow_up_requests(found.row, completions)
         found.completions += [None] * len(more)
         found.num_left = len(more)
         for one in more:
@@ -128,5 +128,5 @@ class EngineLoop:
         if more:
             return []
         del self._in_flight[request.row_id]
-        waited = self.twins.leave(request.row_id)
-        return [(found.row, completions), *((row, for_twin(row, completions)) for row in waited)]
+        waited = self.deduplicator.release(request.row_id)
+        return [(found.row, completions), *((row, copy_result(row, completions)) for row in waited)]

@@ -1,4 +1,16 @@
-"""The way of a row: source, prompt, order, engine, text, sink."""
+"""The way of a row through the four threads of a run.
+
+    reads        prompt_rows -> plan_windows      Prefetcher, a window ahead
+                       | RowBatch
+    reads back   RowBatch.prompt_rows             Prefetcher, two batches ahead
+                       | PromptRow
+    runs         EngineLoop.run                   the thread that called run_pipeline
+                       | Finished
+    writes       Task.finish -> PartWriter        BackgroundConsumer, at most 64 turns behind
+
+Bounded queues lie between them: whoever is too fast waits. Prompts are kept as token ids on disk
+where a window of them does not fit into memory, which is why they are read back.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +26,28 @@ from threading import Event
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
-from batchinfer.job.job import Job, Loaded
+from batchinfer.job.job import Job, LoadedJob
 from batchinfer.job.output.explode import METADATA as EXPLODED
-from batchinfer.job.output.part_writer import Sink
-from batchinfer.job.output.quarantine import FlightLog
-from batchinfer.job.output.resume import Left
-from batchinfer.job.rows.dedup import Twins
+from batchinfer.job.output.part_writer import PartWriter
+from batchinfer.job.output.quarantine import InFlightLog
+from batchinfer.job.output.resume import RecoveredRows
+from batchinfer.job.rows.dedup import RequestDeduplicator
 from batchinfer.job.rows.generate import failed_row
 from batchinfer.job.rows.prompt_row import prompt_rows, without_text
 from batchinfer.job.rows.token_store import TokenStore
-from batchinfer.job.rows.window import Lot, planned
+from batchinfer.job.rows.window import RowBatch, plan_windows
 from batchinfer.job.run.engine_loop import EngineLoop, Finished
-from batchinfer.job.run.threads import Ahead, Behind
+from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder, package_versions
 from batchinfer.process import long_lived_left_alone
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
-_LOTS_READ_BACK = 2
-_GIVEN_UP = RowError("crashed_engine", "the process died twice while this row ran alone")
+_BATCHES_READ_BACK = 2
+_QUARANTINED = RowError("crashed_engine", "the process died twice while this row ran alone")
 
 
-def make_parts(
-    job: Job, left: Left, loaded: Loaded | None, progress: Progress, stop: Event
+def run_pipeline(
+    job: Job, left: RecoveredRows, loaded: LoadedJob | None, progress: Progress, stop: Event
 ) -> bool:
     """Make the parts that are left.
 
@@ -57,7 +69,7 @@ def make_parts(
             finished rows are kept.
     """
     recorder = Recorder(job.out, job.spec)
-    sink = Sink(
+    sink = PartWriter(
         job.out,
         left.parts,
         left.segments,
@@ -67,18 +79,18 @@ def make_parts(
         _file_metadata(job),
         recorder.checkpoint,
     )
-    with _kept(recorder, sink):
+    with flush_on_exit(recorder, sink):
         sink.write_complete()  # parts that lack no row, like that of an empty dataset
-        for row_id in left.suspicion.given_up:
-            sink.add(failed_row(row_id, _GIVEN_UP))
+        for row_id in left.crash_history.given_up:
+            sink.add(failed_row(row_id, _QUARANTINED))
         if loaded is None:
             return True
         recorder.loaded(loaded.built, loaded.seconds)
         for line in loaded.log:
             recorder.log(line)
-        at_once = left.suspicion.is_held
-        with FlightLog(job.out, recorder.run.run_id, at_once=at_once) as flight:
-            phase = _Phase(job, left, loaded, recorder, sink, flight, progress, stop)
+        at_once = left.crash_history.is_held
+        with InFlightLog(job.out, recorder.run.run_id, at_once=at_once) as flight:
+            phase = RowPipeline(job, left, loaded, recorder, sink, flight, progress, stop)
             for ranges in left.phases():
                 if not phase.run(ranges):
                     return False
@@ -87,7 +99,7 @@ def make_parts(
 
 
 @contextmanager
-def _kept(recorder: Recorder, sink: Sink) -> Iterator[None]:
+def flush_on_exit(recorder: Recorder, sink: PartWriter) -> Iterator[None]:
     """Whatever ends the run, the rows it has finished are on disk afterwards."""
     try:
         yield
@@ -101,32 +113,34 @@ def _kept(recorder: Recorder, sink: Sink) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Phase:
+class RowPipeline:
     """Runs rows with nothing beside them."""
 
     job: Job
-    left: Left
-    loaded: Loaded
+    left: RecoveredRows
+    loaded: LoadedJob
     recorder: Recorder
-    sink: Sink
-    flight: FlightLog
+    sink: PartWriter
+    flight: InFlightLog
     progress: Progress
     stop: Event
 
     def run(self, ranges: Sequence[range]) -> bool:
         """Run the rows in ``ranges``; whether they are all finished."""
         spec, built, task = self.job.spec, self.loaded.built, self.loaded.task
-        leaving, wanted = Event(), Event()
-        lots = self._lots(ranges, lambda: self.stop.is_set() or leaving.is_set(), wanted.is_set)
+        leaving, starved = Event(), Event()
+        batches = self._batches(
+            ranges, lambda: self.stop.is_set() or leaving.is_set(), starved.is_set
+        )
         loop = EngineLoop(
             built.engine,
             task.requests,
-            task.further,
+            task.follow_up_requests,
             self.progress,
             self.stop,
             max_waiting=2 * spec.engine.max_num_seqs,
             admit=self.flight.note,
-            twins=Twins(),
+            deduplicator=RequestDeduplicator(),
         )
 
         def write(finished: Finished) -> None:
@@ -137,11 +151,11 @@ class _Phase:
                 self.sink.add(task.finish(row, completions))
             self.sink.flush_if_due()
 
-        window_lots = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
+        window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
         with (
-            Ahead(lots, window_lots, wanted) as lots_ahead,
-            Ahead((lot.prompt_rows() for lot in lots_ahead), _LOTS_READ_BACK) as rows,
-            Behind(write, _WRITES_DUE) as writer,
+            Prefetcher(batches, window_batches, starved) as planned,
+            Prefetcher((batch.prompt_rows() for batch in planned), _BATCHES_READ_BACK) as rows,
+            BackgroundConsumer(write, _WRITES_DUE) as writer,
         ):
             try:
                 with long_lived_left_alone():
@@ -149,22 +163,22 @@ class _Phase:
             finally:
                 leaving.set()
 
-    def _lots(
-        self, ranges: Sequence[range], is_over: Callable[[], bool], is_hungry: Callable[[], bool]
-    ) -> Iterator[Lot]:
+    def _batches(
+        self, ranges: Sequence[range], is_over: Callable[[], bool], is_starved: Callable[[], bool]
+    ) -> Iterator[RowBatch]:
         """The rows in ``ranges``, in the order they should run, until ``is_over``."""
         spec, parts, loaded = self.job.spec, self.left.parts, self.loaded
         rows = prompt_rows(self.job.source, parts, loaded.reader, ranges, self.flight.making)
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
         if "prompt" not in spec.output.include:
             rows = without_text(rows)
-        return planned(
+        return plan_windows(
             rows,
             parts,
             spec.engine.order_window,
             by_prefix=spec.engine.order == "prefix",
             make_store=partial(TokenStore, self.job.out.scratch),
-            is_hungry=is_hungry,
+            is_starved=is_starved,
         )
 
 

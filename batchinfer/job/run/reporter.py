@@ -113,7 +113,7 @@ def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePat
 
 
 @dataclass(frozen=True)
-class Telling:
+class RunReporter:
     """What is to be said."""
 
     quiet: bool = False

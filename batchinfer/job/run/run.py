@@ -23,20 +23,20 @@ from batchinfer.job.output.manifest_file import is_stored_whole
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import (
-    Work,
+    ResumePlan,
+    clear_output,
     from_scratch,
-    look,
-    prepare,
-    recover,
-    refuse_strays,
-    start_over,
+    plan_resume,
+    prepare_directory,
+    recover_rows,
+    refuse_unexpected_files,
 )
 from batchinfer.job.output.retry import has_errors, reopen
 from batchinfer.job.output.schema import output_table
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.column_checks import check_completions_column, check_prompt_columns
-from batchinfer.job.run.pipeline import make_parts
-from batchinfer.job.run.reporter import Report, Telling, too_many_errors
+from batchinfer.job.run.pipeline import run_pipeline
+from batchinfer.job.run.reporter import Report, RunReporter, too_many_errors
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import kernels_of, runs_of
 from batchinfer.job.stats.summary import write_summary
@@ -54,7 +54,7 @@ def run_job(
     as_json: bool = False,
     build: BuildEngine | None = None,
     report: Report | None = None,
-    together: Path | None = None,
+    combined_output: Path | None = None,
 ) -> ExitCode:
     """Run a job, or what is left of it, and write its output directory.
 
@@ -69,7 +69,8 @@ def run_job(
         as_json: print the summary as JSON.
         build: makes the engine, in place of ``batchinfer.build.build_engine``.
         report: writes ``report.html`` of a job that has ended, if it can; None: there is none.
-        together: a file for all of OpenAI's output and error lines, with that ``output.format``.
+        combined_output: a file for all of OpenAI's output and error lines, with that
+            ``output.format``.
 
     Returns:
         OK, TOO_MANY_ROW_ERRORS or INTERRUPTED.
@@ -77,50 +78,53 @@ def run_job(
     Raises:
         JobError: the job cannot be run; finished rows stay.
     """
-    job, telling = replace(_look(spec), together=together), Telling(quiet, as_json, report)
+    job, reporter = (
+        replace(open_job(spec), combined_output=combined_output),
+        RunReporter(quiet, as_json, report),
+    )
     if_exists = "overwrite" if overwrite else spec.output.if_exists
     if retry_errors and if_exists == "overwrite":
         raise UsageError("--retry-errors keeps the good rows, --overwrite keeps none: choose one")
     if _is_finished(job, if_exists) and not (retry_errors and has_errors(job.out, job.manifest)):
-        telling.nothing_to_do(job.out)
+        reporter.nothing_to_do(job.out)
         return ExitCode.OK
     with job.out.locked():
-        work = look(job.out, job.manifest, if_exists)
+        work = plan_resume(job.out, job.manifest, if_exists)
         job = replace(job, manifest=work.manifest)
-        prepare(job.out, work)
+        prepare_directory(job.out, work)
         if retry_errors:
             reopen(job.out, job.manifest, job.table.generated_schema)
-            work = look(job.out, job.manifest, if_exists)
+            work = plan_resume(job.out, job.manifest, if_exists)
         if not work.todo:
             with stop_signals():
-                return _finish(job, telling)
-        return _run(job, work, if_exists, telling, build)
+                return _finish(job, reporter)
+        return _run(job, work, if_exists, reporter, build)
 
 
 def _run(
-    job: Job, work: Work, if_exists: str, telling: Telling, build: BuildEngine | None
+    job: Job, work: ResumePlan, if_exists: str, reporter: RunReporter, build: BuildEngine | None
 ) -> ExitCode:
     """Make the parts that are not finished."""
-    find = from_scratch if work.starts_over else recover
+    find = from_scratch if work.starts_over else recover_rows
     left = find(job.out, work, job.table.generated_schema)
     begins = not len(left.finished) and len(work.todo) == len(job.manifest.parts())
     if job.spec.input.id_column is not None and begins:
         check_unique_ids(job.source, job.spec.input.id_column)
     lost = {f"what was in {name}": problem for name, problem in left.damaged.items()}
-    telling.damage({**work.damaged, **lost})
+    reporter.damage({**work.damaged, **lost})
     missing = sum(map(job.source.count, left.missing))
     loaded = None
     if missing:
         with put_off():
             loaded = load(job, _like_before(build or _default_builder(), job.out, work))
-    start_over(job.out, work)
+    clear_output(job.out, work)
     with stop_signals() as stop:
-        with closing(make_progress(missing, quiet=telling.quiet)) as progress:
-            complete = make_parts(job, left, loaded, progress, stop)
+        with closing(make_progress(missing, quiet=reporter.quiet)) as progress:
+            complete = run_pipeline(job, left, loaded, progress, stop)
         if not complete:
-            telling.stopped(job.out, overwrites=if_exists == "overwrite")
+            reporter.stopped(job.out, overwrites=if_exists == "overwrite")
             return ExitCode.INTERRUPTED
-        return _finish(job, telling)
+        return _finish(job, reporter)
 
 
 def _default_builder() -> BuildEngine:
@@ -129,13 +133,13 @@ def _default_builder() -> BuildEngine:
     return build_engine
 
 
-def _like_before(build: BuildEngine, out: OutputDir, work: Work) -> BuildEngine:
+def _like_before(build: BuildEngine, out: OutputDir, work: ResumePlan) -> BuildEngine:
     """Have the engine compute as the runs did whose rows stay."""
     before = {} if work.starts_over else kernels_of(runs_of(out))
     return partial(build, kernels_before=before) if before else build
 
 
-def _look(spec: JobSpec) -> Job:
+def open_job(spec: JobSpec) -> Job:
     """Check data, columns and model files against the job, without changing anything."""
     source = open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
     out = output_at(spec.output.path)
@@ -175,8 +179,8 @@ def _is_finished(job: Job, if_exists: str) -> bool:
     """
     if if_exists == "overwrite" or not _claims_success(job.out):
         return False
-    todo = look(job.out, job.manifest, if_exists, OutputDir.seems_finished).todo
-    if _exports(job) and not is_there(job.out, job.together):
+    todo = plan_resume(job.out, job.manifest, if_exists, OutputDir.seems_finished).todo
+    if _exports(job) and not is_there(job.out, job.combined_output):
         return False
     return not todo and is_stored_whole(job.out)
 
@@ -189,15 +193,15 @@ def _exports(job: Job) -> bool:
     return job.spec.output.format == "openai-batch"
 
 
-def _finish(job: Job, telling: Telling) -> ExitCode:
+def _finish(job: Job, reporter: RunReporter) -> ExitCode:
     """All parts are made: write the statistics, and _SUCCESS if few enough rows failed."""
-    refuse_strays(job.out, job.manifest)
+    refuse_unexpected_files(job.out, job.manifest)
     records = job.out.of_each(partial(_record, job), job.manifest.parts())
     if _exports(job):
-        export(job.out, job.manifest, job.table.kept, job.spec.model, job.together)
+        export(job.out, job.manifest, job.table.kept, job.spec.model, job.combined_output)
     warnings = _nothing_selected(job)
     summary = write_summary(job.out, job.manifest, records, warnings.append)
-    telling.end(job.out, summary, warnings)
+    reporter.end(job.out, summary, warnings)
     job.source.check_unchanged()
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
     if rows["error"] > limit * rows["total"]:

@@ -65,8 +65,10 @@ def run_batch(options: BatchOptions, *, overwrite: bool = False, quiet: bool = F
     Raises:
         JobError: as ``run_job``.
     """
-    together = Path(os.path.abspath(options.output_file))
-    return run_job(batch_job(options), overwrite=overwrite, quiet=quiet, together=together)
+    combined_output = Path(os.path.abspath(options.output_file))
+    return run_job(
+        batch_job(options), overwrite=overwrite, quiet=quiet, combined_output=combined_output
+    )
 
 
 def _given(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,18 +12,18 @@ T = TypeVar("T")
 _POLL_S = 0.1
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Runs an iterable in a thread, at most ``depth`` items ahead of whoever takes them.
 
     Args:
         items: what to run.
         depth: most items ahead.
-        wanted: kept set while whoever takes has found nothing; for ``items`` to look at.
+        starved: kept set while whoever takes has found nothing; for ``items`` to look at.
     """
 
-    def __init__(self, items: Iterable[T], depth: int, wanted: Event | None = None) -> None:
+    def __init__(self, items: Iterable[T], depth: int, starved: Event | None = None) -> None:
         self._queue: Queue[T] = Queue(depth)
-        self._wanted = wanted or Event()
+        self._starved = starved or Event()
         self._closed = Event()
         self._done = Event()
         self._error: BaseException | None = None
@@ -39,10 +39,10 @@ class Ahead(Generic[T]):
         """
         waits = timeout_s > 0
         if self._queue.empty():
-            self._wanted.set()
+            self._starved.set()
         try:
             item = self._queue.get(block=waits and not self._done.is_set(), timeout=timeout_s)
-            self._wanted.clear()
+            self._starved.clear()
             return item
         except Empty:
             if waits and self._nothing_left and self._error is not None:
@@ -97,7 +97,7 @@ class Ahead(Generic[T]):
         return False
 
 
-class Behind(Generic[T]):
+class BackgroundConsumer(Generic[T]):
     """Calls ``consume`` with each item in a thread; whoever puts waits when ``depth`` are due."""
 
     def __init__(self, consume: Callable[[T], None], depth: int) -> None:

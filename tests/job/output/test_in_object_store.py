@@ -55,7 +55,7 @@ from batchinfer.job.run import pipeline
 from batchinfer.job.output import part_writer
 from batchinfer.job.run.run import run_job
 from tests.job.fakes import AtOnce, FakeBuild, job
-build, part_writer.FLUSH_ROWS, pipeline.Behind = FakeBuild(max_num_seqs=4), 4, AtOnce
+build, part_writer.FLUSH_ROWS, pipeline.BackgroundConsumer = FakeBuild(max_num_seqs=4), 4, AtOnce
 build.before_step = lambda step: os.kill(os.getpid(), 9) if step == 30 else None
 output = {"path": sys.argv[2], "rows_per_part": 10}
 run_job(job(Path(sys.argv[1]), output=output), build=build, quiet=True)
@@ -230,7 +230,7 @@ def test_what_a_frozen_run_had_sent_off_is_not_taken_for_rows_of_the_next_job(
     spec: JobSpec, tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 4)
-    monkeypatch.setattr(pipeline, "Behind", AtOnce)
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
     monkeypatch.setattr(object_lock, "_TRUSTED_S", 0.0)
     monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # whoever comes takes over
     next_job = job(tmp_path, output={"path": OUT}, sampling={"max_tokens": 3})
@@ -386,7 +386,7 @@ def test_a_store_that_stops_answering_ends_the_run_and_keeps_its_rows(
     spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 4)
-    monkeypatch.setattr(pipeline, "Behind", AtOnce)
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
     build, is_down = FakeBuild(max_num_seqs=4), [False]
     build.before_step = lambda step: is_down.__setitem__(0, step > 30)
     asked: list[str] = []

@@ -15,7 +15,7 @@ from batchinfer.job.input.dataset import open_source
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import part_writer as sink
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.part_writer import Sink
+from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.schema import output_table
 from batchinfer.job.output.segments import Segments
 from batchinfer.job.row_ids import NO_ROWS, Part
@@ -56,7 +56,7 @@ class Fixture:
         self.table = table = output_table(source, spec)
         self.now = 0.0
         self.segments = Segments(self.out, manifest, self.parts, table.generated_schema)
-        self.sink = Sink(
+        self.sink = PartWriter(
             self.out,
             self.parts,
             self.segments,
@@ -226,7 +226,7 @@ def test_no_kept_column(tmp_path: Path) -> None:
     table = output_table(source, spec)
     parts = [Part(0, range(2))]
     segments = Segments(out, plan, parts, table.generated_schema)
-    sink = Sink(out, parts, segments, NO_ROWS, table, source, {}, lambda: None)
+    sink = PartWriter(out, parts, segments, NO_ROWS, table, source, {}, lambda: None)
     for row_id in (1, 0):
         sink.add(finished(row_id))
     written = pq.read_table(out.data / "part-00000.parquet")

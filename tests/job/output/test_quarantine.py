@@ -10,7 +10,7 @@ import pytest
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.quarantine import FlightLog, Suspicion, assess
+from batchinfer.job.output.quarantine import CrashHistory, InFlightLog, attribute_crashes
 from tests.job.fakes import begin
 
 PLAN = Manifest("f", {}, (), (), 12, 4, "2026-11-20T10:00:00")
@@ -26,33 +26,33 @@ def out(tmp_path: Path) -> OutputDir:
 
 def die(out: OutputDir, run: int, *row_ids: int) -> None:
     """A run that is killed with these rows in flight."""
-    with suppress(KeyboardInterrupt), FlightLog(out, f"run-{run:05d}") as log:
+    with suppress(KeyboardInterrupt), InFlightLog(out, f"run-{run:05d}") as log:
         log.note(row_ids)
         raise KeyboardInterrupt
 
 
 def test_rows_in_flight_at_two_deaths_are_suspects(out: OutputDir) -> None:
     die(out, 1, 3, 5, 6)
-    assert assess(out, ALL).in_flight == (3, 5, 6)
+    assert attribute_crashes(out, ALL).in_flight == (3, 5, 6)
     die(out, 2, 7, 5, 6)
-    assert assess(out, ALL).groups == ((5,), (6,))
-    assert assess(out, ALL).groups == ((5,), (6,)), "which is remembered"
+    assert attribute_crashes(out, ALL).groups == ((5,), (6,))
+    assert attribute_crashes(out, ALL).groups == ((5,), (6,)), "which is remembered"
 
 
 def test_rows_that_were_being_made_into_prompts_are_suspects_too(out: OutputDir) -> None:
-    with suppress(KeyboardInterrupt), FlightLog(out, "run-00001") as log:
+    with suppress(KeyboardInterrupt), InFlightLog(out, "run-00001") as log:
         with log.making([0, 1, 2]):
             pass
         log.note([1])
         with log.making([4, 5]):
             raise KeyboardInterrupt
-    assert assess(out, ALL).in_flight == (1, 4, 5)
+    assert attribute_crashes(out, ALL).in_flight == (1, 4, 5)
 
 
 @pytest.mark.parametrize("end", [None, DataError("the input is gone")])
 def test_a_run_that_ends_in_order_leaves_nothing(out: OutputDir, end: DataError | None) -> None:
     def leave() -> None:
-        with FlightLog(out, "run-00001") as log:
+        with InFlightLog(out, "run-00001") as log:
             log.note([1, 2])
             if end:
                 raise end
@@ -62,15 +62,15 @@ def test_a_run_that_ends_in_order_leaves_nothing(out: OutputDir, end: DataError 
             leave()
     else:
         leave()
-    assert assess(out, ALL) == Suspicion()
+    assert attribute_crashes(out, ALL) == CrashHistory()
 
 
 def test_rows_that_were_finished_were_not_in_flight(out: OutputDir) -> None:
     die(out, 1, 3, 5, 6)
-    left = assess(out, [range(0, 4), range(6, 8)])
+    left = attribute_crashes(out, [range(0, 4), range(6, 8)])
     assert left.in_flight == (3, 6)
     die(out, 2, 3, 6)
-    assert assess(out, [range(0, 4)]).groups == (), "6 has finished since"
+    assert attribute_crashes(out, [range(0, 4)]).groups == (), "6 has finished since"
 
 
 def test_a_death_counts_once(out: OutputDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +82,8 @@ def test_a_death_counts_once(out: OutputDir, monkeypatch: pytest.MonkeyPatch) ->
 
         patch.setattr(out.files, "delete", die_too)
         with pytest.raises(KeyboardInterrupt):
-            assess(out, ALL)
-    assert assess(out, ALL).crashes == 1
+            attribute_crashes(out, ALL)
+    assert attribute_crashes(out, ALL).crashes == 1
     assert list(out.in_flight.iterdir()) == []
 
 
@@ -91,9 +91,9 @@ def test_a_write_cut_short_hides_nothing_before_it(out: OutputDir) -> None:
     die(out, 1, 3, 5)
     path = out.in_flight / "run-00001"
     path.write_bytes(path.read_bytes() + b"\1\2\3")
-    assert assess(out, ALL).in_flight == (3, 5)
+    assert attribute_crashes(out, ALL).in_flight == (3, 5)
 
 
 def test_a_damaged_memory_is_no_suspicion(out: OutputDir) -> None:
     out.suspects.write_bytes(b"{")
-    assert assess(out, ALL) == Suspicion()
+    assert attribute_crashes(out, ALL) == CrashHistory()

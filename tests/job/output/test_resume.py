@@ -138,7 +138,7 @@ def test_a_run_that_dies_between_two_rows_of_steps_is_counted_whole(
 ) -> None:
     texts = prompts(tmp_path)
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
-    monkeypatch.setattr(pipeline, "Behind", AtOnce)
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
     killed = tmp_path / "killed"
 
     def look(step: int) -> None:

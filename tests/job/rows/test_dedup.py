@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.rows import dedup
-from batchinfer.job.rows.dedup import Twins
+from batchinfer.job.rows.dedup import RequestDeduplicator
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet
@@ -135,7 +135,7 @@ def test_what_is_written_is_what_each_row_alone_would_have(
     out = tmp_path / "out"
     once, counts = pq.read_table(out / "data"), summary(out)
     assert counts["sharing"]["deduplicated_rows"] >= 5
-    monkeypatch.setattr(Twins, "join", lambda self, row: False)
+    monkeypatch.setattr(RequestDeduplicator, "attach", lambda self, row: False)
     assert run_job(spec, overwrite=True, quiet=True) is ExitCode.OK
     assert summary(out)["sharing"]["deduplicated_rows"] == 0
     assert pq.read_table(out / "data").equals(once)

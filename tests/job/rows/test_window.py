@@ -15,7 +15,7 @@ from batchinfer.errors import DataError, RowError
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.prompt_row import PromptRow
 from batchinfer.job.rows.token_store import TokenStore
-from batchinfer.job.rows.window import planned
+from batchinfer.job.rows.window import plan_windows
 from batchinfer.text.prompts import Prompt
 
 PARTS = [Part(index, range(4 * index, 4 * index + 4)) for index in range(4)]
@@ -39,15 +39,15 @@ def plan(
     by_prefix: bool = True,
     budget: int = 10_000,
     size: int = 2,
-    is_hungry: Callable[[], bool] = lambda: False,
+    is_starved: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[PromptRow]]:
-    lots = planned(
+    lots = plan_windows(
         batches(rows, size),
         parts,
         window,
         by_prefix=by_prefix,
         make_store=lambda: TokenStore(None, budget),
-        is_hungry=is_hungry,
+        is_starved=is_starved,
     )
     return (lot.prompt_rows() for lot in lots)
 
@@ -155,13 +155,13 @@ def test_a_hungry_engine_gets_a_head_start(by_prefix: bool) -> None:
             read += 1
             yield one
 
-    lots = planned(
+    lots = plan_windows(
         batches(reading(), 512),
         LARGE,
         8192,
         by_prefix=by_prefix,
         make_store=lambda: TokenStore(None),
-        is_hungry=lambda: True,
+        is_starved=lambda: True,
     )
     seen, after = [], []
     for lot in lots:
@@ -180,7 +180,7 @@ def test_a_hungry_engine_gets_a_head_start(by_prefix: bool) -> None:
 
 def test_a_head_start_takes_the_rows_that_come_next_anyhow() -> None:
     rows = random_rows(2048)
-    first = next(plan(rows, LARGE, 8192, size=1024, is_hungry=lambda: True))
+    first = next(plan(rows, LARGE, 8192, size=1024, is_starved=lambda: True))
     assert [tokens(r) for r in first] == sorted(tokens(r) for r in rows[:1024])[:64]
     assert all(r.reused_prefix_len >= min(len(tokens(r)), 2) for r in first)
 
@@ -198,7 +198,7 @@ def test_a_window_beyond_its_budget_is_in_files(tmp_path: Path) -> None:
         return stores[-1]
 
     rows = random_rows(16)
-    lots = planned(batches(rows, 2), PARTS, 8, by_prefix=True, make_store=make_store)
+    lots = plan_windows(batches(rows, 2), PARTS, 8, by_prefix=True, make_store=make_store)
     assert [r.row_id for lot in lots for r in lot.prompt_rows()] == order(rows, PARTS, 8)
     assert [store.spilled_bytes > 0 for store in stores] == [True, True]
     assert list(tmp_path.iterdir()) == []
@@ -209,7 +209,7 @@ def test_rows_before_a_place_that_cannot_be_read_run_all_the_same() -> None:
         yield [row(0, 5), row(1, 3)]
         raise DataError("row group 1 cannot be read")
 
-    lots = planned(broken(), PARTS, 8, by_prefix=True, make_store=lambda: TokenStore(None))
+    lots = plan_windows(broken(), PARTS, 8, by_prefix=True, make_store=lambda: TokenStore(None))
     assert [r.row_id for r in next(lots).prompt_rows()] == [1, 0]
     with pytest.raises(DataError, match="row group 1"):
         next(lots)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from threading import Event
 
 from batchinfer.console.progress import make_progress
-from batchinfer.job.rows.dedup import Twins
+from batchinfer.job.rows.dedup import RequestDeduplicator
 from batchinfer.job.rows.generate import RequestMaker, RowFinisher
 from batchinfer.job.rows.prompt_row import PromptRow
 from batchinfer.job.rows.task import Generation
 from batchinfer.job.run.engine_loop import EngineLoop, Finished
-from batchinfer.job.run.threads import Ahead, Behind
+from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from tests.job.fakes import FakeBuild, grammars
 
 
-class StoppedWhileReading(Ahead[list[PromptRow]]):
+class StoppedWhileReading(Prefetcher[list[PromptRow]]):
     """Rows whose reading is cut short while the loop waits for them."""
 
     def __init__(self, stop: Event) -> None:
@@ -36,15 +36,15 @@ def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
     loop = EngineLoop(
         built.engine,
         task.requests,
-        task.further,
+        task.follow_up_requests,
         make_progress(25, quiet=True),
         stop,
         max_waiting=4,
         admit=lambda row_ids: None,
-        twins=Twins(),
+        deduplicator=RequestDeduplicator(),
     )
     written: list[Finished] = []
-    with StoppedWhileReading(stop) as rows, Behind(written.append, depth=1) as writer:
+    with StoppedWhileReading(stop) as rows, BackgroundConsumer(written.append, depth=1) as writer:
         while not rows.exhausted:  # the thread has nothing to do but to end
             pass
         assert not loop.run(rows, writer)

@@ -19,7 +19,7 @@ import pytest
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.rows.token_store import TokenStore
-from batchinfer.job.rows.window import Lot, planned
+from batchinfer.job.rows.window import RowBatch, plan_windows
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
@@ -156,11 +156,11 @@ def test_the_next_window_is_there_before_the_last_one_drains(
 ) -> None:
     last_is_planned = Event()
 
-    def watched(*arguments: Any, **options: Any) -> Iterator[Lot]:
-        yield from planned(*arguments, **options)
+    def watched(*arguments: Any, **options: Any) -> Iterator[RowBatch]:
+        yield from plan_windows(*arguments, **options)
         last_is_planned.set()
 
-    monkeypatch.setattr(pipeline, "planned", watched)
+    monkeypatch.setattr(pipeline, "plan_windows", watched)
     texts(tmp_path)  # four windows of a part each; the engine has room for less than one
     build, unfinished = Watched(max_num_seqs=4), []
 
@@ -184,9 +184,11 @@ def test_the_engine_starts_before_a_large_window_is_read(
     has_started, batches, hungry = Event(), [], []
     build_prompts = PromptBuilder.build
 
-    def noting(*arguments: Any, is_hungry: Callable[[], bool], **options: Any) -> Iterator[Lot]:
-        hungry.append(is_hungry)
-        return planned(*arguments, is_hungry=is_hungry, **options)
+    def noting(
+        *arguments: Any, is_starved: Callable[[], bool], **options: Any
+    ) -> Iterator[RowBatch]:
+        hungry.append(is_starved)
+        return plan_windows(*arguments, is_starved=is_starved, **options)
 
     def build(self: PromptBuilder, rows: Any) -> Any:
         batches.append(len(rows))
@@ -198,7 +200,7 @@ def test_the_engine_starts_before_a_large_window_is_read(
             assert has_started.wait(_LONG_S), "the engine waits for the whole window"
         return build_prompts(self, rows)
 
-    monkeypatch.setattr(pipeline, "planned", noting)
+    monkeypatch.setattr(pipeline, "plan_windows", noting)
     monkeypatch.setattr(PromptBuilder, "build", build)
     texts(tmp_path, 2100)
     fake = FakeBuild(num_blocks=512)

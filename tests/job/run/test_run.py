@@ -33,9 +33,9 @@ from batchinfer.errors import (
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.rows.prompt_row import PromptRow, prompt_rows
 from batchinfer.job.run import pipeline, run
-from batchinfer.job.run.pipeline import make_parts
+from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run import run_job
-from batchinfer.job.run.threads import Behind
+from batchinfer.job.run.threads import BackgroundConsumer
 from tests.job.datasets import flip_bit, rot, strings, write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
 
@@ -325,7 +325,7 @@ def then(harm: Callable[[], object]) -> Callable[..., bool]:
     """Makes the parts, and then something happens to a file."""
 
     def make_and_harm(*arguments: Any) -> bool:
-        made = make_parts(*arguments)
+        made = run_pipeline(*arguments)
         harm()
         return made
 
@@ -347,7 +347,7 @@ def test_a_part_that_was_harmed_during_the_run_withholds_success(
     numbered(tmp_path)
     file = tmp_path / "out" / name / "part-00001.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "make_parts", then(lambda: harm(file)))
+        patch.setattr(run, "run_pipeline", then(lambda: harm(file)))
         with pytest.raises(DataError, match=rf"part-00001\.parquet {says}\nrun the same"):
             run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -456,7 +456,7 @@ def test_an_input_that_is_replaced_during_the_run_withholds_success(
 ) -> None:
     numbered(tmp_path)
     path = tmp_path / "in" / "x.parquet"
-    monkeypatch.setattr(run, "make_parts", then(lambda: change(path)))
+    monkeypatch.setattr(run, "run_pipeline", then(lambda: change(path)))
     with pytest.raises(DataError, match=rf"x\.parquet {says}"):
         run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -466,7 +466,7 @@ def test_an_input_that_is_replaced_comes_before_too_many_errors(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", "x"]})
-    monkeypatch.setattr(run, "make_parts", then(lambda: os.utime(path, ns=(5, 5))))
+    monkeypatch.setattr(run, "run_pipeline", then(lambda: os.utime(path, ns=(5, 5))))
     with pytest.raises(DataError, match=r"x\.parquet was changed while the job ran"):
         run_job(job(tmp_path), build=build)
 
@@ -477,7 +477,7 @@ def test_a_stray_part_withholds_success(
     numbered(tmp_path)
     stray = tmp_path / "out" / "data" / "part-00003.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "make_parts", then(stray.touch))
+        patch.setattr(run, "run_pipeline", then(stray.touch))
         with pytest.raises(LockedError, match=r"part-00003\.parquet is no part of this job"):
             run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -721,7 +721,7 @@ def test_a_failed_engine_does_not_wait_for_the_next_window(
     numbered(tmp_path)
     leaving, read = threading.Event(), []
 
-    class Watched(Behind[Any]):
+    class Watched(BackgroundConsumer[Any]):
         def __exit__(self, *error: Any) -> None:
             leaving.set()
             super().__exit__(*error)
@@ -740,7 +740,7 @@ def test_a_failed_engine_does_not_wait_for_the_next_window(
 
     build.before_step = crash
     monkeypatch.setattr(pipeline, "prompt_rows", reading)
-    monkeypatch.setattr(pipeline, "Behind", Watched)
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", Watched)
     spec = job(tmp_path, engine={"order_window": 10}, output={"rows_per_part": 5})
     with pytest.raises(RuntimeError, match="bug"):
         run_job(spec, build=build)

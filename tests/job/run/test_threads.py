@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from batchinfer.job.run.threads import Ahead, Behind
+from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 
 
-def drain(ahead: Ahead[int]) -> list[int]:
+def drain(ahead: Prefetcher[int]) -> list[int]:
     items = []
     while not ahead.exhausted:
         item = ahead.take(60)
@@ -18,7 +18,7 @@ def drain(ahead: Ahead[int]) -> list[int]:
 
 
 def test_items_come_in_order() -> None:
-    with Ahead(range(100), depth=3) as ahead:
+    with Prefetcher(range(100), depth=3) as ahead:
         assert drain(ahead) == list(range(100))
         assert ahead.take(0) is None
 
@@ -31,7 +31,7 @@ def test_it_runs_no_further_ahead_than_its_depth() -> None:
             made.append(number)
             yield number
 
-    with Ahead(numbers(), depth=2) as ahead:
+    with Prefetcher(numbers(), depth=2) as ahead:
         for taken in range(50):
             assert ahead.take(60) == taken
             # taken, two in the queue, one in the thread's hand
@@ -43,7 +43,7 @@ def test_an_error_comes_after_the_items_before_it() -> None:
         yield 1
         raise ValueError("bad row group")
 
-    with Ahead(numbers(), depth=5) as ahead:
+    with Prefetcher(numbers(), depth=5) as ahead:
         assert ahead.take(60) == 1
         with pytest.raises(ValueError, match="bad row group"):
             drain(ahead)
@@ -52,7 +52,7 @@ def test_an_error_comes_after_the_items_before_it() -> None:
 
 def test_leaving_early_stops_the_thread() -> None:
     before = set(threading.enumerate())
-    with Ahead(iter(int, 1), depth=1) as endless:
+    with Prefetcher(iter(int, 1), depth=1) as endless:
         assert endless.take(60) == 0
     # Not counted: threads that others have left may end meanwhile.
     assert set(threading.enumerate()) <= before
@@ -60,13 +60,13 @@ def test_leaving_early_stops_the_thread() -> None:
 
 def test_everything_is_consumed_in_order() -> None:
     consumed: list[int] = []
-    with Behind(consumed.append, depth=2) as behind:
+    with BackgroundConsumer(consumed.append, depth=2) as behind:
         for number in range(100):
             behind.put(number)
     assert consumed == list(range(100))
 
 
-def put_numbers(behind: Behind[int], numbers: Iterable[int]) -> None:
+def put_numbers(behind: BackgroundConsumer[int], numbers: Iterable[int]) -> None:
     with behind:
         for number in numbers:
             behind.put(number)
@@ -79,7 +79,7 @@ def refuse(number: int) -> None:
 def test_what_consume_raises_reaches_the_one_who_puts() -> None:
     endless = iter(int, 1)
     with pytest.raises(OSError, match="no room for 0"):
-        put_numbers(Behind(refuse, depth=1), endless)
+        put_numbers(BackgroundConsumer(refuse, depth=1), endless)
 
 
 def test_what_consume_raises_last_is_raised_on_leaving() -> None:
@@ -94,7 +94,7 @@ def test_what_consume_raises_last_is_raised_on_leaving() -> None:
         leaving.set()
 
     with pytest.raises(OSError, match="no room for 7"):
-        put_numbers(Behind(refuse_later, depth=1), one_number())
+        put_numbers(BackgroundConsumer(refuse_later, depth=1), one_number())
 
 
 def test_an_error_of_the_body_is_not_hidden_and_items_are_still_consumed() -> None:
@@ -105,12 +105,12 @@ def test_an_error_of_the_body_is_not_hidden_and_items_are_still_consumed() -> No
         raise KeyError("body")
 
     with pytest.raises(KeyError, match="body"):
-        put_numbers(Behind(consumed.append, depth=5), broken())
+        put_numbers(BackgroundConsumer(consumed.append, depth=5), broken())
     assert consumed == [1]
 
 
 def test_all_items_can_be_gone_through() -> None:
-    with Ahead(range(100), depth=3) as ahead:
+    with Prefetcher(range(100), depth=3) as ahead:
         assert list(ahead) == list(range(100))
 
     def broken() -> Iterator[int]:
@@ -118,7 +118,7 @@ def test_all_items_can_be_gone_through() -> None:
         raise ValueError("bad row group")
 
     seen: list[int] = []
-    with Ahead(broken(), depth=3) as ahead, pytest.raises(ValueError, match="bad row group"):
+    with Prefetcher(broken(), depth=3) as ahead, pytest.raises(ValueError, match="bad row group"):
         seen.extend(ahead)
     assert seen == [1]
 
@@ -131,7 +131,7 @@ def test_it_knows_whether_more_is_wanted() -> None:
         go_on.wait()
         yield 2
 
-    with Ahead(numbers(), depth=3, wanted=wanted) as ahead:
+    with Prefetcher(numbers(), depth=3, starved=wanted) as ahead:
         assert ahead.take(60) == 1
         assert not wanted.is_set(), "one was there"
         assert ahead.take(0) is None

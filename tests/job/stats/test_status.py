@@ -38,7 +38,7 @@ def status(tmp_path: Path, later_s: float = 0.0) -> Status:
 def test_while_a_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset(tmp_path)
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
-    monkeypatch.setattr(pipeline, "Behind", AtOnce)
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
     seen: list[Status] = []
     build = Build(lambda step: seen.append(status(tmp_path)))
     spec = job(tmp_path, errors={"max_error_rate": 1}, engine={"order": "input"})

@@ -72,10 +72,10 @@ def test_one_holds_it_until_it_is_let_go(state: StorePath) -> None:
 
 
 def test_of_many_that_begin_at_once_one_gets_it(state: StorePath) -> None:
-    runs, together = [Run(state) for _ in range(6)], Barrier(6)
+    runs, combined_output = [Run(state) for _ in range(6)], Barrier(6)
 
     def begin(run: Run) -> bool:
-        together.wait()
+        combined_output.wait()
         try:
             run.lock.acquire()
         except LockedError:
