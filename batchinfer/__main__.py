@@ -14,7 +14,7 @@ UNUSED = ("accelerate", "scipy")
 over devices, and for training object detectors. A start of 4.5 s takes 0.3 s less without them."""
 
 
-def leave_out_unused() -> None:
+def skip_optional_imports() -> None:
     """Have imports in this process find ``UNUSED`` missing, as where they are not installed.
 
     For a process that is ours alone: a notebook may use transformers for more.
@@ -25,7 +25,7 @@ def leave_out_unused() -> None:
 
 def main() -> None:
     """Start the program without what it never uses, and with threads that wait in moderation."""
-    leave_out_unused()
+    skip_optional_imports()
     bound_spinning()
     from batchinfer.cli import main as run_commands
 

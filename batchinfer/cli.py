@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchinfer.errors import ExitCode, NotYetError
-from batchinfer.program import run_program, say, to_json
+from batchinfer.program import print_stdout, run_program, to_json
 
 if TYPE_CHECKING:
     from batchinfer.job.spec.spec import JobSpec
@@ -61,7 +61,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        say(f"batchinfer {version('batchinfer')}")
+        print_stdout(f"batchinfer {version('batchinfer')}")
         raise typer.Exit
 
 
@@ -195,7 +195,7 @@ def run_batch(
 def validate(job: JobFile, overrides: Overrides = None, variables: Variables = None) -> None:
     """Check a job file and its templates; needs no data and no weights."""
     _read_job(job, overrides, variables)
-    say(f"{job}: OK")
+    print_stdout(f"{job}: OK")
 
 
 @app.command()
@@ -217,12 +217,12 @@ def plan(
 ) -> None:
     """Say what a job will need: reads data, tokenizer and model config, no weights, no GPU."""
     spec = _read_job(job, overrides, variables, output, limit)
-    from batchinfer.console.table import shown
+    from batchinfer.console.table import render_table
     from batchinfer.job.plan.estimate import plan_facts
     from batchinfer.job.plan.plan import plan_job
 
     planned = plan_job(spec, device=device, expect_output_tokens=expect_output_tokens)
-    say(to_json(planned) if as_json else shown("plan", plan_facts(planned)))
+    print_stdout(to_json(planned) if as_json else render_table("plan", plan_facts(planned)))
 
 
 @app.command()
@@ -231,27 +231,31 @@ def status(out: Folder, as_json: AsJson = False) -> None:
     import time
 
     from batchinfer.console.format import printable
-    from batchinfer.console.table import shown
+    from batchinfer.console.table import render_table
     from batchinfer.job.output.open import output_at
     from batchinfer.job.stats.status import read_status
 
     found = read_status(output_at(out), time.time())
-    say(to_json(found.data()) if as_json else shown(f"status of {printable(out)}", found.facts()))
+    print_stdout(
+        to_json(found.data())
+        if as_json
+        else render_table(f"status of {printable(out)}", found.facts())
+    )
 
 
 @app.command()
 def verify(out: Folder, as_json: AsJson = False) -> None:
     """Check the files of an output directory: checksums, rows, columns, fingerprint."""
     from batchinfer.console.format import printable
-    from batchinfer.console.table import shown
+    from batchinfer.console.table import render_table
     from batchinfer.job.output.open import output_at
     from batchinfer.job.output.verify import verify as check
 
     found = check(output_at(out))
-    say(
+    print_stdout(
         to_json(found.data())
         if as_json
-        else shown(f"{printable(out)}, verified", found.facts(), found.lines())
+        else render_table(f"{printable(out)}, verified", found.facts(), found.lines())
     )
     raise typer.Exit(int(ExitCode.DATA if found.problems else ExitCode.OK))
 
@@ -275,7 +279,7 @@ def report(
     from batchinfer.report.write import write_report
 
     path = write_report(output_at(out), time.time(), price_per_hour=price_per_hour, to=output)
-    say(printable(str(path)))
+    print_stdout(printable(str(path)))
 
 
 @app.command()
@@ -283,7 +287,7 @@ def schema() -> None:
     """Print the JSON Schema of the job file, for editors."""
     from batchinfer.job.spec.json_schema import json_schema
 
-    say(to_json(json_schema()))
+    print_stdout(to_json(json_schema()))
 
 
 @app.command()
@@ -310,7 +314,7 @@ def init(
     from batchinfer.job.init.job_file import Starter, write_starter
 
     asked = Starter(data, model, output, job, prompt_column, id_column, force)
-    say("\n".join(write_starter(asked)))
+    print_stdout("\n".join(write_starter(asked)))
 
 
 @app.command()
@@ -352,7 +356,7 @@ def bench(
     )
     from batchinfer.bench import run_bench
 
-    run_bench(options, show=say)
+    run_bench(options, show=print_stdout)
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def stop_signals() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def long_lived_left_alone() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Inside, collections do not look at what exists already.
 
     A full one walks every object of torch, transformers and the model: a quarter of a second, in
@@ -86,7 +86,7 @@ def long_lived_left_alone() -> Iterator[None]:
 
 
 @contextmanager
-def put_off() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Inside, nothing is collected.
 
     Importing torch and transformers and loading a model makes a million objects that all stay: to

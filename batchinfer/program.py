@@ -71,7 +71,7 @@ def to_json(data: Any) -> str:
     return json.dumps(data, indent=2)
 
 
-def say(text: str) -> None:
+def print_stdout(text: str) -> None:
     """Print to stdout; whoever closed it has read enough."""
     try:
         print(text, flush=True)

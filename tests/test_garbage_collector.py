@@ -6,11 +6,11 @@ import gc
 
 import pytest
 
-from batchinfer.process import long_lived_left_alone, put_off
+from batchinfer.process import gc_frozen, gc_paused
 
 
 def fails_inside() -> None:
-    with long_lived_left_alone():
+    with gc_frozen():
         assert gc.get_freeze_count() > 0
         raise KeyboardInterrupt
 
@@ -20,7 +20,7 @@ def test_what_a_caller_has_frozen_stays_frozen() -> None:
     gc.freeze()
     try:
         made_after: list[list[int]] = [[]]
-        with long_lived_left_alone():
+        with gc_frozen():
             assert any(thing is made_after for thing in gc.get_objects())
         assert gc.get_freeze_count() > 0
     finally:
@@ -35,7 +35,7 @@ def test_collections_see_everything_again_however_the_run_ends() -> None:
 
 
 def fails_while_put_off() -> None:
-    with put_off():
+    with gc_paused():
         assert not gc.isenabled()
         raise KeyboardInterrupt
 
@@ -50,7 +50,7 @@ def test_what_is_put_off_is_taken_up_again() -> None:
 def test_who_has_switched_collections_off_keeps_them_off() -> None:
     gc.disable()
     try:
-        with put_off():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -58,7 +58,7 @@ def test_who_has_switched_collections_off_keeps_them_off() -> None:
 
 
 def test_what_was_made_meanwhile_is_not_walked_by_the_next_collection() -> None:
-    with put_off():
+    with gc_paused():
         made = [[i] for i in range(10_000)]
     young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
     assert not young & {id(thing) for thing in made}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from batchinfer.config.types import parse_size, shown, take_types
+from batchinfer.config.types import coerce_fields, format_value, parse_size
 
 QUANTIZATIONS = ("int8", "int8_weight_only", "int4_weight_only")
 """Of ``model.quantization``: the project's own, and torchao's names."""
@@ -67,7 +67,7 @@ class EngineConfig:
     it began with, where that is there."""
 
     def __post_init__(self) -> None:
-        take_types(self)
+        coerce_fields(self)
         most = {"block_size": 1024, "max_num_seqs": 2**16, "max_num_batched_tokens": 2**24}
         for name, bound in (most | {"order_window": 2**31 - 1}).items():
             self._require(name, 1 <= getattr(self, name) <= bound, f"1 to {bound}")
@@ -113,7 +113,7 @@ class EngineConfig:
 
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:
-            raise ValueError(f"{name} is {shown(getattr(self, name))}; it must be {what}")
+            raise ValueError(f"{name} is {format_value(getattr(self, name))}; it must be {what}")
 
 
 _CPU_STEP_TOKENS = 1024

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from batchinfer.config.regex import has_match
 from batchinfer.config.sampling import MAX_SAMPLES, SamplingParams
 from batchinfer.config.structured import schema_text
-from batchinfer.config.types import shown, take_types
+from batchinfer.config.types import coerce_fields, format_value
 
 SCORING = SamplingParams(
     max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=0, prompt_logprobs=0
@@ -54,7 +54,7 @@ class PromptConfig:
     """What to do with a prompt that leaves no room for an output token."""
 
     def __post_init__(self) -> None:
-        take_types(self)
+        coerce_fields(self)
         sources = ("column", "template", "messages", "token_ids_column")
         given = [name for name in sources if getattr(self, name) is not None]
         if len(given) > 1:
@@ -80,7 +80,7 @@ class ScoreConfig:
     null: the prompt's own text is scored."""
 
     def __post_init__(self) -> None:
-        take_types(self)
+        coerce_fields(self)
         if self.completions_column == "":
             raise ValueError("completions_column is empty; name a column, or leave it out")
 
@@ -119,7 +119,7 @@ class AcceptConfig:
     def __post_init__(self) -> None:
         if isinstance(self.schema, Mapping):
             object.__setattr__(self, "schema", schema_text("schema", self.schema))
-        take_types(self)
+        coerce_fields(self)
         if isinstance(self.schema, str):
             object.__setattr__(self, "schema", schema_text("schema", self.schema))
         if self.regex is not None:
@@ -136,7 +136,7 @@ class AcceptConfig:
 
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:
-            raise ValueError(f"{name} is {shown(getattr(self, name))}; it must be {what}")
+            raise ValueError(f"{name} is {format_value(getattr(self, name))}; it must be {what}")
 
     def check(self, params: SamplingParams) -> None:
         """Check that a row's own parameters go with this.

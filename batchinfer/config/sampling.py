@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from batchinfer.config.structured import normalised
-from batchinfer.config.types import shown, take_types
+from batchinfer.config.types import coerce_fields, format_value
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that can be asked for, as in the OpenAI and vLLM APIs."""
@@ -107,7 +107,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._normalise()
-        take_types(self)
+        coerce_fields(self)
         self._check_beams()
         if self.structured_outputs is not None and self.ignore_eos:
             raise ValueError(
@@ -171,7 +171,7 @@ class SamplingParams:
 
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:
-            raise ValueError(f"{name} is {shown(getattr(self, name))}; it must be {what}")
+            raise ValueError(f"{name} is {format_value(getattr(self, name))}; it must be {what}")
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise ValueError, naming the field, for a token id that is not below ``vocab_size``."""

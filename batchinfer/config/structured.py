@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.config.types import shown
+from batchinfer.config.types import format_value
 
 MAX_CHARACTERS = 2**20
 """Of a schema, an expression, a grammar or a list of choices: a million words of vocabulary take
@@ -42,7 +42,7 @@ def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     value = {key: item for key, item in value.items() if item is not None}
     unknown = [key for key in value if key not in (*KINDS, *_OPTIONS)]
     if unknown:
-        raise _error(f"has the unknown key {shown(unknown[0])}; known: {', '.join(KINDS)}")
+        raise _error(f"has the unknown key {format_value(unknown[0])}; known: {', '.join(KINDS)}")
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
         given = " and ".join(kinds) if kinds else "nothing"
@@ -61,7 +61,7 @@ def _of_response_format(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":
-        raise _error(f"type is {shown(kind)}; it must be text, json_object or json_schema")
+        raise _error(f"type is {format_value(kind)}; it must be text, json_object or json_schema")
     holder = value.get("json_schema")
     schema = holder.get("schema") if isinstance(holder, Mapping) else None
     if schema is None:
@@ -76,7 +76,7 @@ def _checked(kind: str, value: Any) -> Any:
         return _choices(value)
     if kind == "json_object":
         if value is not True:
-            raise _error(f"json_object is {shown(value)}; it must be true")
+            raise _error(f"json_object is {format_value(value)}; it must be true")
         return True
     return _text(kind, value)
 
@@ -95,16 +95,18 @@ def schema_text(key: str, value: Any) -> str:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{key} is not JSON: {error}") from None
     if not isinstance(loaded, Mapping | bool):
-        raise ValueError(f"{key} is {shown(loaded)}; it must be a JSON schema: keys and values")
+        raise ValueError(
+            f"{key} is {format_value(loaded)}; it must be a JSON schema: keys and values"
+        )
     return text
 
 
 def _choices(value: Any) -> list[str]:
     if not isinstance(value, list | tuple) or not value:
-        raise _error(f"choice is {shown(value)}; it must be a list of texts, at least one")
+        raise _error(f"choice is {format_value(value)}; it must be a list of texts, at least one")
     for text in value:
         if not isinstance(text, str):
-            raise _error(f"choice holds {shown(text)}; it must hold texts: put it in quotes")
+            raise _error(f"choice holds {format_value(text)}; it must hold texts: put it in quotes")
     return [_text("choice", text) for text in value]
 
 
@@ -116,7 +118,7 @@ def _options(kind: str, value: Mapping[str, Any]) -> dict[str, Any]:
         raise _error(f"has {' and '.join(_OPTIONS)}; keep one")
     compact = options.get("disable_any_whitespace", False)
     if not isinstance(compact, bool):
-        raise _error(f"disable_any_whitespace is {shown(compact)}; it must be true or false")
+        raise _error(f"disable_any_whitespace is {format_value(compact)}; it must be true or false")
     if "whitespace_pattern" in options:
         _text("whitespace_pattern", options["whitespace_pattern"])
     return options
@@ -124,7 +126,7 @@ def _options(kind: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise _error(f"{key} is {shown(value)}; it must be a text that is not empty")
+        raise _error(f"{key} is {format_value(value)}; it must be a text that is not empty")
     try:
         value.encode()
     except UnicodeEncodeError:

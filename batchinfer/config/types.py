@@ -26,7 +26,7 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-def take_types(record: Any) -> None:
+def coerce_fields(record: Any) -> None:
     """Convert in place what means the same: lists to tuples, whole numbers to floats, numpy's
     numbers to Python's. A bool is no number.
 
@@ -118,7 +118,7 @@ def parse_size(value: str | int | float, key: str) -> int:
     return int(float(number) * _UNITS[(unit or "GiB").lower()])
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as a job file writes it, cut to 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

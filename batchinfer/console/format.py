@@ -17,7 +17,7 @@ def printable(text: str, limit: int = MAX_LINE) -> str:
     return "".join(shown)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A job-file value as it would be written there, cut to 60 characters."""
     return printable(json.dumps(value, ensure_ascii=False, default=str), 60)
 

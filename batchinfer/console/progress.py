@@ -42,7 +42,7 @@ def make_progress(total: int, *, quiet: bool) -> Progress:
     return Lines(total)
 
 
-def say(text: str, *, to_stderr: bool = False) -> None:
+def print_line(text: str, *, to_stderr: bool = False) -> None:
     """Print a line; whoever closed the stream has read enough."""
     name = "stderr" if to_stderr else "stdout"
     try:
@@ -123,7 +123,7 @@ class Lines:
         self,
         total: int,
         clock: Callable[[], float] = time.monotonic,
-        write: Callable[[str], None] = lambda line: say(line, to_stderr=True),
+        write: Callable[[str], None] = lambda line: print_line(line, to_stderr=True),
     ) -> None:
         self._counter = Meter(total, clock)
         self._write = write

@@ -19,7 +19,7 @@ _STYLES = {"good": "green", "bad": "red", "": "bold"}
 
 
 @dataclass(frozen=True)
-class Fact:
+class SummaryLine:
     """One line of what is said. Texts of unknown content are ``printable`` already."""
 
     label: str
@@ -38,12 +38,14 @@ class Fact:
         return f"{self.label:<9}{self.value}{self.note}"
 
 
-def plain(facts: Iterable[Fact]) -> Iterator[str]:
+def plain(facts: Iterable[SummaryLine]) -> Iterator[str]:
     """The facts as plain lines."""
     return (fact.line for fact in facts)
 
 
-def shown(title: str, facts: Iterable[Fact], lines: Iterable[str] | None = None) -> str:
+def render_table(
+    title: str, facts: Iterable[SummaryLine], lines: Iterable[str] | None = None
+) -> str:
     """The facts as they are shown on stdout: a table if it is a terminal, else plain lines.
 
     ``NO_COLOR`` is respected.
@@ -92,7 +94,7 @@ def _beside(note: str) -> str:
     return text[1:-1] if text.startswith("(") and text.endswith(")") else text
 
 
-def _value(fact: Fact) -> Text:
+def _value(fact: SummaryLine) -> Text:
     from rich.text import Text
 
     value = (fact.value.removesuffix(":"), _STYLES[fact.tone])

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import Any
 
-from batchinfer.console.format import listed, printable, shown
+from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.fingerprint import differences
 from batchinfer.job.input.format import InputFile
@@ -105,7 +105,8 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if len(found) > 1:
         return listed(list(found))
     return ", ".join(
-        f"{key} was {shown(was)}, is {shown(now)}" for key, (was, now) in found.items()
+        f"{key} was {format_value(was)}, is {format_value(now)}"
+        for key, (was, now) in found.items()
     )
 
 

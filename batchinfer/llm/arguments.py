@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinfer.config import QUANTIZATIONS, EngineConfig, field_names
-from batchinfer.config.types import take_types
+from batchinfer.config.types import coerce_fields
 from batchinfer.errors import NotYetError
 
 _NOT_YET: Mapping[str, object] = {
@@ -83,7 +83,7 @@ class ModelArguments:
         if isinstance(self.adapters, Mapping):
             paths = {name: _as_text(path) for name, path in self.adapters.items()}
             object.__setattr__(self, "adapters", paths)
-        take_types(self)
+        coerce_fields(self)
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             raise NotYetError(f"LLM(quantization={self.quantization!r})")
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -31,7 +31,7 @@ from batchinfer.llm.prompts import (
     read_conversations,
     read_prompts,
 )
-from batchinfer.process import long_lived_left_alone
+from batchinfer.process import gc_frozen
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.write import check_installed
 from batchinfer.text.grammar import GrammarCompiler, GrammarError
@@ -266,7 +266,7 @@ class LLM:
         with (
             tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar,
             closing(self._calls.run(requests, meter)) as completions,
-            long_lived_left_alone(),
+            gc_frozen(),
         ):
             bar.update(len(outputs))
             for completion in completions:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from batchinfer.console.format import duration
 from batchinfer.report import captions, charts
 from batchinfer.report.report_data import Findings
-from batchinfer.report.sanitize import clean, cut
+from batchinfer.report.sanitize import cut, sanitize
 from batchinfer.report.timeline import Timeline
 
 _MOST_RUNS, _MOST_CODES = 20, 12
@@ -118,7 +118,7 @@ def _environment() -> Environment:
 
 def _cleaned(value: Any) -> Any:
     """Whatever text comes to the page, but for what this program has written itself."""
-    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return sanitize(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _as_json(value: Any) -> str:

@@ -13,7 +13,7 @@ _USERINFO = re.compile(r"(://)[^/\s@]*@")
 _QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#]*)\?[^\s\"'<>]*")
 
 
-def clean(text: str) -> str:
+def sanitize(text: str) -> str:
     """``text`` without control characters, without what turns the direction of other text, and
     without piles of combining marks; characters that have no meaning become U+FFFD."""
     shown: list[str] = []
@@ -33,7 +33,7 @@ def clean(text: str) -> str:
 def cut(text: str, limit: int) -> str:
     """At most ``limit`` characters of a cleaned ``text``, on no more lines than it has paragraphs
     and breaks; an ellipsis says that there is more."""
-    cleaned = _BLANK_LINES.sub("\n\n", clean(text[: 4 * limit]))
+    cleaned = _BLANK_LINES.sub("\n\n", sanitize(text[: 4 * limit]))
     whole = len(text) <= 4 * limit and len(cleaned) <= limit
     return cleaned if whole else cleaned[:limit].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from batchinfer.console.progress import Lines, make_progress, say
+from batchinfer.console.progress import Lines, make_progress, print_line
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.run.reporter import too_many_errors
 
@@ -68,7 +68,7 @@ def test_a_closed_stream_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stdout", closed)
-    say("hello")
+    print_line("hello")
 
 
 def test_too_many_errors_says_which() -> None:

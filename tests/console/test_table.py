@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.console.table import Fact, plain, shown
+from batchinfer.console.table import SummaryLine, plain, render_table
 from batchinfer.errors import ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
@@ -19,9 +19,9 @@ from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
 FACTS = [
-    Fact("rows", "5 of 10 (50%)", ", 1 failed", share=0.5),
-    Fact("waste", "1.0% of the used blocks", " (or [bold]70%[/bold])", tone="good"),
-    Fact("state", "finished"),
+    SummaryLine("rows", "5 of 10 (50%)", ", 1 failed", share=0.5),
+    SummaryLine("waste", "1.0% of the used blocks", " (or [bold]70%[/bold])", tone="good"),
+    SummaryLine("state", "finished"),
 ]
 PLAIN = """\
 rows     5 of 10 (50%), 1 failed
@@ -52,10 +52,10 @@ def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 def test_plain_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n".join(plain(FACTS)) == PLAIN
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert shown("title", FACTS) == PLAIN
-    assert shown("title", FACTS, ["another line"]) == "another line"
+    assert render_table("title", FACTS) == PLAIN
+    assert render_table("title", FACTS, ["another line"]) == "another line"
     monkeypatch.setattr(sys, "stdout", None)
-    assert shown("title", FACTS) == PLAIN
+    assert render_table("title", FACTS) == PLAIN
 
 
 @pytest.mark.parametrize(("encoding", "term"), [("ascii", "xterm"), ("utf-8", "dumb")])
@@ -64,12 +64,12 @@ def test_plain_lines_on_a_terminal_that_draws_nothing(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal(encoding))
     monkeypatch.setenv("TERM", term)
-    assert shown("title", FACTS) == PLAIN
+    assert render_table("title", FACTS) == PLAIN
 
 
 def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     use_terminal(monkeypatch)
-    text = shown("title", FACTS)
+    text = render_table("title", FACTS)
     assert COLOUR.search(text)
     lines = COLOUR.sub("", text).splitlines()
     assert max(map(len, lines)) <= 80
@@ -83,7 +83,7 @@ def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     use_terminal(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")
-    codes = ";".join(found[2:-1] for found in COLOUR.findall(shown("title", FACTS)))
+    codes = ";".join(found[2:-1] for found in COLOUR.findall(render_table("title", FACTS)))
     assert set(codes.split(";")) <= {"0", "1", "2"}  # bold and dim are no colours
 
 
@@ -96,7 +96,7 @@ def test_names_cannot_move_the_cursor(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run_job(spec, build=FakeBuild()) is ExitCode.OK
     (evil / "data" / "\x1b[31m.parquet").write_bytes(b"")
     found = verify(OutputDir(evil))
-    print(shown("verify", found.facts(), found.lines()))
+    print(render_table("verify", found.facts(), found.lines()))
     terminal.flush()
     said = terminal.buffer.getvalue().decode()  # type: ignore[attr-defined]
     assert "job ended" in said

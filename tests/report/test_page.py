@@ -19,7 +19,7 @@ from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
 from batchinfer.report.histograms import Lengths
 from batchinfer.report.page import page
 from batchinfer.report.report_data import Example, Failure, Findings, RunFacts
-from batchinfer.report.sanitize import clean, cut, without_secrets
+from batchinfer.report.sanitize import cut, sanitize, without_secrets
 from batchinfer.report.timeline import COLUMNS as STEP_COLUMNS
 from batchinfer.report.timeline import Timeline
 from tests.report.browser import CHROMIUM, Browser
@@ -164,7 +164,7 @@ def test_a_page_does_not_grow_with_the_data() -> None:
     ],
 )
 def test_clean(text: str, shown: str) -> None:
-    assert clean(text) == shown
+    assert sanitize(text) == shown
 
 
 def test_cut() -> None:

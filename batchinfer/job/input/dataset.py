@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from batchinfer.console.format import listed, printable, shown
+from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError
 from batchinfer.job.input.discover import find_files, named_format
 from batchinfer.job.input.filter import Condition, Selection, select_rows
@@ -58,7 +58,7 @@ class Source:
         for name in columns:
             if name not in self.schema.names:
                 raise DataError(
-                    f"{key}: {self.files[0].path} has no column {shown(name)}",
+                    f"{key}: {self.files[0].path} has no column {format_value(name)}",
                     hint=printable(f"its columns are: {listed(self.schema.names)}"),
                 )
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinfer.console.format import did_you_mean, printable, shown
+from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.errors import UsageError
 from batchinfer.job.input.format import BATCH_ROWS, Row
 from batchinfer.job.row_ids import NO_ROWS, RowIds, ranges_of
@@ -64,7 +64,7 @@ class Condition:
         for name in names:
             if name not in schema.names:
                 raise UsageError(
-                    f"{_KEY}: the data has no column {shown(name)}"
+                    f"{_KEY}: the data has no column {format_value(name)}"
                     f"{did_you_mean(name, schema.names)}",
                     hint="texts are in single quotes: lang = 'en'",
                 )
@@ -74,7 +74,8 @@ class Condition:
         kind = self._evaluated(pa.schema(fields).empty_table()).dtype
         if str(kind) != "Boolean":
             raise UsageError(
-                f"{_KEY}: {shown(text)} is a value ({printable(str(kind), 60)}), no condition",
+                f"{_KEY}: {format_value(text)} is a value ({printable(str(kind), 60)}), "
+                "no condition",
                 hint="compare it with something, as in score >= 0.5",
             )
 
@@ -124,7 +125,7 @@ def _errors() -> tuple[type[BaseException], ...]:
 
 def _refused(text: str, error: BaseException) -> UsageError:
     why: Any = (str(error).splitlines() or [type(error).__name__])[0]
-    return UsageError(f"{_KEY}: {shown(text)} cannot be evaluated: {printable(why)}")
+    return UsageError(f"{_KEY}: {format_value(text)} cannot be evaluated: {printable(why)}")
 
 
 def _check_functions(text: str) -> None:
@@ -132,7 +133,11 @@ def _check_functions(text: str) -> None:
     bare = _QUOTED.sub(lambda quoted: '"' if quoted[0][0] == '"' else " ' ", text)
     odd = _ODD.search(_QUOTED.sub(lambda quoted: quoted[0][0], text))
     if odd or len(text) > _MOST_CHARACTERS:
-        what = f"{shown(odd[0])} cannot be in it" if odd else f"over {_MOST_CHARACTERS} characters"
+        what = (
+            f"{format_value(odd[0])} cannot be in it"
+            if odd
+            else f"over {_MOST_CHARACTERS} characters"
+        )
         raise UsageError(f"{_KEY}: {what}", hint="write one condition, texts in single quotes")
     if len(_STEP.findall(bare)) > _MOST_STEPS:
         raise UsageError(f"{_KEY}: over {_MOST_STEPS} words and signs; say it in fewer")

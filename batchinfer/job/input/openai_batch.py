@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic_core import from_json
 
-from batchinfer.console.format import shown
+from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import InputFile, Row, Rows
 from batchinfer.job.input.json_columns import json_text
@@ -99,7 +99,7 @@ class OpenAIFormat(JsonlFormat):
 
 def _repeated(row: Row) -> RowError:
     assert isinstance(row, Mapping)
-    what = f"an earlier line has the custom_id {shown(row['custom_id'])} already"
+    what = f"an earlier line has the custom_id {format_value(row['custom_id'])} already"
     return RowError("duplicate_custom_id", what)
 
 

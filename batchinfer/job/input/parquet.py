@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.console.format import shown
+from batchinfer.console.format import format_value
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import check_indices, python_rows
 from batchinfer.job.input.format import (
@@ -189,7 +189,9 @@ def _check_complete(row: int, stop: int) -> None:
 def _check_names(path: str, schema: pa.Schema) -> None:
     for name in schema.names:
         if schema.names.count(name) > 1:
-            raise DataError(f"{path} has more than one column named {shown(name)}; rename one")
+            raise DataError(
+                f"{path} has more than one column named {format_value(name)}; rename one"
+            )
 
 
 def _check_same_schema(
@@ -199,7 +201,7 @@ def _check_same_schema(
         here, there = (_type_of(s, name) for s in (first_schema, schema))
         if here != there:
             raise DataError(
-                f"input files differ in column {shown(name)}:\n"
+                f"input files differ in column {format_value(name)}:\n"
                 f"  {first.path}: {here or 'no such column'}\n"
                 f"  {file.path}: {there or 'no such column'}",
                 hint="write them again with the same columns, or run them as jobs of their own",

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinfer.console.format import printable, shown
+from batchinfer.console.format import format_value, printable
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import python_values
 from batchinfer.job.input.dataset import Source
@@ -41,10 +41,14 @@ def _values(source: Source, column: str) -> Iterator[tuple[int, Hashable]]:
     for first_row, batch in source.scan([column], [source.rows_there]):
         for row, value in enumerate(python_values(batch.column(0)), first_row):
             if value is None or value != value:  # NaN is the one value that is not itself
-                raise DataError(f"input.id_column: row {row} has no {shown(column)}{_REMEDY}")
+                raise DataError(
+                    f"input.id_column: row {row} has no {format_value(column)}{_REMEDY}"
+                )
             if not isinstance(value, Hashable):
                 kind = batch.schema.types[0]
-                raise DataError(f"input.id_column: {shown(column)} is a {kind} column{_REMEDY}")
+                raise DataError(
+                    f"input.id_column: {format_value(column)} is a {kind} column{_REMEDY}"
+                )
             yield row, value
 
 
@@ -62,7 +66,7 @@ def _refuse_equal_values(source: Source, column: str, hashes: set[int]) -> None:
         if len(rows) > 1:
             text = printable(_shown(value, source.schema.field(column).type), 60)
             raise DataError(
-                f"input.id_column: {shown(column)} holds {text} twice, in rows "
+                f"input.id_column: {format_value(column)} holds {text} twice, in rows "
                 f"{rows[0]} and {rows[1]}",
                 hint="ids must be unique; drop the duplicates or name another column",
             )

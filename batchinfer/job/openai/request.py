@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from batchinfer.config import SamplingParams, field_names
-from batchinfer.console.format import did_you_mean, listed, printable, shown
+from batchinfer.console.format import did_you_mean, format_value, listed, printable
 from batchinfer.errors import RowError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -99,16 +99,20 @@ def is_served(model: str, served_names: Sequence[str]) -> bool:
 def _checked_body(line: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in line:
         if name not in _LINE:
-            raise _invalid(f"unknown field {shown(name)}{did_you_mean(name, _LINE)}")
+            raise _invalid(f"unknown field {format_value(name)}{did_you_mean(name, _LINE)}")
     custom_id, body = line.get("custom_id"), line.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise _invalid(f"custom_id is {shown(custom_id)}; it must be a text that is not empty")
+        raise _invalid(
+            f"custom_id is {format_value(custom_id)}; it must be a text that is not empty"
+        )
     if line.get("method") != "POST":
-        raise _invalid(f"method is {shown(line.get('method'))}; it must be POST")
+        raise _invalid(f"method is {format_value(line.get('method'))}; it must be POST")
     if line.get("url") not in (CHAT, COMPLETIONS):
-        raise _invalid(f"url is {shown(line.get('url'))}; it must be {CHAT} or {COMPLETIONS}")
+        raise _invalid(
+            f"url is {format_value(line.get('url'))}; it must be {CHAT} or {COMPLETIONS}"
+        )
     if not isinstance(body, Mapping):
-        raise _invalid(f"body is {shown(body)}; it must be an object")
+        raise _invalid(f"body is {format_value(body)}; it must be an object")
     return body
 
 
@@ -116,12 +120,12 @@ def _check_model(model: object, served_names: Sequence[str], adapters: Collectio
     if model is None:
         return
     if not isinstance(model, str):
-        raise _invalid(f"body.model is {shown(model)}; it must be a text")
+        raise _invalid(f"body.model is {format_value(model)}; it must be a text")
     if model not in adapters and not is_served(model, served_names):
         names = printable(listed((*served_names, *adapters)), 200)
         raise RowError(
             "unknown_model",
-            f"body.model is {shown(model)}, and this job runs {names}; "
+            f"body.model is {format_value(model)}, and this job runs {names}; "
             "model.served_model_name gives it other names",
         )
 
@@ -131,7 +135,7 @@ def _messages(body: Mapping[str, Any]) -> tuple[str, Any]:
         raise _invalid(f"body.prompt is not for {CHAT}; give messages")
     messages = body.get("messages")
     if not isinstance(messages, list):
-        raise _invalid(f"body.messages is {shown(messages)}; it must be a list of messages")
+        raise _invalid(f"body.messages is {format_value(messages)}; it must be a list of messages")
     return "messages", messages
 
 
@@ -150,7 +154,9 @@ def _prompt(body: Mapping[str, Any]) -> tuple[str, Any]:
         return "prompt", prompt
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return "token_ids", prompt
-    raise _invalid(f"body.prompt is {shown(prompt)}; it must be a text or a list of token ids")
+    raise _invalid(
+        f"body.prompt is {format_value(prompt)}; it must be a text or a list of token ids"
+    )
 
 
 def _check_known(body: Mapping[str, Any]) -> None:
@@ -158,7 +164,7 @@ def _check_known(body: Mapping[str, Any]) -> None:
         if name in _NEUTRAL:
             if not any(type(value) is type(v) and value == v for v in _NEUTRAL[name]):
                 raise RowError(
-                    "unsupported_parameter", f"body.{name} is {shown(value)}: not supported"
+                    "unsupported_parameter", f"body.{name} is {format_value(value)}: not supported"
                 )
         elif name not in _KNOWN:
             raise RowError(
@@ -178,7 +184,7 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
     """``logprobs`` switches them on, ``top_logprobs`` says how many alternatives."""
     wanted, top = body.get("logprobs", False), body.get("top_logprobs")
     if not isinstance(wanted, bool):
-        raise _bad(f"logprobs is {shown(wanted)}; it must be true or false")
+        raise _bad(f"logprobs is {format_value(wanted)}; it must be true or false")
     if top is not None and not wanted:
         raise _bad("top_logprobs needs logprobs: true")
     return (0 if top is None else top) if wanted else None
@@ -190,7 +196,7 @@ def _completion_logprobs(body: Mapping[str, Any]) -> Any:
         raise _bad(f"top_logprobs is not for {COMPLETIONS}; give logprobs a number")
     wanted = body.get("logprobs")
     if isinstance(wanted, bool):
-        raise _bad(f"logprobs is {shown(wanted)}; for {COMPLETIONS} it must be a number")
+        raise _bad(f"logprobs is {format_value(wanted)}; for {COMPLETIONS} it must be a number")
     return wanted
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from batchinfer.console.format import listed, shown
+from batchinfer.console.format import format_value, listed
 from batchinfer.errors import UsageError
 from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source
@@ -126,7 +126,7 @@ def _kept_names(source: Source, spec: JobSpec) -> dict[str, str]:
     unknown = [name for name in rename if name not in names]
     if unknown:
         raise UsageError(
-            f"output.rename: no column {shown(unknown[0])} is kept",
+            f"output.rename: no column {format_value(unknown[0])} is kept",
             hint=f"leave it out; kept are: {listed(names)}",
         )
     return {name: rename.get(name, name) for name in dict.fromkeys(names)}
@@ -137,9 +137,9 @@ def _check_collisions(kept: Mapping[str, str], generated: set[str]) -> None:
     for name, new_name in kept.items():
         if new_name in taken:
             raise UsageError(
-                f"input column {shown(name)} would be {shown(new_name)} in the output, which "
-                f"is the name of {taken[new_name]}",
+                f"input column {format_value(name)} would be {format_value(new_name)} in the "
+                f"output, which is the name of {taken[new_name]}",
                 hint=f"rename it with output.rename: {{{name}: input_{name}}}, or leave it out of "
                 "input.keep_columns",
             )
-        taken[new_name] = f"input column {shown(name)} there"
+        taken[new_name] = f"input column {format_value(name)} there"

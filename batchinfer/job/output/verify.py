@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.console.format import printable
-from batchinfer.console.table import Fact
+from batchinfer.console.table import SummaryLine
 from batchinfer.errors import DataError
 from batchinfer.job.fingerprint import digest
 from batchinfer.job.manifest import Manifest, read_manifest
@@ -53,16 +53,16 @@ class Verification:
         parts = f"{self.parts_done:,} of {self.parts_total:,} parts"
         yield f"{state}: {parts}, {self.rows:,} rows; {self._outcome}"
 
-    def facts(self) -> Iterator[Fact]:
+    def facts(self) -> Iterator[SummaryLine]:
         """For people."""
         tone = "bad" if self.problems else "good"
         for problem in self._shown():
-            yield Fact("problem", problem, tone="bad")
-        yield Fact("checked", self._outcome, tone=tone)
+            yield SummaryLine("problem", problem, tone="bad")
+        yield SummaryLine("checked", self._outcome, tone=tone)
         share = self.parts_done / self.parts_total if self.parts_total else 1.0
-        yield Fact("parts", f"{self.parts_done:,} of {self.parts_total:,}", share=share)
-        yield Fact("rows", f"{self.rows:,}", " in finished parts")
-        yield Fact("state", "finished" if self.complete else "not finished")
+        yield SummaryLine("parts", f"{self.parts_done:,} of {self.parts_total:,}", share=share)
+        yield SummaryLine("rows", f"{self.rows:,}", " in finished parts")
+        yield SummaryLine("state", "finished" if self.complete else "not finished")
 
     def _shown(self) -> Iterator[str]:
         yield from (printable(problem) for problem in self.problems[:MOST_SHOWN])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.console.table import Fact
+from batchinfer.console.table import SummaryLine
 from batchinfer.engine.metrics import prefix_sharing
 from batchinfer.job.job import Job
 from batchinfer.job.plan.census import Census, output_bytes
@@ -102,17 +102,17 @@ class Outcome:
         }
 
 
-def plan_facts(plan: dict[str, Any]) -> Iterator[Fact]:
+def plan_facts(plan: dict[str, Any]) -> Iterator[SummaryLine]:
     """A plan in a few lines, in the manner of a job's last ones."""
     rows, errors = plan["rows"], plan["errors"]
     failing = sum(errors.values())
-    yield Fact("rows", f"{rows:,}", f", of which {failing:,} would fail")
+    yield SummaryLine("rows", f"{rows:,}", f", of which {failing:,} would fail")
     if errors:
         counts = ", ".join(f"{code} {n:,}" for code, n in errors.items())
-        yield Fact("errors", counts, tone="bad")
+        yield SummaryLine("errors", counts, tone="bad")
     ends = plan["expect_output_tokens"]
     answers = "at most" if ends is None else f"if answers end at {ends:,},"
-    yield Fact(
+    yield SummaryLine(
         "tokens",
         f"{plan['prompt_tokens']:,} in prompts",
         f", {plan['prompt_computed']:,} of them to compute; "
@@ -122,51 +122,53 @@ def plan_facts(plan: dict[str, Any]) -> Iterator[Fact]:
     pool, swap = (
         plan[name] * plan["bytes_per_block"] / 2**30 for name in ("num_blocks", "num_host_blocks")
     )
-    yield Fact(
+    yield SummaryLine(
         "device",
         f"{plan['device']}:",
         f" weights {weights:,.2f} GiB, pool {pool:,.2f} GiB; "
         f"on the host, swap space of at most {swap:,.2f} GiB",
     )
-    yield Fact(
+    yield SummaryLine(
         "pool",
         f"{plan['num_blocks']:,} blocks of {plan['block_size']} tokens",
         f", {plan['peak_used_blocks']:,} used at most; "
         f"{plan['rows_in_flight']:,} rows in flight, {plan['preemptions']:,} preemptions, "
         f"{plan['swapped_blocks']:,} blocks back from the host",
     )
-    yield Fact(
+    yield SummaryLine(
         "waste",
         f"{plan['mean_waste']:.1%} of the used blocks",
         f" (reserving the longest answers would waste {plan['contiguous_waste']:.1%})",
     )
-    yield Fact(
+    yield SummaryLine(
         "sharing",
         f"saves {plan['sharing_saving']:.1%} of the blocks",
         f"; {plan['prefix_hit_rate']:.1%} of the prompt tokens are there already, "
         f"of {plan['sharing']['planned_rate']:.1%} that rows have in common",
     )
-    yield Fact(
+    yield SummaryLine(
         "time",
         f"about {_duration(plan['time_s'])}",
         f", at the device's limits {_duration(plan['bound_s'])}; loading left out",
     )
-    yield Fact("output", f"about {plan['output_bytes'] / 2**20:,.1f} MiB")
+    yield SummaryLine("output", f"about {plan['output_bytes'] / 2**20:,.1f} MiB")
     yield from _notes(plan)
 
 
-def _notes(plan: dict[str, Any]) -> Iterator[Fact]:
+def _notes(plan: dict[str, Any]) -> Iterator[SummaryLine]:
     if plan["control_text"]:
         where = f", in {plan['control_text']:,} rows"
-        yield Fact("note", "control tokens as plain text", where)
+        yield SummaryLine("note", "control tokens as plain text", where)
     if plan["truncated"]:
-        yield Fact("note", "prompts cut to max_model_len", f", in {plan['truncated']:,} rows")
+        yield SummaryLine(
+            "note", "prompts cut to max_model_len", f", in {plan['truncated']:,} rows"
+        )
     equal = plan["sharing"]["deduplicated_rows"]
     if equal:
-        yield Fact("note", f"{equal:,} rows equal to others", ", not computed again")
+        yield SummaryLine("note", f"{equal:,} rows equal to others", ", not computed again")
     sampled = plan["sampled"]
     if sampled:
-        yield Fact(
+        yield SummaryLine(
             "note",
             f"from a sample: {sampled['rows_read']:,} of {sampled['rows']:,} rows read",
             f", {sampled['simulated']:.0%} of their output simulated",

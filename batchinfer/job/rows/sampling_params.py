@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from batchinfer.config import SAMPLING_ALIASES, SamplingParams, field_names
-from batchinfer.console.format import did_you_mean, printable, shown
+from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.errors import RowError, UsageError
 from batchinfer.job.input.format import SAMPLING_COLUMN
 from batchinfer.job.spec.document import dotted
@@ -185,7 +185,7 @@ def _problem(detail: ErrorDetails) -> str:
     name = dotted(detail["loc"])
     if is_unknown_key(detail):
         return f"unknown parameter {name}{did_you_mean(name, _KNOWN)}"
-    return f"{name} is {shown(detail['input'])}; it must be {expectation(detail)}"
+    return f"{name} is {format_value(detail['input'])}; it must be {expectation(detail)}"
 
 
 def _text_of(value: object) -> str:

@@ -39,7 +39,7 @@ from batchinfer.job.rows.window import RowBatch, plan_windows
 from batchinfer.job.run.engine_loop import EngineLoop, Finished
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder, package_versions
-from batchinfer.process import long_lived_left_alone
+from batchinfer.process import gc_frozen
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
 _BATCHES_READ_BACK = 2
@@ -158,7 +158,7 @@ class RowPipeline:
             BackgroundConsumer(write, _WRITES_DUE) as writer,
         ):
             try:
-                with long_lived_left_alone():
+                with gc_frozen():
                     return loop.run(rows, writer)
             finally:
                 leaving.set()

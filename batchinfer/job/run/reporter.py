@@ -10,8 +10,8 @@ from pathlib import PurePath
 from typing import Any
 
 from batchinfer.console.format import counted_rows, duration, printable
-from batchinfer.console.progress import say
-from batchinfer.console.table import Fact, shown
+from batchinfer.console.progress import print_line
+from batchinfer.console.table import SummaryLine, render_table
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import read_file
 
@@ -26,11 +26,11 @@ _AGAIN = {
 
 def summary_facts(
     summary: dict[str, Any], output: PurePath, *, reported: bool = False
-) -> Iterator[Fact]:
+) -> Iterator[SummaryLine]:
     """The end of a job, from its ``summary.json``; ``reported``: whether it has a report."""
     rows, tokens, kv = (summary[key] for key in ("rows", "tokens", "kv"))
     time_s, rates = summary["time_s"], summary["throughput"]
-    yield Fact(
+    yield SummaryLine(
         "rows",
         f"{rows['ok']:,} ok",
         f", {rows['error']:,} failed, in {duration(time_s['total'])} "
@@ -38,50 +38,50 @@ def summary_facts(
         tone="bad" if rows["error"] and not rows["ok"] else "good",
     )
     if rows["error_codes"]:
-        yield Fact("errors", _counts(rows["error_codes"]), tone="bad")
+        yield SummaryLine("errors", _counts(rows["error_codes"]), tone="bad")
     if rows["control_text"]:
-        yield Fact(
+        yield SummaryLine(
             "note", "control tokens as plain text", f", in {counted_rows(rows['control_text'])}"
         )
     equal = summary["sharing"]["deduplicated_rows"]
     if equal:
-        yield Fact("note", f"{counted_rows(equal)} equal to others", ", not computed again")
+        yield SummaryLine("note", f"{counted_rows(equal)} equal to others", ", not computed again")
     memory = summary["out_of_memory"]
     if memory["count"]:
-        yield Fact(
+        yield SummaryLine(
             "note",
             f"out of memory in {memory['count']:,} steps",
             f"; max_num_batched_tokens came down to {memory['max_num_batched_tokens']:,}",
         )
     if tokens["prompt"] and not tokens["output"]:
         each = f", {rates['total_tokens_per_s']:,.0f} per second"
-        yield Fact("tokens", f"{tokens['prompt']:,} in prompts", each)
+        yield SummaryLine("tokens", f"{tokens['prompt']:,} in prompts", each)
     else:
         each = f", {rates['output_tokens_per_s']:,.0f} per second"
-        yield Fact("tokens", f"{tokens['output']:,} out", each)
+        yield SummaryLine("tokens", f"{tokens['output']:,} out", each)
     yield from _samples(summary["accept"])
     if kv["num_blocks"]:
-        yield Fact(
+        yield SummaryLine(
             "pool",
             f"{kv['num_blocks']:,} blocks of {kv['block_size']} tokens",
             f", {kv['mean_utilization']:.1%} used on average, {kv['peak_utilization']:.1%} at most",
         )
-        yield Fact(
+        yield SummaryLine(
             "waste",
             f"{kv['mean_waste']:.1%} of the used blocks",
             f" (reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
         )
-        yield Fact(
+        yield SummaryLine(
             "sharing",
             f"saved {kv['sharing_saving']:.1%} of the blocks",
             f"; {kv['prefix_hit_rate']:.1%} of the prompt tokens were there already, "
             f"of {summary['sharing']['planned_rate']:.1%} that rows have in common",
         )
     made = f"data/, stats/, summary.json{', report.html' if reported else ''}"
-    yield Fact("files", f"{printable(str(output))}:", f" {made}")
+    yield SummaryLine("files", f"{printable(str(output))}:", f" {made}")
 
 
-def _samples(tally: Mapping[str, int]) -> Iterator[Fact]:
+def _samples(tally: Mapping[str, int]) -> Iterator[SummaryLine]:
     """What became of the samples that ``accept`` judged."""
     if not tally["samples_tried"]:
         return
@@ -90,7 +90,7 @@ def _samples(tally: Mapping[str, int]) -> Iterator[Fact]:
         (tally["samples_duplicate"], "had the text of one that was kept"),
         (tally["samples_surplus"], "were more than was asked for"),
     ]
-    yield Fact(
+    yield SummaryLine(
         "samples",
         f"{tally['samples_accepted']:,} kept of {tally['samples_tried']:,} drawn",
         "".join(f"; {count:,} {what}" for count, what in others if count),
@@ -127,33 +127,35 @@ class RunReporter:
         """The job is finished."""
         if not self.quiet:
             done = f"nothing to do: {printable(str(out.root))} is finished"
-            say(done, to_stderr=self.as_json)
+            print_line(done, to_stderr=self.as_json)
         if self.as_json:
-            say(read_file(out.files, out.summary).decode().rstrip("\n"))
+            print_line(read_file(out.files, out.summary).decode().rstrip("\n"))
 
     def damage(self, damaged: Mapping[str, str]) -> None:
         """What is made again, and why."""
         if self.quiet:
             return
         for name, problem in list(damaged.items())[:_MAX_DAMAGE_LINES]:
-            say(f"{name} is made again: {problem}", to_stderr=True)
+            print_line(f"{name} is made again: {problem}", to_stderr=True)
         if len(damaged) > _MAX_DAMAGE_LINES:
-            say(f"and {len(damaged) - _MAX_DAMAGE_LINES:,} more files", to_stderr=True)
+            print_line(f"and {len(damaged) - _MAX_DAMAGE_LINES:,} more files", to_stderr=True)
 
     def stopped(self, out: OutputDir, *, overwrites: bool) -> None:
         """It was interrupted. The report is left to who wants it: there are seconds to end in."""
-        say(f"stopped; run {_AGAIN[overwrites]} to go on", to_stderr=True)
+        print_line(f"stopped; run {_AGAIN[overwrites]} to go on", to_stderr=True)
         if not self.quiet:
             place = shlex.quote(printable(str(out.root)))
-            say(f"batchinfer report {place} shows how far it came", to_stderr=True)
+            print_line(f"batchinfer report {place} shows how far it came", to_stderr=True)
 
     def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
         """All parts are made: write the report, say what came of the job."""
         lines = list(warnings)
         reported = self.report is not None and self.report(out, lines.append)
         for line in () if self.quiet else lines:
-            say(line, to_stderr=True)
+            print_line(line, to_stderr=True)
         if self.as_json:
-            say(json.dumps(summary, indent=2, ensure_ascii=False))
+            print_line(json.dumps(summary, indent=2, ensure_ascii=False))
         elif not self.quiet:
-            say(shown("job ended", summary_facts(summary, out.root, reported=reported)))
+            print_line(
+                render_table("job ended", summary_facts(summary, out.root, reported=reported))
+            )

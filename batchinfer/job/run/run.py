@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from batchinfer.console.format import printable
-from batchinfer.console.progress import make_progress, say
+from batchinfer.console.progress import make_progress, print_line
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.fingerprint import fingerprint, fingerprint_facts, model_facts
 from batchinfer.job.input.dataset import Source, open_source
@@ -40,7 +40,7 @@ from batchinfer.job.run.reporter import Report, RunReporter, too_many_errors
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import kernels_of, runs_of
 from batchinfer.job.stats.summary import write_summary
-from batchinfer.process import put_off, stop_signals
+from batchinfer.process import gc_paused, stop_signals
 
 _AGAIN = "run the same command again: the part is then made again"
 
@@ -115,7 +115,7 @@ def _run(
     missing = sum(map(job.source.count, left.missing))
     loaded = None
     if missing:
-        with put_off():
+        with gc_paused():
             loaded = load(job, _like_before(build or _default_builder(), job.out, work))
     clear_output(job.out, work)
     with stop_signals() as stop:
@@ -205,7 +205,7 @@ def _finish(job: Job, reporter: RunReporter) -> ExitCode:
     job.source.check_unchanged()
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
     if rows["error"] > limit * rows["total"]:
-        say(too_many_errors(rows, limit, job.out.root), to_stderr=True)
+        print_line(too_many_errors(rows, limit, job.out.root), to_stderr=True)
         return ExitCode.TOO_MANY_ROW_ERRORS
     job.out.write(job.out.success, b"")
     return ExitCode.OK

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path, PurePath
 
 from batchinfer.config import PromptConfig
-from batchinfer.console.format import listed, printable, shown
+from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.document import JobDocument, dotted
 from batchinfer.job.spec.spec import JobSpec, output_columns
@@ -177,7 +177,7 @@ def _check_output_names(spec: JobSpec, document: JobDocument) -> None:
     generated = output_columns(spec.output.include, spec.task)
     for name, new_name in rename.items():
         if new_name in generated:
-            problem = f": {shown(new_name)} is the name of an output column; choose another"
+            problem = f": {format_value(new_name)} is the name of an output column; choose another"
             raise document.error((*key, name), problem)
     if spec.input.keep_columns == "*":
         return
@@ -186,10 +186,10 @@ def _check_output_names(spec: JobSpec, document: JobDocument) -> None:
         if name not in kept:
             raise document.error((*key, name), f": the column is not kept; kept: {listed(kept)}")
         if new_name in kept and new_name not in rename:
-            problem = f": {shown(new_name)} is a kept input column too; choose another name"
+            problem = f": {format_value(new_name)} is a kept input column too; choose another name"
             raise document.error((*key, name), problem)
     for name in kept:
         if name in generated and name not in rename:
-            problem = f": {shown(name)} is also the name of an output column; "
+            problem = f": {format_value(name)} is also the name of an output column; "
             remedy = f"set output.rename: {{{printable(name)}: input_{printable(name)}}}"
             raise document.error(("input", "keep_columns"), problem + remedy)

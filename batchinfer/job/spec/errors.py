@@ -19,7 +19,7 @@ from batchinfer.config import (
     ScoreConfig,
     field_names,
 )
-from batchinfer.console.format import listed, printable, shown
+from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import NotYetError, UsageError
 from batchinfer.job.spec.document import JobDocument, dotted
 from batchinfer.job.spec.spec import (
@@ -120,7 +120,7 @@ def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument
     if is_unknown_key(found[0]):
         return _Problem(origin, f"unknown key {key}{_suggestion(path)}")
     expected = " or ".join(dict.fromkeys(_expectations(found)))
-    value = shown(document.get(path))
+    value = format_value(document.get(path))
     return _Problem(origin, f"{key} is {value}; it must be {expected}")
 
 

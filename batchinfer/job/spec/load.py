@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from batchinfer.config import SCORING, PromptConfig
-from batchinfer.console.format import listed, printable, shown
+from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.checks import check_conflicts
 from batchinfer.job.spec.document import JobDocument
@@ -93,7 +93,7 @@ def check_token_keys(biases: object) -> None:
     for key in biases if isinstance(biases, Mapping) else ():
         if not _PLAIN.fullmatch(key):
             raise ValueError(
-                f"logit_bias has the key {shown(key)}; its keys are token ids, "
+                f"logit_bias has the key {format_value(key)}; its keys are token ids, "
                 "written as plain whole numbers like 5"
             )
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.console.format import duration
-from batchinfer.console.table import Fact, plain
+from batchinfer.console.table import SummaryLine, plain
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
@@ -54,25 +54,27 @@ class Status:
         """For ``--json``."""
         return asdict(self)
 
-    def facts(self) -> Iterator[Fact]:
+    def facts(self) -> Iterator[SummaryLine]:
         """For people."""
         share = self.rows_done / self.rows_total if self.rows_total else 1.0
         tones = {"finished": "good", "finished_with_errors": "bad", "stopped": "bad"}
-        yield Fact("state", self.state.replace("_", " "), tone=tones.get(self.state, ""))
-        yield Fact(
+        yield SummaryLine("state", self.state.replace("_", " "), tone=tones.get(self.state, ""))
+        yield SummaryLine(
             "rows",
             f"{self.rows_done:,} of {self.rows_total:,} ({share:.0%})",
             f", {self.rows_error:,} failed",
             share=share,
         )
-        yield Fact("parts", f"{self.parts_done:,} of {self.parts_total:,}")
+        yield SummaryLine("parts", f"{self.parts_done:,} of {self.parts_total:,}")
         if self.rows_per_s is not None:
             latest = f" in the latest of {self.runs:,} runs" if self.runs > 1 else ""
-            yield Fact("speed", f"{self.rows_per_s:,.1f} rows/s", latest)
+            yield SummaryLine("speed", f"{self.rows_per_s:,.1f} rows/s", latest)
         if self.eta_s is not None:
-            yield Fact("left", f"about {duration(self.eta_s)}")
+            yield SummaryLine("left", f"about {duration(self.eta_s)}")
         if self.pool_use is not None:
-            yield Fact("pool", f"{self.pool_use:.0%}", " of the blocks used", share=self.pool_use)
+            yield SummaryLine(
+                "pool", f"{self.pool_use:.0%}", " of the blocks used", share=self.pool_use
+            )
 
     def lines(self) -> Iterator[str]:
         """For people, without a terminal."""
