@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.prefix_index import common_tokens, token_key
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.scheduler.preemption import Preemption
 from batchinfer.engine.stats import StepStats
@@ -289,6 +291,26 @@ def test_known_future_use_beats_least_recently_used(
         assert computed[True] == once + asked + 5 * 24, "each document is computed once"
     else:
         assert computed[True] < 0.85 * computed[False]
+
+
+def in_prefix_order(prompts: list[list[int]]) -> list[Request]:
+    """The prompts sorted, each told what the next begins with as well."""
+    prompts = sorted(prompts)
+    common = [common_tokens(*map(token_key, pair)) for pair in pairwise(prompts)] + [0]
+    return [
+        replace(make_request(row, prompt, max_tokens=2, ignore_eos=True), reused_prefix_len=shared)
+        for row, (prompt, shared) in enumerate(zip(prompts, common, strict=True))
+    ]
+
+
+def test_short_rows_that_differ_leave_nothing_on_the_host(make_engine: MakeEngine) -> None:
+    """Neighbours have a token or two in common, which is not worth a block's way there."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, 9, rng.integers(4, 12)).tolist() for _ in range(300)]
+    engine, _ = make_engine(24, max_num_seqs=4, host_blocks=500, preemption="auto", block_size=8)
+    _, steps = run_all(engine, in_prefix_order(prompts))
+    assert sum(step.cached_tokens for step in steps) > 0
+    assert sum(step.swapped_out_blocks for step in steps) == 0
 
 
 def test_retired_prefixes_return_from_the_host(make_engine: MakeEngine) -> None:

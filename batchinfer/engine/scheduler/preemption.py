@@ -130,7 +130,9 @@ class ReuseHints:
         The row that arrived last of those that used a block says so.
         """
         state, size = sequence.state, self._pool.block_size
-        shared = -(-state.request.reused_prefix_len // size)
+        # Whole blocks: any of several may serve part of one, and the others would be kept for
+        # nobody.
+        shared = state.request.reused_prefix_len // size
         prompt_blocks = -(-state.request.num_prompt_tokens // size)
         for at, block in enumerate(sequence.blocks[:prompt_blocks]):
             self._note(block, state.arrival, used_later=at < shared)

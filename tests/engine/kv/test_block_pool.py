@@ -411,7 +411,7 @@ def test_the_row_that_arrived_last_says_whether_a_block_is_used_later() -> None:
     pool, reuse_hints = small_pool(4, 0)
     table = [pool.allocate(), pool.allocate()]
     verdicts = []
-    for arrival, reused_prefix_len in ((1, 5), (3, 4), (2, 8)):
+    for arrival, reused_prefix_len in ((1, 8), (3, 7), (2, 8)):
         request = replace(
             make_request(0, [1] * 8, max_tokens=1), reused_prefix_len=reused_prefix_len
         )
