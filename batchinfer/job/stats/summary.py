@@ -54,7 +54,9 @@ def write_summary(
     step_tables = _tables(out, _named(out, out.steps, ".parquet"), STEPS_SCHEMA, warn)
     _merge(out, _with_unsampled(out, step_tables), steps, STEPS_SCHEMA)
     request_files = map(out.request_stats, manifest.parts())
-    _merge(out, _tables(out, request_files, REQUESTS_SCHEMA, warn), requests, REQUESTS_SCHEMA)
+    sums = dict.fromkeys(REQUESTS_SCHEMA.names, 0)
+    request_tables = _summed(_tables(out, request_files, REQUESTS_SCHEMA, warn), sums)
+    _merge(out, request_tables, requests, REQUESTS_SCHEMA)
     columns, run_ids = _step_columns(out, steps)
     runs = _runs(out, set(run_ids), warn)
     latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
@@ -65,7 +67,6 @@ def write_summary(
     block_size = np.array([block_sizes.get(run_id, 0) for run_id in run_ids], dtype=np.float64)
     engine_s = sum(run.engine_s for run in runs)
     rows = _rows(records)
-    sums = _column_sums(out, requests)
     measured = compute_metrics(
         {name: values[known] for name, values in columns.items() if name in STEP_COLUMNS},
         block_size[known],
@@ -206,11 +207,12 @@ def _merge(out: OutputDir, tables: Iterable[pa.Table], final: PurePath, schema: 
     publish(out.files, staged, final)
 
 
-def _column_sums(out: OutputDir, path: PurePath) -> dict[str, int]:
-    table = out.read_table(path)
-    return {
-        name: pc.sum(table[name]).as_py() or 0 for name in table.schema.names if name != "row_id"
-    }
+def _summed(tables: Iterable[pa.Table], sums: dict[str, int]) -> Iterator[pa.Table]:
+    """Add the tables' columns to ``sums`` on their way: a million rows are never in memory."""
+    for table in tables:
+        for name in sums:
+            sums[name] += pc.sum(table[name]).as_py() or 0
+        yield table
 
 
 def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
