@@ -58,7 +58,7 @@ class Masked(LogitsProcessor):  # type: ignore[misc]
 
 PATTERNS = [
     r"(yes|no|perhaps), because [a-z ]{5,20}\.",
-    r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}",
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}",
     r"[A-Z]+( [A-Z]+)*",
 ]
 

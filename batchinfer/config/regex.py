@@ -1,13 +1,33 @@
-"""Regular expressions, matched in a time that grows with the text's length alone.
+r"""Regular expressions: matched in linear time, and spelt so that all dialects agree.
 
 What matches is the same on every machine: nothing is given up for taking long. Arrow has RE2, which
 never goes back in a text, limits how large a compiled pattern may be, and needs no threads. It is
 imported when it is needed only.
+
+What texts are made by has ``\d``, ``\s`` and ``\w`` as ASCII. llguidance takes any Unicode digit
+for ``\d``. ECMAScript, whose expressions JSON Schema has, and RE2 take ASCII's. Of blanks they take
+different ones: a text made for ``\s`` has one that both take, and one made for ``\S`` none that
+either takes, so that it passes whoever checks it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 _SYNTAX = "write it in the syntax of RE2, which has no look-around and no back-references"
+
+_BLANKS = r"\t\n\f\r "
+"""RE2's ``\\s``."""
+_ANY_BLANKS = rf"{_BLANKS}\v\u{{A0}}\u{{1680}}\u{{2000}}-\u{{200A}}\u{{2028}}\u{{2029}}" + (
+    r"\u{202F}\u{205F}\u{3000}\u{FEFF}"
+)
+"""ECMAScript's, https://tc39.es/ecma262/#prod-WhiteSpace and LineTerminator."""
+_NAMED = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+_MADE = _NAMED | {"s": f"[{_BLANKS}]", "S": f"[^{_ANY_BLANKS}]"}
+_KEPT_OUT = _NAMED | {"s": f"[{_ANY_BLANKS}]", "S": f"[^{_BLANKS}]"}
+"""Within ``[^...]``."""
+_DATA = frozenset({"const", "enum", "default", "examples"})
+"""Keys of a schema below which ``pattern`` is a value's own."""
 
 
 def has_match(pattern: str, text: str) -> bool:
@@ -27,3 +47,50 @@ def has_match(pattern: str, text: str) -> bool:
         raise ValueError(f"{reason}; {_SYNTAX}") from None
     except UnicodeEncodeError:
         raise ValueError("it holds half of a surrogate pair") from None
+
+
+def with_ascii_classes(pattern: str) -> str:
+    """A pattern in the syntax of Rust's ``regex`` whose classes are spelt out."""
+    out: list[str] = []
+    inside: list[bool] = []
+    """Of each bracket that is open, whether what stands in it is made, not kept out."""
+    at = 0
+    while at < len(pattern):
+        taken = pattern[at]
+        if taken == "\\":
+            taken = pattern[at : at + 2]
+            classes = _MADE if not inside or inside[-1] else _KEPT_OUT
+            out.append(classes.get(taken[1:], taken))
+        elif taken == "[":
+            negated = pattern.startswith("^", at + 1)
+            taken = "[^" if negated else "["
+            inside.append((not inside or inside[-1]) != negated)
+            if pattern.startswith("]", at + len(taken)):  # the first one is a character
+                taken += "]"
+            out.append(taken)
+        else:
+            if taken == "]" and inside:
+                inside.pop()
+            out.append(taken)
+        at += len(taken)
+    return "".join(out)
+
+
+def with_ascii_patterns(schema: Any) -> Any:
+    """A JSON schema whose patterns' classes are spelt out."""
+    if isinstance(schema, list):
+        return [with_ascii_patterns(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str):
+            changed[key] = with_ascii_classes(value)
+        elif key == "patternProperties" and isinstance(value, dict):
+            changed[key] = {
+                with_ascii_classes(name): with_ascii_patterns(of_name)
+                for name, of_name in value.items()
+            }
+        else:
+            changed[key] = value if key in _DATA else with_ascii_patterns(value)
+    return changed

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.config.regex import with_ascii_classes, with_ascii_patterns
 from batchinfer.cpus import available_cpus
 from batchinfer.protocols import GrammarState
 
@@ -215,11 +216,14 @@ def _source(structured_outputs: Mapping[str, Any]) -> str:
         if not options.get("disable_any_whitespace"):
             overrides = {"whitespace_pattern": options.get("whitespace_pattern", _WHITESPACE)}
         try:
-            return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+            ascii_schema = json.dumps(with_ascii_patterns(json.loads(schema)), ensure_ascii=False)
+            return LLMatcher.grammar_from_json_schema(ascii_schema, overrides=overrides)
         except ValueError as error:
             raise GrammarError(_line(str(error))) from None
+        except RecursionError:
+            raise GrammarError("the schema is nested too deeply") from None
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(value)
+        return LLMatcher.grammar_from_regex(with_ascii_classes(value))
     if kind == "choice":
         # in a terminal: as alternatives of a rule each takes a place in the parser's rows, which
         # are limited to 2,000, so that long lists fail, some in the midst of a text

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jsonschema
+import jsonschema_rs
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.config import SamplingParams
+from batchinfer.config.regex import has_match, with_ascii_patterns
 from batchinfer.text.grammar import (
     CompiledGrammar,
     GrammarCompiler,
@@ -106,6 +108,37 @@ def test_choices_are_taken_literally(choices: list[str]) -> None:
     for text in choices:
         assert accepts(grammar, byte_tokenizer(), 0, text)
     assert text_of(grammar, byte_tokenizer(), 0, len(choices)) in choices
+
+
+PATTERNS = [r"\d{3}", r"[\d\s]{4}", r"\s\S", r"\w\W", r"[^\s]{2}", r"[^\S]", r"[^\D]", r"[]\d]x\\d"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_what_is_made_for_a_pattern_passes_whoever_checks_it(pattern: str) -> None:
+    """RE2, which ``accept.regex`` is matched by, and ECMAScript, whose a schema's patterns are."""
+    whole = f"^(?:{pattern})$"
+    schema = {"type": "string", "pattern": whole}
+    ecma = jsonschema_rs.validator_for(schema)
+    of_text, of_json = BYTES.compile(asked(regex=pattern)), BYTES.compile(asked(json=schema))
+    for seed in range(60):
+        text = text_of(of_text, byte_tokenizer(), 0, seed)
+        assert text is not None
+        assert has_match(f"(?s){whole}", text)
+        assert ecma.is_valid(text)
+        value = text_of(of_json, byte_tokenizer(), 0, seed)
+        assert value is not None
+        assert has_match(f"(?s){whole}", json.loads(value))
+        assert ecma.is_valid(json.loads(value))
+
+
+def test_classes_are_spelt_out_in_patterns_only() -> None:
+    values = {"const": {"pattern": r"\d"}, "enum": [{"pattern": r"\s"}]}
+    schema = {
+        "properties": {"pattern": {"patternProperties": {r"^\d": {"pattern": "a"}}}},
+        **values,
+    }
+    spelt = {"properties": {"pattern": {"patternProperties": {"^[0-9]": {"pattern": "a"}}}}}
+    assert with_ascii_patterns(schema) == spelt | values
 
 
 def test_a_lark_grammar_may_recur() -> None:
