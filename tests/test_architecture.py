@@ -9,8 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from batchinfer.job.rows.tasks import TASKS
+from batchinfer.job.spec.tasks import TASK_SPECS, TaskName
 
 PACKAGE = Path(__file__).parent.parent / "batchinfer"
 MOST_MODULES = 15
@@ -82,6 +86,11 @@ ROOMS = [
         "text",
         "Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files.",
         ("config", "cpus", "errors", "protocols"),
+    ),
+    Room(
+        "requests",
+        "prompts to requests, and what came of them to text",
+        ("config", "errors", "engine", "text"),
     ),
     Room("worker.oom", "steps that failed for want of memory", ("engine.runner",)),
     Room("worker.transfer", "arrays to the device and back"),
@@ -162,7 +171,7 @@ ROOMS = [
     Room(
         "job.rows",
         "A row to a request, a completion to a row of the output, and the order rows run in.",
-        ("config", "errors", "console", "engine", "text", "job"),
+        ("config", "errors", "console", "engine", "text", "requests", "job"),
     ),
     Room(
         "job.output",
@@ -172,9 +181,13 @@ ROOMS = [
     Room(
         "job.openai",
         "OpenAI's batch files: requests in, responses and errors out.",
+        ("config", "errors", "console", "text", "requests", "build", "job"),
+    ),
+    Room(
+        "job.job",
+        "a job and its loaded model",
         ("config", "errors", "console", "text", "build", "job"),
     ),
-    Room("job.job", "a job and its loaded model", ("config", "errors", "text", "build", "job")),
     Room(
         "job.stats",
         "What a run records of itself, and the numbers of a job.",
@@ -183,7 +196,7 @@ ROOMS = [
     Room(
         "job.plan",
         "``batchinfer plan``: a job simulated before it runs.",
-        ("config", "errors", "console", "engine", "text", "build_dry", "job"),
+        ("config", "errors", "console", "engine", "text", "requests", "build_dry", "job"),
     ),
     Room(
         "job.init",
@@ -193,7 +206,7 @@ ROOMS = [
     Room(
         "job.run",
         "``batchinfer run``: four threads, the engine's loop, and what is said of it.",
-        ("errors", "process", "console", "engine", "text", "build", "job"),
+        ("errors", "process", "console", "engine", "requests", "build", "job"),
     ),
     Room(
         "report",
@@ -203,7 +216,7 @@ ROOMS = [
     Room(
         "llm",
         "The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.",
-        ("config", "errors", "process", "console", "engine", "text", "build", "job", "report"),
+        ("config", "errors", "process", "console", "engine", "text", "requests", "build", "report"),
     ),
     Room("__init__", "the names of the Python API", ("openmp", "config", "llm")),
     Room("bench_options", "options of a benchmark", ("errors",)),
@@ -353,6 +366,20 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
         for name, path in MODULES.items()
     }
     list(TopologicalSorter(graph).static_order())  # CycleError names the circle
+
+
+def test_tasks_are_told_apart_in_their_lists_alone() -> None:
+    """Whoever needs to know what a task does asks its ``TaskSpec`` or its ``Task``."""
+    assert get_args(TaskName) == tuple(TASK_SPECS) == tuple(TASKS)
+    tests = [
+        f"{path}:{node.lineno}"
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        for operand in (node.left, *node.comparators)
+        if isinstance(operand, ast.Constant) and operand.value in TASK_SPECS
+    ]
+    assert tests == []
 
 
 def test_the_top_level_kernels_are_not_a_package() -> None:

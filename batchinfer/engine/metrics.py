@@ -29,6 +29,8 @@ STEP_COLUMNS = (
     "cow_copies",
 )
 """Columns of ``steps`` that measures are made of."""
+KV_FACTS = ("block_size", "num_blocks", "bytes_per_block")
+"""Sizes of the pool, which stand beside its measures."""
 
 
 def compute_metrics(

@@ -57,7 +57,9 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     """
     everything = resolved(spec)
     facts: dict[str, Any] = {"batchinfer_major_version": MAJOR_VERSION}
-    for section, keys in _KEYS.items():
+    # A task that came later adds its section to its own jobs: others stay what they were.
+    own = {spec.task_spec.section: None} if spec.task_spec.section else {}
+    for section, keys in {**_KEYS, **own}.items():
         value = everything[section]
         facts[section] = value if keys is None else {key: value[key] for key in keys}
     if spec.prompt.chat_template not in ("auto", "none"):

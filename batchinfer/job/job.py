@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchinfer.config import PromptConfig
+from batchinfer.console.format import printable
 from batchinfer.errors import UsageError
+from batchinfer.job.fingerprint import digest, fingerprint_facts, model_facts
 from batchinfer.job.input.arrow_text import is_conversation
-from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.schema import OutputTable
+from batchinfer.job.output.schema import OutputTable, output_table
+from batchinfer.job.rows.column_checks import check_prompt_columns
 from batchinfer.job.rows.reader import ColumnReader, Prompts, RowAdapters, RowReader
 from batchinfer.job.rows.sampling_params import RowParams
-from batchinfer.job.rows.task import Task, make_task
-from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.rows.task import LoadedTask
+from batchinfer.job.rows.tasks import TASKS
+from batchinfer.job.spec.spec import JobSpec, ModelSpec
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import PromptBuilder
-from batchinfer.text.scoring_prompts import ScoringBuilder
 
 if TYPE_CHECKING:
     from batchinfer.build import EngineContext
@@ -44,13 +47,57 @@ class Job:
     """Where all lines of OpenAI's output and error files go as well, in input order."""
 
 
+def open_job(
+    spec: JobSpec,
+    out: OutputDir,
+    facts_of: Callable[[ModelSpec], Mapping[str, Any]] = model_facts,
+) -> Job:
+    """Check data, columns and model files against the job, without changing anything.
+
+    Args:
+        spec: the job.
+        out: its output directory.
+        facts_of: what tells its model from others.
+
+    Raises:
+        JobError: the job cannot be run.
+    """
+    source = open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
+    _refuse_own_output(source, out)
+    check_prompt_columns(spec.prompt, source)
+    TASKS[spec.task].check_columns(spec, source)
+    table = output_table(source, spec)
+    facts = fingerprint_facts(spec, facts_of(spec.model))
+    manifest = Manifest(
+        fingerprint=digest(facts),
+        job=facts,
+        input_paths=spec.input.paths,
+        inputs=source.files,
+        num_rows=source.num_rows,
+        rows_per_part=spec.output.rows_per_part,
+        planned_at=datetime.now().isoformat(timespec="seconds"),
+        bounds=source.bounds(spec.output.rows_per_part),
+    )
+    return Job(spec, source, table, manifest, out)
+
+
+def _refuse_own_output(source: Source, out: OutputDir) -> None:
+    """Wherever links lead: starting over must not delete what is read."""
+    for file in source.files:
+        if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
+            raise UsageError(
+                f"output.path: {printable(file.path)} is both input and output of this job",
+                hint="give the output a folder of its own",
+            )
+
+
 @dataclass(frozen=True)
 class LoadedJob:
     """A model that is ready to run a job."""
 
     built: EngineContext
     reader: RowReader
-    task: Task
+    task: LoadedTask
     log: Sequence[str]
     """Where the device's memory goes, line by line."""
     seconds: float
@@ -74,7 +121,7 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
     built = build(job.spec.model, job.spec.engine, log=log.append)
     grammars = GrammarCompiler(built.tokenizer, built.eos_token_ids, built.vocab_size)
     reader = _row_reader(job, built, grammars)
-    task = make_task(job.spec, built, grammars)
+    task = TASKS[job.spec.task].load(job.spec, built, grammars)
     return LoadedJob(built, reader, task, log, time.perf_counter() - began)
 
 
@@ -92,15 +139,12 @@ def _row_reader(job: Job, built: EngineContext, grammars: GrammarCompiler) -> Ro
             spec.model.served_names,
             built.adapters,
         )
-    scores = spec.task == "score"
-    make: Callable[..., Prompts] = PromptBuilder
-    if scores:
-        column = None if spec.score is None else spec.score.completions_column
-        make = partial(ScoringBuilder, completions_column=column)
+    make = TASKS[spec.task].prompt_builder(spec)
     conversations = [field.name for field in schema if is_conversation(field.type)]
     builder = _prompt_builder(job, built, make, spec.prompt, schema.names, conversations)
     adapters = RowAdapters(spec.prompt.adapter_column, built.adapters)
-    return ColumnReader(builder, None if scores else make_params(), adapters, schema.names)
+    params = make_params() if spec.task_spec.sampling is None else None
+    return ColumnReader(builder, params, adapters, schema.names)
 
 
 def _prompt_builder(

@@ -11,9 +11,8 @@ from typing import Any
 
 from batchinfer.build import EngineContext
 from batchinfer.console.progress import Meter
-from batchinfer.engine.metrics import MetricsCollector
+from batchinfer.engine.metrics import KV_FACTS, MetricsCollector
 from batchinfer.engine.request import Completion, Request
-from batchinfer.job.stats.recorder import KV_FACTS
 from batchinfer.llm.outputs import Stats
 from batchinfer.report.from_calls import CallLog
 from batchinfer.report.report_data import Findings

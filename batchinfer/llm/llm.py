@@ -18,8 +18,6 @@ from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.console.progress import Meter
 from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
-from batchinfer.job.rows.generate import RequestMaker
-from batchinfer.job.rows.sampling_params import RowSampling
 from batchinfer.llm.arguments import ModelArguments, engine_config, refuse_others
 from batchinfer.llm.calls import Calls, OneCall
 from batchinfer.llm.outputs import BeamSearchParams, RequestOutput, Stats, finished, refused
@@ -34,6 +32,7 @@ from batchinfer.llm.prompts import (
 from batchinfer.process import gc_frozen
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.write import check_installed
+from batchinfer.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.text.grammar import GrammarCompiler, GrammarError
 from batchinfer.text.prompts import Prompt, PromptBuilder
 
@@ -261,7 +260,8 @@ class LLM:
             else:
                 own_seed = one.seed is not None
                 sampling = RowSampling(one if own_seed else replace(one, seed=fresh_seed), own_seed)
-                requests.append(self._request(at, prompt, sampling, numbers[at]))
+                row = PromptRow(at, prompt, sampling, adapter=numbers[at])
+                requests.append(self._request(row))
         meter = Meter(len(prompts))
         with (
             tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar,
@@ -280,11 +280,11 @@ class LLM:
         self._num_requests += len(prompts)
         return [outputs[at] for at in range(len(prompts))]
 
-    def _request(self, at: int, prompt: Prompt, sampling: RowSampling, adapter: int) -> Request:
+    def _request(self, row: PromptRow) -> Request:
         try:
-            return self._requests.make(at, prompt, sampling, adapter=adapter)
+            return self._requests.make(row)
         except GrammarError as error:
-            raise ValueError(f"prompt {at}: structured_outputs: {error}") from None
+            raise ValueError(f"prompt {row.row_id}: structured_outputs: {error}") from None
 
     def _request_id(self, at: int) -> str:
         return str(self._num_requests + at)

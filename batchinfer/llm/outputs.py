@@ -8,7 +8,7 @@ from html import escape
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
-from batchinfer.job.rows.generate import prompt_tokens, sample_text
+from batchinfer.requests import prompt_logprobs, sample_text
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import Tokenizer
 
@@ -122,7 +122,7 @@ def _sample(sample: SampleOutput, params: SamplingParams, tokenizer: Tokenizer) 
 def _prompt_logprobs(
     completion: Completion, tokenizer: Tokenizer
 ) -> list[dict[int, Logprob] | None] | None:
-    tokens = prompt_tokens(completion)
+    tokens = prompt_logprobs(completion)
     return None if tokens is None else [None, *(_logprobs(token, tokenizer) for token in tokens)]
 
 

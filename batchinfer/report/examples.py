@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.row_ids import Part
-from batchinfer.job.spec.spec import output_columns
+from batchinfer.job.rows.task import Task
 from batchinfer.report.report_data import Example, Failure
 from batchinfer.report.stored_stats import UNREADABLE, FinishedRows, batches
 
@@ -23,27 +23,26 @@ MOST_ROWS, MOST_COLUMNS = 4, 4
 MOST_CODES, OF_EACH_CODE = 12, 3
 MOST_CHARACTERS = 2000
 """Of a value that is handed on; a page shows less."""
-_GENERATED = {
-    task: frozenset(output_columns(("prompt_logprobs",), task)) for task in ("generate", "score")
-}
-"""Columns that are not shown as what a row is about; a prompt is, kept or generated."""
-
-_READ = {
-    "generate": ["generated_text", "outputs.list.element.finish_reason", "num_output_tokens"],
-    "score": ["score.list.element.sum_logprob", "perplexity"],
-}
 
 
-def find_examples(out: OutputDir, records: Sequence[tuple[Part, PartRecord]]) -> list[Example]:
-    """Rows from the beginning of a few finished parts, spread over the job."""
-    if not records:
+def find_examples(
+    out: OutputDir, records: Sequence[tuple[Part, PartRecord]], task: Task | None
+) -> list[Example]:
+    """Rows from the beginning of a few finished parts, spread over the job.
+
+    Args:
+        out: the output directory.
+        records: its finished parts.
+        task: the job's; None: one that this version does not know.
+    """
+    if not records or task is None:
         return []
     count = min(MOST_ROWS, len(records))
     chosen = [records[at * len(records) // count][0] for at in range(count)]
     of_each = MOST_ROWS // count
     found: list[Example] = []
     for part in chosen:
-        found += _first_rows(out, out.part_file(part), of_each)
+        found += _first_rows(out, out.part_file(part), task, of_each)
     return found[:MOST_ROWS]
 
 
@@ -88,16 +87,15 @@ def _errors(out: OutputDir, path: PurePath, but: FinishedRows) -> Iterator[tuple
             yield row_id, _text(code), _text(message)
 
 
-def _first_rows(out: OutputDir, path: PurePath, count: int) -> list[Example]:
+def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[Example]:
     try:
         with out.files.open(path) as file:
             schema = pq.read_schema(file)
     except UNREADABLE:
         return []
-    # By its place: an input column may have the name as well.
-    task = "score" if schema.names[-5:-4] == ["perplexity"] else "generate"
-    inputs = _columns_to_show(schema, _GENERATED[task])
-    wanted = [*inputs, "row_id", *_READ[task], "num_prompt_tokens", "error"]
+    # A prompt is what a row is about, be it kept or generated.
+    inputs = _columns_to_show(schema, task.spec.columns(("prompt_logprobs",)))
+    wanted = [*inputs, "row_id", *task.summarised, "num_prompt_tokens", "error"]
     rows: list[Example] = []
     for batch in batches(out, path, wanted, count):
         with suppress(*UNREADABLE):
@@ -114,39 +112,18 @@ def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]
     return [field.name for field in schema if field.name in shown]
 
 
-def _example(row: pa.RecordBatch, inputs: Sequence[str], task: str) -> Example:
+def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task) -> Example:
     error = row.column("error")[0]
-    answer, facts = _scores(row) if task == "score" else _answer(row)
+    columns = set(row.schema.names).difference(inputs)
+    values = {name: _cut(row.column(name))[0].as_py() for name in columns}
+    answer, facts = task.summarise(values)
     return Example(
         row_id=row.column("row_id")[0].as_py(),
         inputs=[(name, _text(_cut(row.column(name))[0])) for name in inputs],
-        answer=answer,
+        answer=answer and answer[:MOST_CHARACTERS],
         facts=facts,
         error=(_text(error["code"]), _text(error["message"])) if error.is_valid else None,
     )
-
-
-def _scores(row: pa.RecordBatch) -> tuple[str | None, str]:
-    """What a score job wrote, and in how many tokens."""
-    scores, perplexity = (row.column(name)[0].as_py() for name in ("score", "perplexity"))
-    facts = f"{row.column('num_prompt_tokens')[0].as_py() or 0:,} tokens in"
-    if scores is None:
-        return None, facts
-    found = ", ".join(f"{at}: {one['sum_logprob']:.3f}" for at, one in enumerate(scores))
-    return f"log-likelihood {found}"[:MOST_CHARACTERS], f"{facts}; perplexity {perplexity:.4g}"
-
-
-def _answer(row: pa.RecordBatch) -> tuple[str | None, str]:
-    """What was generated, and in how many tokens."""
-    reasons = [item["finish_reason"] for item in row.column("outputs")[0].as_py() or ()]
-    ends = ", ".join(
-        f"{reason} x{n}" if n > 1 else reason for reason, n in Counter(reasons).items()
-    )
-    prompt, output = (row.column(f"num_{kind}_tokens")[0].as_py() for kind in ("prompt", "output"))
-    facts = f"{prompt or 0:,} tokens in, {output or 0:,} out"
-    answer = row.column("generated_text")[0]
-    text = _text(_cut(row.column("generated_text"))[0]) if answer.is_valid else None
-    return text, f"{facts}; {ends}" if ends else facts
 
 
 def _cut(values: pa.Array) -> pa.Array:

@@ -13,6 +13,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import Part
+from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.stats.recorder import Run, package_versions, runs_of
 from batchinfer.job.stats.status import Status, read_status
 from batchinfer.report.examples import find_examples, find_failures
@@ -65,7 +66,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
         unit=_unit(job),
         out_of_memory=sum(run.out_of_memory for run in runs),
         failures=find_failures(out, records, segments, done),
-        examples=find_examples(out, records),
+        examples=find_examples(out, records, TASKS.get(plan.job.get("task", "generate"))),
         runs=[_facts(run) for run in runs],
         job=_sections(job, plan),
         versions=package_versions(),

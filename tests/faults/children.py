@@ -18,7 +18,7 @@ from pathlib import Path
 from batchinfer.errors import JobError
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.part_writer import PartWriter
-from batchinfer.job.rows.generate import FinishedRow
+from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE

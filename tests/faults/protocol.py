@@ -21,7 +21,7 @@ from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.resume import plan_resume, prepare_directory, recover_rows
 from batchinfer.job.output.retry import reopen
 from batchinfer.job.output.schema import ERROR, OutputTable
-from batchinfer.job.rows.generate import FinishedRow
+from batchinfer.job.rows.finished_row import FinishedRow
 from tests.faults.lossy_files import LossyFiles
 from tests.faults.violation import ViolationError
 

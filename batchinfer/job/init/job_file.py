@@ -15,7 +15,7 @@ from batchinfer.errors import StorageError, UsageError
 from batchinfer.job.init.guess_columns import Guess, guess_columns
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.spec.json_schema import json_schema
-from batchinfer.job.spec.spec import output_columns
+from batchinfer.job.spec.tasks import GENERATE
 from batchinfer.job.storage.urls import is_url
 
 SCHEMA_FILE = "job.schema.json"
@@ -170,9 +170,9 @@ def _from_job(asked: Starter, path: str) -> str:
 
 def _renamed(source: Source) -> dict[str, str]:
     """New names for input columns that are named like output columns."""
-    taken = {*source.schema.names, *output_columns(())}
+    taken = {*source.schema.names, *GENERATE.columns(())}
     renamed: dict[str, str] = {}
-    for name in output_columns(()):
+    for name in GENERATE.columns(()):
         if name in source.schema.names:
             new = f"input_{name}"
             while new in taken:

@@ -11,15 +11,16 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.job.input.format import Row
 from batchinfer.job.openai.request import ParsedRequest, parse_request
-from batchinfer.job.rows.reader import BASE, Prompts, Read, ready
+from batchinfer.job.rows.reader import Prompts, prompt_row
 from batchinfer.job.rows.sampling_params import RowParams
+from batchinfer.requests import BASE_MODEL, PromptRow
 from batchinfer.text.prompts import Prompt
 
 MakeBuilder = Callable[[PromptConfig, Sequence[str]], Prompts]
 
 
 class OpenAIReader:
-    """See ``batchinfer.job.rows.reader.RowReader``.
+    """Prompts and parameters of OpenAI's requests (see ``RowReader``).
 
     Conversations go through the chat template. The text of a completion is raw: it has no template,
     and control tokens in it are control tokens.
@@ -53,18 +54,18 @@ class OpenAIReader:
         self._served_names = served_names
         self._adapters = adapters
 
-    def read(self, rows: Sequence[Row]) -> list[Read]:
-        """See ``RowReader``."""
+    def read(self, row_ids: Sequence[int], rows: Sequence[Row]) -> list[PromptRow]:
+        """The requests with their prompts, in order."""
         requests = [self._request(row) for row in rows]
-        made = {
+        prompts = {
             source: iter(builder.build(_values(source, requests)))
             for source, builder in self._builders.items()
         }
         return [
-            request
+            PromptRow(row_id, request)
             if isinstance(request, RowError)
-            else self._ready(next(made[request.source]), request)
-            for request in requests
+            else self._prompt_row(row_id, next(prompts[request.source]), request)
+            for row_id, request in zip(row_ids, requests, strict=True)
         ]
 
     def _request(self, row: Row) -> ParsedRequest | RowError:
@@ -75,9 +76,11 @@ class OpenAIReader:
         except RowError as error:
             return error
 
-    def _ready(self, prompt: Prompt | RowError, request: ParsedRequest) -> Read:
-        adapter = self._adapters.get(request.model or "", BASE)
-        return ready(prompt, self._params.of(to_json(request.sampling)), adapter)
+    def _prompt_row(
+        self, row_id: int, prompt: Prompt | RowError, request: ParsedRequest
+    ) -> PromptRow:
+        adapter = self._adapters.get(request.model or "", BASE_MODEL)
+        return prompt_row(row_id, prompt, self._params.of(to_json(request.sampling)), adapter)
 
 
 def _values(

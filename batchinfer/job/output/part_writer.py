@@ -20,7 +20,7 @@ from batchinfer.job.output.segments import (
 )
 from batchinfer.job.output.stats_tables import requests_table
 from batchinfer.job.row_ids import Part, RowIds, of_part
-from batchinfer.job.rows.generate import FinishedRow
+from batchinfer.job.rows.finished_row import FinishedRow
 
 FLUSH_ROWS = 4096
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -12,36 +12,20 @@ from batchinfer.errors import UsageError
 from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.output.explode import exploded
+from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.spec.spec import JobSpec
 
-_TOP = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
-_LOGPROB = pa.struct(
-    [
-        ("token_id", pa.int32()),
-        ("logprob", pa.float32()),
-        ("rank", pa.int32()),
-        ("top", pa.list_(_TOP)),
-    ]
-)
-_OUTPUT = [
-    ("index", pa.int32()),
-    ("text", pa.string()),
-    ("finish_reason", pa.string()),
-    ("stop_reason", pa.string()),
-    ("num_tokens", pa.int32()),
-    ("cumulative_logprob", pa.float64()),
-]
-_OPTIONAL_OUTPUT = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(_LOGPROB)}
-_SCORE = [
-    ("index", pa.int32()),
-    ("sum_logprob", pa.float64()),
-    ("num_tokens", pa.int32()),
-    ("greedy_match", pa.bool_()),
-]
-_OPTIONAL_SCORE = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32())}
 RESPONSE_COLUMNS = ("custom_id", "url")
 """Input columns that OpenAI's output files need."""
 ERROR = pa.struct([("code", pa.string()), ("message", pa.string())])
+_OF_ALL_TASKS = {
+    "row_id": pa.int64(),
+    "prompt": pa.string(),
+    "num_prompt_tokens": pa.int32(),
+    "truncated": pa.bool_(),
+    "status": pa.string(),
+    "error": ERROR,
+}
 
 
 @dataclass(frozen=True)
@@ -76,41 +60,13 @@ def output_table(source: Source, spec: JobSpec) -> OutputTable:
             that is not kept.
     """
     kept = _kept_names(source, spec)
-    fields_of = _score_fields if spec.task == "score" else _generated_fields
-    generated = pa.schema(list(fields_of(spec.output.written)))
+    include = spec.output.written
+    types = {**_OF_ALL_TASKS, **TASKS[spec.task].result_types(include)}
+    generated = pa.schema([(name, types[name]) for name in spec.task_spec.columns(include)])
     _check_collisions(kept, set(generated.names))
     fields = [source.schema.field(name) for name in kept]
     kept_schema = pa.schema([pa.field(kept[field.name], field.type) for field in fields])
     return OutputTable(kept, kept_schema, generated, spec.output.explode)
-
-
-def _generated_fields(include: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:
-    output = [*_OUTPUT, *((k, v) for k, v in _OPTIONAL_OUTPUT.items() if k in include)]
-    yield "row_id", pa.int64()
-    if "prompt" in include:
-        yield "prompt", pa.string()
-    yield "generated_text", pa.string()
-    yield "outputs", pa.list_(pa.struct(output))
-    if "prompt_logprobs" in include:
-        yield "prompt_logprobs", pa.list_(_LOGPROB)
-    yield "num_prompt_tokens", pa.int32()
-    yield "num_output_tokens", pa.int32()
-    yield "truncated", pa.bool_()
-    yield "status", pa.string()
-    yield "error", ERROR
-
-
-def _score_fields(include: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:
-    yield "row_id", pa.int64()
-    if "prompt" in include:
-        yield "prompt", pa.string()
-    optional = ((name, kind) for name, kind in _OPTIONAL_SCORE.items() if name in include)
-    yield "score", pa.list_(pa.struct([*_SCORE, *optional]))
-    yield "perplexity", pa.float64()
-    yield "num_prompt_tokens", pa.int32()
-    yield "truncated", pa.bool_()
-    yield "status", pa.string()
-    yield "error", ERROR
 
 
 def _kept_names(source: Source, spec: JobSpec) -> dict[str, str]:

@@ -33,7 +33,7 @@ from batchinfer.job.output.commit import first_line
 from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUEST
 from batchinfer.job.row_ids import NO_ROWS, Part, RowIds
-from batchinfer.job.rows.generate import FinishedRow
+from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.storage.filesystem import Files, read_file, storage_errors
 
 REQUEST_COLUMN = "request"

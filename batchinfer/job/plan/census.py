@@ -15,8 +15,8 @@ from batchinfer.job.input.dataset import Source
 from batchinfer.job.output.schema import OutputTable
 from batchinfer.job.plan.simulation import Lengths
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows.prompt_row import PromptRow
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.requests import PromptRow
 from batchinfer.text.prompts import PromptTooLongError
 
 MAX_ROWS = 2**17
@@ -154,10 +154,10 @@ def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Cens
     if "logprobs" in include:
         per_token += _LOGPROB_BYTES * (1 + (spec.sampling.logprobs or 0))
     generated = census.output_tokens * per_token + census.samples * _BYTES_PER_SAMPLE
-    if spec.task == "score":
+    if census.scored_tokens:
         per_token = _TOKEN_ID_BYTES * ("token_ids" in include)
         per_token += _LOGPROB_BYTES / 2 * ("logprobs" in include)
-        generated = census.scored_tokens * per_token + census.samples * _BYTES_PER_SAMPLE
+        generated += census.scored_tokens * per_token
     generated += census.rows * _BYTES_PER_ROW
     if "prompt_logprobs" in include:
         each = _LOGPROB_BYTES * (1 + (spec.sampling.prompt_logprobs or 0))

@@ -6,8 +6,8 @@ leaves out). Blocks, rows in flight, sharing, waste and preemptions are therefor
 as far as output lengths are known: every sample is taken to run to ``max_tokens``, or to end at
 ``--expect-output-tokens``.
 
-Time is bounded: at most ``plan_rows.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens are
-read, at most ``plan_steps.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens simulated. Sums
+Time is bounded: at most ``census.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens are
+read, at most ``simulation.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens simulated. Sums
 are then scaled to the whole dataset, and ``sampled`` says of how much they are.
 """
 
@@ -15,27 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.console.format import did_you_mean
 from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
-from batchinfer.job.input.dataset import open_source
-from batchinfer.job.job import Job, load
-from batchinfer.job.manifest import Manifest
+from batchinfer.job.job import Job, load, open_job
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.schema import output_table
 from batchinfer.job.plan.census import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
 from batchinfer.job.plan.estimate import Outcome
-from batchinfer.job.plan.simulation import Lengths, ScoreLengths, Simulation
-from batchinfer.job.rows.column_checks import check_completions_column, check_prompt_columns
-from batchinfer.job.rows.prompt_row import PromptRow, prompt_rows
-from batchinfer.job.rows.score import Scoring
+from batchinfer.job.plan.simulation import FixedLengths, Lengths, Simulation
+from batchinfer.job.rows.prompt_row import prompt_rows
+from batchinfer.job.rows.reader import RowReader
+from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.token_store import TokenStore
 from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.requests import PromptRow
 
 if TYPE_CHECKING:
     from batchinfer.build_dry import SimulatedEngine
@@ -59,7 +56,8 @@ def plan_job(
     if spec.accept is not None:  # an upper bound, as max_tokens is
         most = replace(spec.sampling, n=spec.accept.max_tries)
         spec = spec.model_copy(update={"sampling": most})
-    job = _look(spec)
+    # What the output directory holds, and which files make the model, matters to runs alone.
+    job = open_job(spec, OutputDir(Path(spec.output.path)), lambda model: {})
     from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
 
     built = build_dry_engine(
@@ -68,23 +66,28 @@ def plan_job(
         chosen or device_of(spec.engine),
         end_after=expect_output_tokens,
     )
-    lengths = _lengths(job, built, expect_output_tokens)
+    loaded = load(job, lambda *_, **__: built)
+    task = None if loaded is None else loaded.task
+    lengths = _lengths(spec, built, task, expect_output_tokens)
     census = Census(lengths)
     simulation = Simulation(built.engine, built.runner, lengths, 2 * spec.engine.max_num_seqs)
-    batches = _rows(job, built, census)
+    batches = iter(()) if loaded is None else _rows(job, loaded.reader, census)
     complete = simulation.run(batches)
     for _ in batches:  # what the simulation did not come to is counted all the same
         pass
     return Outcome(job, built, census, simulation, complete).data()
 
 
-def _lengths(job: Job, built: SimulatedEngine, expected: int | None) -> Lengths:
+def _lengths(
+    spec: JobSpec, built: SimulatedEngine, task: LoadedTask | None, expected: int | None
+) -> Lengths:
+    """How long samples become; ``task`` is None where there are no rows."""
     facts = built.max_model_len, built.eos_token_ids, expected
-    if job.spec.task == "generate":
+    if spec.task_spec.sampling is None:
         return Lengths(*facts)
     if expected is not None:
-        raise UsageError("--expect-output-tokens: a job with task: score writes no tokens")
-    return ScoreLengths(*facts, task=Scoring(built.tokenizer, ()))
+        raise UsageError(f"--expect-output-tokens: a job with task: {spec.task} writes no tokens")
+    return Lengths(*facts) if task is None else FixedLengths(*facts, task=task)
 
 
 def _device(name: str) -> Device:
@@ -93,39 +96,16 @@ def _device(name: str) -> Device:
     return DEVICES[name]
 
 
-def _look(spec: JobSpec) -> Job:
-    """The job, its data and columns checked; the output directory does not matter."""
-    source = open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
-    check_prompt_columns(spec.prompt, source)
-    check_completions_column(spec.score, source)
-    manifest = Manifest(
-        fingerprint="",
-        job={},
-        input_paths=tuple(spec.input.paths),
-        inputs=source.files,
-        num_rows=source.num_rows,
-        rows_per_part=spec.output.rows_per_part,
-        planned_at=datetime.now().isoformat(timespec="seconds"),
-        bounds=source.bounds(spec.output.rows_per_part),
-    )
-    out = OutputDir(Path(spec.output.path))
-    return Job(spec, source, output_table(source, spec), manifest, out)
-
-
-def _rows(job: Job, built: SimulatedEngine, census: Census) -> Iterator[list[PromptRow]]:
+def _rows(job: Job, reader: RowReader, census: Census) -> Iterator[list[PromptRow]]:
     """The rows to simulate, counted, in the order they would run."""
-    loaded = load(job, lambda *_, **__: built)
-    if loaded is None:
-        return
     window = job.spec.engine.order_window
     parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
-    rows = prompt_rows(job.source, parts, loaded.reader)
-    rows = census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS)
-    lots = plan_windows(
-        rows,
+    rows = prompt_rows(job.source, parts, reader)
+    batches = plan_windows(
+        census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS),
         parts,
         window,
         by_prefix=job.spec.engine.order == "prefix",
         make_store=lambda: TokenStore(None),
     )
-    yield from census.count_distinct(lot.prompt_rows() for lot in lots)
+    yield from census.count_distinct(batch.prompt_rows() for batch in batches)

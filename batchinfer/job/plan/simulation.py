@@ -14,8 +14,8 @@ from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.simulate.dry_run import END_TOKEN, DryRunner
 from batchinfer.errors import RowError
 from batchinfer.job.rows.dedup import RequestDeduplicator, copy_result
-from batchinfer.job.rows.prompt_row import PromptRow
-from batchinfer.job.rows.task import Task
+from batchinfer.job.rows.task import LoadedTask
+from batchinfer.requests import PromptRow
 from batchinfer.text.prompts import Prompt
 
 MAX_STEPS = 50_000
@@ -80,25 +80,25 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreLengths(Lengths):
-    """A score job's requests: each draws a token that is not written.
+class FixedLengths(Lengths):
+    """Lengths of a task that draws nothing: each request gives one token, which is not written.
 
     Args:
-        task: makes them.
+        task: makes the requests.
     """
 
-    task: Task
+    task: LoadedTask
 
     def output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """None."""
+        """No tokens are written."""
         return 0
 
     def drawn_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """The token that is given."""
+        """One token is given."""
         return 1
 
     def requests(self, row: PromptRow) -> Sequence[Request]:
-        """The row's own."""
+        """The requests of a run."""
         return self.task.requests(row)
 
 

@@ -3,5 +3,5 @@
 ``reader`` and ``prompt_row`` make rows into prompts, ``window`` puts them in order, ``task`` and
 its modules (``generate``, ``accept``, ``score``) make requests and take completions back.
 
-May import: config, errors, console, engine, text, job.
+May import: config, errors, console, engine, text, requests, job.
 """

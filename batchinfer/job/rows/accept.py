@@ -12,15 +12,14 @@ from dataclasses import replace
 
 from batchinfer.config import AcceptConfig
 from batchinfer.engine.request import Completion, Request, combined_stats
-from batchinfer.job.rows.generate import FinishedRow, RequestMaker, RowFinisher, sample_text
-from batchinfer.job.rows.prompt_row import PromptRow
-from batchinfer.text.prompts import Prompt
+from batchinfer.job.rows.finished_row import FinishedRow, RowFinisher
+from batchinfer.requests import PromptRow, RequestMaker, sample_text
 from batchinfer.text.sample_filter import Judge, RowVerdicts, Tally, Verdict
 from batchinfer.text.tokenizer import Tokenizer
 
 
 class AcceptedGeneration:
-    """``task: generate`` with ``accept`` (see ``Task``).
+    """``task: generate`` with ``accept`` (see ``LoadedTask``).
 
     Args:
         config: what passes.
@@ -82,12 +81,11 @@ class AcceptedGeneration:
         return self._config.wanted(row.sampling.params.n)
 
     def _request(self, row: PromptRow, count: int, *, tried: int, part: int) -> Request:
-        assert isinstance(row.prompt, Prompt)
         assert row.sampling is not None
         count = min(count, self._config.max_tries - tried)
         sampling = replace(row.sampling, params=replace(row.sampling.params, n=count))
-        facts = row.row_id, row.prompt, sampling, row.reused_prefix_len, row.adapter
-        return replace(self._requests.make(*facts), first_sample=tried, part=part)
+        request = self._requests.make(replace(row, sampling=sampling))
+        return replace(request, first_sample=tried, part=part)
 
     def _verdicts(self, row: PromptRow, completions: Sequence[Completion]) -> RowVerdicts:
         samples = (

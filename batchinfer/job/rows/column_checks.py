@@ -11,7 +11,6 @@ from batchinfer.config import (
     SAMPLING_ALIASES,
     PromptConfig,
     SamplingParams,
-    ScoreConfig,
     field_names,
 )
 from batchinfer.console.format import did_you_mean, printable
@@ -61,15 +60,12 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
         _check_sampling_params(source)
 
 
-def check_completions_column(config: ScoreConfig | None, source: Source) -> None:
+def check_completions_column(name: str, source: Source) -> None:
     """Check the column that ``score`` names.
 
     Raises:
         DataError: it is not there, or of a type that holds no completions.
     """
-    name = None if config is None else config.completions_column
-    if name is None:
-        return
     key = "score.completions_column"
     require_column(name, key, source.schema.names)
     kind = _type_of(source, name)

@@ -16,7 +16,7 @@ import numpy as np
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, RequestStats, TokenIds
-from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.requests import PromptRow
 from batchinfer.text.prompts import Prompt
 
 MAX_WAITING = 4096
@@ -88,9 +88,7 @@ class RequestDeduplicator:
             return False
         if self._num_waiting >= MAX_WAITING:
             return False
-        first.followers.append(
-            replace(row, prompt=replace(row.prompt, token_ids=first.key.token_ids))
-        )
+        first.followers.append(row.with_prompt(token_ids=first.key.token_ids))
         self._num_waiting += 1
         return True
 

@@ -1,218 +1,100 @@
-"""A row's way to the engine and back: prompt to request, completion to output columns."""
+"""``task: generate``: a row's prompt is continued."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from batchinfer.config import SamplingParams
-from batchinfer.engine.request import (
-    Completion,
-    Request,
-    RequestStats,
-    SampleOutput,
-    TokenLogprobs,
-)
-from batchinfer.errors import RowError
-from batchinfer.job.rows.prompt_row import PromptRow
-from batchinfer.job.rows.reader import BASE
-from batchinfer.job.rows.sampling_params import RowSampling
-from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory, output_text
+import pyarrow as pa
+
+from batchinfer.engine.request import Completion, Request
+from batchinfer.job.rows.accept import AcceptedGeneration
+from batchinfer.job.rows.finished_row import FinishedRow, RowFinisher
+from batchinfer.job.rows.task import LoadedTask, Task
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.tasks import GENERATE
+from batchinfer.requests import PromptRow, RequestMaker
 from batchinfer.text.grammar import GrammarCompiler
-from batchinfer.text.prompts import Prompt, PromptTooLongError
-from batchinfer.text.sample_filter import Tally
-from batchinfer.text.tokenizer import Tokenizer
+from batchinfer.text.prompts import PromptBuilder
 
-_NO_TALLY = Tally()
+if TYPE_CHECKING:
+    from batchinfer.build import EngineContext
 
-
-@dataclass(frozen=True, slots=True)
-class FinishedRow:
-    """A row that is done, in the terms of the output."""
-
-    values: dict[str, Any]
-    """Generated columns by name."""
-    stats: RequestStats | None
-    """None where the engine ran nothing of the row."""
-    has_control_text: bool
-    distinct_tokens: int = 0
-    """Prompt tokens that no row before it, as they were planned to run, begins with."""
-    tally: Tally = _NO_TALLY
-
-
-class RequestMaker:
-    """Makes the requests of a job's rows.
-
-    Args:
-        tokenizer: the model's.
-        eos_token_ids: the model's.
-        grammars: compiles what the rows' parameters say of their texts; it has been asked before.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], grammars: GrammarCompiler
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
-        self._grammars = grammars
-        # Most often a job has one list for all rows.
-        self._bad_words = lru_cache(maxsize=1024)(partial(bad_words_token_ids, tokenizer))
-
-    def make(
-        self,
-        row_id: int,
-        prompt: Prompt,
-        sampling: RowSampling,
-        reused_prefix_len: int = 0,
-        adapter: int = BASE,
-    ) -> Request:
-        """The request of a row, of whose prompt a later one has ``reused_prefix_len`` tokens."""
-        params = sampling.params
-        asked = params.structured_outputs
-        return Request(
-            row_id=row_id,
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            rng_key=sampling.rng_key(row_id),
-            eos_token_ids=self._eos_token_ids,
-            bad_words_token_ids=self._bad_words(params.bad_words),
-            make_stop_checker=make_stop_checker_factory(self._tokenizer, params),
-            grammar=None if asked is None else self._grammars.compile(asked),
-            reused_prefix_len=reused_prefix_len,
-            adapter=adapter,
-        )
-
-
-def sample_text(tokenizer: Tokenizer, sample: SampleOutput, params: SamplingParams) -> str:
-    """A sample's text, without the token or the string that stopped it unless that is asked for."""
-    stopped_by_token = sample.finish_reason == "stop" and sample.stop_match is None
-    return output_text(
-        tokenizer,
-        sample.token_ids,
-        sample.stop_match,
-        skip_special_tokens=params.skip_special_tokens,
-        drop_last_token=stopped_by_token and not params.include_stop_str_in_output,
-    )
-
-
-class RowFinisher:
-    """Turns what the engine gave back into output columns.
-
-    Args:
-        tokenizer: makes text of token ids.
-        include: what ``output.include`` names.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, include: Collection[str]) -> None:
-        self._tokenizer = tokenizer
-        self._include = include
-
-    def finish(self, row: PromptRow, completion: Completion | None) -> FinishedRow:
-        """The finished row; no completion for a row that failed before the engine."""
-        if isinstance(row.prompt, RowError):
-            return failed_row(row.row_id, row.prompt)
-        assert completion is not None
-        prompt, outputs = row.prompt, self._outputs(completion)
-        failed = completion.error_code is not None
-        values = {
-            "row_id": row.row_id,
-            "generated_text": None if failed or not outputs else outputs[0]["text"],
-            "outputs": outputs,
-            "num_prompt_tokens": len(prompt.token_ids),
-            "num_output_tokens": sum(output["num_tokens"] for output in outputs),
-            "truncated": prompt.truncated,
-            "status": "error" if failed else "ok",
-            "error": _error(completion.error_code, completion.error_message) if failed else None,
-        }
-        if "prompt" in self._include:
-            values["prompt"] = seen_text(prompt, self._tokenizer)
-        if "prompt_logprobs" in self._include:
-            values["prompt_logprobs"] = _prompt_logprobs(completion)
-        # A request that the engine refused has run nothing, not even its prompt.
-        stats = completion.stats if completion.stats.prompt_tokens else None
-        return FinishedRow(values, stats, prompt.has_control_text, row.distinct_tokens)
-
-    def _outputs(self, completion: Completion) -> list[dict[str, Any]]:
-        params = completion.request.params
-        return [self._output(sample, params) for sample in completion.outputs]
-
-    def _output(self, sample: SampleOutput, params: SamplingParams) -> dict[str, Any]:
-        output = {
-            "index": sample.index,
-            "text": sample_text(self._tokenizer, sample, params),
-            "finish_reason": sample.finish_reason,
-            "stop_reason": None if sample.stop_reason is None else str(sample.stop_reason),
-            "num_tokens": len(sample.token_ids),
-            "cumulative_logprob": sample.cumulative_logprob,
-        }
-        if "token_ids" in self._include:
-            output["token_ids"] = sample.token_ids
-        if "logprobs" in self._include:
-            output["logprobs"] = _logprobs(sample)
-        return output
-
-
-def seen_text(prompt: Prompt, tokenizer: Tokenizer) -> str | None:
-    """The prompt as the model saw it: without what was cut off."""
-    if prompt.text is None or not prompt.truncated:
-        return prompt.text
-    return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-
-
-def _logprobs(sample: SampleOutput) -> list[dict[str, Any]] | None:
-    return None if sample.logprobs is None else [_logprob(token) for token in sample.logprobs]
-
-
-def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
-    """Of each token of the prompt; null for the first, which nothing comes before."""
-    tokens = prompt_tokens(completion)
-    return None if tokens is None else [None, *map(_logprob, tokens)]
-
-
-def prompt_tokens(completion: Completion) -> list[TokenLogprobs] | None:
-    """The tokens of a prompt from ``scored_from`` on; None if they were not asked for."""
-    found, request = completion.prompt_logprobs, completion.request
-    if found is None:
-        return None
-    return [
-        TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids, top_logprobs, strict=True)))
-        for token_id, logprob, rank, top_ids, top_logprobs in zip(
-            request.prompt_token_ids[request.scored_from :].tolist(),
-            found.logprobs.tolist(),
-            found.ranks.tolist(),
-            found.top_token_ids.tolist(),
-            found.top_logprobs.tolist(),
-            strict=True,
-        )
+_TOP = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
+_LOGPROB = pa.struct(
+    [
+        ("token_id", pa.int32()),
+        ("logprob", pa.float32()),
+        ("rank", pa.int32()),
+        ("top", pa.list_(_TOP)),
     ]
+)
+_OUTPUT = [
+    ("index", pa.int32()),
+    ("text", pa.string()),
+    ("finish_reason", pa.string()),
+    ("stop_reason", pa.string()),
+    ("num_tokens", pa.int32()),
+    ("cumulative_logprob", pa.float64()),
+]
+_OPTIONAL_OUTPUT = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(_LOGPROB)}
 
 
-def _logprob(token: TokenLogprobs) -> dict[str, Any]:
+class Generation:
+    """One request a row (see ``LoadedTask``)."""
+
+    def __init__(self, requests: RequestMaker, finisher: RowFinisher) -> None:
+        self._requests = requests
+        self._finisher = finisher
+
+    def requests(self, row: PromptRow) -> list[Request]:
+        """One request for all samples."""
+        return [self._requests.make(row)]
+
+    def follow_up_requests(
+        self, row: PromptRow, completions: Sequence[Completion]
+    ) -> list[Request]:
+        """No requests: all samples are drawn at once."""
+        return []
+
+    def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
+        """The row with its samples."""
+        return self._finisher.finish(row, completions[0] if completions else None)
+
+
+def _result_types(include: Collection[str]) -> dict[str, pa.DataType]:
+    optional = [(name, kind) for name, kind in _OPTIONAL_OUTPUT.items() if name in include]
     return {
-        "token_id": token.token_id,
-        "logprob": token.logprob,
-        "rank": token.rank,
-        "top": [{"token_id": token_id, "logprob": value} for token_id, value in token.top],
+        "generated_text": pa.string(),
+        "outputs": pa.list_(pa.struct([*_OUTPUT, *optional])),
+        "prompt_logprobs": pa.list_(_LOGPROB),
+        "num_output_tokens": pa.int32(),
     }
 
 
-def failed_row(row_id: int, error: RowError) -> FinishedRow:
-    """A row that the engine does not run."""
-    num_tokens = error.num_tokens if isinstance(error, PromptTooLongError) else None
-    values: dict[str, Any] = {
-        "row_id": row_id,
-        "generated_text": None,
-        "outputs": [],
-        "num_prompt_tokens": num_tokens,
-        "num_output_tokens": 0,
-        "truncated": False,
-        "status": "error",
-        "error": _error(error.code, error.message),
-    }
-    return FinishedRow(values, None, False)
+def _load(job: JobSpec, built: EngineContext, grammars: GrammarCompiler) -> LoadedTask:
+    requests = RequestMaker(built.tokenizer, built.eos_token_ids, grammars)
+    finisher = RowFinisher(built.tokenizer, job.output.written)
+    if job.accept is not None:
+        return AcceptedGeneration(job.accept, requests, finisher, built.tokenizer)
+    return Generation(requests, finisher)
 
 
-def _error(code: str | None, message: str | None) -> dict[str, str | None]:
-    return {"code": code, "message": message}
+def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The first sample's text, and why samples ended."""
+    reasons = Counter(item["finish_reason"] for item in row["outputs"] or ())
+    ends = ", ".join(f"{reason} x{n}" if n > 1 else reason for reason, n in reasons.items())
+    prompt, output = (row[f"num_{kind}_tokens"] or 0 for kind in ("prompt", "output"))
+    facts = f"{prompt:,} tokens in, {output:,} out"
+    return row["generated_text"], f"{facts}; {ends}" if ends else facts
+
+
+GENERATE_TASK = Task(
+    GENERATE,
+    _result_types,
+    lambda job: PromptBuilder,
+    _load,
+    _summarise,
+    ("generated_text", "outputs.list.element.finish_reason", "num_output_tokens"),
+)

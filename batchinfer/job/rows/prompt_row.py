@@ -1,38 +1,18 @@
-"""From the dataset to prompts, in input order."""
+"""The dataset's rows as prompts, in input order, a batch at a time."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from itertools import groupby
 
-from batchinfer.errors import RowError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.format import BATCH_ROWS, Row, Rows
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows.reader import BASE, Read, RowReader
-from batchinfer.job.rows.sampling_params import RowSampling
+from batchinfer.job.rows.reader import RowReader
 from batchinfer.job.storage.failpoints import failpoint
-from batchinfer.text.prompts import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """A row of the input, ready for the engine, or why it can never be."""
-
-    row_id: int
-    prompt: Prompt | RowError
-    sampling: RowSampling | None = None
-    """None for a row that cannot run, or that draws nothing."""
-    reused_prefix_len: int = 0
-    """Prompt tokens that a row after it, in the order they run, begins with as well."""
-    distinct_tokens: int = 0
-    """Prompt tokens after the longest prefix that it has in common with a row before it, and those
-    given after the prompt."""
-    adapter: int = BASE
-    """Number of the adapter it runs through."""
+from batchinfer.requests import PromptRow
 
 
 def prompt_rows(
@@ -51,10 +31,10 @@ def prompt_rows(
         ranges: only these rows, in order, each range in one part; None: all.
         making: entered with the rows of each batch while their prompts are made.
     """
-    wanted = [part.rows for part in parts] if ranges is None else list(ranges)
+    ranges = [part.rows for part in parts] if ranges is None else list(ranges)
     first_rows = [part.rows.start for part in parts]
-    pieces = source.rows(reader.columns, wanted)
-    for _, of_part in groupby(wanted, key=lambda rows: bisect_right(first_rows, rows.start)):
+    pieces = source.rows(reader.columns, ranges)
+    for _, of_part in groupby(ranges, key=lambda rows: bisect_right(first_rows, rows.start)):
         missing = sum(map(source.count, of_part))
         while missing:
             row_ids, rows = _batch(pieces, min(missing, BATCH_ROWS))
@@ -62,8 +42,8 @@ def prompt_rows(
             with making(row_ids):
                 for row_id in row_ids:
                     failpoint(f"prompt-{row_id}")
-                made = reader.read(rows)
-            yield [_prompt_row(row_id, read) for row_id, read in zip(row_ids, made, strict=True)]
+                batch = reader.read(row_ids, rows)
+            yield batch
 
 
 def _batch(pieces: Iterator[Rows], num_rows: int) -> tuple[list[int], list[Row]]:
@@ -77,19 +57,7 @@ def _batch(pieces: Iterator[Rows], num_rows: int) -> tuple[list[int], list[Row]]
     return row_ids, rows
 
 
-def _prompt_row(row_id: int, read: Read) -> PromptRow:
-    if isinstance(read, RowError):
-        return PromptRow(row_id, read)
-    prompt, sampling, adapter = read
-    return PromptRow(row_id, prompt, sampling, adapter=adapter)
-
-
 def without_text(batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
     """Drop the prompts' text, which else stays in memory until its row is finished."""
     for rows in batches:
-        yield [
-            row
-            if isinstance(row.prompt, RowError)
-            else replace(row, prompt=replace(row.prompt, text=None))
-            for row in rows
-        ]
+        yield [row.with_prompt(text=None) for row in rows]

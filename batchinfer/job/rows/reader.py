@@ -1,4 +1,4 @@
-"""A row of the dataset as what the engine needs of it: a prompt, how to sample, which adapter."""
+"""Rows of the dataset to prompts, each with how it is sampled and through which adapter it runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from typing import Protocol
 from batchinfer.console.format import did_you_mean, printable
 from batchinfer.errors import RowError
 from batchinfer.job.input.format import SAMPLING_COLUMN, Row
-from batchinfer.job.rows.sampling_params import RowParams, RowSampling
+from batchinfer.job.rows.sampling_params import RowParams
+from batchinfer.requests import BASE_MODEL, PromptRow, RowSampling
 from batchinfer.text.prompts import Prompt
-
-BASE = 0
-"""Number of the base model, without an adapter."""
-
-Read = tuple[Prompt, RowSampling | None, int] | RowError
-"""Prompt, how it is sampled if it is, and number of its adapter; or why the row cannot run."""
 
 
 class RowAdapters:
@@ -34,7 +29,7 @@ class RowAdapters:
         """The number of a row's adapter. Error codes: ``unknown_adapter``, ``invalid_utf8``."""
         value = None if self.column is None else row.get(self.column)
         if value is None or isinstance(value, RowError):
-            return BASE if value is None else value
+            return BASE_MODEL if value is None else value
         try:
             name = value.decode() if isinstance(value, bytes) else str(value)
         except UnicodeDecodeError as error:
@@ -66,8 +61,8 @@ class RowReader(Protocol):
     columns: tuple[str, ...]
     """The input columns it needs."""
 
-    def read(self, rows: Sequence[Row]) -> list[Read]:
-        """What the engine needs of each row, in order."""
+    def read(self, row_ids: Sequence[int], rows: Sequence[Row]) -> list[PromptRow]:
+        """The rows with their prompts, in order."""
         ...
 
 
@@ -96,25 +91,32 @@ class ColumnReader:
         self._params = params
         self._adapters = adapters
 
-    def read(self, rows: Sequence[Row]) -> list[Read]:
-        """See ``RowReader``."""
-        good = [row for row in rows if not isinstance(row, RowError)]
-        made = (
-            ready(prompt, self._sampling(row), self._adapters.of(row))
-            for row, prompt in zip(good, self._builder.build(good), strict=True)
-        )
-        return [row if isinstance(row, RowError) else next(made) for row in rows]
+    def read(self, row_ids: Sequence[int], rows: Sequence[Row]) -> list[PromptRow]:
+        """The rows with their prompts, in order."""
+        readable = [row for row in rows if not isinstance(row, RowError)]
+        prompts = iter(self._builder.build(readable))
+        return [
+            PromptRow(row_id, row)
+            if isinstance(row, RowError)
+            else prompt_row(row_id, next(prompts), self._sampling(row), self._adapters.of(row))
+            for row_id, row in zip(row_ids, rows, strict=True)
+        ]
 
     def _sampling(self, row: Mapping[str, object]) -> RowSampling | RowError | None:
         return None if self._params is None else self._params.of(row.get(SAMPLING_COLUMN))
 
 
-def ready(
-    prompt: Prompt | RowError, sampling: RowSampling | RowError | None, adapter: int | RowError
-) -> Read:
-    """All of a row, or the first that is an error."""
+def prompt_row(
+    row_id: int,
+    prompt: Prompt | RowError,
+    sampling: RowSampling | RowError | None,
+    adapter: int | RowError,
+) -> PromptRow:
+    """A row, or the first error in what it is made of."""
     if isinstance(prompt, RowError):
-        return prompt
+        return PromptRow(row_id, prompt)
     if isinstance(sampling, RowError):
-        return sampling
-    return adapter if isinstance(adapter, RowError) else (prompt, sampling, adapter)
+        return PromptRow(row_id, sampling)
+    if isinstance(adapter, RowError):
+        return PromptRow(row_id, adapter)
+    return PromptRow(row_id, prompt, sampling, adapter=adapter)

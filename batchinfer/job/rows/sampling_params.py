@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -19,6 +18,7 @@ from batchinfer.job.input.format import SAMPLING_COLUMN
 from batchinfer.job.spec.document import dotted
 from batchinfer.job.spec.errors import expectation, is_unknown_key
 from batchinfer.job.spec.load import check_token_keys
+from batchinfer.requests import RowSampling
 from batchinfer.text.grammar import GrammarCompiler, GrammarError
 
 _PARAMS = TypeAdapter(SamplingParams)
@@ -26,20 +26,6 @@ _KNOWN = (*field_names(SamplingParams), *SAMPLING_ALIASES)
 _CODE = "bad_sampling_params"
 _GRAMMAR_CODE = "invalid_structured_output"
 _GRAMMAR = "structured_outputs"
-
-
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """How a row is sampled."""
-
-    params: SamplingParams
-    own_seed: bool
-    """The row brought a seed: its samples depend on that seed alone, not on the row id."""
-
-    def rng_key(self, row_id: int) -> tuple[int, int]:
-        """Seed and random stream of the row."""
-        assert self.params.seed is not None, "a job has a seed"
-        return self.params.seed, 0 if self.own_seed else row_id
 
 
 class RowParams:

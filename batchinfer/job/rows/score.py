@@ -9,19 +9,34 @@ itself scored is a request in which every token but the first is judged.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from batchinfer.config import SCORING
 from batchinfer.engine.request import Completion, Request, TokenIds, combined_stats
 from batchinfer.errors import RowError
-from batchinfer.job.rows.generate import FinishedRow, failed_row, seen_text
-from batchinfer.job.rows.prompt_row import PromptRow
-from batchinfer.text.scoring_prompts import ScoredPrompt
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.rows.column_checks import check_completions_column
+from batchinfer.job.rows.finished_row import FinishedRow, failed_row, seen_text
+from batchinfer.job.rows.task import Task
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.tasks import SCORE
+from batchinfer.requests import PromptRow
+from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
 from batchinfer.text.tokenizer import Tokenizer
+
+_SCORE = [
+    ("index", pa.int32()),
+    ("sum_logprob", pa.float64()),
+    ("num_tokens", pa.int32()),
+    ("greedy_match", pa.bool_()),
+]
+_OPTIONAL_SCORE = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +63,7 @@ class _Judged:
 
 
 class Scoring:
-    """Scores the rows of a job.
+    """A request for each completion of a row (see ``LoadedTask``).
 
     Args:
         tokenizer: makes text of cut prompts.
@@ -83,7 +98,7 @@ class Scoring:
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
     ) -> list[Request]:
-        """None."""
+        """No requests: all completions are scored at once."""
         return []
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
@@ -145,3 +160,38 @@ def _error(prompt: ScoredPrompt, completions: Sequence[Completion]) -> dict[str,
             where = f"completion {at}: " if prompt.completions else ""
             return {"code": completion.error_code, "message": f"{where}{completion.error_message}"}
     return None
+
+
+def _result_types(include: Collection[str]) -> dict[str, pa.DataType]:
+    optional = [(name, kind) for name, kind in _OPTIONAL_SCORE.items() if name in include]
+    return {"score": pa.list_(pa.struct([*_SCORE, *optional])), "perplexity": pa.float64()}
+
+
+def _completions_column(job: JobSpec) -> str | None:
+    return None if job.score is None else job.score.completions_column
+
+
+def _check_columns(job: JobSpec, source: Source) -> None:
+    column = _completions_column(job)
+    if column is not None:
+        check_completions_column(column, source)
+
+
+def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The completions' log-likelihoods, and the row's perplexity."""
+    facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
+    if row["score"] is None:
+        return None, facts
+    found = ", ".join(f"{at}: {one['sum_logprob']:.3f}" for at, one in enumerate(row["score"]))
+    return f"log-likelihood {found}", f"{facts}; perplexity {row['perplexity']:.4g}"
+
+
+SCORE_TASK = Task(
+    SCORE,
+    _result_types,
+    lambda job: partial(ScoringBuilder, completions_column=_completions_column(job)),
+    lambda job, built, grammars: Scoring(built.tokenizer, job.output.include),
+    _summarise,
+    ("score.list.element.sum_logprob", "perplexity"),
+    _check_columns,
+)

@@ -1,24 +1,47 @@
-"""What a job does with a row: the engine's requests of it, and its output."""
+"""What a job does with its rows (``task`` in the job file); ``tasks.TASKS`` has all there is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pyarrow as pa
 
 from batchinfer.engine.request import Completion, Request
-from batchinfer.job.rows.accept import AcceptedGeneration
-from batchinfer.job.rows.generate import FinishedRow, RequestMaker, RowFinisher
-from batchinfer.job.rows.prompt_row import PromptRow
-from batchinfer.job.rows.score import Scoring
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.rows.finished_row import FinishedRow
+from batchinfer.job.rows.reader import Prompts
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.tasks import TaskSpec
+from batchinfer.requests import PromptRow
 from batchinfer.text.grammar import GrammarCompiler
-from batchinfer.text.prompts import Prompt
 
 if TYPE_CHECKING:
     from batchinfer.build import EngineContext
 
 
-class Task(Protocol):
+@dataclass(frozen=True)
+class Task:
+    """A task, whatever the job and its model."""
+
+    spec: TaskSpec
+    result_types: Callable[[Collection[str]], Mapping[str, pa.DataType]]
+    """Types of the output columns that not every task has, given ``output.include``."""
+    prompt_builder: Callable[[JobSpec], Callable[..., Prompts]]
+    """What makes a job's prompts: called as ``PromptBuilder`` is."""
+    load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
+    """The task of a job on its model; the compiler has been asked for the grammars of all rows."""
+    summarise: Callable[[Mapping[str, Any]], tuple[str | None, str]]
+    """The result of an output row and facts about it, for a report; given its ``num_prompt_tokens``
+    and the columns ``summarised``."""
+    summarised: Sequence[str]
+    """Columns of its own, nested ones by their Parquet paths."""
+    check_columns: Callable[[JobSpec, Source], None] = lambda job, source: None
+    """Raises DataError where an input column that it reads beside the prompt's cannot be used."""
+
+
+class LoadedTask(Protocol):
     """A row's way to the engine and back."""
 
     def requests(self, row: PromptRow) -> Sequence[Request]:
@@ -39,44 +62,3 @@ class Task(Protocol):
             completions: of its requests, in their order; none for a row that could not run.
         """
         ...
-
-
-class Generation:
-    """``task: generate``: one request a row.
-
-    Args:
-        requests: makes them.
-        finisher: makes columns of what comes of them.
-    """
-
-    def __init__(self, requests: RequestMaker, finisher: RowFinisher) -> None:
-        self._requests = requests
-        self._finisher = finisher
-
-    def requests(self, row: PromptRow) -> list[Request]:
-        """See ``Task``."""
-        assert isinstance(row.prompt, Prompt)
-        assert row.sampling is not None
-        facts = row.row_id, row.prompt, row.sampling, row.reused_prefix_len, row.adapter
-        return [self._requests.make(*facts)]
-
-    def follow_up_requests(
-        self, row: PromptRow, completions: Sequence[Completion]
-    ) -> list[Request]:
-        """None."""
-        return []
-
-    def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
-        """See ``Task``."""
-        return self._finisher.finish(row, completions[0] if completions else None)
-
-
-def make_task(spec: JobSpec, built: EngineContext, grammars: GrammarCompiler) -> Task:
-    """The task of a job on its model; ``grammars`` has been asked for those of its rows."""
-    if spec.task == "score":
-        return Scoring(built.tokenizer, spec.output.include)
-    requests = RequestMaker(built.tokenizer, built.eos_token_ids, grammars)
-    finisher = RowFinisher(built.tokenizer, spec.output.written)
-    if spec.accept is not None:
-        return AcceptedGeneration(spec.accept, requests, finisher, built.tokenizer)
-    return Generation(requests, finisher)

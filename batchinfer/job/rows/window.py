@@ -31,8 +31,8 @@ from batchinfer.engine.kv.prefix_index import common_tokens
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows.prompt_row import PromptRow
 from batchinfer.job.rows.token_store import Key, TokenStore, token_ids
+from batchinfer.requests import PromptRow
 
 _WARM_UP = 1 / 16
 """Share of the rows read, by prefix: enough to keep an engine busy, few enough that what they
@@ -84,30 +84,17 @@ def most_in_common(
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Rows that may run now, in the order they should; read back when they are wanted."""
+    """Rows that may run now, in the order they should, and their token ids, perhaps on disk."""
 
     rows: Sequence[PromptRow]
     """Without token ids."""
     keys: Sequence[Key]
-    reused_prefix_len: Sequence[int]
-    distinct_tokens: Sequence[int]
 
     def prompt_rows(self) -> list[PromptRow]:
-        """The rows, token ids and all."""
-        facts = zip(self.rows, self.keys, self.reused_prefix_len, self.distinct_tokens, strict=True)
+        """The rows, their token ids read back."""
         return [
-            PromptRow(
-                row.row_id,
-                row.prompt
-                if isinstance(row.prompt, RowError)
-                else replace(row.prompt, token_ids=token_ids(key)),
-                row.sampling,
-                reused_prefix_len,
-                distinct_tokens
-                + (0 if isinstance(row.prompt, RowError) else row.prompt.num_tokens_after),
-                row.adapter,
-            )
-            for row, key, reused_prefix_len, distinct_tokens in facts
+            row.with_prompt(token_ids=token_ids(key))
+            for row, key in zip(self.rows, self.keys, strict=True)
         ]
 
 
@@ -165,12 +152,7 @@ class _Window:
         self._store.add(
             [_NO_TOKENS if isinstance(r.prompt, RowError) else r.prompt.token_ids for r in batch]
         )
-        self._rows += [
-            row
-            if isinstance(row.prompt, RowError)
-            else replace(row, prompt=replace(row.prompt, token_ids=_NO_TOKENS))
-            for row in batch
-        ]
+        self._rows += [row.with_prompt(token_ids=_NO_TOKENS) for row in batch]
 
     @property
     def has_grown(self) -> bool:
@@ -206,10 +188,15 @@ class _Window:
         self._given += chosen
         self._num_planned = len(rows)
         for start in range(0, count, BATCH_ROWS):
-            lot = chosen[start : start + BATCH_ROWS]
+            batch = chosen[start : start + BATCH_ROWS]
             yield RowBatch(
-                [rows[row] for row in lot],
-                [keys[row] for row in lot],
-                [later[row] for row in lot],
-                [len(keys[row]) - earlier[row] for row in lot],
+                [
+                    replace(
+                        rows[row],
+                        reused_prefix_len=later[row],
+                        distinct_tokens=rows[row].num_tokens_after + len(keys[row]) - earlier[row],
+                    )
+                    for row in batch
+                ],
+                [keys[row] for row in batch],
             )

@@ -13,31 +13,30 @@ from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError
 from batchinfer.job.rows.dedup import RequestDeduplicator, copy_result
-from batchinfer.job.rows.prompt_row import PromptRow
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.storage.failpoints import failpoint
+from batchinfer.requests import PromptRow
 
 _WAIT_S = 0.1  # for rows, before looking whether to stop
+
+
+@dataclass(slots=True)
+class RowResult:
+    """A row, and what came of its requests so far; nothing for one that could not run."""
+
+    row: PromptRow
+    completions: list[Completion]
+    """In the order of the requests, once there are all."""
+    num_missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """What one turn of the loop hands to the writing thread."""
 
-    rows: list[tuple[PromptRow, list[Completion]]]
-    """With the completions of their requests, in order; none for rows that could not run."""
+    rows: list[RowResult]
     step: StepStats | None
     recovered: Recovered | None = None
-
-
-@dataclass(slots=True)
-class _Open:
-    """A row in the engine."""
-
-    row: PromptRow
-    completions: list[Completion | None]
-    """Of its requests; None for those that are not done."""
-    num_left: int
 
 
 @dataclass
@@ -59,7 +58,7 @@ class EngineLoop:
     """Knows which rows need not run, because an equal one does."""
 
     def __post_init__(self) -> None:
-        self._in_flight: dict[int, _Open] = {}
+        self._in_flight: dict[int, RowResult] = {}
 
     def run(self, rows: Prefetcher[list[PromptRow]], writer: BackgroundConsumer[Finished]) -> bool:
         """Run ``rows`` until they are all finished, or until asked to stop.
@@ -94,14 +93,16 @@ class EngineLoop:
         for row in rows:
             failpoint(f"row-{row.row_id}")
         for row in self.deduplicator.leaders(rows):
-            requests = self.requests(row)
-            count = len(requests)
-            self._in_flight[row.row_id] = _Open(row, [None] * count, count)
-            for request in requests:
-                self.engine.add_request(request)
+            result = self._in_flight[row.row_id] = RowResult(row, [])
+            self._request(result, self.requests(row))
+
+    def _request(self, result: RowResult, requests: Sequence[Request]) -> None:
+        result.num_missing = len(requests)
+        for request in requests:
+            self.engine.add_request(request)
 
     def _step(self, failed: list[PromptRow]) -> Finished:
-        done: list[tuple[PromptRow, list[Completion]]] = [(row, []) for row in failed]
+        done = [RowResult(row, []) for row in failed]
         if not self.engine.num_unfinished:
             self.progress.update(len(done), 0, None)
             return Finished(done, None)
@@ -111,22 +112,18 @@ class EngineLoop:
         self.progress.update(len(done), outcome.output_tokens, outcome.stats)
         return Finished(done, outcome.stats, outcome.recovered)
 
-    def _finished_by(self, completion: Completion) -> list[tuple[PromptRow, list[Completion]]]:
-        """The row that this was missing of, if it was, and those that waited for it."""
-        request = completion.request
-        found = self._in_flight[request.row_id]
-        found.completions[request.part] = completion
-        found.num_left -= 1
-        if found.num_left:
+    def _finished_by(self, completion: Completion) -> list[RowResult]:
+        """The row whose last completion this is, if it is one, and the equal rows that waited."""
+        row_id = completion.request.row_id
+        result = self._in_flight[row_id]
+        result.completions.append(completion)
+        result.num_missing -= 1
+        if result.num_missing:
             return []
-        completions = [one for one in found.completions if one is not None]
-        more = self.follow_up_requests(found.row, completions)
-        found.completions += [None] * len(more)
-        found.num_left = len(more)
-        for one in more:
-            self.engine.add_request(one)
-        if more:
+        result.completions.sort(key=lambda one: one.request.part)
+        self._request(result, self.follow_up_requests(result.row, result.completions))
+        if result.num_missing:
             return []
-        del self._in_flight[request.row_id]
-        waited = self.deduplicator.release(request.row_id)
-        return [(found.row, completions), *((row, copy_result(row, completions)) for row in waited)]
+        del self._in_flight[row_id]
+        waited = self.deduplicator.release(row_id)
+        return [result, *(RowResult(row, copy_result(row, result.completions)) for row in waited)]

@@ -32,7 +32,7 @@ from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.quarantine import InFlightLog
 from batchinfer.job.output.resume import RecoveredRows
 from batchinfer.job.rows.dedup import RequestDeduplicator
-from batchinfer.job.rows.generate import failed_row
+from batchinfer.job.rows.finished_row import failed_row
 from batchinfer.job.rows.prompt_row import prompt_rows, without_text
 from batchinfer.job.rows.token_store import TokenStore
 from batchinfer.job.rows.window import RowBatch, plan_windows
@@ -147,8 +147,8 @@ class RowPipeline:
             self.recorder.add(finished.step, len(finished.rows))
             if finished.recovered is not None:
                 self.recorder.note_recovery(finished.recovered)
-            for row, completions in finished.rows:
-                self.sink.add(task.finish(row, completions))
+            for result in finished.rows:
+                self.sink.add(task.finish(result.row, result.completions))
             self.sink.flush_if_due()
 
         window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read

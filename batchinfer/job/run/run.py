@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from batchinfer.console.format import printable
 from batchinfer.console.progress import make_progress, print_line
 from batchinfer.errors import DataError, ExitCode, UsageError
-from batchinfer.job.fingerprint import fingerprint, fingerprint_facts, model_facts
-from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.input.unique_ids import check_unique_ids
-from batchinfer.job.job import BuildEngine, Job, load
-from batchinfer.job.manifest import Manifest
+from batchinfer.job.job import BuildEngine, Job, load, open_job
 from batchinfer.job.openai.export import export
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.export_record import is_there
@@ -32,9 +27,7 @@ from batchinfer.job.output.resume import (
     refuse_unexpected_files,
 )
 from batchinfer.job.output.retry import has_errors, reopen
-from batchinfer.job.output.schema import output_table
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows.column_checks import check_completions_column, check_prompt_columns
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.reporter import Report, RunReporter, too_many_errors
 from batchinfer.job.spec.spec import JobSpec
@@ -78,10 +71,8 @@ def run_job(
     Raises:
         JobError: the job cannot be run; finished rows stay.
     """
-    job, reporter = (
-        replace(open_job(spec), combined_output=combined_output),
-        RunReporter(quiet, as_json, report),
-    )
+    job = replace(open_job(spec, output_at(spec.output.path)), combined_output=combined_output)
+    reporter = RunReporter(quiet, as_json, report)
     if_exists = "overwrite" if overwrite else spec.output.if_exists
     if retry_errors and if_exists == "overwrite":
         raise UsageError("--retry-errors keeps the good rows, --overwrite keeps none: choose one")
@@ -137,38 +128,6 @@ def _like_before(build: BuildEngine, out: OutputDir, work: ResumePlan) -> BuildE
     """Have the engine compute as the runs did whose rows stay."""
     before = {} if work.starts_over else kernels_of(runs_of(out))
     return partial(build, kernels_before=before) if before else build
-
-
-def open_job(spec: JobSpec) -> Job:
-    """Check data, columns and model files against the job, without changing anything."""
-    source = open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
-    out = output_at(spec.output.path)
-    _refuse_own_output(source, out)
-    check_prompt_columns(spec.prompt, source)
-    check_completions_column(spec.score, source)
-    table = output_table(source, spec)
-    facts = model_facts(spec.model)
-    manifest = Manifest(
-        fingerprint(spec, facts),
-        fingerprint_facts(spec, facts),
-        tuple(spec.input.paths),
-        source.files,
-        source.num_rows,
-        spec.output.rows_per_part,
-        datetime.now().isoformat(timespec="seconds"),
-        source.bounds(spec.output.rows_per_part),
-    )
-    return Job(spec, source, table, manifest, out)
-
-
-def _refuse_own_output(source: Source, out: OutputDir) -> None:
-    """Wherever links lead: starting over must not delete what is read."""
-    for file in source.files:
-        if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
-            raise UsageError(
-                f"output.path: {printable(file.path)} is both input and output of this job",
-                hint="give the output a folder of its own",
-            )
 
 
 def _is_finished(job: Job, if_exists: str) -> bool:

@@ -18,7 +18,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.document import JobDocument, dotted
-from batchinfer.job.spec.spec import JobSpec, output_columns
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.yaml import KeyPath
 from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.text.chat import compile_chat_template
@@ -174,7 +174,7 @@ def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:
 def _check_output_names(spec: JobSpec, document: JobDocument) -> None:
     """What can be said of names before the data's columns are known."""
     rename, key = spec.output.rename, ("output", "rename")
-    generated = output_columns(spec.output.include, spec.task)
+    generated = spec.task_spec.columns(spec.output.include)
     for name, new_name in rename.items():
         if new_name in generated:
             problem = f": {format_value(new_name)} is the name of an output column; choose another"

@@ -7,6 +7,7 @@ from typing import Any
 from batchinfer.config import SAMPLING_ALIASES
 from batchinfer.job.spec.presets import shipped_presets
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.tasks import TASK_SPECS, TaskSpec
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -22,17 +23,30 @@ def json_schema() -> dict[str, Any]:
         "description": "A shipped name or a file of engine keys; keys beside it win.",
         "examples": list(shipped_presets()),
     }
-    # A score job has no sampling parameters, a generate job must.
     schema["required"].remove("sampling")
-    schema["if"] = {"properties": {"task": {"const": "score"}}, "required": ["task"]}
-    schema["then"] = {"not": {"required": ["sampling"]}}
-    schema["else"] = {"required": ["sampling"], "properties": {"score": {"type": "null"}}}
+    schema["allOf"] = [_task_rule(task) for task in TASK_SPECS.values()]
     model = schema["properties"]["model"]
     schema["properties"]["model"] = {"anyOf": [{"type": "string", "minLength": 1}, model]}
     for record in records.values():
         # The rest of a docstring is for callers in Python.
         record["description"] = record["description"].split("\n\n")[0]
     return {"$schema": DIALECT, "title": "batchinfer job", **schema}
+
+
+def _task_rule(task: TaskSpec) -> dict[str, Any]:
+    """What a job of a task must have, and what the others must not."""
+    sampling = {"required": ["sampling"]}
+    is_default = JobSpec.model_fields["task"].default == task.name
+    rule: dict[str, Any] = {
+        "if": {
+            "properties": {"task": {"const": task.name}},
+            **({} if is_default else {"required": ["task"]}),
+        },
+        "then": sampling if task.sampling is None else {"not": sampling},
+    }
+    if task.section is not None:
+        rule["else"] = {"properties": {task.section: {"type": "null"}}}
+    return rule
 
 
 def _accept_aliases(sampling: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from batchinfer.config import SCORING, PromptConfig
+from batchinfer.config import PromptConfig
 from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.checks import check_conflicts
@@ -25,6 +25,7 @@ from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.errors import usage_error
 from batchinfer.job.spec.presets import read_preset
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.tasks import TASK_SPECS
 from batchinfer.job.spec.yaml import KeyPath, read_yaml, valid_text
 from batchinfer.job.storage.urls import is_url
 
@@ -158,7 +159,7 @@ def _check(document: JobDocument) -> JobSpec:
     except ValidationError as error:
         raise usage_error(error, document) from None
     max_tokens: KeyPath = ("sampling", "max_tokens")
-    if spec.task == "generate" and not document.has(max_tokens):
+    if spec.task_spec.sampling is None and not document.has(max_tokens):
         raise document.error(max_tokens, " is required: the most tokens an answer may have")
     seed: KeyPath = ("sampling", "seed")
     if document.has(seed) and document.get(seed) is None:
@@ -167,12 +168,14 @@ def _check(document: JobDocument) -> JobSpec:
 
 
 def _fill_in_sampling(document: JobDocument) -> None:
-    """A job that scores has no sampling parameters to choose."""
-    if document.get(("task",)) == "score":
+    """A task that runs its requests in one way leaves no sampling parameters to choose."""
+    name = document.get(("task",))
+    task = TASK_SPECS.get(name) if isinstance(name, str) else None
+    if task is not None and task.sampling is not None:
         if document.get(("sampling",)) is not None:
-            problem = " has no part in task: score, which draws no tokens; leave it out"
+            problem = f" has no part in task: {name}, which draws no tokens; leave it out"
             raise document.error(("sampling",), problem)
-        document.data["sampling"] = asdict(SCORING)
+        document.data["sampling"] = asdict(task.sampling)
 
 
 def _check_biases(document: JobDocument) -> None:

@@ -16,7 +16,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from batchinfer.config import (
     QUANTIZATIONS,
-    SCORING,
     AcceptConfig,
     EngineConfig,
     PromptConfig,
@@ -24,6 +23,7 @@ from batchinfer.config import (
     ScoreConfig,
 )
 from batchinfer.console.format import printable
+from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec, check_task
 from batchinfer.job.storage.urls import STORES
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -180,23 +180,6 @@ class OutputSpec(_Section):
         return (*self.include, "logprobs") if adds_logprobs else self.include
 
 
-def output_columns(include: Collection[str], task: str = "generate") -> tuple[str, ...]:
-    """Names of the columns that a job writes beside the input's, in order.
-
-    Args:
-        include: what ``output.include`` names.
-        task: what the job does.
-    """
-    prompt = ("prompt",) if "prompt" in include else ()
-    logprobs = ("prompt_logprobs",) if "prompt_logprobs" in include else ()
-    answers = ("generated_text", "outputs", *logprobs)
-    counts = ("num_prompt_tokens", "num_output_tokens", "truncated")
-    if task == "score":
-        scores = ("score", "perplexity", "num_prompt_tokens", "truncated")
-        return ("row_id", *prompt, *scores, "status", "error")
-    return ("row_id", *prompt, *answers, *counts, "status", "error")
-
-
 class ErrorsSpec(_Section):
     """How many bad rows are too many."""
 
@@ -238,7 +221,7 @@ class JobSpec(_Section):
     """Version of the job-file format."""
     name: str = ""
     """What the job is called; default: the file's name. May use {{ vars }}."""
-    task: Literal["generate", "score"] = "generate"
+    task: TaskName = "generate"
     """score: how likely given completions of the prompts are, or the prompts themselves."""
     vars: Mapping[str, str | None] = {}
     """Texts for {{ }} in name and paths; null: must be given with --var."""
@@ -257,46 +240,23 @@ class JobSpec(_Section):
     errors: ErrorsSpec = ErrorsSpec()
     stats: StatsSpec = StatsSpec()
 
+    @property
+    def task_spec(self) -> TaskSpec:
+        """What the task asks of the other keys, and its output columns."""
+        return TASK_SPECS[self.task]
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_task(self)
         if self.accept is not None:
             self._check_accept(self.accept)
         self._check_batch()
-        if self.task == "score":
-            if self.output.explode:
-                raise ValueError("output.explode goes with task: generate; leave it out")
-            if self.sampling != SCORING:
-                raise ValueError("sampling has no part in task: score; leave it out")
-            if "prompt_logprobs" in self.output.include:
-                raise ValueError(
-                    "output.include: prompt_logprobs goes with task: generate; with task: score "
-                    "logprobs are those of what is scored"
-                )
-            return self
-        if self.score is not None:
-            raise ValueError("score needs task: score; set it, or leave score out")
-        for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(self.sampling, name) is not None
-            if name in self.output.include and not asked:
-                raise ValueError(f"output.include names {name}, but sampling.{name} is not set")
-            if asked and name not in self.output.written:
-                raise ValueError(
-                    f"sampling.{name} is set, but they are not written; "
-                    f"add to the output section: include: [{name}]"
-                )
-        for key in ("max_num_seqs", "max_num_batched_tokens"):
-            if (self.sampling.beam_width or 1) > getattr(self.engine, key):
-                raise ValueError(f"sampling.beam_width is more than engine.{key}; lower it")
         return self
 
     def _check_batch(self) -> None:
         if self.output.explode and self.output.format == "openai-batch":
             raise ValueError("output.explode: OpenAI's files have all choices of a request in one")
         if self.input.format == "openai-batch":
-            if self.task == "score":
-                raise ValueError(
-                    "task: score: requests of OpenAI batch files are answered, not scored"
-                )
             for name in _PROMPT_COLUMNS:
                 if getattr(self.prompt, name) is not None:
                     raise ValueError(
@@ -307,8 +267,6 @@ class JobSpec(_Section):
             raise ValueError("output.format: openai-batch needs input.format: openai-batch")
 
     def _check_accept(self, accept: AcceptConfig) -> None:
-        if self.task == "score":
-            raise ValueError("accept has no part in task: score, which draws no samples")
         if accept.k is not None and self.sampling.n > 1:
             raise ValueError("accept.k and sampling.n both say how many to keep; leave one out")
         if self.sampling.n > accept.max_tries:

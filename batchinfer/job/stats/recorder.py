@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow as pa
 
+from batchinfer.engine.metrics import KV_FACTS
 from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.output.directory import OutputDir
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from batchinfer.build import EngineContext
 
 STEPS_PER_FILE = 16384
-KV_FACTS = ("block_size", "num_blocks", "bytes_per_block")
 _RUN_ID = re.compile(r"run-(\d+)")
 
 

@@ -19,7 +19,7 @@ from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.schema import output_table
 from batchinfer.job.output.segments import Segments
 from batchinfer.job.row_ids import NO_ROWS, Part
-from batchinfer.job.rows.generate import FinishedRow
+from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.storage.filesystem import LocalFiles
 from tests.job.datasets import write_parquet
 from tests.job.fakes import begin, job

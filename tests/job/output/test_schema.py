@@ -9,7 +9,7 @@ import pytest
 from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.output.schema import OutputTable, output_table
-from batchinfer.job.spec.spec import output_columns
+from batchinfer.job.spec.tasks import GENERATE
 from tests.job.datasets import strings, write_parquet
 from tests.job.fakes import job
 
@@ -142,4 +142,4 @@ def test_the_job_file_is_checked_against_the_same_names(
     sampling = {"prompt_logprobs": 0} if "prompt_logprobs" in include else {}
     sections = {"output": {"include": include}, "sampling": sampling}
     names = table_of(tmp_path, {"text": ["a"]}, **sections).generated_schema.names
-    assert tuple(names) == output_columns(include)
+    assert tuple(names) == GENERATE.columns(include)

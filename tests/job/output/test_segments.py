@@ -18,7 +18,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.schema import ERROR
 from batchinfer.job.output.segments import Segments, segment_table
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows.generate import FinishedRow
+from batchinfer.job.rows.finished_row import FinishedRow
 from tests.job.datasets import flip_bit
 from tests.job.fakes import begin
 

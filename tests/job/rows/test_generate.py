@@ -9,10 +9,9 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.prompt_logprobs import PromptLogprobs
 from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
-from batchinfer.job.rows.generate import RequestMaker, RowFinisher
-from batchinfer.job.rows.prompt_row import PromptRow
-from batchinfer.job.rows.sampling_params import RowSampling
+from batchinfer.job.rows.finished_row import RowFinisher
 from batchinfer.protocols import StopMatch
+from batchinfer.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.text.prompts import Prompt, PromptTooLongError
 from tests.job.fakes import byte_tokenizer, grammars
 
@@ -34,7 +33,7 @@ def sample(index: int, text: str, **fields: Any) -> SampleOutput:
 
 def request_of(params: SamplingParams, *, own_seed: bool = False) -> Request:
     maker = RequestMaker(TOKENIZER, frozenset({0}), grammars())
-    return maker.make(7, prompt("ask"), RowSampling(params, own_seed))
+    return maker.make(PromptRow(7, prompt("ask"), RowSampling(params, own_seed)))
 
 
 def finish(*samples: SampleOutput, include: tuple[str, ...] = (), **params: Any) -> dict[str, Any]:
@@ -57,10 +56,11 @@ def test_bad_words_are_tokenized_once_for_all_rows(monkeypatch: pytest.MonkeyPat
     tokenizer = byte_tokenizer()
     maker = RequestMaker(tokenizer, frozenset({0}), grammars())
     sampling = RowSampling(SamplingParams(seed=3, bad_words=("no",)), own_seed=False)
-    first = maker.make(7, prompt("ask"), sampling)
+    first = maker.make(PromptRow(7, prompt("ask"), sampling))
     monkeypatch.setattr(tokenizer, "encode_batch", None)
     again = RowSampling(SamplingParams(seed=3, bad_words=("no",), logit_bias={5: 1.0}), True)
-    assert maker.make(8, prompt("ask"), again).bad_words_token_ids == first.bad_words_token_ids
+    second = maker.make(PromptRow(8, prompt("ask"), again))
+    assert second.bad_words_token_ids == first.bad_words_token_ids
 
 
 def test_a_job_without_stop_strings_needs_no_checker() -> None:

@@ -9,9 +9,10 @@ from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.errors import RowError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows.prompt_row import PromptRow, prompt_rows, without_text
+from batchinfer.job.rows.prompt_row import prompt_rows, without_text
 from batchinfer.job.rows.reader import ColumnReader, RowAdapters
 from batchinfer.job.rows.sampling_params import RowParams
+from batchinfer.requests import PromptRow
 from batchinfer.text.prompts import Prompt, PromptBuilder
 from tests.job.datasets import write_parquet
 from tests.job.fakes import byte_tokenizer, grammars

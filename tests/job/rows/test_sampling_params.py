@@ -10,7 +10,8 @@ import pytest
 
 from batchinfer.config import SamplingParams
 from batchinfer.errors import RowError, UsageError
-from batchinfer.job.rows.sampling_params import RowParams, RowSampling
+from batchinfer.job.rows.sampling_params import RowParams
+from batchinfer.requests import RowSampling
 from batchinfer.text.grammar import GrammarCompiler
 from tests.job.fakes import byte_tokenizer, grammars
 

@@ -22,14 +22,16 @@ from batchinfer.job.output.resume import plan_of
 from batchinfer.job.output.schema import output_table
 from batchinfer.job.output.verify import verify
 from batchinfer.job.plan.plan import plan_job
-from batchinfer.job.rows.generate import FinishedRow
-from batchinfer.job.rows.prompt_row import PromptRow
+from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.rows.score import Scoring
+from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
-from batchinfer.job.spec.spec import JobSpec, output_columns
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.tasks import SCORE as SCORE_SPEC
 from batchinfer.report.examples import find_examples
+from batchinfer.requests import PromptRow
 from tests.job.datasets import write_parquet
 from tests.job.job_files import SCORE, write_job
 from tests.models import make_text_model
@@ -98,7 +100,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path, model: Path) -> None:
     assert run_job(spec, quiet=True) is ExitCode.OK
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = rows_of(tmp_path)
-    assert tuple(rows[0])[2:] == output_columns(["prompt"], "score")
+    assert tuple(rows[0])[2:] == SCORE_SPEC.columns(["prompt"])
     for row, prompt, choices in zip(rows, prompts, CHOICES, strict=True):
         context = tokenizer(prompt.rstrip()).input_ids
         assert (row["prompt"], row["num_prompt_tokens"]) == (prompt, len(context))
@@ -143,7 +145,7 @@ def test_a_report_shows_scores(tmp_path: Path, model: Path) -> None:
     assert run_job(job(tmp_path, model, columns), quiet=True) is ExitCode.OK
     out = OutputDir(tmp_path / "out")
     records = [(part, out.finished(part)) for part in plan_of(out).parts()]
-    good, bad = find_examples(out, records)
+    good, bad = find_examples(out, records, TASKS["score"])
     assert good.answer is not None
     assert good.answer.startswith("log-likelihood 0: -")
     assert "perplexity" in good.facts
@@ -342,7 +344,7 @@ def test_the_columns_are_the_contract(tmp_path: Path, model: Path, include: Any)
     columns = {"text": ["x"], "choices": [["a"]]}
     spec = job(tmp_path, model, columns, f"output: {{path: out, include: [{listed}]}}")
     schema = output_table(open_source(spec.input.paths), spec).generated_schema
-    assert tuple(schema.names) == output_columns(include, "score")
+    assert tuple(schema.names) == SCORE_SPEC.columns(include)
     names = [field.name for field in schema.field("score").type.value_type]
     assert names[:4] == ["index", "sum_logprob", "num_tokens", "greedy_match"]
     assert set(names[4:]) == set(include) - {"prompt"}

@@ -6,11 +6,11 @@ from threading import Event
 
 from batchinfer.console.progress import make_progress
 from batchinfer.job.rows.dedup import RequestDeduplicator
-from batchinfer.job.rows.generate import RequestMaker, RowFinisher
-from batchinfer.job.rows.prompt_row import PromptRow
-from batchinfer.job.rows.task import Generation
+from batchinfer.job.rows.finished_row import RowFinisher
+from batchinfer.job.rows.generate import Generation
 from batchinfer.job.run.engine_loop import EngineLoop, Finished
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
+from batchinfer.requests import PromptRow, RequestMaker
 from tests.job.fakes import FakeBuild, grammars
 
 

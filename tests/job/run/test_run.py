@@ -31,11 +31,12 @@ from batchinfer.errors import (
     UsageError,
 )
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.rows.prompt_row import PromptRow, prompt_rows
+from batchinfer.job.rows.prompt_row import prompt_rows
 from batchinfer.job.run import pipeline, run
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.run.threads import BackgroundConsumer
+from batchinfer.requests import PromptRow
 from tests.job.datasets import flip_bit, rot, strings, write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
 

@@ -1,0 +1,134 @@
+"""Completions of a row's requests to its output columns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.request import Completion, RequestStats, SampleOutput, TokenLogprobs
+from batchinfer.errors import RowError
+from batchinfer.requests import PromptRow, prompt_logprobs, sample_text
+from batchinfer.text.prompts import Prompt, PromptTooLongError
+from batchinfer.text.sample_filter import Tally
+from batchinfer.text.tokenizer import Tokenizer
+
+_NO_TALLY = Tally()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """A row that is done, in the terms of the output."""
+
+    values: dict[str, Any]
+    """Generated columns by name."""
+    stats: RequestStats | None
+    """None where the engine ran nothing of the row."""
+    has_control_text: bool
+    distinct_tokens: int = 0
+    """Prompt tokens that no row before it, as they were planned to run, begins with."""
+    tally: Tally = _NO_TALLY
+
+
+class RowFinisher:
+    """Turns what the engine gave back into output columns.
+
+    Args:
+        tokenizer: makes text of token ids.
+        include: what ``output.include`` names.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, include: Collection[str]) -> None:
+        self._tokenizer = tokenizer
+        self._include = include
+
+    def finish(self, row: PromptRow, completion: Completion | None) -> FinishedRow:
+        """The finished row; no completion for a row that failed before the engine."""
+        if isinstance(row.prompt, RowError):
+            return failed_row(row.row_id, row.prompt)
+        assert completion is not None
+        prompt, outputs = row.prompt, self._outputs(completion)
+        failed = completion.error_code is not None
+        values = {
+            "row_id": row.row_id,
+            "generated_text": None if failed or not outputs else outputs[0]["text"],
+            "outputs": outputs,
+            "num_prompt_tokens": len(prompt.token_ids),
+            "num_output_tokens": sum(output["num_tokens"] for output in outputs),
+            "truncated": prompt.truncated,
+            "status": "error" if failed else "ok",
+            "error": _error(completion.error_code, completion.error_message) if failed else None,
+        }
+        if "prompt" in self._include:
+            values["prompt"] = seen_text(prompt, self._tokenizer)
+        if "prompt_logprobs" in self._include:
+            values["prompt_logprobs"] = _prompt_logprobs(completion)
+        # A request that the engine refused has run nothing, not even its prompt.
+        stats = completion.stats if completion.stats.prompt_tokens else None
+        return FinishedRow(values, stats, prompt.has_control_text, row.distinct_tokens)
+
+    def _outputs(self, completion: Completion) -> list[dict[str, Any]]:
+        params = completion.request.params
+        return [self._output(sample, params) for sample in completion.outputs]
+
+    def _output(self, sample: SampleOutput, params: SamplingParams) -> dict[str, Any]:
+        output = {
+            "index": sample.index,
+            "text": sample_text(self._tokenizer, sample, params),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": None if sample.stop_reason is None else str(sample.stop_reason),
+            "num_tokens": len(sample.token_ids),
+            "cumulative_logprob": sample.cumulative_logprob,
+        }
+        if "token_ids" in self._include:
+            output["token_ids"] = sample.token_ids
+        if "logprobs" in self._include:
+            output["logprobs"] = _logprobs(sample)
+        return output
+
+
+def seen_text(prompt: Prompt, tokenizer: Tokenizer) -> str | None:
+    """The prompt as the model saw it: without what was cut off."""
+    if prompt.text is None or not prompt.truncated:
+        return prompt.text
+    return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+def _logprobs(sample: SampleOutput) -> list[dict[str, Any]] | None:
+    return None if sample.logprobs is None else [_logprob(token) for token in sample.logprobs]
+
+
+def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
+    """Of each token of the prompt; null for the first, which nothing comes before."""
+    tokens = prompt_logprobs(completion)
+    return None if tokens is None else [None, *map(_logprob, tokens)]
+
+
+def _logprob(token: TokenLogprobs) -> dict[str, Any]:
+    return {
+        "token_id": token.token_id,
+        "logprob": token.logprob,
+        "rank": token.rank,
+        "top": [{"token_id": token_id, "logprob": value} for token_id, value in token.top],
+    }
+
+
+def failed_row(row_id: int, error: RowError) -> FinishedRow:
+    """A row that the engine does not run."""
+    num_tokens = error.num_tokens if isinstance(error, PromptTooLongError) else None
+    values: dict[str, Any] = {
+        "row_id": row_id,
+        "generated_text": None,
+        "outputs": [],
+        "num_prompt_tokens": num_tokens,
+        "num_output_tokens": 0,
+        "truncated": False,
+        "status": "error",
+        "error": _error(error.code, error.message),
+    }
+    return FinishedRow(values, None, False)
+
+
+def _error(code: str | None, message: str | None) -> dict[str, str | None]:
+    return {"code": code, "message": message}

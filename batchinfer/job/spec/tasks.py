@@ -1,0 +1,101 @@
+"""What a job file must have for each ``task``, what it must not have, and the columns that result.
+
+What a task does with rows is in ``batchinfer.job.rows.task``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from batchinfer.config import SCORING, SamplingParams
+
+if TYPE_CHECKING:
+    from batchinfer.job.spec.spec import JobSpec
+
+TaskName = Literal["generate", "score"]
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A task as the job file sees it."""
+
+    name: TaskName
+    results: Callable[[Collection[str]], tuple[str, ...]]
+    """Its own output columns, in order, given ``output.include``."""
+    check: Callable[[JobSpec], None]
+    """Raises ValueError where other keys do not go with it."""
+    sampling: SamplingParams | None = None
+    """What all of its requests run with; None: the job file's ``sampling``, which it then needs."""
+    section: str | None = None
+    """The section that no other task may have."""
+
+    def columns(self, include: Collection[str]) -> tuple[str, ...]:
+        """Names of the columns that a job writes beside the input's, in order.
+
+        Args:
+            include: what ``output.include`` names.
+        """
+        prompt = ("prompt",) if "prompt" in include else ()
+        return ("row_id", *prompt, *self.results(include), "status", "error")
+
+
+def _generate_results(include: Collection[str]) -> tuple[str, ...]:
+    logprobs = ("prompt_logprobs",) if "prompt_logprobs" in include else ()
+    counts = ("num_prompt_tokens", "num_output_tokens", "truncated")
+    return ("generated_text", "outputs", *logprobs, *counts)
+
+
+def _check_generate(job: JobSpec) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(job.sampling, name) is not None
+        if name in job.output.include and not asked:
+            raise ValueError(f"output.include names {name}, but sampling.{name} is not set")
+        if asked and name not in job.output.written:
+            raise ValueError(
+                f"sampling.{name} is set, but they are not written; "
+                f"add to the output section: include: [{name}]"
+            )
+    for key in ("max_num_seqs", "max_num_batched_tokens"):
+        if (job.sampling.beam_width or 1) > getattr(job.engine, key):
+            raise ValueError(f"sampling.beam_width is more than engine.{key}; lower it")
+
+
+def _score_results(include: Collection[str]) -> tuple[str, ...]:
+    return ("score", "perplexity", "num_prompt_tokens", "truncated")
+
+
+def _check_score(job: JobSpec) -> None:
+    if job.accept is not None:
+        raise ValueError("accept has no part in task: score, which draws no samples")
+    if job.input.format == "openai-batch":
+        raise ValueError("task: score: requests of OpenAI batch files are answered, not scored")
+    if job.output.explode:
+        raise ValueError("output.explode goes with task: generate; leave it out")
+    if "prompt_logprobs" in job.output.include:
+        raise ValueError(
+            "output.include: prompt_logprobs goes with task: generate; with task: score "
+            "logprobs are those of what is scored"
+        )
+
+
+GENERATE = TaskSpec("generate", _generate_results, _check_generate)
+SCORE = TaskSpec("score", _score_results, _check_score, sampling=SCORING, section="score")
+TASK_SPECS: Mapping[str, TaskSpec] = {task.name: task for task in (GENERATE, SCORE)}
+
+
+def check_task(job: JobSpec) -> None:
+    """Check a job's keys against its task.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    task = TASK_SPECS[job.task]
+    for other in TASK_SPECS.values():
+        if other is not task and other.section and getattr(job, other.section) is not None:
+            section = other.section
+            raise ValueError(f"{section} needs task: {other.name}; set it, or leave {section} out")
+    if task.sampling is not None and job.sampling != task.sampling:
+        raise ValueError(f"sampling has no part in task: {task.name}; leave it out")
+    task.check(job)

@@ -1,0 +1,132 @@
+"""Prompts to requests of the engine, and what came of them to text: for jobs and for ``LLM``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Self
+
+from batchinfer.config import SamplingParams
+from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
+from batchinfer.errors import RowError
+from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory, output_text
+from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.prompts import Prompt
+from batchinfer.text.tokenizer import Tokenizer
+
+BASE_MODEL = 0
+"""Adapter number of the base model alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How a row is sampled."""
+
+    params: SamplingParams
+    own_seed: bool
+    """The row brought a seed: its samples depend on that seed alone, not on the row id."""
+
+    def rng_key(self, row_id: int) -> tuple[int, int]:
+        """Seed and random stream of the row."""
+        assert self.params.seed is not None, "a job has a seed"
+        return self.params.seed, 0 if self.own_seed else row_id
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A row of the input, ready for the engine, or why it can never be."""
+
+    row_id: int
+    prompt: Prompt | RowError
+    sampling: RowSampling | None = None
+    """None for a row that cannot run, or that draws nothing."""
+    reused_prefix_len: int = 0
+    """Prompt tokens that a row after it, in the order they run, begins with as well."""
+    distinct_tokens: int = 0
+    """Prompt tokens after the longest prefix that it has in common with a row before it, and those
+    given after the prompt."""
+    adapter: int = BASE_MODEL
+    """Number of the adapter it runs through."""
+
+    @property
+    def num_tokens_after(self) -> int:
+        """Tokens that are computed after the prompt and given with it."""
+        return 0 if isinstance(self.prompt, RowError) else self.prompt.num_tokens_after
+
+    def with_prompt(self, **changes: Any) -> Self:
+        """The row with other fields of its prompt; one that cannot run stays as it is."""
+        if isinstance(self.prompt, RowError):
+            return self
+        return replace(self, prompt=replace(self.prompt, **changes))
+
+
+class RequestMaker:
+    """Makes the requests of rows that are continued.
+
+    Args:
+        tokenizer: the model's.
+        eos_token_ids: the model's.
+        grammars: compiles what the rows' parameters say of their texts.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], grammars: GrammarCompiler
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._grammars = grammars
+        # Most often a job has one list for all rows.
+        self._bad_words = lru_cache(maxsize=1024)(partial(bad_words_token_ids, tokenizer))
+
+    def make(self, row: PromptRow) -> Request:
+        """The request of a row that can run.
+
+        Raises:
+            GrammarError: its ``structured_outputs`` cannot be compiled.
+        """
+        assert isinstance(row.prompt, Prompt)
+        assert row.sampling is not None
+        params = row.sampling.params
+        structure = params.structured_outputs
+        return Request(
+            row_id=row.row_id,
+            prompt_token_ids=row.prompt.token_ids,
+            params=params,
+            rng_key=row.sampling.rng_key(row.row_id),
+            eos_token_ids=self._eos_token_ids,
+            bad_words_token_ids=self._bad_words(params.bad_words),
+            make_stop_checker=make_stop_checker_factory(self._tokenizer, params),
+            grammar=None if structure is None else self._grammars.compile(structure),
+            reused_prefix_len=row.reused_prefix_len,
+            adapter=row.adapter,
+        )
+
+
+def sample_text(tokenizer: Tokenizer, sample: SampleOutput, params: SamplingParams) -> str:
+    """A sample's text, without the token or the string that stopped it unless that is asked for."""
+    stopped_by_token = sample.finish_reason == "stop" and sample.stop_match is None
+    return output_text(
+        tokenizer,
+        sample.token_ids,
+        sample.stop_match,
+        skip_special_tokens=params.skip_special_tokens,
+        drop_last_token=stopped_by_token and not params.include_stop_str_in_output,
+    )
+
+
+def prompt_logprobs(completion: Completion) -> list[TokenLogprobs] | None:
+    """Log-probabilities of a prompt's tokens, from ``scored_from`` on; None if not asked for."""
+    found, request = completion.prompt_logprobs, completion.request
+    if found is None:
+        return None
+    return [
+        TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids, top_logprobs, strict=True)))
+        for token_id, logprob, rank, top_ids, top_logprobs in zip(
+            request.prompt_token_ids[request.scored_from :].tolist(),
+            found.logprobs.tolist(),
+            found.ranks.tolist(),
+            found.top_token_ids.tolist(),
+            found.top_logprobs.tolist(),
+            strict=True,
+        )
+    ]
