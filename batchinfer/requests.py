@@ -20,7 +20,7 @@ BASE_MODEL = 0
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How a row is sampled."""
+    """Sampling parameters of a row, and whose random numbers it draws."""
 
     params: SamplingParams
     own_seed: bool

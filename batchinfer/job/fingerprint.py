@@ -1,4 +1,4 @@
-"""What of a job changes its output, as one hash: a second run may only continue its equal.
+"""Fingerprint of a job: a hash of what changes its output. A run may only continue its equal.
 
 Inputs (checked file by file elsewhere), error limits, the order rows run in, pool sizes and logging
 are left out: any of them may change between two runs of one job. What tells one model folder from
@@ -19,7 +19,7 @@ from batchinfer.errors import ModelError, UsageError
 from batchinfer.job.spec.spec import JobSpec, ModelSpec, resolved
 
 MAJOR_VERSION = 0
-"""Of batchinfer: output of different major versions does not mix."""
+"""Major version of batchinfer: output of different ones does not mix."""
 
 _KEYS: Mapping[str, tuple[str, ...] | None] = {
     "task": None,

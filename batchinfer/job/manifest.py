@@ -1,4 +1,4 @@
-"""What an output directory was planned for; a run that plans something else must not add to it."""
+"""The plan that an output directory was made for: a run with another must not add to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Manifest:
 
     fingerprint: str
     job: Mapping[str, Any]
-    """What the fingerprint was made from: ``fingerprint_facts``."""
+    """``fingerprint_facts``, which the fingerprint is the hash of."""
     input_paths: tuple[str, ...]
     """``input.path``, its entries absolute."""
     inputs: tuple[InputFile, ...]
@@ -37,7 +37,7 @@ class Manifest:
     """Where a filter is: the first row id of each part, and where the last one ends."""
 
     def parts(self) -> list[Part]:
-        """All parts in order; an empty dataset has one without rows."""
+        """The parts of the output, in order; an empty dataset has one without rows."""
         starts = range(0, self.num_rows, self.rows_per_part) or [0]
         stops = [min(start + self.rows_per_part, self.num_rows) for start in starts]
         parts = enumerate(zip(starts, stops, strict=True))
@@ -100,7 +100,7 @@ def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What differs; what models hold is named like keys of the section."""
+    """The keys that differ and their values; facts of models are named like keys of the section."""
     found = {key.removeprefix("model_facts."): both for key, both in differences(old, new).items()}
     if len(found) > 1:
         return listed(list(found))

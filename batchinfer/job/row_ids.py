@@ -23,7 +23,7 @@ class Part:
     rows: range
     """Its row ids, and where a filter is, those between them."""
     selected: int | None = None
-    """How many of them a filter selects; None: there is none."""
+    """Rows of these that a filter selects; None: there is none."""
 
     @property
     def num_rows(self) -> int:
@@ -50,13 +50,13 @@ def ranges_of(row_ids: RowIds, most_apart: int = 1) -> list[range]:
 
 
 def of_part(row_ids: RowIds, part: Part) -> RowIds:
-    """Those of ``row_ids`` that are rows of ``part``."""
+    """Row ids of one part."""
     first, stop = np.searchsorted(row_ids, (part.rows.start, part.rows.stop))
     return row_ids[first:stop]
 
 
 def ranges_in(parts: Sequence[Part], row_ids: RowIds) -> list[range]:
-    """Those of ``row_ids`` that are rows of ``parts``: ranges in order, each of one part."""
+    """Row ids of some parts as ranges in order, each of one part."""
     return [rows for part in parts for rows in ranges_of(of_part(row_ids, part))]
 
 
@@ -77,7 +77,7 @@ def missing_ranges(parts: Sequence[Part], there: RowIds) -> list[range]:
 
 
 def within(row_ids: RowIds, ranges: Sequence[range]) -> RowIds:
-    """Those of ``row_ids`` that are in one of ``ranges``, which are in order."""
+    """Row ids that are in one of ``ranges``, which are in order."""
     if not ranges:
         return NO_ROWS
     starts, stops = (np.array([getattr(r, end) for r in ranges]) for end in ("start", "stop"))

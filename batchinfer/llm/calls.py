@@ -1,4 +1,4 @@
-"""What the calls of an ``LLM`` have in common: one engine, one at a time, the numbers of all."""
+"""Calls of an ``LLM``: one engine, one call at a time, the numbers of all."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Calls:
             self._measured.seconds += time.perf_counter() - began
 
     def stats(self) -> Stats:
-        """See ``LLM.stats``."""
+        """Tokens, throughput and pool of the calls so far, as ``LLM.stats`` gives them."""
         measures = self._measured.metrics()
         return Stats({**measures, "kv": {**self._pool, **measures["kv"]}})
 
     def findings(self, model: str, settings: Mapping[str, Any]) -> Findings:
-        """What a report on the calls so far is about.
+        """Contents of a report on the calls so far.
 
         Args:
             model: its name.

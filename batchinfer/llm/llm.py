@@ -131,8 +131,8 @@ class LLM:
         """
         refuse_others("LLM.generate", others, ("prompts", "sampling_params", "adapter", "use_tqdm"))
         with self._one_call("generate"):
-            read = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
-            return self._run(read, sampling_params, adapter, use_tqdm)
+            items = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
+            return self._run(items, sampling_params, adapter, use_tqdm)
 
     def chat(
         self,
@@ -188,8 +188,8 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise TypeError("params must be BeamSearchParams(beam_width=..., max_tokens=...)")
         with self._one_call("beam_search"):
-            read = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
-            return self._run(read, params.sampling(), adapter, use_tqdm)
+            items = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
+            return self._run(items, params.sampling(), adapter, use_tqdm)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, as transformers loads it."""
@@ -226,8 +226,8 @@ class LLM:
         check_installed()
         from batchinfer.report.page import page
 
-        found = self._calls.findings(str(self._settings["model"]["model"]), self._settings)
-        Path(path).write_bytes(page(found, price_per_hour).encode())
+        findings = self._calls.findings(str(self._settings["model"]["model"]), self._settings)
+        Path(path).write_bytes(page(findings, price_per_hour).encode())
         return Path(path)
 
     def reset_stats(self) -> None:

@@ -1,4 +1,4 @@
-"""What the Python API gives back: outputs made of completions, and ``LLM.stats`` as a table."""
+"""Results of the Python API: outputs made of completions, and ``LLM.stats`` as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How ``LLM.beam_search`` searches; names as vLLM's."""
+    """Parameters of ``LLM.beam_search``; names as vLLM's."""
 
     beam_width: int
     max_tokens: int
@@ -25,7 +25,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def sampling(self) -> SamplingParams:
-        """The same as parameters of a row, which gets all of its beams.
+        """Sampling parameters of a row that gets all of its beams.
 
         Raises:
             TypeError, ValueError: naming the field, when a value is not what it must be.
@@ -73,7 +73,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """Of each token of the prompt, if asked for; None for the first, which nothing comes before."""
+    """Each prompt token's, if asked for; None for the first, which nothing comes before."""
     num_cached_tokens: int
     finished: bool
     outputs: list[CompletionOutput]
@@ -148,7 +148,7 @@ class Stats(dict[str, dict[str, float]]):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """The stats as a table, for notebooks."""
         rows = "".join(
             f"<tr><th colspan=2 style='text-align:left'>{escape(section)}</th></tr>"
             + "".join(

@@ -22,7 +22,7 @@ from batchinfer.report.stored_stats import UNREADABLE, FinishedRows, batches
 MOST_ROWS, MOST_COLUMNS = 4, 4
 MOST_CODES, OF_EACH_CODE = 12, 3
 MOST_CHARACTERS = 2000
-"""Of a value that is handed on; a page shows less."""
+"""Longest text that is handed on; a page shows less."""
 
 
 def find_examples(

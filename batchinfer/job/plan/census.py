@@ -43,14 +43,14 @@ def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> li
         return list(parts)
     per_window = max(1, window_rows // max(1, parts[0].num_rows))
     windows = [parts[at : at + per_window] for at in range(0, len(parts), per_window)]
-    wanted = max(1, most_rows // (per_window * parts[0].num_rows))
-    chosen = [windows[at * len(windows) // wanted] for at in range(min(wanted, len(windows)))]
-    return [part for window in chosen for part in window]
+    count = min(len(windows), max(1, most_rows // (per_window * parts[0].num_rows)))
+    evenly_spread = [windows[at * len(windows) // count] for at in range(count)]
+    return [part for window in evenly_spread for part in window]
 
 
 @dataclass
 class Census:
-    """What the rows read are like.
+    """Counts of the rows read: prompts, samples, tokens, errors.
 
     Args:
         lengths: how long their samples become.

@@ -88,12 +88,12 @@ class Outcome:
     @property
     def _simulated(self) -> float:
         """Share of the rows' tokens that was drawn."""
-        wanted = self.census.drawn_tokens - self.simulation.refused_drawn_tokens
-        done = self.built.runner.samples_drawn + self.simulation.deduplicated_drawn_tokens
-        return 1.0 if self.complete else done / wanted
+        expected = self.census.drawn_tokens - self.simulation.refused_drawn_tokens
+        drawn = self.built.runner.samples_drawn + self.simulation.deduplicated_drawn_tokens
+        return 1.0 if self.complete else drawn / expected
 
     def _sampled(self) -> dict[str, float]:
-        """How much of the job was looked at."""
+        """Shares of the job that were read and simulated."""
         return {
             "rows": self.job.source.num_rows,
             "rows_read": self.census.rows,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def plan_job(
     spec: JobSpec, *, device: str | None = None, expect_output_tokens: int | None = None
 ) -> dict[str, Any]:
-    """What a run of the whole job will need, as JSON data. Writes nothing.
+    """A forecast of what a run of the whole job needs, as JSON data. Writes nothing.
 
     Args:
         spec: the job.
@@ -81,7 +81,7 @@ def plan_job(
 def _lengths(
     spec: JobSpec, built: SimulatedEngine, task: LoadedTask | None, expected: int | None
 ) -> Lengths:
-    """How long samples become; ``task`` is None where there are no rows."""
+    """Expected lengths of a task's samples; ``task`` is None where there are no rows."""
     facts = built.max_model_len, built.eos_token_ids, expected
     if spec.task_spec.sampling is None:
         return Lengths(*facts)

@@ -26,7 +26,7 @@ MAX_OUTPUT_TOKENS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long samples become.
+    """Expected lengths of samples, in tokens.
 
     Args:
         max_model_len: longest sequence of the model, in tokens.
@@ -43,7 +43,7 @@ class Lengths:
         return params.n * self._of_each(num_prompt_tokens, params)
 
     def drawn_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """The same with beams that are not written: what takes steps."""
+        """Output tokens of a row and those of beams that are not written: what takes steps."""
         return (params.beam_width or params.n) * self._of_each(num_prompt_tokens, params)
 
     def _of_each(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -53,13 +53,15 @@ class Lengths:
         return most
 
     def requests(self, row: PromptRow) -> Sequence[Request]:
-        """Of a row that can run: a request that ends when the row is taken to, and of which the
-        scheduler knows as much beforehand as it would of the row's own."""
+        """The requests of a row that can run, each with the length it is taken to have.
+
+        The scheduler knows as much of them beforehand as it would of the row's own.
+        """
         assert isinstance(row.prompt, Prompt)
         assert row.sampling is not None
         params = row.sampling.params
-        own = bool(params.stop or params.stop_token_ids)
-        may_stop = own or bool(self.eos_token_ids and not params.ignore_eos)
+        names_stops = bool(params.stop or params.stop_token_ids)
+        may_stop = names_stops or bool(self.eos_token_ids and not params.ignore_eos)
         ends = may_stop or self.expected is not None
         request = Request(
             row_id=row.row_id,
@@ -106,7 +108,7 @@ class FixedLengths(Lengths):
 def _plain(
     max_tokens: int, n: int, min_tokens: int, beam_width: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """What the schedule depends on; how tokens are drawn does not matter."""
+    """Parameters that a schedule depends on; how tokens are drawn does not matter."""
     return SamplingParams(
         max_tokens=max_tokens,
         n=n,
@@ -132,7 +134,7 @@ class Simulation:
         self.deduplicated = 0
         """Rows that were not run, because an equal one was."""
         self.deduplicated_drawn_tokens = 0
-        self._twins = RequestDeduplicator()
+        self._deduplicator = RequestDeduplicator()
         self.refused: Counter[str] = Counter()
         """Rows that the engine refused, by code."""
         self._refused_rows: set[int] = set()
@@ -152,7 +154,7 @@ class Simulation:
         """
         exhausted = False
         while not exhausted or self.engine.num_unfinished:
-            while not exhausted and self._is_hungry:
+            while not exhausted and self._is_starved:
                 batch = next(batches, None)
                 exhausted = batch is None
                 self._add(batch or [])
@@ -167,12 +169,12 @@ class Simulation:
         return self._running_ms / 1e3 / self.runner.seconds if self.steps else 0.0
 
     @property
-    def _is_hungry(self) -> bool:
+    def _is_starved(self) -> bool:
         return self.engine.num_waiting < self.max_waiting
 
     def _add(self, batch: list[PromptRow]) -> None:
         rows = [row for row in batch if not isinstance(row.prompt, RowError)]
-        for row in self._twins.leaders(rows):
+        for row in self._deduplicator.leaders(rows):
             for request in self.lengths.requests(row):
                 self.engine.add_request(request)
 
@@ -180,8 +182,8 @@ class Simulation:
         if not self.engine.num_unfinished:
             return
         outcome = self.engine.step()
-        twins = [twin for one in outcome.completions for twin in self._twins_of(one)]
-        done = [*outcome.completions, *twins]
+        copies = [copy for one in outcome.completions for copy in self._copies(one)]
+        done = [*outcome.completions, *copies]
         self.measured.add(outcome.stats, [row.stats for row in done])
         if outcome.stats is not None:
             self.steps += 1
@@ -198,10 +200,10 @@ class Simulation:
                 self.refused_output_tokens += self.lengths.output_tokens(tokens, params)
                 self.refused_drawn_tokens += self.lengths.drawn_tokens(tokens, params)
 
-    def _twins_of(self, completion: Completion) -> Iterator[Completion]:
-        """The same for the rows that waited for it; only rows of one request have such."""
+    def _copies(self, completion: Completion) -> Iterator[Completion]:
+        """Completions of the rows that waited for this one; only rows of one request have such."""
         request = completion.request
-        for row in self._twins.release(request.row_id):
+        for row in self._deduplicator.release(request.row_id):
             if completion.error_code is None:
                 tokens, params = request.num_prompt_tokens, request.params
                 self.deduplicated += 1

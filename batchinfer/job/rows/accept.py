@@ -48,7 +48,7 @@ class AcceptedGeneration:
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
     ) -> list[Request]:
-        """More samples, if they are needed and may be tried."""
+        """A request for more samples, if they are needed and may be tried."""
         if completions[-1].error_code is not None:
             return []
         verdicts = self._verdicts(row, completions)

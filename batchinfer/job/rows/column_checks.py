@@ -1,4 +1,4 @@
-"""Do the columns that rows are made into requests of exist, and have types that can be used?
+"""Checks of the columns that requests are made of: are they there, and of types that can be used?
 
 Found from the schema alone, so that no model is loaded for data that cannot be run.
 """
@@ -46,9 +46,9 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
         require_column(config.token_ids_column, "prompt.token_ids_column", names)
         _check_token_ids(source, config.token_ids_column)
     else:
-        made = make_source(config, names)
-        if isinstance(made, ColumnSource):
-            _check_prompt(source, made.name, config)
+        prompt = make_source(config, names)
+        if isinstance(prompt, ColumnSource):
+            _check_prompt(source, prompt.name, config)
     if config.system is not None:
         checked_template(config.system, "prompt.system", frozenset(names))
     if config.adapter_column is not None:

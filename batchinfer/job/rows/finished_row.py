@@ -19,7 +19,7 @@ _NO_TALLY = Tally()
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """A row that is done, in the terms of the output."""
+    """The output of a row: generated columns, and what is recorded of it elsewhere."""
 
     values: dict[str, Any]
     """Generated columns by name."""
@@ -100,7 +100,7 @@ def _logprobs(sample: SampleOutput) -> list[dict[str, Any]] | None:
 
 
 def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
-    """Of each token of the prompt; null for the first, which nothing comes before."""
+    """Log-probabilities of the prompt's tokens; null for the first, which nothing comes before."""
     tokens = prompt_logprobs(completion)
     return None if tokens is None else [None, *map(_logprob, tokens)]
 

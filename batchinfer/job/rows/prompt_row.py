@@ -20,7 +20,9 @@ def prompt_rows(
     parts: Sequence[Part],
     reader: RowReader,
     ranges: Iterable[range] | None = None,
-    making: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda row_ids: nullcontext(),
+    in_flight: Callable[[Sequence[int]], AbstractContextManager[None]] = lambda row_ids: (
+        nullcontext()
+    ),
 ) -> Iterator[list[PromptRow]]:
     """Prompts of the rows of ``parts``, in input order, a batch of one part's rows at a time.
 
@@ -29,7 +31,7 @@ def prompt_rows(
         parts: parts that hold the rows, in order.
         reader: makes the prompts, and knows how rows are sampled and through which adapter.
         ranges: only these rows, in order, each range in one part; None: all.
-        making: entered with the rows of each batch while their prompts are made.
+        in_flight: entered with the rows of each batch while their prompts are made.
     """
     ranges = [part.rows for part in parts] if ranges is None else list(ranges)
     first_rows = [part.rows.start for part in parts]
@@ -39,7 +41,7 @@ def prompt_rows(
         while missing:
             row_ids, rows = _batch(pieces, min(missing, BATCH_ROWS))
             missing -= len(rows)
-            with making(row_ids):
+            with in_flight(row_ids):
                 for row_id in row_ids:
                     failpoint(f"prompt-{row_id}")
                 batch = reader.read(row_ids, rows)
@@ -58,6 +60,6 @@ def _batch(pieces: Iterator[Rows], num_rows: int) -> tuple[list[int], list[Row]]
 
 
 def without_text(batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
-    """Drop the prompts' text, which else stays in memory until its row is finished."""
+    """Rows without their prompts' text, which else stays in memory until they are finished."""
     for rows in batches:
         yield [row.with_prompt(text=None) for row in rows]

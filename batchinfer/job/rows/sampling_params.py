@@ -145,7 +145,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _without_aliases(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, under the names of ``SamplingParams``."""
+    """The given parameters under the names of ``SamplingParams``."""
     given: dict[str, str] = {}
     for written, value in fields.items():
         name = SAMPLING_ALIASES.get(written, written)
@@ -163,7 +163,7 @@ def _whole(value: Any) -> Any:
 
 
 def _problem(detail: ErrorDetails) -> str:
-    """What pydantic found wrong, in the words of the job file's messages."""
+    """A message on what pydantic found wrong, in the words of the job file's."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     if detail["type"] == "json_invalid":

@@ -154,7 +154,7 @@ def _sequences(prompt: ScoredPrompt) -> Iterator[tuple[TokenIds, int]]:
 
 
 def _error(prompt: ScoredPrompt, completions: Sequence[Completion]) -> dict[str, Any] | None:
-    """What the first of a row's requests that failed says."""
+    """The error of the first of a row's requests that failed."""
     for at, completion in enumerate(completions):
         if completion.error_code is not None:
             where = f"completion {at}: " if prompt.completions else ""

@@ -42,7 +42,7 @@ class _Chunk:
 
 
 class TokenStore:
-    """Rows' token ids, to be compared and read back.
+    """Token ids of rows, to be compared and read back.
 
     What is over the budget is written to files that lose their names as they are made, and that
     are gone when the last who reads them is, be it by ``kill -9``.
@@ -53,8 +53,6 @@ class TokenStore:
     """
 
     def __init__(self, folder: Path | None, budget_bytes: int = BUDGET_BYTES) -> None:
-        self.spilled_bytes = 0
-        """Bytes in files."""
         self._folder = folder
         self._budget = budget_bytes
         self._filed: list[_Chunk] = []
@@ -98,7 +96,6 @@ class TokenStore:
             file.flush()
             ids: Key = np.memmap(file, dtype=_KEY, mode="r").view(np.ndarray)  # slices sooner
         self._filed.append(_Chunk(ids, np.concatenate([chunk.lengths for chunk in self._held])))
-        self.spilled_bytes += ids.nbytes
         self._held, self._held_bytes = [], 0
 
 

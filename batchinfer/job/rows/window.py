@@ -1,4 +1,4 @@
-"""The dataset's prefix plan: which rows run next, and what they share with others.
+"""The order rows run in, a window at a time, and what each shares with others of its window.
 
 Rows are planned a window at a time, always whole parts, so that the parts of one window are all
 finished before much of the next has run. By prefix, rows that begin alike run side by side, after
@@ -49,8 +49,8 @@ def prefix_order(keys: pa.ChunkedArray) -> list[int]:
 def common_with_next(keys: Sequence[Key], order: Sequence[int]) -> list[int]:
     """Tokens that each row, in ``order``, begins with as the next does; 0 for the last."""
     common = [
-        common_tokens(left.tobytes(), right.tobytes())
-        for left, right in pairwise(keys[row] for row in order)
+        common_tokens(key.tobytes(), following.tobytes())
+        for key, following in pairwise(keys[row] for row in order)
     ]
     return [*common, 0]
 
@@ -75,10 +75,10 @@ def most_in_common(
     longest = {}
     for row in run:
         at = place[row]
-        left, right = before[at], after[at]
-        longest[row] = max(common[left], common[at])
-        common[left] = min(common[left], common[at])
-        after[left], before[right] = right, left
+        previous, following = before[at], after[at]
+        longest[row] = max(common[previous], common[at])
+        common[previous] = min(common[previous], common[at])
+        after[previous], before[following] = following, previous
     return longest
 
 
@@ -115,7 +115,7 @@ def plan_windows(
         window_rows: rows are planned among about so many.
         by_prefix: reorder them by their token ids.
         make_store: makes a window's place for token ids.
-        is_starved: whether all that was given is taken and more is wanted.
+        is_starved: whether all rows handed over are taken and more could run.
 
     Raises:
         StorageError: token ids cannot be kept.
@@ -143,12 +143,12 @@ class _Window:
         self._by_prefix = by_prefix
         self._store = store
         self._rows: list[PromptRow] = []
-        self._given: list[int] = []
-        """Indices of rows, in the order they were handed over."""
+        self._handed_over: list[int] = []
+        """Indices of rows, in order."""
         self._num_planned = 0
 
     def add(self, batch: list[PromptRow]) -> None:
-        """Take rows."""
+        """Append rows, their token ids to the store."""
         self._store.add(
             [_NO_TOKENS if isinstance(r.prompt, RowError) else r.prompt.token_ids for r in batch]
         )
@@ -160,17 +160,17 @@ class _Window:
         return len(self._rows) >= max(BATCH_ROWS, 2 * self._num_planned)
 
     def warm_up(self) -> Iterator[RowBatch]:
-        """Some rows, before the window is complete."""
+        """Rows to begin with, before the window is complete."""
         new = len(self._rows) - self._num_planned
         return self._hand_over(int(new * _WARM_UP) if self._by_prefix else new)
 
     def rest(self) -> Iterator[RowBatch]:
-        """All rows not handed over yet."""
-        return self._hand_over(len(self._rows) - len(self._given))
+        """The rows that are not handed over yet."""
+        return self._hand_over(len(self._rows) - len(self._handed_over))
 
     def _hand_over(self, count: int) -> Iterator[RowBatch]:
         """The next ``count`` rows, planned among all that are there."""
-        rows, keys, given = self._rows, self._store.rows(), self._given
+        rows, keys = self._rows, self._store.rows()
         order = prefix_order(self._store.as_arrow())
         order.sort(key=lambda row: rows[row].adapter)  # it keeps the order of equals
         with_next = [
@@ -179,16 +179,17 @@ class _Window:
                 common_with_next(keys, order), pairwise([*order, *order[-1:]]), strict=True
             )
         ]
-        left = set(range(len(rows))).difference(given)
-        to_run = [row for row in (order if self._by_prefix else range(len(rows))) if row in left]
-        run = [*given, *to_run]
+        remaining = set(range(len(rows))).difference(self._handed_over)
+        to_run = [
+            row for row in (order if self._by_prefix else range(len(rows))) if row in remaining
+        ]
+        run = [*self._handed_over, *to_run]
         later = most_in_common(order, with_next, run)
         earlier = most_in_common(order, with_next, run[::-1])
-        chosen = to_run[:count]
-        self._given += chosen
+        self._handed_over += to_run[:count]
         self._num_planned = len(rows)
         for start in range(0, count, BATCH_ROWS):
-            batch = chosen[start : start + BATCH_ROWS]
+            batch = to_run[start : min(start + BATCH_ROWS, count)]
             yield RowBatch(
                 [
                     replace(

@@ -13,14 +13,14 @@ from batchinfer.errors import UsageError
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What the command line asks for; None: as the job file's default."""
+    """Options of ``run-batch`` as keys of a job file; None: the job file's default."""
 
     input_file: str
     output_file: str
     model: str
     served_model_name: Sequence[str] = ()
     max_tokens: int | None = None
-    """Of lines that give none."""
+    """Limit of requests that give none."""
     model_keys: Mapping[str, Any] = field(default_factory=dict)
     prompt_keys: Mapping[str, Any] = field(default_factory=dict)
     sampling_keys: Mapping[str, Any] = field(default_factory=dict)

@@ -32,7 +32,7 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What one turn of the loop hands to the writing thread."""
+    """Rows and step of one turn of the loop, for the writing thread."""
 
     rows: list[RowResult]
     step: StepStats | None
@@ -53,9 +53,9 @@ class EngineLoop:
     max_waiting: int
     """Rows queued in the engine, so that it can look ahead; the others wait outside it."""
     admit: Callable[[list[int]], None]
-    """Told which rows are about to be given to the engine."""
+    """Called with the rows that are about to be given to the engine."""
     deduplicator: RequestDeduplicator
-    """Knows which rows need not run, because an equal one does."""
+    """Finds rows that need not run, because an equal one does."""
 
     def __post_init__(self) -> None:
         self._in_flight: dict[int, RowResult] = {}

@@ -47,18 +47,18 @@ _QUARANTINED = RowError("crashed_engine", "the process died twice while this row
 
 
 def run_pipeline(
-    job: Job, left: RecoveredRows, loaded: LoadedJob | None, progress: Progress, stop: Event
+    job: Job, recovered: RecoveredRows, loaded: LoadedJob | None, progress: Progress, stop: Event
 ) -> bool:
-    """Make the parts that are left.
+    """Make the parts that are recovered.
 
     Rows are read, made into prompts and planned in one thread, read back in another, run in this
     one, made into text and written in a fourth.
 
     Args:
         job: the job.
-        left: what to make and what is there of it already.
+        recovered: the parts to make, and what is there of them already.
         loaded: its model; None where no row has to run.
-        progress: told about finished rows.
+        progress: shows finished rows.
         stop: when set, the running step is the last.
 
     Returns:
@@ -71,9 +71,9 @@ def run_pipeline(
     recorder = Recorder(job.out, job.spec)
     sink = PartWriter(
         job.out,
-        left.parts,
-        left.segments,
-        left.finished,
+        recovered.parts,
+        recovered.segments,
+        recovered.finished,
         job.table,
         job.source,
         _file_metadata(job),
@@ -81,18 +81,18 @@ def run_pipeline(
     )
     with flush_on_exit(recorder, sink):
         sink.write_complete()  # parts that lack no row, like that of an empty dataset
-        for row_id in left.crash_history.given_up:
+        for row_id in recovered.crash_history.given_up:
             sink.add(failed_row(row_id, _QUARANTINED))
         if loaded is None:
             return True
         recorder.loaded(loaded.built, loaded.seconds)
         for line in loaded.log:
             recorder.log(line)
-        at_once = left.crash_history.is_held
+        at_once = recovered.crash_history.is_held
         with InFlightLog(job.out, recorder.run.run_id, at_once=at_once) as flight:
-            phase = RowPipeline(job, left, loaded, recorder, sink, flight, progress, stop)
-            for ranges in left.phases():
-                if not phase.run(ranges):
+            rows = RowPipeline(job, recovered, loaded, recorder, sink, flight, progress, stop)
+            for ranges in recovered.phases():
+                if not rows.run(ranges):
                     return False
                 sink.flush()  # before the next: whose death it is must be beyond doubt
     return True
@@ -117,7 +117,7 @@ class RowPipeline:
     """Runs rows with nothing beside them."""
 
     job: Job
-    left: RecoveredRows
+    recovered: RecoveredRows
     loaded: LoadedJob
     recorder: Recorder
     sink: PartWriter
@@ -167,7 +167,7 @@ class RowPipeline:
         self, ranges: Sequence[range], is_over: Callable[[], bool], is_starved: Callable[[], bool]
     ) -> Iterator[RowBatch]:
         """The rows in ``ranges``, in the order they should run, until ``is_over``."""
-        spec, parts, loaded = self.job.spec, self.left.parts, self.loaded
+        spec, parts, loaded = self.job.spec, self.recovered.parts, self.loaded
         rows = prompt_rows(self.job.source, parts, loaded.reader, ranges, self.flight.making)
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
         if "prompt" not in spec.output.include:

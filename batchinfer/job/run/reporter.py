@@ -1,4 +1,4 @@
-"""What a run says on the screen beside its progress and at its end, and the page it leaves."""
+"""A run's lines on the screen beside its progress and at its end, and the report it leaves."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def summary_facts(
 
 
 def _samples(tally: Mapping[str, int]) -> Iterator[SummaryLine]:
-    """What became of the samples that ``accept`` judged."""
+    """Counts of the samples that ``accept`` judged."""
     if not tally["samples_tried"]:
         return
     others = [
@@ -114,7 +114,7 @@ def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePat
 
 @dataclass(frozen=True)
 class RunReporter:
-    """What is to be said."""
+    """Reports of a run's end, on the screen and as a page."""
 
     quiet: bool = False
     """Nothing but why the job did not succeed."""
@@ -132,7 +132,7 @@ class RunReporter:
             print_line(read_file(out.files, out.summary).decode().rstrip("\n"))
 
     def damage(self, damaged: Mapping[str, str]) -> None:
-        """What is made again, and why."""
+        """Damaged files, which are made again, and what is wrong with them."""
         if self.quiet:
             return
         for name, problem in list(damaged.items())[:_MAX_DAMAGE_LINES]:
@@ -141,14 +141,14 @@ class RunReporter:
             print_line(f"and {len(damaged) - _MAX_DAMAGE_LINES:,} more files", to_stderr=True)
 
     def stopped(self, out: OutputDir, *, overwrites: bool) -> None:
-        """It was interrupted. The report is left to who wants it: there are seconds to end in."""
+        """The job was interrupted. There is no report: there are seconds to end in."""
         print_line(f"stopped; run {_AGAIN[overwrites]} to go on", to_stderr=True)
         if not self.quiet:
             place = shlex.quote(printable(str(out.root)))
             print_line(f"batchinfer report {place} shows how far it came", to_stderr=True)
 
     def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
-        """All parts are made: write the report, say what came of the job."""
+        """The parts of the job are made: write the report, show the summary."""
         lines = list(warnings)
         reported = self.report is not None and self.report(out, lines.append)
         for line in () if self.quiet else lines:

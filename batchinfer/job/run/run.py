@@ -80,38 +80,38 @@ def run_job(
         reporter.nothing_to_do(job.out)
         return ExitCode.OK
     with job.out.locked():
-        work = plan_resume(job.out, job.manifest, if_exists)
-        job = replace(job, manifest=work.manifest)
-        prepare_directory(job.out, work)
+        resume = plan_resume(job.out, job.manifest, if_exists)
+        job = replace(job, manifest=resume.manifest)
+        prepare_directory(job.out, resume)
         if retry_errors:
             reopen(job.out, job.manifest, job.table.generated_schema)
-            work = plan_resume(job.out, job.manifest, if_exists)
-        if not work.todo:
+            resume = plan_resume(job.out, job.manifest, if_exists)
+        if not resume.todo:
             with stop_signals():
                 return _finish(job, reporter)
-        return _run(job, work, if_exists, reporter, build)
+        return _run(job, resume, if_exists, reporter, build)
 
 
 def _run(
-    job: Job, work: ResumePlan, if_exists: str, reporter: RunReporter, build: BuildEngine | None
+    job: Job, resume: ResumePlan, if_exists: str, reporter: RunReporter, build: BuildEngine | None
 ) -> ExitCode:
     """Make the parts that are not finished."""
-    find = from_scratch if work.starts_over else recover_rows
-    left = find(job.out, work, job.table.generated_schema)
-    begins = not len(left.finished) and len(work.todo) == len(job.manifest.parts())
+    recover = from_scratch if resume.starts_over else recover_rows
+    recovered = recover(job.out, resume, job.table.generated_schema)
+    begins = not len(recovered.finished) and len(resume.todo) == len(job.manifest.parts())
     if job.spec.input.id_column is not None and begins:
         check_unique_ids(job.source, job.spec.input.id_column)
-    lost = {f"what was in {name}": problem for name, problem in left.damaged.items()}
-    reporter.damage({**work.damaged, **lost})
-    missing = sum(map(job.source.count, left.missing))
+    lost = {f"what was in {name}": problem for name, problem in recovered.damaged.items()}
+    reporter.damage({**resume.damaged, **lost})
+    missing = sum(map(job.source.count, recovered.missing))
     loaded = None
     if missing:
         with gc_paused():
-            loaded = load(job, _like_before(build or _default_builder(), job.out, work))
-    clear_output(job.out, work)
+            loaded = load(job, _like_before(build or _default_builder(), job.out, resume))
+    clear_output(job.out, resume)
     with stop_signals() as stop:
         with closing(make_progress(missing, quiet=reporter.quiet)) as progress:
-            complete = run_pipeline(job, left, loaded, progress, stop)
+            complete = run_pipeline(job, recovered, loaded, progress, stop)
         if not complete:
             reporter.stopped(job.out, overwrites=if_exists == "overwrite")
             return ExitCode.INTERRUPTED
@@ -124,14 +124,14 @@ def _default_builder() -> BuildEngine:
     return build_engine
 
 
-def _like_before(build: BuildEngine, out: OutputDir, work: ResumePlan) -> BuildEngine:
+def _like_before(build: BuildEngine, out: OutputDir, resume: ResumePlan) -> BuildEngine:
     """Have the engine compute as the runs did whose rows stay."""
-    before = {} if work.starts_over else kernels_of(runs_of(out))
+    before = {} if resume.starts_over else kernels_of(runs_of(out))
     return partial(build, kernels_before=before) if before else build
 
 
 def _is_finished(job: Job, if_exists: str) -> bool:
-    """Whether nothing is left to do; needs no lock, and no right to write.
+    """Whether the job is finished, found without a lock or the right to write.
 
     Raises:
         JobError: what is finished is another job, or of another input.
@@ -153,7 +153,7 @@ def _exports(job: Job) -> bool:
 
 
 def _finish(job: Job, reporter: RunReporter) -> ExitCode:
-    """All parts are made: write the statistics, and _SUCCESS if few enough rows failed."""
+    """Write the statistics of a job whose parts are made, and _SUCCESS if few rows failed."""
     refuse_unexpected_files(job.out, job.manifest)
     records = job.out.of_each(partial(_record, job), job.manifest.parts())
     if _exports(job):

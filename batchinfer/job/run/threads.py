@@ -50,7 +50,7 @@ class Prefetcher(Generic[T]):
             return None
 
     def __iter__(self) -> Iterator[T]:
-        """All items, each when it is there.
+        """Items, each when it is there.
 
         Raises:
             BaseException: what the iterable raised, after the items before it.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from batchinfer.engine.request import TokenIds
 from batchinfer.errors import StorageError
 from batchinfer.job.rows.token_store import TokenStore, token_ids
+from tests.job.spilled import bytes_in_files
 
 ROWS = [[5, 300], [], [256], [2**31 - 1, 0, 0], [0], [7] * 40]
 
@@ -40,8 +41,8 @@ def test_rows_are_read_back(tmp_path: Path, budget: int) -> None:
 
 def test_only_what_is_over_the_budget_goes_to_files(tmp_path: Path) -> None:
     store = filled(TokenStore(tmp_path, 20))
-    assert store.spilled_bytes == 4 * sum(map(len, ROWS))
-    assert filled(TokenStore(tmp_path, 10_000)).spilled_bytes == 0
+    assert bytes_in_files(store) == 4 * sum(map(len, ROWS))
+    assert bytes_in_files(filled(TokenStore(tmp_path, 10_000))) == 0
 
 
 def open_below(folder: Path) -> list[str]:
@@ -55,7 +56,7 @@ def open_below(folder: Path) -> list[str]:
 
 def test_files_have_no_name_and_end_with_whoever_reads_them(tmp_path: Path) -> None:
     store = filled(TokenStore(tmp_path, 0))
-    assert store.spilled_bytes > 0
+    assert bytes_in_files(store) > 0
     assert list(tmp_path.iterdir()) == []
     assert open_below(tmp_path)
     key = store.rows()[0]
@@ -83,9 +84,10 @@ import os, signal
 from pathlib import Path
 import numpy as np
 from batchinfer.job.rows.token_store import TokenStore
+from tests.job.spilled import bytes_in_files
 store = TokenStore(Path({str(tmp_path)!r}), 0)
 store.add([np.arange(1000, dtype=np.int32)])
-assert store.spilled_bytes == 4000
+assert bytes_in_files(store) == 4000
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL

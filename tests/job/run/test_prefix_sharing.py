@@ -27,6 +27,7 @@ from batchinfer.text.prompts import PromptBuilder
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
 from tests.job.shared_rows import BLOCK_SIZE, OUTPUT_TOKENS, DrawingBuild, write_shared_rows
+from tests.job.spilled import bytes_in_files
 
 _LONG_S = 60.0
 
@@ -134,7 +135,7 @@ def test_a_job_whose_windows_are_in_files_gives_the_same(
     strays[0].write_bytes(b"token ids")
     assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
     assert stores
-    assert all(store.spilled_bytes for store in stores)
+    assert all(map(bytes_in_files, stores))
     parts = sorted((tmp_path / "out" / "data").iterdir())
     answers = pq.read_table(parts)["generated_text"].to_pylist()
     assert answers == prompts, "each row is answered with its prompt"
