@@ -61,13 +61,7 @@ class PromptRow:
 
 
 class RequestMaker:
-    """Makes the requests of rows that are continued.
-
-    Args:
-        tokenizer: the model's.
-        eos_token_ids: the model's.
-        grammars: compiles what the rows' parameters say of their texts.
-    """
+    """Makes the requests of rows that are continued, for one model."""
 
     def __init__(
         self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], grammars: GrammarCompiler

@@ -48,7 +48,6 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     """Everything that changes the output, as JSON data.
 
     Args:
-        spec: the job.
         model_facts: JSON data that tells models apart by content: the hub commit, or names, sizes
             and header hashes of the weight files; the tokenizer's hash; the adapters' hashes.
 
@@ -70,11 +69,6 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
     facts["model"]["adapters"] = held.pop("adapters", {})  # what they hold, not where they are
     facts["model_facts"] = held
     return facts
-
-
-def fingerprint(spec: JobSpec, model_facts: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of ``fingerprint_facts``."""
-    return digest(fingerprint_facts(spec, model_facts))
 
 
 def digest(facts: Mapping[str, Any]) -> str:

@@ -55,9 +55,7 @@ def open_job(
     """Check data, columns and model files against the job, without changing anything.
 
     Args:
-        spec: the job.
-        out: its output directory.
-        facts_of: what tells its model from others.
+        facts_of: gives what tells its model from others.
 
     Raises:
         JobError: the job cannot be run.
@@ -106,10 +104,6 @@ class LoadedJob:
 
 def load(job: Job, build: BuildEngine) -> LoadedJob | None:
     """Load the model and check the job against it; None for a job without rows.
-
-    Args:
-        job: the job.
-        build: makes the engine.
 
     Raises:
         JobError: the model cannot be run, or the job does not go with it.

@@ -21,11 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Calls:
-    """Runs the requests of one call at a time; what they came to may be asked for meanwhile.
-
-    Args:
-        built: the engine, and what there is to know of it.
-    """
+    """Runs the requests of one call at a time; its numbers may be asked for meanwhile."""
 
     def __init__(self, built: EngineContext) -> None:
         self._engine = built.engine
@@ -42,8 +38,7 @@ class Calls:
         """Run requests to their ends; interrupted, the engine forgets the rest.
 
         Args:
-            requests: of one call.
-            meter: told of each step, for a progress bar.
+            meter: counts each step, for a progress bar.
         """
         engine, began = self._engine, time.perf_counter()
         try:
@@ -74,7 +69,6 @@ class Calls:
         """Contents of a report on the calls so far.
 
         Args:
-            model: its name.
             settings: sections, their keys and values.
         """
         return self._log.findings(model, self._device, self._pool, settings)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from batchinfer.build import EngineContext, build_engine
+from batchinfer.build import build_engine
 from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.console.progress import Meter
 from batchinfer.engine.request import Request, TokenIds
@@ -95,7 +95,9 @@ class LLM:
         # A revision is one of the model's repository.
         self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
         self._built = build_engine(choice, engine, log=_LOG.info)
-        self._requests = _request_maker(self._built)
+        facts = self._built.tokenizer, self._built.eos_token_ids
+        grammars = GrammarCompiler(*facts, self._built.vocab_size)
+        self._requests = RequestMaker(*facts, grammars)
         self._settings = without_secrets({"model": asdict(choice), "engine": asdict(engine)})
         self._calls = Calls(self._built)
         self._num_requests = 0
@@ -288,8 +290,3 @@ class LLM:
 
     def _request_id(self, at: int) -> str:
         return str(self._num_requests + at)
-
-
-def _request_maker(built: EngineContext) -> RequestMaker:
-    grammars = GrammarCompiler(built.tokenizer, built.eos_token_ids, built.vocab_size)
-    return RequestMaker(built.tokenizer, built.eos_token_ids, grammars)

@@ -31,8 +31,6 @@ def find_examples(
     """Rows from the beginning of a few finished parts, spread over the job.
 
     Args:
-        out: the output directory.
-        records: its finished parts.
         task: the job's; None: one that this version does not know.
     """
     if not records or task is None:

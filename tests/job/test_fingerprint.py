@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 from batchinfer.errors import UsageError
-from batchinfer.job.fingerprint import differences, fingerprint, fingerprint_facts
+from batchinfer.job.fingerprint import differences, digest, fingerprint_facts
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.job_files import write_job
 
 MODEL = {"weights": "abc", "tokenizer": "def"}
+
+
+def fingerprint(spec: JobSpec, model_facts: dict[str, str]) -> str:
+    return digest(fingerprint_facts(spec, model_facts))
 
 
 def job(folder: Path, *overrides: str) -> JobSpec:

@@ -50,11 +50,7 @@ def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> li
 
 @dataclass
 class Census:
-    """Counts of the rows read: prompts, samples, tokens, errors.
-
-    Args:
-        lengths: how long their samples become.
-    """
+    """Counts of the rows read: prompts, samples, tokens, errors."""
 
     lengths: Lengths
     rows: int = 0
@@ -133,14 +129,7 @@ class Census:
 
 
 def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Census) -> int:
-    """Bytes of ``data/``.
-
-    Args:
-        spec: the job.
-        source: its input.
-        table: its output.
-        census: of the rows read; the others are taken to be like them.
-    """
+    """Bytes of ``data/``; rows that were not read are taken to be like those of the census."""
     if not census.rows:
         return 0
     include = spec.output.include

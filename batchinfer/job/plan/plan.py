@@ -44,7 +44,6 @@ def plan_job(
     """A forecast of what a run of the whole job needs, as JSON data. Writes nothing.
 
     Args:
-        spec: the job.
         device: a name of ``DEVICES``; None: the one that ``engine.device`` means here.
         expect_output_tokens: tokens of each sample; None: ``max_tokens``, an upper bound.
 

@@ -83,11 +83,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class FixedLengths(Lengths):
-    """Lengths of a task that draws nothing: each request gives one token, which is not written.
-
-    Args:
-        task: makes the requests.
-    """
+    """Lengths of a task that draws nothing: each request gives one token, which is not written."""
 
     task: LoadedTask
 

@@ -19,14 +19,7 @@ from batchinfer.text.tokenizer import Tokenizer
 
 
 class AcceptedGeneration:
-    """``task: generate`` with ``accept`` (see ``LoadedTask``).
-
-    Args:
-        config: what passes.
-        requests: makes requests.
-        finisher: makes columns of what comes of them.
-        tokenizer: makes the texts that are judged.
-    """
+    """``task: generate`` with ``accept`` (see ``LoadedTask``)."""
 
     def __init__(
         self,

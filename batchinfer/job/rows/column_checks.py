@@ -29,10 +29,6 @@ from batchinfer.text.prompt_sources import (
 def check_prompt_columns(config: PromptConfig, source: Source) -> None:
     """Check what can be checked of ``config`` before there is a tokenizer.
 
-    Args:
-        config: the job file's ``prompt``.
-        source: the data.
-
     Raises:
         UsageError: it reads a column that is not there, names no source where none is usual, or
             needs the chat template that it switches off.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,7 @@ class FinishedRow:
 
 
 class RowFinisher:
-    """Turns what the engine gave back into output columns.
-
-    Args:
-        tokenizer: makes text of token ids.
-        include: what ``output.include`` names.
-    """
+    """Makes output columns of samples."""
 
     def __init__(self, tokenizer: Tokenizer, include: Collection[str]) -> None:
         self._tokenizer = tokenizer
@@ -48,25 +43,21 @@ class RowFinisher:
         if isinstance(row.prompt, RowError):
             return failed_row(row.row_id, row.prompt)
         assert completion is not None
-        prompt, outputs = row.prompt, self._outputs(completion)
+        outputs = self._outputs(completion)
         failed = completion.error_code is not None
-        values = {
-            "row_id": row.row_id,
+        results = {
             "generated_text": None if failed or not outputs else outputs[0]["text"],
             "outputs": outputs,
-            "num_prompt_tokens": len(prompt.token_ids),
             "num_output_tokens": sum(output["num_tokens"] for output in outputs),
-            "truncated": prompt.truncated,
-            "status": "error" if failed else "ok",
-            "error": _error(completion.error_code, completion.error_message) if failed else None,
         }
         if "prompt" in self._include:
-            values["prompt"] = seen_text(prompt, self._tokenizer)
+            results["prompt"] = seen_text(row.prompt, self._tokenizer)
         if "prompt_logprobs" in self._include:
-            values["prompt_logprobs"] = _prompt_logprobs(completion)
+            results["prompt_logprobs"] = _prompt_logprobs(completion)
+        error = error_value(completion.error_code, completion.error_message) if failed else None
         # A request that the engine refused has run nothing, not even its prompt.
         stats = completion.stats if completion.stats.prompt_tokens else None
-        return FinishedRow(values, stats, prompt.has_control_text, row.distinct_tokens)
+        return finished_row(row, results, error, stats)
 
     def _outputs(self, completion: Completion) -> list[dict[str, Any]]:
         params = completion.request.params
@@ -114,6 +105,25 @@ def _logprob(token: TokenLogprobs) -> dict[str, Any]:
     }
 
 
+def finished_row(
+    row: PromptRow,
+    results: Mapping[str, Any],
+    error: Mapping[str, str | None] | None,
+    stats: RequestStats | None,
+) -> FinishedRow:
+    """A row that ran: a task's own columns, ``results``, with those that every task has."""
+    assert isinstance(row.prompt, Prompt)
+    values = {
+        "row_id": row.row_id,
+        **results,
+        "num_prompt_tokens": len(row.prompt.token_ids),
+        "truncated": row.prompt.truncated,
+        "status": "ok" if error is None else "error",
+        "error": error,
+    }
+    return FinishedRow(values, stats, row.prompt.has_control_text, row.distinct_tokens)
+
+
 def failed_row(row_id: int, error: RowError) -> FinishedRow:
     """A row that the engine does not run."""
     num_tokens = error.num_tokens if isinstance(error, PromptTooLongError) else None
@@ -125,10 +135,11 @@ def failed_row(row_id: int, error: RowError) -> FinishedRow:
         "num_output_tokens": 0,
         "truncated": False,
         "status": "error",
-        "error": _error(error.code, error.message),
+        "error": error_value(error.code, error.message),
     }
     return FinishedRow(values, None, False)
 
 
-def _error(code: str | None, message: str | None) -> dict[str, str | None]:
+def error_value(code: str | None, message: str | None) -> dict[str, str | None]:
+    """A value of the output's column ``error``."""
     return {"code": code, "message": message}

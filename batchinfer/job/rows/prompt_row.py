@@ -27,9 +27,7 @@ def prompt_rows(
     """Prompts of the rows of ``parts``, in input order, a batch of one part's rows at a time.
 
     Args:
-        source: the dataset.
         parts: parts that hold the rows, in order.
-        reader: makes the prompts, and knows how rows are sampled and through which adapter.
         ranges: only these rows, in order, each range in one part; None: all.
         in_flight: entered with the rows of each batch while their prompts are made.
     """

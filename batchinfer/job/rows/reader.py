@@ -70,9 +70,7 @@ class ColumnReader:
     """Rows whose prompts and parameters are in columns, as the job file says.
 
     Args:
-        builder: makes the prompts.
         params: makes the sampling parameters; None: rows have none of their own.
-        adapters: knows the rows' adapters.
         available: names of the data's columns.
     """
 

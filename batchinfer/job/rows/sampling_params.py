@@ -32,9 +32,6 @@ class RowParams:
     """The job's sampling parameters, and each row's changes to them.
 
     Args:
-        job: the parameters of the job file.
-        vocab_size: token ids are below it.
-        grammars: compiles what they say of the text.
         where: what messages call the place of a row's changes.
         keeps_logprobs: whether log-probabilities are written even if only a row asks for them.
         check: raises ValueError of a row's parameters that do not go with the job.

@@ -22,7 +22,13 @@ from batchinfer.engine.request import Completion, Request, TokenIds, combined_st
 from batchinfer.errors import RowError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.rows.column_checks import check_completions_column
-from batchinfer.job.rows.finished_row import FinishedRow, failed_row, seen_text
+from batchinfer.job.rows.finished_row import (
+    FinishedRow,
+    error_value,
+    failed_row,
+    finished_row,
+    seen_text,
+)
 from batchinfer.job.rows.task import Task
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import SCORE
@@ -63,12 +69,7 @@ class _Judged:
 
 
 class Scoring:
-    """A request for each completion of a row (see ``LoadedTask``).
-
-    Args:
-        tokenizer: makes text of cut prompts.
-        include: what ``output.include`` names.
-    """
+    """A request for each completion of a row (see ``LoadedTask``)."""
 
     def __init__(self, tokenizer: Tokenizer, include: Collection[str]) -> None:
         self._tokenizer = tokenizer
@@ -109,20 +110,15 @@ class Scoring:
         assert isinstance(prompt, ScoredPrompt)
         error = _error(prompt, completions)
         judged = [] if error else list(map(_Judged.of, completions))
-        values: dict[str, Any] = {
-            "row_id": row.row_id,
+        results: dict[str, Any] = {
             "score": None if error else [self._score(at, one) for at, one in enumerate(judged)],
             "perplexity": None if error else perplexity(judged),
-            "num_prompt_tokens": len(prompt.token_ids),
-            "truncated": prompt.truncated,
-            "status": "error" if error else "ok",
-            "error": error,
         }
         if "prompt" in self._include:
-            values["prompt"] = seen_text(prompt, self._tokenizer)
+            results["prompt"] = seen_text(prompt, self._tokenizer)
         stats = combined_stats([c.stats for c in completions if c.stats.prompt_tokens])
         stats = stats and replace(stats, output_tokens=0)  # what was drawn was given
-        return FinishedRow(values, stats, prompt.has_control_text, row.distinct_tokens)
+        return finished_row(row, results, error, stats)
 
     def _score(self, index: int, judged: _Judged) -> dict[str, Any]:
         score: dict[str, Any] = {
@@ -158,7 +154,7 @@ def _error(prompt: ScoredPrompt, completions: Sequence[Completion]) -> dict[str,
     for at, completion in enumerate(completions):
         if completion.error_code is not None:
             where = f"completion {at}: " if prompt.completions else ""
-            return {"code": completion.error_code, "message": f"{where}{completion.error_message}"}
+            return error_value(completion.error_code, f"{where}{completion.error_message}")
     return None
 
 

@@ -55,10 +55,6 @@ class LoadedTask(Protocol):
         ...
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
-        """The finished row.
-
-        Args:
-            row: it.
-            completions: of its requests, in their order; none for a row that could not run.
-        """
+        """The output of a row, from its requests' completions, in their order; there are none for
+        a row that could not run."""
         ...

@@ -55,7 +55,6 @@ def run_pipeline(
     one, made into text and written in a fourth.
 
     Args:
-        job: the job.
         recovered: the parts to make, and what is there of them already.
         loaded: its model; None where no row has to run.
         progress: shows finished rows.

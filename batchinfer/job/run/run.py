@@ -55,7 +55,6 @@ def run_job(
     until one is.
 
     Args:
-        spec: the job.
         overwrite: start over, as with ``output.if_exists: overwrite``.
         retry_errors: run the rows again that ended in an error.
         quiet: print nothing but why the job did not succeed.
