@@ -93,7 +93,7 @@ def _refuse_own_output(source: Source, out: OutputDir) -> None:
 class LoadedJob:
     """A model that is ready to run a job."""
 
-    built: EngineContext
+    context: EngineContext
     reader: RowReader
     task: LoadedTask
     log: Sequence[str]
@@ -112,38 +112,38 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
         return None
     began = time.perf_counter()
     log: list[str] = []
-    built = build(job.spec.model, job.spec.engine, log=log.append)
-    grammars = GrammarCompiler(built.tokenizer, built.eos_token_ids, built.vocab_size)
-    reader = _row_reader(job, built, grammars)
-    task = TASKS[job.spec.task].load(job.spec, built, grammars)
-    return LoadedJob(built, reader, task, log, time.perf_counter() - began)
+    context = build(job.spec.model, job.spec.engine, log=log.append)
+    grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
+    reader = _row_reader(job, context, grammars)
+    task = TASKS[job.spec.task].load(job.spec, context, grammars)
+    return LoadedJob(context, reader, task, log, time.perf_counter() - began)
 
 
-def _row_reader(job: Job, built: EngineContext, grammars: GrammarCompiler) -> RowReader:
+def _row_reader(job: Job, context: EngineContext, grammars: GrammarCompiler) -> RowReader:
     spec, schema = job.spec, job.source.schema
     check = None if spec.accept is None else spec.accept.check
-    make_params = partial(RowParams, spec.sampling, built.vocab_size, grammars, check=check)
+    make_params = partial(RowParams, spec.sampling, context.vocab_size, grammars, check=check)
     if job.source.format.holds_requests:
         from batchinfer.job.openai.reader import OpenAIReader
 
         return OpenAIReader(
             spec.prompt,
-            lambda config, columns: _prompt_builder(job, built, PromptBuilder, config, columns),
+            lambda config, columns: _prompt_builder(job, context, PromptBuilder, config, columns),
             make_params(where="body", keeps_logprobs="logprobs" in spec.output.written),
             spec.model.served_names,
-            built.adapters,
+            context.adapters,
         )
     make = TASKS[spec.task].prompt_builder(spec)
     conversations = [field.name for field in schema if is_conversation(field.type)]
-    builder = _prompt_builder(job, built, make, spec.prompt, schema.names, conversations)
-    adapters = RowAdapters(spec.prompt.adapter_column, built.adapters)
+    builder = _prompt_builder(job, context, make, spec.prompt, schema.names, conversations)
+    adapters = RowAdapters(spec.prompt.adapter_column, context.adapters)
     params = make_params() if spec.task_spec.sampling is None else None
     return ColumnReader(builder, params, adapters, schema.names)
 
 
 def _prompt_builder(
     job: Job,
-    built: EngineContext,
+    context: EngineContext,
     make: Callable[..., Prompts],
     config: PromptConfig,
     columns: Sequence[str],
@@ -152,12 +152,12 @@ def _prompt_builder(
     template = config.chat_template
     return make(
         config,
-        built.tokenizer,
-        max_model_len=built.max_model_len,
+        context.tokenizer,
+        max_model_len=context.max_model_len,
         columns=columns,
         conversation_columns=conversation_columns,
         chat_template_source=None if template in ("auto", "none") else _text_of(template),
-        vocab_size=built.vocab_size,
+        vocab_size=context.vocab_size,
         now=datetime.fromisoformat(job.manifest.planned_at),
     )
 

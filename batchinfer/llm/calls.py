@@ -23,10 +23,10 @@ _LOG = logging.getLogger(__name__)
 class Calls:
     """Runs the requests of one call at a time; its numbers may be asked for meanwhile."""
 
-    def __init__(self, built: EngineContext) -> None:
-        self._engine = built.engine
-        self._device = built.device
-        self._pool: dict[str, int] = {name: getattr(built, name) for name in KV_FACTS}
+    def __init__(self, context: EngineContext) -> None:
+        self._engine = context.engine
+        self._device = context.device
+        self._pool: dict[str, int] = {name: getattr(context, name) for name in KV_FACTS}
         self.reset()
 
     def reset(self) -> None:

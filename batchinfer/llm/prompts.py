@@ -68,8 +68,8 @@ def params_of_each(
         found = [params or SamplingParams()] * count
         distinct = found[:1]
     else:
-        wanted = "SamplingParams(...), or a list of one for each prompt"
-        distinct = found = _listed(params, "sampling_params", wanted)
+        expected = "SamplingParams(...), or a list of one for each prompt"
+        distinct = found = _listed(params, "sampling_params", expected)
         if len(found) != count:
             raise ValueError(f"{count} prompts, but {len(found)} sampling params")
     for at, one in enumerate(distinct):
@@ -131,8 +131,8 @@ def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str]:
         raise ValueError(f"{name} must have either prompt or prompt_token_ids")
     ((key, value),) = item.items()
     if isinstance(value, str) != (key == "prompt") or isinstance(value, Mapping):
-        wanted = "a text" if key == "prompt" else "a list of token ids"
-        raise TypeError(f"{name}: its {key} is {_kind(value)}; give {wanted}")
+        expected = "a text" if key == "prompt" else "a list of token ids"
+        raise TypeError(f"{name}: its {key} is {_kind(value)}; give {expected}")
     return value, f"{name}: its {key}"
 
 
@@ -164,13 +164,13 @@ def _checked_ids(ids: Sequence[Any] | np.ndarray[Any, Any], name: str, vocab_siz
     return np.array(values, dtype=np.int32)
 
 
-def _listed(values: Any, name: str, wanted: str) -> list[Any]:
+def _listed(values: Any, name: str, expected: str) -> list[Any]:
     """Several values as a list: of a list, an array or a column of a data frame."""
     several = isinstance(values, Sized) and hasattr(values, "__iter__")
     unordered = isinstance(values, set | frozenset) or hasattr(values, "columns")
     if not several or unordered or isinstance(values, str | bytes | bytearray | Mapping):
         also = ", or put them into a list first" if hasattr(values, "__next__") else ""
-        raise TypeError(f"{name} is {_kind(values)}; give {wanted}{also}")
+        raise TypeError(f"{name} is {_kind(values)}; give {expected}{also}")
     return list(values)
 
 

@@ -36,10 +36,10 @@ def find_examples(
     if not records or task is None:
         return []
     count = min(MOST_ROWS, len(records))
-    chosen = [records[at * len(records) // count][0] for at in range(count)]
+    parts = [records[at * len(records) // count][0] for at in range(count)]
     of_each = MOST_ROWS // count
     found: list[Example] = []
-    for part in chosen:
+    for part in parts:
         found += _first_rows(out, out.part_file(part), task, of_each)
     return found[:MOST_ROWS]
 
@@ -61,8 +61,8 @@ def find_failures(
             _keep(examples, row_id, code, message)
     most = [code for code, _ in counts.most_common(MOST_CODES)]
     for part, record in records:
-        wanted = {c for c in record.error_codes if len(examples.get(c, ())) < OF_EACH_CODE}
-        if wanted.isdisjoint(most):
+        missing = {c for c in record.error_codes if len(examples.get(c, ())) < OF_EACH_CODE}
+        if missing.isdisjoint(most):
             continue
         for row_id, code, message in _errors(out, out.part_file(part), FinishedRows([])):
             _keep(examples, row_id, code, message)
@@ -93,9 +93,9 @@ def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[
         return []
     # A prompt is what a row is about, be it kept or generated.
     inputs = _columns_to_show(schema, task.spec.columns(("prompt_logprobs",)))
-    wanted = [*inputs, "row_id", *task.summarised, "num_prompt_tokens", "error"]
+    columns = [*inputs, "row_id", *task.summarised, "num_prompt_tokens", "error"]
     rows: list[Example] = []
-    for batch in batches(out, path, wanted, count):
+    for batch in batches(out, path, columns, count):
         with suppress(*UNREADABLE):
             rows = [_example(batch.slice(at, 1), inputs, task) for at in range(len(batch))]
         break
@@ -112,8 +112,8 @@ def _columns_to_show(schema: pa.Schema, generated: Collection[str]) -> list[str]
 
 def _example(row: pa.RecordBatch, inputs: Sequence[str], task: Task) -> Example:
     error = row.column("error")[0]
-    columns = set(row.schema.names).difference(inputs)
-    values = {name: _cut(row.column(name))[0].as_py() for name in columns}
+    own = set(row.schema.names).difference(inputs)
+    values = {name: _cut(row.column(name))[0].as_py() for name in own}
     answer, facts = task.summarise(values)
     return Example(
         row_id=row.column("row_id")[0].as_py(),

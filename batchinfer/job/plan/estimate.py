@@ -21,7 +21,7 @@ class Outcome:
     """A plan that has been simulated."""
 
     job: Job
-    built: SimulatedEngine
+    context: SimulatedEngine
     census: Census
     simulation: Simulation
     complete: bool
@@ -38,7 +38,7 @@ class Outcome:
         output = census.output_tokens - simulation.refused_output_tokens
         of_steps = scale / self._simulated
         cached = tokens["prompt_cached"] if self.complete else prompt * kv["prefix_hit_rate"]
-        simulated = self.built.engine.scheduler.pool.num_blocks
+        simulated = self.context.engine.scheduler.pool.num_blocks
         errors = census.errors + simulation.refused
         return {
             "rows": num_rows,
@@ -50,11 +50,11 @@ class Outcome:
             "prompt_cached": round(cached * scale),
             "recomputed": round(tokens["recomputed"] * of_steps),
             "output_tokens": round(output * scale),
-            "block_size": self.built.block_size,
-            "bytes_per_block": self.built.bytes_per_block,
-            "num_blocks": self.built.num_blocks,
+            "block_size": self.context.block_size,
+            "bytes_per_block": self.context.bytes_per_block,
+            "num_blocks": self.context.num_blocks,
             "peak_used_blocks": kv["peak_used_blocks"],
-            "mean_utilization": kv["mean_utilization"] * simulated / self.built.num_blocks,
+            "mean_utilization": kv["mean_utilization"] * simulated / self.context.num_blocks,
             "mean_waste": kv["mean_waste"],
             "contiguous_waste": kv["contiguous_waste"],
             "sharing_saving": kv["sharing_saving"],
@@ -66,21 +66,21 @@ class Outcome:
                 round(simulation.deduplicated * of_steps),
             ),
             "preemptions": round(kv["preemptions"] * of_steps),
-            "num_host_blocks": self.built.num_host_blocks,
+            "num_host_blocks": self.context.num_host_blocks,
             "swap_preemptions": round(kv["swap_preemptions"] * of_steps),
             "swapped_blocks": round(kv["swapped_blocks"] * of_steps),
             "steps": round(simulation.steps * of_steps),
-            "time_s": self.built.runner.seconds * of_steps,
-            "bound_s": self.built.runner.bound_s * of_steps,
+            "time_s": self.context.runner.seconds * of_steps,
+            "bound_s": self.context.runner.bound_s * of_steps,
             "output_bytes": output_bytes(self.job.spec, self.job.source, self.job.table, census),
             "token_histogram": census.histogram(scale),
             "too_long": round(census.too_long * scale),
             "truncated": round(census.truncated * scale),
             "errors": {code: round(count * scale) for code, count in sorted(errors.items())},
             "control_text": round(census.control_text * scale),
-            "device": self.built.device,
-            "model": dict(self.built.model_facts),
-            "max_model_len": self.built.max_model_len,
+            "device": self.context.device,
+            "model": dict(self.context.model_facts),
+            "max_model_len": self.context.max_model_len,
             "expect_output_tokens": simulation.lengths.expected,
             "sampled": None if self.complete and census.rows == num_rows else self._sampled(),
         }
@@ -89,7 +89,7 @@ class Outcome:
     def _simulated(self) -> float:
         """Share of the rows' tokens that was drawn."""
         expected = self.census.drawn_tokens - self.simulation.refused_drawn_tokens
-        drawn = self.built.runner.samples_drawn + self.simulation.deduplicated_drawn_tokens
+        drawn = self.context.runner.samples_drawn + self.simulation.deduplicated_drawn_tokens
         return 1.0 if self.complete else drawn / expected
 
     def _sampled(self) -> dict[str, float]:

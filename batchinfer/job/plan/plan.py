@@ -59,29 +59,29 @@ def plan_job(
     job = open_job(spec, OutputDir(Path(spec.output.path)), lambda model: {})
     from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
 
-    built = build_dry_engine(
+    context = build_dry_engine(
         spec.model,
         spec.engine,
         chosen or device_of(spec.engine),
         end_after=expect_output_tokens,
     )
-    loaded = load(job, lambda *_, **__: built)
+    loaded = load(job, lambda *_, **__: context)
     task = None if loaded is None else loaded.task
-    lengths = _lengths(spec, built, task, expect_output_tokens)
+    lengths = _lengths(spec, context, task, expect_output_tokens)
     census = Census(lengths)
-    simulation = Simulation(built.engine, built.runner, lengths, 2 * spec.engine.max_num_seqs)
+    simulation = Simulation(context.engine, context.runner, lengths, 2 * spec.engine.max_num_seqs)
     batches = iter(()) if loaded is None else _rows(job, loaded.reader, census)
     complete = simulation.run(batches)
     for _ in batches:  # what the simulation did not come to is counted all the same
         pass
-    return Outcome(job, built, census, simulation, complete).data()
+    return Outcome(job, context, census, simulation, complete).data()
 
 
 def _lengths(
-    spec: JobSpec, built: SimulatedEngine, task: LoadedTask | None, expected: int | None
+    spec: JobSpec, context: SimulatedEngine, task: LoadedTask | None, expected: int | None
 ) -> Lengths:
     """Expected lengths of a task's samples; ``task`` is None where there are no rows."""
-    facts = built.max_model_len, built.eos_token_ids, expected
+    facts = context.max_model_len, context.eos_token_ids, expected
     if spec.task_spec.sampling is None:
         return Lengths(*facts)
     if expected is not None:

@@ -53,8 +53,6 @@ class AcceptedGeneration:
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
         """The row with the samples that are kept, which may be none."""
-        if not completions:
-            return self._finisher.finish(row, None)
         verdicts = self._verdicts(row, completions)
         samples = [output for one in completions for output in one.outputs]
         kept = [

@@ -50,7 +50,7 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
     if config.adapter_column is not None:
         require_column(config.adapter_column, "prompt.adapter_column", names)
         kind = _type_of(source, config.adapter_column)
-        if not (is_text(kind) or pa.types.is_null(kind)):
+        if not _may_be_text(kind):
             raise _wrong_type(source, config.adapter_column, "prompt.adapter_column", "string")
     if SAMPLING_COLUMN in names:
         _check_sampling_params(source)
@@ -64,18 +64,17 @@ def check_completions_column(name: str, source: Source) -> None:
     """
     key = "score.completions_column"
     require_column(name, key, source.schema.names)
-    kind = _type_of(source, name)
-    _refuse_views(source, name, key, kind)
+    kind = _type_of_lists(source, name, key)
     item = _item_of(kind)
     is_ids = item is not None and _is_list(item) and pa.types.is_integer(item.value_type)
-    if not (is_text(kind) or pa.types.is_null(kind) or is_ids or _is_text_list(item)):
+    if not (_may_be_text(kind) or is_ids or (item is not None and _may_be_text(item))):
         raise _wrong_type(
             source, name, key, "string, list<string>, or list<list<int>> of token ids"
         )
 
 
-def _is_text_list(item: pa.DataType | None) -> bool:
-    return item is not None and (is_text(item) or pa.types.is_null(item))
+def _may_be_text(kind: pa.DataType) -> bool:
+    return is_text(kind) or pa.types.is_null(kind)
 
 
 def _item_of(kind: pa.DataType) -> pa.DataType | None:
@@ -86,10 +85,9 @@ def _item_of(kind: pa.DataType) -> pa.DataType | None:
 
 
 def _check_prompt(source: Source, name: str, config: PromptConfig) -> None:
-    kind = _type_of(source, name)
-    _refuse_views(source, name, "prompt.column", kind)
+    kind = _type_of_lists(source, name, "prompt.column")
     talks = is_conversation(kind)
-    if not (talks or is_text(kind) or pa.types.is_null(kind)):
+    if not (talks or _may_be_text(kind)):
         raise _wrong_type(source, name, "prompt.column", "string or list<struct<role, content>>")
     if talks and config.chat_template == "none":
         raise UsageError(
@@ -99,25 +97,30 @@ def _check_prompt(source: Source, name: str, config: PromptConfig) -> None:
 
 
 def _check_token_ids(source: Source, name: str) -> None:
-    kind = _type_of(source, name)
-    _refuse_views(source, name, "prompt.token_ids_column", kind)
+    kind = _type_of_lists(source, name, "prompt.token_ids_column")
     item = kind.value_type if _is_list(kind) else None
     if item is None or not (pa.types.is_integer(item) or pa.types.is_null(item)):
         raise _wrong_type(source, name, "prompt.token_ids_column", "list of integers")
 
 
-def _refuse_views(source: Source, name: str, key: str, kind: pa.DataType) -> None:
+def _type_of_lists(source: Source, name: str, key: str) -> pa.DataType:
+    """The type of a column that may hold lists, but no views of them.
+
+    Raises:
+        DataError: it holds such views: Arrow casts them wrongly where they are slices.
+    """
+    kind = _type_of(source, name)
     if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        # Arrow casts them wrongly where they are slices.
-        wanted = printable(str(pa.list_(kind.value_type)), 120)
-        raise _wrong_type(source, name, key, f"a plain list; cast it to {wanted}")
+        expected = printable(str(pa.list_(kind.value_type)), 120)
+        raise _wrong_type(source, name, key, f"a plain list; cast it to {expected}")
+    return kind
 
 
 def _check_sampling_params(source: Source) -> None:
     kind = _type_of(source, SAMPLING_COLUMN)
     if pa.types.is_struct(kind):
         _check_field_names(source, kind)
-    elif not (is_text(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
+    elif not (_may_be_text(kind) or pa.types.is_map(kind)):
         remedy = "; rename the column if it holds something else"
         raise _wrong_type(source, SAMPLING_COLUMN, "sampling", f"struct, or string (JSON){remedy}")
 
@@ -143,7 +146,7 @@ def _is_list(kind: pa.DataType) -> bool:
     return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
 
 
-def _wrong_type(source: Source, name: str, key: str, wanted: str) -> DataError:
+def _wrong_type(source: Source, name: str, key: str, expected: str) -> DataError:
     kind = printable(str(source.schema.field(name).type), 120)
     where = f"{source.files[0].path}: column {printable(name, 60)}"
-    return DataError(f"{key}: {where} is {kind}; it must be {wanted}")
+    return DataError(f"{key}: {where} is {kind}; it must be {expected}")

@@ -38,11 +38,8 @@ class RowFinisher:
         self._tokenizer = tokenizer
         self._include = include
 
-    def finish(self, row: PromptRow, completion: Completion | None) -> FinishedRow:
-        """The finished row; no completion for a row that failed before the engine."""
-        if isinstance(row.prompt, RowError):
-            return failed_row(row.row_id, row.prompt)
-        assert completion is not None
+    def finish(self, row: PromptRow, completion: Completion) -> FinishedRow:
+        """The output of a row that ran."""
         outputs = self._outputs(completion)
         failed = completion.error_code is not None
         results = {
@@ -51,7 +48,7 @@ class RowFinisher:
             "num_output_tokens": sum(output["num_tokens"] for output in outputs),
         }
         if "prompt" in self._include:
-            results["prompt"] = seen_text(row.prompt, self._tokenizer)
+            results["prompt"] = seen_text(row, self._tokenizer)
         if "prompt_logprobs" in self._include:
             results["prompt_logprobs"] = _prompt_logprobs(completion)
         error = error_value(completion.error_code, completion.error_message) if failed else None
@@ -79,8 +76,10 @@ class RowFinisher:
         return output
 
 
-def seen_text(prompt: Prompt, tokenizer: Tokenizer) -> str | None:
-    """The prompt as the model saw it: without what was cut off."""
+def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
+    """The prompt of a row as the model saw it: without what was cut off."""
+    prompt = row.prompt
+    assert isinstance(prompt, Prompt)
     if prompt.text is None or not prompt.truncated:
         return prompt.text
     return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)

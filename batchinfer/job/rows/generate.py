@@ -60,7 +60,7 @@ class Generation:
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
         """The row with its samples."""
-        return self._finisher.finish(row, completions[0] if completions else None)
+        return self._finisher.finish(row, completions[0])
 
 
 def _result_types(include: Collection[str]) -> dict[str, pa.DataType]:
@@ -73,11 +73,11 @@ def _result_types(include: Collection[str]) -> dict[str, pa.DataType]:
     }
 
 
-def _load(job: JobSpec, built: EngineContext, grammars: GrammarCompiler) -> LoadedTask:
-    requests = RequestMaker(built.tokenizer, built.eos_token_ids, grammars)
-    finisher = RowFinisher(built.tokenizer, job.output.written)
+def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> LoadedTask:
+    requests = RequestMaker(context.tokenizer, context.eos_token_ids, grammars)
+    finisher = RowFinisher(context.tokenizer, job.output.written)
     if job.accept is not None:
-        return AcceptedGeneration(job.accept, requests, finisher, built.tokenizer)
+        return AcceptedGeneration(job.accept, requests, finisher, context.tokenizer)
     return Generation(requests, finisher)
 
 

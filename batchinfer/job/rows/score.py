@@ -19,13 +19,11 @@ import pyarrow as pa
 
 from batchinfer.config import SCORING
 from batchinfer.engine.request import Completion, Request, TokenIds, combined_stats
-from batchinfer.errors import RowError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.rows.column_checks import check_completions_column
 from batchinfer.job.rows.finished_row import (
     FinishedRow,
     error_value,
-    failed_row,
     finished_row,
     seen_text,
 )
@@ -103,9 +101,7 @@ class Scoring:
         return []
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
-        """The finished row; without completions one that could not run."""
-        if isinstance(row.prompt, RowError):
-            return failed_row(row.row_id, row.prompt)
+        """The row with the scores of its completions."""
         prompt = row.prompt
         assert isinstance(prompt, ScoredPrompt)
         error = _error(prompt, completions)
@@ -115,7 +111,7 @@ class Scoring:
             "perplexity": None if error else perplexity(judged),
         }
         if "prompt" in self._include:
-            results["prompt"] = seen_text(prompt, self._tokenizer)
+            results["prompt"] = seen_text(row, self._tokenizer)
         stats = combined_stats([c.stats for c in completions if c.stats.prompt_tokens])
         stats = stats and replace(stats, output_tokens=0)  # what was drawn was given
         return finished_row(row, results, error, stats)
@@ -186,7 +182,7 @@ SCORE_TASK = Task(
     SCORE,
     _result_types,
     lambda job: partial(ScoringBuilder, completions_column=_completions_column(job)),
-    lambda job, built, grammars: Scoring(built.tokenizer, job.output.include),
+    lambda job, context, grammars: Scoring(context.tokenizer, job.output.include),
     _summarise,
     ("score.list.element.sum_logprob", "perplexity"),
     _check_columns,

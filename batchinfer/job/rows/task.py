@@ -55,6 +55,5 @@ class LoadedTask(Protocol):
         ...
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
-        """The output of a row, from its requests' completions, in their order; there are none for
-        a row that could not run."""
+        """The output of a row that ran; its requests' completions are in their order."""
         ...

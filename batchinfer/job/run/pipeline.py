@@ -6,7 +6,11 @@
                        | PromptRow
     runs         EngineLoop.run                   the thread that called run_pipeline
                        | Finished
-    writes       Task.finish -> PartWriter        BackgroundConsumer, at most 64 turns behind
+    writes       LoadedTask.finish -> PartWriter  BackgroundConsumer, at most 64 turns behind
+
+From the file it is read from to the part it is written to, a row is in turn a ``Row`` of values, a
+``PromptRow``, in a ``RowBatch`` without its token ids, a ``Request``, a ``RequestState`` with its
+sequences, a ``Completion``, a ``RowResult`` and a ``FinishedRow``.
 
 Bounded queues lie between them: whoever is too fast waits. Prompts are kept as token ids on disk
 where a window of them does not fit into memory, which is why they are read back.
@@ -32,11 +36,12 @@ from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.quarantine import InFlightLog
 from batchinfer.job.output.resume import RecoveredRows
 from batchinfer.job.rows.dedup import RequestDeduplicator
-from batchinfer.job.rows.finished_row import failed_row
+from batchinfer.job.rows.finished_row import FinishedRow, failed_row
 from batchinfer.job.rows.prompt_row import prompt_rows, without_text
+from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.token_store import TokenStore
 from batchinfer.job.rows.window import RowBatch, plan_windows
-from batchinfer.job.run.engine_loop import EngineLoop, Finished
+from batchinfer.job.run.engine_loop import EngineLoop, Finished, RowResult
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder, package_versions
 from batchinfer.process import gc_frozen
@@ -68,7 +73,7 @@ def run_pipeline(
             finished rows are kept.
     """
     recorder = Recorder(job.out, job.spec)
-    sink = PartWriter(
+    part_writer = PartWriter(
         job.out,
         recovered.parts,
         recovered.segments,
@@ -78,36 +83,38 @@ def run_pipeline(
         _file_metadata(job),
         recorder.checkpoint,
     )
-    with flush_on_exit(recorder, sink):
-        sink.write_complete()  # parts that lack no row, like that of an empty dataset
+    with flush_on_exit(recorder, part_writer):
+        part_writer.write_complete()  # parts that lack no row, like that of an empty dataset
         for row_id in recovered.crash_history.given_up:
-            sink.add(failed_row(row_id, _QUARANTINED))
+            part_writer.add(failed_row(row_id, _QUARANTINED))
         if loaded is None:
             return True
-        recorder.loaded(loaded.built, loaded.seconds)
+        recorder.loaded(loaded.context, loaded.seconds)
         for line in loaded.log:
             recorder.log(line)
         at_once = recovered.crash_history.is_held
-        with InFlightLog(job.out, recorder.run.run_id, at_once=at_once) as flight:
-            rows = RowPipeline(job, recovered, loaded, recorder, sink, flight, progress, stop)
+        with InFlightLog(job.out, recorder.run.run_id, at_once=at_once) as in_flight:
+            rows = RowPipeline(
+                job, recovered, loaded, recorder, part_writer, in_flight, progress, stop
+            )
             for ranges in recovered.phases():
                 if not rows.run(ranges):
                     return False
-                sink.flush()  # before the next: whose death it is must be beyond doubt
+                part_writer.flush()  # before the next: whose death it is must be beyond doubt
     return True
 
 
 @contextmanager
-def flush_on_exit(recorder: Recorder, sink: PartWriter) -> Iterator[None]:
+def flush_on_exit(recorder: Recorder, part_writer: PartWriter) -> Iterator[None]:
     """Whatever ends the run, the rows it has finished are on disk afterwards."""
     try:
         yield
     except BaseException:
         with suppress(JobError):
-            sink.flush()
+            part_writer.flush()
             recorder.end()
         raise
-    sink.flush()
+    part_writer.flush()
     recorder.end()
 
 
@@ -119,26 +126,26 @@ class RowPipeline:
     recovered: RecoveredRows
     loaded: LoadedJob
     recorder: Recorder
-    sink: PartWriter
-    flight: InFlightLog
+    part_writer: PartWriter
+    in_flight: InFlightLog
     progress: Progress
     stop: Event
 
     def run(self, ranges: Sequence[range]) -> bool:
         """Run the rows in ``ranges``; whether they are all finished."""
-        spec, built, task = self.job.spec, self.loaded.built, self.loaded.task
-        leaving, starved = Event(), Event()
+        spec, context, task = self.job.spec, self.loaded.context, self.loaded.task
+        ending, starved = Event(), Event()
         batches = self._batches(
-            ranges, lambda: self.stop.is_set() or leaving.is_set(), starved.is_set
+            ranges, lambda: self.stop.is_set() or ending.is_set(), starved.is_set
         )
         loop = EngineLoop(
-            built.engine,
+            context.engine,
             task.requests,
             task.follow_up_requests,
             self.progress,
             self.stop,
             max_waiting=2 * spec.engine.max_num_seqs,
-            admit=self.flight.note,
+            admit=self.in_flight.note,
             deduplicator=RequestDeduplicator(),
         )
 
@@ -147,8 +154,8 @@ class RowPipeline:
             if finished.recovered is not None:
                 self.recorder.note_recovery(finished.recovered)
             for result in finished.rows:
-                self.sink.add(task.finish(result.row, result.completions))
-            self.sink.flush_if_due()
+                self.part_writer.add(_finished(task, result))
+            self.part_writer.flush_if_due()
 
         window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
         with (
@@ -160,14 +167,14 @@ class RowPipeline:
                 with gc_frozen():
                     return loop.run(rows, writer)
             finally:
-                leaving.set()
+                ending.set()
 
     def _batches(
         self, ranges: Sequence[range], is_over: Callable[[], bool], is_starved: Callable[[], bool]
     ) -> Iterator[RowBatch]:
         """The rows in ``ranges``, in the order they should run, until ``is_over``."""
         spec, parts, loaded = self.job.spec, self.recovered.parts, self.loaded
-        rows = prompt_rows(self.job.source, parts, loaded.reader, ranges, self.flight.making)
+        rows = prompt_rows(self.job.source, parts, loaded.reader, ranges, self.in_flight.making)
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
         if "prompt" not in spec.output.include:
             rows = without_text(rows)
@@ -179,6 +186,13 @@ class RowPipeline:
             make_store=partial(TokenStore, self.job.out.scratch),
             is_starved=is_starved,
         )
+
+
+def _finished(task: LoadedTask, result: RowResult) -> FinishedRow:
+    row = result.row
+    if isinstance(row.prompt, RowError):
+        return failed_row(row.row_id, row.prompt)
+    return task.finish(row, result.completions)
 
 
 def _file_metadata(job: Job) -> dict[str, str]:

@@ -9,7 +9,7 @@ from batchinfer.config import SamplingParams
 from batchinfer.engine.prompt_logprobs import PromptLogprobs
 from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
-from batchinfer.job.rows.finished_row import RowFinisher
+from batchinfer.job.rows.finished_row import RowFinisher, failed_row
 from batchinfer.protocols import StopMatch
 from batchinfer.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.text.prompts import Prompt, PromptTooLongError
@@ -165,8 +165,7 @@ def test_the_prompt_is_the_one_the_model_saw() -> None:
 
 
 def test_a_prompt_that_is_too_long_was_counted() -> None:
-    row = PromptRow(7, PromptTooLongError(300, 255))
-    values = RowFinisher(TOKENIZER, ()).finish(row, None).values
+    values = failed_row(7, PromptTooLongError(300, 255)).values
     assert values["error"] == {
         "code": "prompt_too_long",
         "message": "the prompt has 300 tokens, over 255",
@@ -175,8 +174,7 @@ def test_a_prompt_that_is_too_long_was_counted() -> None:
 
 
 def test_a_row_that_never_reached_the_engine() -> None:
-    finisher = RowFinisher(TOKENIZER, ())
-    row = finisher.finish(PromptRow(7, RowError("empty_prompt", "no text")), None)
+    row = failed_row(7, RowError("empty_prompt", "no text"))
     assert row.stats is None
     assert row.values["error"] == {"code": "empty_prompt", "message": "no text"}
     assert row.values["num_prompt_tokens"] is None
