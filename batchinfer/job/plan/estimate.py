@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchinfer.console.format import duration
 from batchinfer.console.table import SummaryLine
 from batchinfer.engine.metrics import prefix_sharing
 from batchinfer.job.job import Job
@@ -148,8 +149,8 @@ def plan_facts(plan: dict[str, Any]) -> Iterator[SummaryLine]:
     )
     yield SummaryLine(
         "time",
-        f"about {_duration(plan['time_s'])}",
-        f", at the device's limits {_duration(plan['bound_s'])}; loading left out",
+        f"about {duration(plan['time_s'])}",
+        f", at the device's limits {duration(plan['bound_s'])}; loading left out",
     )
     yield SummaryLine("output", f"about {plan['output_bytes'] / 2**20:,.1f} MiB")
     yield from _notes(plan)
@@ -173,10 +174,3 @@ def _notes(plan: dict[str, Any]) -> Iterator[SummaryLine]:
             f"from a sample: {sampled['rows_read']:,} of {sampled['rows']:,} rows read",
             f", {sampled['simulated']:.0%} of their output simulated",
         )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min"

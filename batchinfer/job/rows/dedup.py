@@ -61,7 +61,7 @@ class RequestDeduplicator:
         self._by_key: dict[_DedupKey, _Leader] = {}
         self._of_row: dict[int, _Leader] = {}
         self._num_waiting = 0
-        self._params_text: tuple[SamplingParams, str] | None = None
+        self._latest: tuple[SamplingParams, str] | None = None
 
     def leaders(self, rows: Sequence[PromptRow]) -> list[PromptRow]:
         """The rows that must run, of those that come next; the others wait for equal ones.
@@ -109,11 +109,9 @@ class RequestDeduplicator:
 
     def _text(self, params: SamplingParams) -> str:
         """Parameters but for the seed, which nothing is drawn with."""
-        if (
-            self._params_text is None or self._params_text[0] is not params
-        ):  # most rows have the job's
-            self._params_text = params, repr([getattr(params, name) for name in _PARAM_NAMES])
-        return self._params_text[1]
+        if self._latest is None or self._latest[0] is not params:  # most rows have the job's
+            self._latest = params, repr([getattr(params, name) for name in _PARAM_NAMES])
+        return self._latest[1]
 
 
 def copy_result(row: PromptRow, completions: Sequence[Completion]) -> list[Completion]:

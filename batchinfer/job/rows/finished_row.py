@@ -40,7 +40,8 @@ class RowFinisher:
 
     def finish(self, row: PromptRow, completion: Completion) -> FinishedRow:
         """The output of a row that ran."""
-        outputs = self._outputs(completion)
+        params = completion.request.params
+        outputs = [self._output(sample, params) for sample in completion.outputs]
         failed = completion.error_code is not None
         results = {
             "generated_text": None if failed or not outputs else outputs[0]["text"],
@@ -56,10 +57,6 @@ class RowFinisher:
         stats = completion.stats if completion.stats.prompt_tokens else None
         return finished_row(row, results, error, stats)
 
-    def _outputs(self, completion: Completion) -> list[dict[str, Any]]:
-        params = completion.request.params
-        return [self._output(sample, params) for sample in completion.outputs]
-
     def _output(self, sample: SampleOutput, params: SamplingParams) -> dict[str, Any]:
         output = {
             "index": sample.index,
@@ -72,7 +69,7 @@ class RowFinisher:
         if "token_ids" in self._include:
             output["token_ids"] = sample.token_ids
         if "logprobs" in self._include:
-            output["logprobs"] = _logprobs(sample)
+            output["logprobs"] = sample.logprobs and list(map(_logprob, sample.logprobs))
         return output
 
 
@@ -83,10 +80,6 @@ def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
     if prompt.text is None or not prompt.truncated:
         return prompt.text
     return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-
-
-def _logprobs(sample: SampleOutput) -> list[dict[str, Any]] | None:
-    return None if sample.logprobs is None else [_logprob(token) for token in sample.logprobs]
 
 
 def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:

@@ -54,7 +54,7 @@ _QUARANTINED = RowError("crashed_engine", "the process died twice while this row
 def run_pipeline(
     job: Job, recovered: RecoveredRows, loaded: LoadedJob | None, progress: Progress, stop: Event
 ) -> bool:
-    """Make the parts that are recovered.
+    """Make the parts that are not finished.
 
     Rows are read, made into prompts and planned in one thread, read back in another, run in this
     one, made into text and written in a fourth.
