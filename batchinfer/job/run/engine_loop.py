@@ -13,6 +13,7 @@ from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError
 from batchinfer.job.rows.dedup import RequestDeduplicator, copy_result
+from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.requests import PromptRow
@@ -44,10 +45,8 @@ class EngineLoop:
     """Keeps the engine fed until every row is finished."""
 
     engine: Engine
-    requests: Callable[[PromptRow], Sequence[Request]]
-    """Makes a row's requests, numbered by their ``part``."""
-    follow_up_requests: Callable[[PromptRow, Sequence[Completion]], Sequence[Request]]
-    """Makes those that follow from what came of the others."""
+    task: LoadedTask
+    """Makes a row's requests, and those that follow from what came of the others."""
     progress: Progress
     stop: Event
     max_waiting: int
@@ -94,7 +93,7 @@ class EngineLoop:
             failpoint(f"row-{row.row_id}")
         for row in self.deduplicator.leaders(rows):
             result = self._in_flight[row.row_id] = RowResult(row, [])
-            self._request(result, self.requests(row))
+            self._request(result, self.task.requests(row))
 
     def _request(self, result: RowResult, requests: Sequence[Request]) -> None:
         result.num_missing = len(requests)
@@ -121,7 +120,7 @@ class EngineLoop:
         if result.num_missing:
             return []
         result.completions.sort(key=lambda one: one.request.part)
-        self._request(result, self.follow_up_requests(result.row, result.completions))
+        self._request(result, self.task.follow_up_requests(result.row, result.completions))
         if result.num_missing:
             return []
         del self._in_flight[row_id]

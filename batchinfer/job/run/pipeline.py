@@ -140,8 +140,7 @@ class RowPipeline:
         )
         loop = EngineLoop(
             context.engine,
-            task.requests,
-            task.follow_up_requests,
+            task,
             self.progress,
             self.stop,
             max_waiting=2 * spec.engine.max_num_seqs,

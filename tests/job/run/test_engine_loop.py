@@ -35,8 +35,7 @@ def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
     )
     loop = EngineLoop(
         built.engine,
-        task.requests,
-        task.follow_up_requests,
+        task,
         make_progress(25, quiet=True),
         stop,
         max_waiting=4,
