@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from batchinfer.console.format import printable
 from batchinfer.errors import DataError, UsageError
-from batchinfer.job.storage.reader import store_of
+from batchinfer.job.storage.reader import expand
 
 _PARQUET = (".parquet",)
 _LINES = tuple(
@@ -47,7 +47,7 @@ def find_files(path: str | Sequence[str], format_name: str = "auto") -> list[str
 
 def _find(entry: str, suffixes: tuple[str, ...]) -> list[str]:
     try:
-        return store_of(entry).expand(entry, suffixes)
+        return expand(entry, suffixes)
     except OSError as error:  # from names no file can have, and folders that may not be read
         reason = error.strerror or error
         raise DataError(f"input.path: {printable(entry, 200)}: {reason}") from None

@@ -6,7 +6,6 @@ column that a file has itself is read from it.
 
 from __future__ import annotations
 
-import glob
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -16,6 +15,7 @@ import pyarrow as pa
 
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import Format, InputFile, Row, Rows
+from batchinfer.job.storage.urls import fixed_part
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 Values = Mapping[str, str | None]
@@ -29,7 +29,7 @@ def folder_values(entries: Sequence[str], files: Sequence[str]) -> dict[str, Val
         entries: of ``input.path``.
         files: found there.
     """
-    bases = [(_base(entry), entry) for entry in entries]
+    bases = [(fixed_part(PurePosixPath(entry)), entry) for entry in entries]
     return {file: _values(file, bases) for file in files}
 
 
@@ -123,13 +123,6 @@ class HiveFormat:
         """Columns to read of a file: one at least, which says how many rows there are."""
         own = [name for name in columns if name not in held]
         return own or [name for name in schema.names if name not in self._types][:1]
-
-
-def _base(entry: str) -> PurePosixPath:
-    """The folder below which others say something."""
-    parts = PurePosixPath(entry).parts
-    fixed = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    return PurePosixPath(*parts[:fixed])
 
 
 def _values(file: str, bases: Sequence[tuple[PurePosixPath, str]]) -> Values:

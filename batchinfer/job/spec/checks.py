@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import glob
 import os.path
-import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from itertools import takewhile
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 
 from batchinfer.config import PromptConfig
 from batchinfer.console.format import format_value, listed, printable
@@ -20,14 +18,13 @@ from batchinfer.errors import UsageError
 from batchinfer.job.spec.document import JobDocument, dotted
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.yaml import KeyPath
-from batchinfer.job.storage.urls import StorePath, is_url
+from batchinfer.job.storage.urls import StorePath, fixed_part, is_url
 from batchinfer.text.chat import compile_chat_template
 from batchinfer.text.grammar import GrammarError, check_structured_outputs
 from batchinfer.text.prompt_sources import conflicts
 from batchinfer.text.sample_filter import AcceptError, Judge
 from batchinfer.text.template import compile_template
 
-_ESCAPED = re.compile(r"\[([*?[])\]")
 _WRITTEN = ("data", "part-00000.parquet")
 
 
@@ -100,15 +97,7 @@ def _fixed_part(path: str) -> str:
     """``path`` itself, or of a glob the folder that all of its matches are in."""
     if os.path.lexists(path) or not glob.has_magic(path):
         return path
-    literal = (_ESCAPED.sub(r"\1", part) for part in Path(path).parts)
-    parts = zip(Path(path).parts, literal, strict=True)
-    fixed = os.path.join(*(text for _, text in takewhile(_is_literal, parts)))
-    return str(StorePath(fixed)) if is_url(path) else fixed
-
-
-def _is_literal(part: tuple[str, str]) -> bool:
-    written, unescaped = part
-    return glob.escape(unescaped) == written
+    return str(fixed_part(StorePath(path) if is_url(path) else PurePosixPath(path)))
 
 
 def _would_match(pattern: str, output: str) -> bool:

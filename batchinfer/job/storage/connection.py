@@ -33,13 +33,6 @@ _REFUSED = re.compile(r"status code: 4\d\d")
 """What obstore raises, and says, of a store that answers and does not do what it is asked."""
 
 
-def split(url: str) -> tuple[str, str]:
-    """Scheme and bucket, and the key in it."""
-    scheme, _, rest = url.partition("://")
-    bucket, _, key = rest.partition("/")
-    return f"{scheme}://{bucket}", key
-
-
 @cache
 def connect(bucket: str, *, impatient: bool = False) -> Connection:
     """The connection to a bucket, ``s3://name`` or ``gs://name``; one for all who ask.

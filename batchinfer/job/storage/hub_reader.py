@@ -6,44 +6,51 @@ come from the environment (``HF_TOKEN``, ``HF_ENDPOINT``), never from a job.
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
 from batchinfer.console.format import printable
 from batchinfer.errors import StorageError
-from batchinfer.job.storage.expand import is_data, is_hidden, no_data, not_there
 from batchinfer.job.storage.filesystem import FileStat
 
 _SCHEME = "hf://"
 
 
 class HubStore:
-    """See ``batchinfer.job.storage.reader.Store``; paths are URLs."""
+    """The Hub as a ``batchinfer.job.storage.reader.Store``; paths are URLs."""
 
-    def expand(self, entry: str, suffixes: tuple[str, ...]) -> list[str]:
-        """See ``Store``."""
-        path = _path(entry)
-        with _errors(entry):
+    def kind(self, path: str) -> Literal["file", "folder"] | None:
+        with _errors(path):
             hub = _hub()
-            if hub.isfile(path):
-                return [entry]
-            look = _matching if glob.has_magic(path) else _below
-            found = look(hub, path, suffixes)
-            if not found and not (glob.has_magic(path) or hub.exists(path)):
-                raise not_there(entry)
-        if not found:
-            raise no_data(entry, suffixes)
-        return [_SCHEME + name for name in sorted(found)]
+            hub.resolve_path(_path(path))  # raises where there is no such dataset
+            try:
+                found = hub.info(_path(path))
+            except FileNotFoundError:
+                return None
+            return "file" if found["type"] == "file" else "folder"
+
+    def files_below(self, folder: str, suffixes: tuple[str, ...]) -> set[str]:
+        with _errors(folder):
+            names = _hub().find(_path(folder), refresh=True)
+            return {_SCHEME + name for name in names if name.endswith(suffixes)}
+
+    def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
+        found: set[tuple[str, str]] = set()
+        with _errors(pattern):
+            for name, entry in _hub().glob(_path(pattern), detail=True).items():
+                url = _SCHEME + name
+                is_file = entry["type"] == "file"
+                files = {url} if is_file else self.files_below(url, suffixes)
+                found |= {(url, file) for file in files}
+        return found
 
     def stat(self, path: str) -> FileStat:
-        """See ``Store``; the mark is the content's hash, times the Hub has none of."""
+        """Size and mark of a file: the content's hash, times the Hub has none of."""
         with _errors(path):
             found = _hub().info(_path(path), refresh=True, expand_info=True)
         if found["type"] != "file":
@@ -52,7 +59,6 @@ class HubStore:
         return FileStat(found["size"], 0, large.sha256 if large else found["blob_id"])
 
     def open(self, path: str) -> pa.NativeFile:
-        """See ``Store``."""
         with _errors(path):
             return pa.PythonFile(_hub().open(_path(path), "rb"), mode="r")
 
@@ -65,22 +71,6 @@ def _hub() -> Any:
 
 def _path(url: str) -> str:
     return url.removeprefix(_SCHEME).rstrip("/")
-
-
-def _below(hub: Any, folder: str, suffixes: tuple[str, ...]) -> set[str]:
-    """Data in a folder and the folders in it."""
-    length = len(PurePosixPath(folder).parts)
-    names = hub.find(folder, refresh=True)
-    return {name for name in names if is_data(PurePosixPath(name).parts[length:], suffixes)}
-
-
-def _matching(hub: Any, pattern: str, suffixes: tuple[str, ...]) -> set[str]:
-    found: set[str] = set()
-    for name, kind in hub.glob(pattern, detail=True).items():
-        if is_hidden(PurePosixPath(name), PurePosixPath(pattern)):
-            continue
-        found |= {name} if kind["type"] == "file" else _below(hub, name, suffixes)
-    return found
 
 
 @contextmanager

@@ -1,53 +1,62 @@
-"""Object stores, to read from."""
+"""Objects of S3 and Google Cloud Storage, to read from."""
 
 from __future__ import annotations
 
-import glob
 import io
 import os
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
-from batchinfer.job.storage.connection import connect, errors, split
-from batchinfer.job.storage.expand import is_data, is_hidden, no_data, not_there
+from batchinfer.job.storage.connection import connect, errors
 from batchinfer.job.storage.filesystem import FileStat
+from batchinfer.job.storage.urls import StorePath, fixed_part
 
 
 class ObjectStore:
-    """See ``batchinfer.job.storage.reader.Store``; paths are URLs."""
+    """Object stores as a ``batchinfer.job.storage.reader.Store``; paths are URLs."""
 
-    def expand(self, entry: str, suffixes: tuple[str, ...]) -> list[str]:
-        """See ``Store``."""
-        bucket, key = split(entry)
-        with errors(entry, "read"):
-            if key and not key.endswith("/") and _is_object(bucket, key):
-                return [entry]
-            look = _matching if glob.has_magic(key) else _data
-            found = look(bucket, key, suffixes)
-            # Consoles put empty objects for folders, named with a slash that is not listed.
-            keys = [name for name, size in found if size or _is_object(bucket, name)]
-            if not keys and not any(_keys(bucket, _fixed_part(key))):
-                raise not_there(entry)
-        if not keys:
-            raise no_data(entry, suffixes)
-        return [f"{bucket}/{key}" for key in sorted(keys)]
+    def kind(self, path: str) -> Literal["file", "folder"] | None:
+        place = StorePath(path)
+        with errors(path, "read"):
+            if place.key and not path.endswith("/") and _is_object(place):
+                return "file"
+            return "folder" if any(_objects(place)) else None
+
+    def files_below(self, folder: str, suffixes: tuple[str, ...]) -> set[str]:
+        place = StorePath(folder)
+        with errors(folder, "read"):
+            return {
+                str(file)
+                for file, size in _objects(place)
+                if file != place and file.name.endswith(suffixes) and _has_content(file, size)
+            }
+
+    def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]] | None:
+        wanted = StorePath(pattern)
+        with errors(pattern, "read"):
+            found = list(_objects(fixed_part(wanted)))
+            matches = ((_match(file, wanted), file, size) for file, size in found)
+            files = {
+                (str(match), str(file))
+                for match, file, size in matches
+                if match == file or (match and file.name.endswith(suffixes))
+                if _has_content(file, size)
+            }
+        return files if found else None
 
     def stat(self, path: str) -> FileStat:
-        """See ``Store``."""
         import obstore
 
-        bucket, key = split(path)
+        place = StorePath(path)
         with errors(path, "read"):
-            found = obstore.head(connect(bucket), key)
+            found = obstore.head(connect(place.bucket), place.key)
         mtime_ns = round(found["last_modified"].timestamp() * 1e9)
         return FileStat(found["size"], mtime_ns, found["e_tag"])
 
     def open(self, path: str) -> pa.NativeFile:
-        """See ``Store``."""
         return pa.PythonFile(_RemoteFile(path, self.stat(path)), mode="r")
 
 
@@ -55,8 +64,7 @@ class _RemoteFile(io.RawIOBase):
     """An object as a file, each read a request for the content that it had when it was opened."""
 
     def __init__(self, path: str, found: FileStat) -> None:
-        self._path = path
-        self._bucket, self._key = split(path)
+        self._path = StorePath(path)
         self._size = found.size
         self._etag = found.etag
         self._at = 0
@@ -81,59 +89,45 @@ class _RemoteFile(io.RawIOBase):
         end = min(self._size, self._at + len(buffer))
         if end <= self._at:
             return 0
-        with errors(self._path, "read"):
+        with errors(str(self._path), "read"):
             options: Any = {"range": (self._at, end), "if_match": self._etag}
-            data = obstore.get(connect(self._bucket), self._key, options=options).bytes()
+            store = connect(self._path.bucket)
+            data = obstore.get(store, self._path.key, options=options).bytes()
         count = len(data)
         buffer[:count] = memoryview(data)
         self._at += count
         return count
 
 
-def _is_object(bucket: str, key: str) -> bool:
+def _is_object(place: StorePath) -> bool:
     import obstore
 
     try:
-        obstore.head(connect(bucket), key)
+        obstore.head(connect(place.bucket), place.key)
     except FileNotFoundError:
         return False
     return True
 
 
-def _keys(bucket: str, folder: str) -> Iterator[tuple[str, int]]:
-    """Keys below a folder, and bytes of each; the folder's own, where an object stands for it."""
+def _objects(folder: StorePath) -> Iterator[tuple[StorePath, int]]:
+    """Objects below a folder, and bytes of each; the folder itself, where an object stands for it.
+
+    Consoles put empty objects for folders, named with a slash at their end that is not listed.
+    """
     import obstore
 
-    for batch in obstore.list(connect(bucket), folder or None):
-        yield from ((entry["path"], entry["size"]) for entry in batch)
+    for batch in obstore.list(connect(folder.bucket), folder.key or None):
+        yield from ((StorePath(folder.bucket, entry["path"]), entry["size"]) for entry in batch)
 
 
-def _data(bucket: str, key: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    folder = PurePosixPath(key)
-    for found, size in _keys(bucket, key):
-        below = PurePosixPath(found).relative_to(folder).parts
-        if below and is_data(below, suffixes):
-            yield found, size
+def _has_content(file: StorePath, size: int) -> bool:
+    """Whether a listed object is a file, if an empty one: it does not stand for a folder."""
+    return size > 0 or _is_object(file)
 
 
-def _matching(bucket: str, pattern: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    wanted = PurePosixPath(pattern)
-    for key, size in _keys(bucket, _fixed_part(pattern)):
-        found = PurePosixPath(key)
-        if is_hidden(found, wanted):
-            continue
-        if _matches(found.parts, wanted.parts) or (
-            key.endswith(suffixes)
-            and any(_matches(folder.parts, wanted.parts) for folder in found.parents)
-        ):
-            yield key, size
-
-
-def _fixed_part(pattern: str) -> str:
-    """The folders before a pattern's first wildcard."""
-    parts = pattern.split("/")
-    first = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    return "/".join(parts[:first])
+def _match(file: StorePath, pattern: StorePath) -> StorePath | None:
+    """What of a file a pattern matches: all, or a folder that it is in."""
+    return next((p for p in (file, *file.parents) if _matches(p.parts, pattern.parts)), None)
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:

@@ -1,26 +1,42 @@
-"""Where files are read from: this machine, or an object store. One door to both."""
+"""Places to read files from: this machine, an object store, the Hugging Face Hub."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import glob
+from fnmatch import fnmatchcase
+from pathlib import PurePath, PurePosixPath
+from typing import Literal, Protocol
 
 import pyarrow as pa
 
+from batchinfer.errors import DataError
 from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.urls import is_url, scheme_of
 
+_HIDDEN = (".", "_")
+
 
 class Store(Protocol):
-    """A place that holds files.
+    """A place that holds files, by paths or URLs.
 
     Methods raise OSError where a file is not there or may not be read, and StorageError where the
     place does not answer.
     """
 
-    def expand(self, entry: str, suffixes: tuple[str, ...]) -> list[str]:
-        """Files that an entry of ``input.path`` means, in path order; DataError where none.
+    def kind(self, path: str) -> Literal["file", "folder", "other"] | None:
+        """What a path names, taken as it is written; None: nothing."""
+        ...
 
-        In folders, those whose names end in one of ``suffixes``.
+    def files_below(self, folder: str, suffixes: tuple[str, ...]) -> set[str]:
+        """Files in a folder, and in the folders in it, whose names end in one of ``suffixes``."""
+        ...
+
+    def glob(self, pattern: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]] | None:
+        """Matches of a pattern, ``**`` among its parts, each with a file.
+
+        Returns:
+            Files, each with itself, and folders, each with a file of ``files_below``. None: there
+            is not even the folder in which they would be.
         """
         ...
 
@@ -46,3 +62,62 @@ def store_of(path: str) -> Store:
     from batchinfer.job.storage.local_reader import LocalStore
 
     return LocalStore()
+
+
+def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Files that an entry of ``input.path`` means, in path order.
+
+    What exists is taken as it is written, else an entry is a glob. In folders, also those that a
+    glob finds, names must end in one of ``suffixes``.
+
+    Raises:
+        DataError: there are none.
+        OSError: the entry cannot be looked at.
+        StorageError: the place does not answer.
+    """
+    store = store_of(entry)
+    kind = store.kind(entry)
+    if kind == "file":
+        return [_path(entry)]
+    if kind == "folder":
+        found = {(entry, file) for file in store.files_below(entry, suffixes)}
+    elif glob.has_magic(entry):
+        matches = store.glob(entry, suffixes)
+        if matches is None:
+            raise _not_there(entry)
+        pattern = PurePosixPath(entry)
+        found = {(at, file) for at, file in matches if not _is_hidden(PurePosixPath(at), pattern)}
+    elif kind is None:
+        raise _not_there(entry)
+    else:
+        raise DataError(f"input.path: {entry} is neither a file nor a folder; give one of them")
+    files = {_path(file) for folder, file in found if not _is_hidden_below(folder, file)}
+    if not files:
+        endings = " or ".join(suffix for suffix in suffixes if suffix.count(".") == 1)
+        raise DataError(f"input.path: no data in {entry}; in a folder, names must end in {endings}")
+    return sorted(files, key=str if is_url(entry) else PurePath)
+
+
+def _path(file: str) -> str:
+    return file if is_url(file) else str(PurePath(file))
+
+
+def _is_hidden(match: PurePath, pattern: PurePath) -> bool:
+    """Whether a glob found something that begins with ``.`` or ``_`` by a wildcard."""
+    return any(
+        not any(written[0] == part[0] and fnmatchcase(part, written) for written in pattern.parts)
+        for part in match.parts
+        if part.startswith(_HIDDEN)
+    )
+
+
+def _is_hidden_below(folder: str, file: str) -> bool:
+    parts = PurePosixPath(file).parts[len(PurePosixPath(folder).parts) :]
+    return any(part.startswith(_HIDDEN) for part in parts)
+
+
+def _not_there(entry: str) -> DataError:
+    return DataError(
+        f"input.path: {entry} does not exist",
+        hint="check the path; in a job file it is relative to the file's folder",
+    )

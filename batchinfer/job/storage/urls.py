@@ -1,13 +1,19 @@
-"""URLs told from paths, and URLs of object stores taken apart and put together as paths are."""
+"""URLs told from paths, and paths in object stores and of globs taken apart."""
 
 from __future__ import annotations
 
+import glob
 import re
+from itertools import takewhile
 from pathlib import PurePosixPath
+from typing import TypeVar
 
 STORES = ("s3", "gs")
 """Object stores that can be read from and written to."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ESCAPED = re.compile(r"\[([*?[])\]")
+
+_Path = TypeVar("_Path", bound=PurePosixPath)
 
 
 def is_url(path: str) -> bool:
@@ -16,9 +22,19 @@ def is_url(path: str) -> bool:
 
 
 def scheme_of(path: str) -> str | None:
-    """What a URL begins with, before ``://``; None for a path."""
+    """The scheme of a URL, without ``://``; None for a path."""
     match = _URL.match(path)
     return match and match.group(1)
+
+
+def fixed_part(pattern: _Path) -> _Path:
+    """The folder that all matches of a glob are in, or what is not a glob, as a path."""
+    parts = takewhile(lambda part: glob.escape(_unescaped(part)) == part, pattern.parts)
+    return type(pattern)(*map(_unescaped, parts))
+
+
+def _unescaped(part: str) -> str:
+    return _ESCAPED.sub(r"\1", part)
 
 
 class StorePath(PurePosixPath):
@@ -33,9 +49,9 @@ class StorePath(PurePosixPath):
     @property
     def bucket(self) -> str:
         """Scheme and bucket."""
-        return f"{self.parts[0]}//{self.parts[1]}"
+        return f"{self.parts[0]}//{''.join(self.parts[1:2])}"
 
     @property
     def key(self) -> str:
-        """What the bucket knows it as."""
+        """Name of the object in its bucket; "" is the bucket itself."""
         return "/".join(self.parts[2:])
