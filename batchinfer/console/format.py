@@ -17,6 +17,11 @@ def printable(text: str, limit: int = MAX_LINE) -> str:
     return "".join(shown)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class where it has none."""
+    return printable((str(error).splitlines() or [type(error).__name__])[0])
+
+
 def format_value(value: object) -> str:
     """A job-file value as it would be written there, cut to 60 characters."""
     return printable(json.dumps(value, ensure_ascii=False, default=str), 60)
@@ -27,10 +32,15 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(printable(name, 60) for name in names)
 
 
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that a misspelt one is most like; None: it is like none."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """The end of a sentence about an unknown name: the nearest known one, else all of them."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else f"; known: {listed(known)}"
+    near = nearest(name, known)
+    return f"; did you mean {near}?" if near else f"; known: {listed(known)}"
 
 
 def counted_rows(count: int) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinfer.console.format import did_you_mean, format_value, printable
+from batchinfer.console.format import did_you_mean, first_line, format_value, printable
 from batchinfer.errors import UsageError
 from batchinfer.job.input.format import BATCH_ROWS, Row
 from batchinfer.job.row_ids import NO_ROWS, RowIds, ranges_of
@@ -124,8 +124,7 @@ def _errors() -> tuple[type[BaseException], ...]:
 
 
 def _refused(text: str, error: BaseException) -> UsageError:
-    why: Any = (str(error).splitlines() or [type(error).__name__])[0]
-    return UsageError(f"{_KEY}: {format_value(text)} cannot be evaluated: {printable(why)}")
+    return UsageError(f"{_KEY}: {format_value(text)} cannot be evaluated: {first_line(error)}")
 
 
 def _check_functions(text: str) -> None:

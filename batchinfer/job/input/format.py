@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 
-from batchinfer.console.format import printable
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.storage.reader import store_of
 
@@ -127,8 +126,3 @@ def cut(
         if wanted[0].stop > stop:
             return
         wanted.popleft()
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, as far as one line."""
-    return printable((str(error).splitlines() or [type(error).__name__])[0])

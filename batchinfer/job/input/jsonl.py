@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic_core import from_json, to_json
 
+from batchinfer.console.format import first_line
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import (
     BATCH_ROWS,
@@ -28,7 +29,6 @@ from batchinfer.job.input.format import (
     Rows,
     check_unchanged,
     cut,
-    first_line,
 )
 from batchinfer.job.input.json_columns import ColumnTypes, column, json_text
 from batchinfer.job.storage.reader import store_of

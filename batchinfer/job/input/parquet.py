@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.console.format import format_value
+from batchinfer.console.format import first_line, format_value
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import check_indices, python_rows
 from batchinfer.job.input.format import (
@@ -26,7 +26,6 @@ from batchinfer.job.input.format import (
     Rows,
     check_unchanged,
     cut,
-    first_line,
 )
 from batchinfer.job.input.parquet_footer import check_footer
 from batchinfer.job.storage.reader import store_of

@@ -16,10 +16,10 @@ from typing import Any
 import pyarrow as pa
 from pydantic_core import from_json, to_json
 
+from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.openai.response import Responses
-from batchinfer.job.output.commit import first_line
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.schema import RESPONSE_COLUMNS
 from batchinfer.job.spec.spec import ModelSpec

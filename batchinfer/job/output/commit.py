@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.console.format import printable
+from batchinfer.console.format import first_line
 from batchinfer.errors import StorageError
 from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.explode import first_of_rows
@@ -43,11 +43,6 @@ def read_part(data: bytes, part: Part) -> pa.Table:
     if len(found) and not np.all(np.diff(known) > 0):
         raise ValueError("its rows are not the input's, in input order")
     return table
-
-
-def first_line(error: BaseException) -> str:
-    """An error of pyarrow's, on one line."""
-    return printable((str(error).splitlines() or [type(error).__name__])[0])
 
 
 def commit(

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,6 +34,9 @@ from batchinfer.job.storage.filesystem import (
 from batchinfer.job.storage.local_lock import LocalLock, Lock
 
 T = TypeVar("T")
+Trust = Literal["nothing", "marks", "times"]
+"""What saves reading a finished part: nothing; a store's mark of its content; or, where there are
+no marks, the time it was written as well."""
 
 
 class OutputDir:
@@ -94,46 +97,22 @@ class OutputDir:
         with ThreadPoolExecutor(self.files.at_once) as pool:
             return list(pool.map(look, parts))
 
-    def finished(self, part: Part) -> PartRecord | None:
-        """The record of ``part``, all of whose bytes are as it says; None if it has none.
-
-        A store's mark of the content stands for the bytes, which are then not fetched.
+    def finished(self, part: Part, trust: Trust = "marks") -> PartRecord | None:
+        """The record of ``part``, which is as it says; None if it has none.
 
         Raises:
             DataError: the record is damaged, or the part is no longer as it says.
         """
         record = self.read_record(part)
-        if record is not None:
-            stat, requests = self._check_size(part, record)
-            if stat.etag is None or stat.etag != record.etag:
-                self._check_hash(self.part_file(part), record.sha256)
-            if requests.etag is None or requests.etag != record.requests_etag:
-                self._check_hash(self.request_stats(part), record.requests_sha256)
-        return record
-
-    def check(self, part: Part, record: PartRecord) -> None:
-        """Read every byte of ``part`` and compare it with its record.
-
-        Raises:
-            DataError: it is no longer as the record says.
-        """
-        self._check_size(part, record)
-        self._check_hash(self.part_file(part), record.sha256)
-        self._check_hash(self.request_stats(part), record.requests_sha256)
-
-    def seems_finished(self, part: Part) -> PartRecord | None:
-        """The same, but a part of the right size and time is taken for whole, unread.
-
-        Raises:
-            DataError: as ``finished`` does.
-        """
-        record = self.read_record(part)
-        if record is not None:
-            stat, requests = self._check_size(part, record)
-            if (stat.mtime_ns, stat.etag) != (record.mtime_ns, record.etag):
-                self._check_hash(self.part_file(part), record.sha256)
-            if requests.etag != record.requests_etag:
-                self._check_hash(self.request_stats(part), record.requests_sha256)
+        if record is None:
+            return None
+        file, requests = self.part_file(part), self.request_stats(part)
+        found, found_requests = self.check_size(file, record.size), self._existing(requests)
+        is_later = trust == "times" and found.mtime_ns != record.mtime_ns
+        if is_later or not _is_trusted(trust, found.etag, record.etag):
+            self.check_hash(file, record.sha256)
+        if not _is_trusted(trust, found_requests.etag, record.requests_etag):
+            self.check_hash(requests, record.requests_sha256)
         return record
 
     def read_record(self, part: Part) -> PartRecord | None:
@@ -150,13 +129,16 @@ class OutputDir:
         except (OSError, ValueError):
             raise DataError(f"{path} is damaged") from None
 
-    def _check_size(self, part: Part, record: PartRecord) -> tuple[FileStat, FileStat]:
-        """What is known of the part's file, and of that of its rows' statistics."""
-        file = self.part_file(part)
-        stat, requests = (self._existing(path) for path in (file, self.request_stats(part)))
-        if stat.size != record.size:
-            raise DataError(f"{file} has {stat.size} bytes; {record.size} were written")
-        return stat, requests
+    def check_size(self, path: PurePath, size: int) -> FileStat:
+        """What is known of a file, which has as many bytes as were written.
+
+        Raises:
+            DataError: it has not, or is missing.
+        """
+        found = self._existing(path)
+        if found.size != size:
+            raise DataError(f"{path} has {found.size} bytes; {size} were written")
+        return found
 
     def _existing(self, path: PurePath) -> FileStat:
         try:
@@ -167,7 +149,12 @@ class OutputDir:
             raise DataError(f"{path} is missing")
         return stat
 
-    def _check_hash(self, path: PurePath, sha256: str) -> None:
+    def check_hash(self, path: PurePath, sha256: str) -> None:
+        """Check that a file's bytes are those that were written.
+
+        Raises:
+            DataError: they are not, or cannot be read.
+        """
         try:
             found = sha256_of(self.files, path)
         except OSError as error:
@@ -208,6 +195,13 @@ class OutputDir:
     def record(self, part: Part) -> PurePath:
         """File of a finished part's record."""
         return self.parts / f"{part.name}.json"
+
+
+def _is_trusted(trust: Trust, mark: str | None, recorded: str | None) -> bool:
+    """Whether content need not be read, as far as its mark says."""
+    if trust == "nothing" or mark != recorded:
+        return False
+    return mark is not None or trust == "times"
 
 
 def parquet_bytes(row_groups: Sequence[pa.Table]) -> bytes:

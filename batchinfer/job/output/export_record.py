@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from batchinfer.errors import DataError
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.storage.filesystem import read_file, sha256_of
+from batchinfer.job.storage.filesystem import read_file
 from batchinfer.job.storage.stored_json import parse
 
 
@@ -47,15 +48,11 @@ def _problems(out: OutputDir, *, read: bool) -> Iterator[str]:
     record = _read(out)
     for path in out.openai_files:
         try:
-            stat, written = out.files.stat(path), record[path.name]
-            if stat is None:
-                yield f"{path} is missing"
-            elif stat.size != written["size"]:
-                yield f"{path} has {stat.size} bytes; {written['size']} were written"
-            elif read and sha256_of(out.files, path) != written["sha256"]:
-                yield f"{path} holds other bytes than were written (its hash differs)"
+            out.check_size(path, record[path.name]["size"])
+            if read:
+                out.check_hash(path, record[path.name]["sha256"])
+        except DataError as error:
+            yield str(error)
         except (KeyError, TypeError):
             yield f"{out.openai_record} is damaged or missing"
             return
-        except OSError as error:
-            yield f"{path} cannot be read: {error.strerror}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -19,14 +19,13 @@ import pyarrow as pa
 from batchinfer.console.format import printable
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.directory import OutputDir, Trust
 from batchinfer.job.output.manifest_file import (
     is_begun,
     restore_manifest,
     store_manifest,
     stored_manifest,
 )
-from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.quarantine import CrashHistory, attribute_crashes
 from batchinfer.job.output.segments import Segments
 from batchinfer.job.row_ids import NO_ROWS, Part, RowIds, missing_ranges, ranges_in, sorted_row_ids
@@ -36,7 +35,6 @@ from batchinfer.job.storage.local_lock import HOLDER, LOCK
 _STATS_FILES = ("steps.parquet", "requests.parquet")
 PART_FILE = re.compile(r"part-\d{5,}\.parquet")
 """Names of parts."""
-Finished = Callable[[OutputDir, Part], PartRecord | None]
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class ResumePlan:
 
 
 def plan_resume(
-    out: OutputDir, manifest: Manifest, if_exists: str, finished: Finished = OutputDir.finished
+    out: OutputDir, manifest: Manifest, if_exists: str, trust: Trust = "marks"
 ) -> ResumePlan:
     """What is left to do for ``manifest``, without changing anything.
 
@@ -62,7 +60,7 @@ def plan_resume(
         out: the output directory; it may be missing.
         manifest: what this run plans.
         if_exists: ``resume``, ``error`` or ``overwrite``.
-        finished: finds a part's record, and checks the part against it.
+        trust: what saves reading parts that are finished.
 
     Raises:
         LockedError: the directory holds finished rows of another job, or files of unknown origin.
@@ -86,7 +84,7 @@ def plan_resume(
     stored.check_same_job(manifest, str(out.root))
     refuse_unexpected_files(out, stored)
     plan = replace(manifest, planned_at=stored.planned_at)
-    unfinished = dict(_unfinished(out, plan, finished))
+    unfinished = dict(_unfinished(out, plan, trust))
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
     return ResumePlan(plan, list(unfinished), damaged)
 
@@ -150,7 +148,7 @@ def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
 
 
 def _unfinished(
-    out: OutputDir, manifest: Manifest, finished: Finished
+    out: OutputDir, manifest: Manifest, trust: Trust
 ) -> Iterator[tuple[Part, str | None]]:
     """Parts without a record; parts that are not as their record says, with what is wrong."""
     claims_success = _is_there(out, out.success)
@@ -158,7 +156,7 @@ def _unfinished(
     def look(part: Part) -> tuple[bool, str | None]:
         """Whether a part is finished, and what is wrong with it."""
         try:
-            if finished(out, part) is not None:
+            if out.finished(part, trust) is not None:
                 return True, None
         except DataError as error:
             return False, str(error)

@@ -6,16 +6,15 @@ record goes. From there on it is a part like any other that is not finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.output.commit import first_line
-from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.directory import OutputDir, Trust
 from batchinfer.job.output.explode import whole_rows
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.quarantine import clear_quarantine
@@ -27,7 +26,7 @@ from batchinfer.job.storage.filesystem import storage_errors
 
 def has_errors(out: OutputDir, plan: Manifest) -> bool:
     """Whether a row of a finished part ended in an error."""
-    return bool(_parts_with_errors(out.seems_finished, plan))
+    return bool(_parts_with_errors(out, plan, "times"))
 
 
 def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
@@ -41,7 +40,7 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
     segments.recover()
     segments.forget_errors()
     clear_quarantine(out)
-    reopened = _parts_with_errors(out.finished, plan)
+    reopened = _parts_with_errors(out, plan, "marks")
     if not reopened:
         return
     with storage_errors(out.root):
@@ -57,12 +56,12 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
 
 
 def _parts_with_errors(
-    finished: Callable[[Part], PartRecord | None], plan: Manifest
+    out: OutputDir, plan: Manifest, trust: Trust
 ) -> list[tuple[Part, PartRecord]]:
     found = []
     for part in plan.parts():
         with suppress(DataError):  # a damaged part is made again in any case
-            record = finished(part)
+            record = out.finished(part, trust)
             if record is not None and record.error_codes:
                 found.append((part, record))
     return found

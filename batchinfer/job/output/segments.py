@@ -27,9 +27,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.output.commit import first_line
 from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUEST
 from batchinfer.job.row_ids import NO_ROWS, Part, RowIds

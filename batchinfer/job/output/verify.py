@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinfer.console.format import printable
+from batchinfer.console.format import first_line, printable
 from batchinfer.console.table import SummaryLine
 from batchinfer.errors import DataError
 from batchinfer.job.fingerprint import digest
 from batchinfer.job.manifest import Manifest, read_manifest
-from batchinfer.job.output.commit import first_line, read_part
+from batchinfer.job.output.commit import read_part
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.export_record import problems as openai_problems
@@ -97,11 +97,14 @@ class _Check:
         parts = rows = 0
         for part in self._plan.parts():
             try:
-                record = self._record(part)
+                record = self._out.finished(part, "nothing")
                 if record is not None:
                     self._check_part(part, record)
                     parts += 1
                     rows += part.num_rows
+                elif self._claims_success:
+                    file = self._out.part_file(part)
+                    problems.append(f"{file} has no record, but _SUCCESS is there")
             except (DataError, ValueError, OSError) as error:
                 problems.append(str(error).splitlines()[0])
         problems += [*self._of_segments(), *self._of_summary(), *openai_problems(self._out)]
@@ -119,14 +122,7 @@ class _Check:
         for path in unexpected_files(self._out, self._plan):
             yield f"{path} is no part of this job"
 
-    def _record(self, part: Part) -> PartRecord | None:
-        record = self._out.read_record(part)
-        if record is None and self._claims_success:
-            raise DataError(f"{self._out.part_file(part)} has no record, but _SUCCESS is there")
-        return record
-
     def _check_part(self, part: Part, record: PartRecord) -> None:
-        self._out.check(part, record)
         path = self._out.part_file(part)
         try:
             table = read_part(read_file(self._out.files, path), part)

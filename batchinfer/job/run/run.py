@@ -137,7 +137,7 @@ def _is_finished(job: Job, if_exists: str) -> bool:
     """
     if if_exists == "overwrite" or not _claims_success(job.out):
         return False
-    todo = plan_resume(job.out, job.manifest, if_exists, OutputDir.seems_finished).todo
+    todo = plan_resume(job.out, job.manifest, if_exists, "times").todo
     if _exports(job) and not is_there(job.out, job.combined_output):
         return False
     return not todo and is_stored_whole(job.out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from batchinfer.config import (
     ScoreConfig,
     field_names,
 )
-from batchinfer.console.format import format_value, listed, printable
+from batchinfer.console.format import format_value, listed, nearest, printable
 from batchinfer.errors import NotYetError, UsageError
 from batchinfer.job.spec.document import JobDocument, dotted
 from batchinfer.job.spec.spec import (
@@ -172,11 +171,7 @@ def _starts_with_key(section: str, text: str) -> bool:
 def _suggestion(path: KeyPath) -> str:
     """The nearest known key: in its section, else the same name in another."""
     sections = known_keys()
-    name, section = str(path[-1]), dotted(path[:-1])
-    near = difflib.get_close_matches(name, sections.get(section, ()), n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {near[0]}?"
-    elsewhere = [f"{other}.{name}".lstrip(".") for other, keys in sections.items() if name in keys]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
-    return f"; known here: {listed(sections.get(section, ()))}"
+    name, known = str(path[-1]), sections.get(dotted(path[:-1]), ())
+    elsewhere = (f"{other}.{name}".lstrip(".") for other, keys in sections.items() if name in keys)
+    near = nearest(name, known) or next(elsewhere, None)
+    return f"; did you mean {near}?" if near else f"; known here: {listed(known)}"

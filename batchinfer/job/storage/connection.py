@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.console.format import printable
+from batchinfer.console.format import first_line, printable
 from batchinfer.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def errors(url: str, verb: str) -> Iterator[None]:
         kind = type(error)
         if not kind.__module__.startswith("obstore"):
             raise
-        reason = printable((str(error).splitlines() or [kind.__name__])[0])
+        reason = first_line(error)
         if kind.__name__ in _NOT_GIVEN or _REFUSED.search(reason):
             raise OSError(reason) from None
         raise StorageError(
