@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import obstore
 import pyarrow as pa
 
 from batchinfer.job.storage.connection import connect, errors
 from batchinfer.job.storage.filesystem import FileStat
+from batchinfer.job.storage.object_store import file_stat
 from batchinfer.job.storage.urls import StorePath, fixed_part
 
 
@@ -48,13 +50,9 @@ class ObjectStore:
         return files if found else None
 
     def stat(self, path: str) -> FileStat:
-        import obstore
-
         place = StorePath(path)
         with errors(path, "read"):
-            found = obstore.head(connect(place.bucket), place.key)
-        mtime_ns = round(found["last_modified"].timestamp() * 1e9)
-        return FileStat(found["size"], mtime_ns, found["e_tag"])
+            return file_stat(obstore.head(connect(place.bucket), place.key))
 
     def open(self, path: str) -> pa.NativeFile:
         return pa.PythonFile(_RemoteFile(path, self.stat(path)), mode="r")
@@ -84,8 +82,6 @@ class _RemoteFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        import obstore
-
         end = min(self._size, self._at + len(buffer))
         if end <= self._at:
             return 0
@@ -100,8 +96,6 @@ class _RemoteFile(io.RawIOBase):
 
 
 def _is_object(place: StorePath) -> bool:
-    import obstore
-
     try:
         obstore.head(connect(place.bucket), place.key)
     except FileNotFoundError:
@@ -114,8 +108,6 @@ def _objects(folder: StorePath) -> Iterator[tuple[StorePath, int]]:
 
     Consoles put empty objects for folders, named with a slash at their end that is not listed.
     """
-    import obstore
-
     for batch in obstore.list(connect(folder.bucket), folder.key or None):
         yield from ((StorePath(folder.bucket, entry["path"]), entry["size"]) for entry in batch)
 

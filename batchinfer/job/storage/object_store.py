@@ -114,8 +114,12 @@ def _version(found: Any) -> Version:
 
 
 def _found(meta: Any) -> Found:
-    mtime_ns = round(meta["last_modified"].timestamp() * 1e9)
-    return Found(FileStat(meta["size"], mtime_ns, meta["e_tag"]), _version(meta))
+    return Found(file_stat(meta), _version(meta))
+
+
+def file_stat(meta: Any) -> FileStat:
+    """Size, time and mark that obstore gives of an object."""
+    return FileStat(meta["size"], round(meta["last_modified"].timestamp() * 1e9), meta["e_tag"])
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from typing import Literal, Protocol
 import pyarrow as pa
 
 from batchinfer.errors import DataError
+from batchinfer.job.storage.connection import connect
 from batchinfer.job.storage.filesystem import FileStat
-from batchinfer.job.storage.urls import is_url, scheme_of
+from batchinfer.job.storage.urls import StorePath, is_url, scheme_of
 
 _HIDDEN = (".", "_")
 
@@ -50,13 +51,18 @@ class Store(Protocol):
 
 
 def store_of(path: str) -> Store:
-    """The place that a path is in."""
+    """The place that a path is in.
+
+    Raises:
+        UsageError: what reads it is not installed.
+    """
     if scheme_of(path) == "hf":
         from batchinfer.job.storage.hub_reader import HubStore
 
         return HubStore()
     if is_url(path):
-        from batchinfer.job.storage.object_reader import ObjectStore  # only where it is asked for
+        connect(StorePath(path).bucket)
+        from batchinfer.job.storage.object_reader import ObjectStore  # needs obstore
 
         return ObjectStore()
     from batchinfer.job.storage.local_reader import LocalStore
@@ -74,6 +80,7 @@ def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
         DataError: there are none.
         OSError: the entry cannot be looked at.
         StorageError: the place does not answer.
+        UsageError: what reads it is not installed.
     """
     store = store_of(entry)
     kind = store.kind(entry)

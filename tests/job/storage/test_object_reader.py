@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from obstore.store import GCSStore
 
-from batchinfer.errors import DataError, ExitCode, StorageError
+from batchinfer.errors import DataError, ExitCode, StorageError, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.input.discover import find_files
 from batchinfer.job.run.run import run_job
@@ -201,6 +202,15 @@ def test_an_object_that_is_written_again_while_it_is_read(prompts: str, tmp_path
     upload(tmp_path / "again", prompts.removeprefix(f"{LAKE}/"))
     with pytest.raises(DataError, match=r"a\.parquet: row group 1 .*412"):
         list(batches)
+
+
+def test_without_what_reads_stores_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("obstore", "obstore.store", "batchinfer.job.storage.object_reader"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match=r"needs the package obstore: pip install"):
+        find_files(f"{LAKE}/x.parquet")
 
 
 def test_google_cloud_storage_is_behind_the_same_door() -> None:
