@@ -14,12 +14,12 @@ from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError
 from batchinfer.job.input.discover import find_files, named_format
 from batchinfer.job.input.filter import Condition, Selection, select_rows
-from batchinfer.job.input.format import Format, InputFile, Row, Rows, check_unchanged
+from batchinfer.job.input.format import Format, InputFile, ReadRequest, Row, Rows, check_unchanged
 from batchinfer.job.input.hive_partitions import HiveFormat, folder_values
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
 _Found = Iterator[tuple[int, _Piece]]
-_Read = Callable[[InputFile, int, Sequence[str], pa.Schema, deque[range]], _Found[_Piece]]
+_Read = Callable[[ReadRequest], _Found[_Piece]]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class Source:
             if not wanted:
                 return
             if wanted[0].start < first_row + file.num_rows:
-                for first, piece in read(file, first_row, columns, self.schema, wanted):
+                request = ReadRequest(file, first_row, columns, self.schema, wanted)
+                for first, piece in read(request):
                     if selection is None:
                         yield first, piece
                     else:

@@ -41,12 +41,25 @@ class InputFile:
     """An object store's mark of the content."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Columns of some rows of one file."""
+
+    file: InputFile
+    first_row: int
+    """Row id of the first row of the file."""
+    columns: Sequence[str]
+    schema: pa.Schema
+    """Of the whole dataset."""
+    wanted: deque[range]
+    """Row ids, ascending and disjoint, of later files as well; what is read is dropped from it."""
+
+
 class Format(Protocol):
     """A kind of file that holds rows.
 
-    Methods that read raise DataError, naming the file, where it cannot be read. ``wanted`` are row
-    ids, ascending and disjoint; ranges that are read are dropped from it. What is read at a time
-    is at most ``BATCH_ROWS`` rows, all of one range.
+    Methods that read raise DataError, naming the file, where it cannot be read. What is read at a
+    time is at most ``BATCH_ROWS`` rows, all of one range.
     """
 
     holds_requests: bool
@@ -60,25 +73,11 @@ class Format(Protocol):
         """The columns of several files together; DataError where they do not go together."""
         ...
 
-    def scan(
-        self,
-        file: InputFile,
-        first_row: int,
-        columns: Sequence[str],
-        schema: pa.Schema,
-        wanted: deque[range],
-    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Columns as Arrow holds them: a batch, and its first row's id."""
         ...
 
-    def rows(
-        self,
-        file: InputFile,
-        first_row: int,
-        columns: Sequence[str],
-        schema: pa.Schema,
-        wanted: deque[range],
-    ) -> Iterator[Rows]:
+    def rows(self, request: ReadRequest) -> Iterator[Rows]:
         """Rows as Python's values."""
         ...
 

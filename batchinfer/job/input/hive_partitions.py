@@ -6,15 +6,15 @@ column that a file has itself is read from it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from urllib.parse import unquote
 
 import pyarrow as pa
 
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.input.format import Format, InputFile, Row, Rows
+from batchinfer.job.input.format import Format, InputFile, ReadRequest, Row, Rows
 from batchinfer.job.storage.urls import fixed_part
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -79,50 +79,34 @@ class HiveFormat:
             }
         return schema
 
-    def scan(
-        self,
-        file: InputFile,
-        first_row: int,
-        columns: Sequence[str],
-        schema: pa.Schema,
-        wanted: deque[range],
-    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
         """See ``Format``."""
-        held = self._held[file.path]
-        own = self._own(columns, schema, held)
-        for first, batch in self._inner.scan(file, first_row, own, schema, wanted):
+        held, schema = self._held[request.file.path], request.schema
+        for first, batch in self._inner.scan(self._without_held(request)):
             arrays = [
                 pa.repeat(pa.scalar(held[name], schema.field(name).type), len(batch))
                 if name in held
                 else batch.column(name)
-                for name in columns
+                for name in request.columns
             ]
-            yield first, pa.RecordBatch.from_arrays(arrays, names=list(columns))
+            yield first, pa.RecordBatch.from_arrays(arrays, names=list(request.columns))
 
-    def rows(
-        self,
-        file: InputFile,
-        first_row: int,
-        columns: Sequence[str],
-        schema: pa.Schema,
-        wanted: deque[range],
-    ) -> Iterator[Rows]:
+    def rows(self, request: ReadRequest) -> Iterator[Rows]:
         """See ``Format``."""
-        held = self._held[file.path]
-        own = self._own(columns, schema, held)
-        for first, rows in self._inner.rows(file, first_row, own, schema, wanted):
+        held = self._held[request.file.path]
+        for first, rows in self._inner.rows(self._without_held(request)):
             yield first, [_with(row, held) for row in rows]
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
         """See ``Format``."""
         return self._inner.stored_bytes(file, columns)
 
-    def _own(
-        self, columns: Sequence[str], schema: pa.Schema, held: Mapping[str, object]
-    ) -> list[str]:
-        """Columns to read of a file: one at least, which says how many rows there are."""
-        own = [name for name in columns if name not in held]
-        return own or [name for name in schema.names if name not in self._types][:1]
+    def _without_held(self, request: ReadRequest) -> ReadRequest:
+        """What to read of the file itself: a column at least, which says how many rows it has."""
+        held = self._held[request.file.path]
+        own = [name for name in request.columns if name not in held]
+        any_own = [name for name in request.schema.names if name not in self._types][:1]
+        return replace(request, columns=own or any_own)
 
 
 def _values(file: str, bases: Sequence[tuple[PurePosixPath, str]]) -> Values:

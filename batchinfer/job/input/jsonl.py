@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from batchinfer.job.input.format import (
     READ_ERRORS,
     SAMPLING_COLUMN,
     InputFile,
+    ReadRequest,
     Row,
     Rows,
     check_unchanged,
@@ -156,18 +156,11 @@ class JsonlFormat:
             [json_text(f.name) if f.name == SAMPLING_COLUMN else f for f in types.schema()]
         )
 
-    def scan(
-        self,
-        file: InputFile,
-        first_row: int,
-        columns: Sequence[str],
-        schema: pa.Schema,
-        wanted: deque[range],
-    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
         """See ``Format``; columns of a row that cannot be read are null."""
-        fields = [schema.field(name) for name in columns]
-        for first, lines in wanted_lines(file, first_row, wanted):
-            rows = [self.kept(line, file.path) for line in lines]
+        fields = [request.schema.field(name) for name in request.columns]
+        for first, lines in wanted_lines(request):
+            rows = [self.kept(line, request.file.path) for line in lines]
             arrays = [column([row.get(f.name) for row in rows], f) for f in fields]
             yield first, pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
@@ -176,17 +169,11 @@ class JsonlFormat:
         row = _or_error(line, path)
         return {} if isinstance(row, RowError) else row
 
-    def rows(
-        self,
-        file: InputFile,
-        first_row: int,
-        columns: Sequence[str],
-        schema: pa.Schema,
-        wanted: deque[range],
-    ) -> Iterator[Rows]:
+    def rows(self, request: ReadRequest) -> Iterator[Rows]:
         """See ``Format``; what a row does not have is None."""
-        for first, lines in wanted_lines(file, first_row, wanted):
-            yield first, [_only(columns, row) for row in self.parsed(lines, file.path)]
+        for first, lines in wanted_lines(request):
+            rows = self.parsed(lines, request.file.path)
+            yield first, [_only(request.columns, row) for row in rows]
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
         """See ``Format``: as if all of a file were kept, and it compressed to a third."""
@@ -229,24 +216,23 @@ def _batches(lines: Iterable[Line]) -> Iterator[list[Line]]:
         yield batch
 
 
-def wanted_lines(
-    file: InputFile, first_row: int, wanted: deque[range]
-) -> Iterator[tuple[int, list[Line]]]:
-    """Lines of the rows in ``wanted``, and the first one's row id.
+def wanted_lines(request: ReadRequest) -> Iterator[tuple[int, list[Line]]]:
+    """Lines of the rows wanted, and the first one's row id.
 
     Raises:
         DataError: the file cannot be read, or is no longer the one that was planned.
     """
-    row = first_row
+    file, wanted, row = request.file, request.wanted, request.first_row
+    stop = row + file.num_rows
     with _read_errors(file.path):
         check_unchanged(file)
         with opened(file.path) as chunks:
             for lines in _batches(split_lines(chunks)):
                 yield from cut(lines, len(lines), row, wanted, lambda of, at, n: of[at : at + n])
                 row += len(lines)
-                if not wanted or wanted[0].start >= first_row + file.num_rows:
+                if not wanted or wanted[0].start >= stop:
                     return
-        if row < first_row + file.num_rows:
+        if row < stop:
             raise OSError("it has fewer lines than before")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from pydantic_core import from_json
 
 from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, RowError
-from batchinfer.job.input.format import InputFile, Row, Rows
+from batchinfer.job.input.format import InputFile, ReadRequest, Row, Rows
 from batchinfer.job.input.json_columns import json_text
 from batchinfer.job.input.jsonl import JsonlFormat, Line, wanted_lines
 
@@ -74,17 +73,10 @@ class OpenAIFormat(JsonlFormat):
             raise DataError(f"{files[0].path} holds no requests: it has no line that is not blank")
         return SCHEMA
 
-    def rows(
-        self,
-        file: InputFile,
-        first_row: int,
-        columns: Sequence[str],
-        schema: pa.Schema,
-        wanted: deque[range],
-    ) -> Iterator[Rows]:
+    def rows(self, request: ReadRequest) -> Iterator[Rows]:
         """See ``Format``; rows have all that is in their lines."""
-        for first, lines in wanted_lines(file, first_row, wanted):
-            rows = enumerate(self.parsed(lines, file.path), first)
+        for first, lines in wanted_lines(request):
+            rows = enumerate(self.parsed(lines, request.file.path), first)
             yield first, [_repeated(row) if self._is_repeated(at, row) else row for at, row in rows]
 
     def _is_repeated(self, at: int, row: Row) -> bool:

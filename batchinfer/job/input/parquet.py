@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
 import pyarrow as pa
@@ -23,6 +22,7 @@ from batchinfer.job.input.format import (
     MEND,
     READ_ERRORS,
     InputFile,
+    ReadRequest,
     Rows,
     check_unchanged,
     cut,
@@ -103,16 +103,10 @@ class ParquetFormat:
             _check_same_schema(files[0], schemas[0], file, schema)
         return schemas[0]
 
-    def scan(
-        self,
-        file: InputFile,
-        first_row: int,
-        columns: Sequence[str],
-        schema: pa.Schema,
-        wanted: deque[range],
-    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
         """See ``Format``; DataError names the row group."""
-        group, row = 0, first_row
+        file, columns, wanted = request.file, request.columns, request.wanted
+        group, row = 0, request.first_row
         try:
             check_unchanged(file)
             with store_of(file.path).open(file.path) as opened, _reader(opened) as reader:
@@ -138,16 +132,9 @@ class ParquetFormat:
                 hint=f"the file is damaged or has changed; {MEND}",
             ) from error
 
-    def rows(
-        self,
-        file: InputFile,
-        first_row: int,
-        columns: Sequence[str],
-        schema: pa.Schema,
-        wanted: deque[range],
-    ) -> Iterator[Rows]:
+    def rows(self, request: ReadRequest) -> Iterator[Rows]:
         """See ``Format``; texts are their bytes."""
-        for first, batch in self.scan(file, first_row, columns, schema, wanted):
+        for first, batch in self.scan(request):
             yield first, list(python_rows(batch))
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
