@@ -14,8 +14,7 @@ from batchinfer.errors import DataError, LockedError
 from batchinfer.job.fingerprint import differences
 from batchinfer.job.input.format import InputFile
 from batchinfer.job.row_ids import Part
-from batchinfer.job.storage.filesystem import Files, LocalFiles, read_file
-from batchinfer.job.storage.stored_json import parse
+from batchinfer.job.storage.filesystem import Files, LocalFiles, parse_json, read_file
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:
         DataError: it is damaged or missing.
     """
     try:
-        fields = parse(read_file(files or LocalFiles(), path))
+        fields = parse_json(read_file(files or LocalFiles(), path))
         fields["input_paths"] = tuple(map(str, fields["input_paths"]))
         datetime.fromisoformat(fields["planned_at"])
         fields["inputs"] = tuple(InputFile(**file) for file in fields["inputs"])

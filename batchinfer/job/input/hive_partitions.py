@@ -23,7 +23,7 @@ Values = Mapping[str, str | None]
 
 
 def folder_values(entries: Sequence[str], files: Sequence[str]) -> dict[str, Values]:
-    """What the folders of each file say.
+    """Columns and values that the folders of each file stand for.
 
     Args:
         entries: of ``input.path``.
@@ -34,11 +34,11 @@ def folder_values(entries: Sequence[str], files: Sequence[str]) -> dict[str, Val
 
 
 class HiveFormat:
-    """Another format's files with the columns of their folders; see ``Format``.
+    """Files of another format with the columns of their folders.
 
     Args:
         inner: reads the files.
-        values: what the folders of each file say.
+        values: columns and values that the folders of each file stand for.
     """
 
     def __init__(self, inner: Format, values: Mapping[str, Values]) -> None:
@@ -51,12 +51,15 @@ class HiveFormat:
         """Of each file: the columns that it has from its folders, and their values."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        """See ``Format``."""
         return self._inner.inspect(path)
 
     def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
-        """See ``Format``; DataError where some files are in folders that others are not in, or a
-        folder says what cannot be among the values that other files have there."""
+        """The columns of files and folders together.
+
+        Raises:
+            DataError: some files are in folders that others are not in, or a folder says what
+                cannot be among the values that other files have there.
+        """
         schema = self._inner.common_schema(files, schemas)
         names = [name for name in self._values[files[0].path] if name not in schema.names]
         for file in files:
@@ -80,7 +83,6 @@ class HiveFormat:
         return schema
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """See ``Format``."""
         held, schema = self._held[request.file.path], request.schema
         for first, batch in self._inner.scan(self._without_held(request)):
             arrays = [
@@ -92,17 +94,15 @@ class HiveFormat:
             yield first, pa.RecordBatch.from_arrays(arrays, names=list(request.columns))
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        """See ``Format``."""
         held = self._held[request.file.path]
         for first, rows in self._inner.rows(self._without_held(request)):
             yield first, [_with(row, held) for row in rows]
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
-        """See ``Format``."""
         return self._inner.stored_bytes(file, columns)
 
     def _without_held(self, request: ReadRequest) -> ReadRequest:
-        """What to read of the file itself: a column at least, which says how many rows it has."""
+        """The columns to read from the file: one at least, which says how many rows it has."""
         held = self._held[request.file.path]
         own = [name for name in request.columns if name not in held]
         any_own = [name for name in request.schema.names if name not in self._types][:1]
@@ -134,7 +134,7 @@ def _is_int(text: str) -> bool:
 
 
 def _typed(file: str, name: str, value: str | None, kind: pa.DataType) -> object:
-    """What a folder says of a column, as a value of the column's type."""
+    """A folder's text as a value of the column's type."""
     try:
         return None if value is None else pa.scalar(value).cast(kind).as_py()
     except pa.ArrowException:

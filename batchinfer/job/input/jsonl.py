@@ -55,7 +55,7 @@ _MOST_COLUMNS = 10_000
 
 @contextmanager
 def opened(path: str) -> Iterator[Iterator[bytes]]:
-    """A file's content in chunks, decompressed.
+    """The content of a file in chunks, decompressed.
 
     Raises:
         OSError: it cannot be read.
@@ -72,7 +72,7 @@ def opened(path: str) -> Iterator[Iterator[bytes]]:
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
-    """Lines that are not blank; of one that is too long, its beginning and a byte too many."""
+    """Lines that are not blank, each cut a byte after ``MAX_LINE_BYTES``."""
     number, rest = 1, b""
     for chunk in chunks:
         start, *others = chunk.split(b"\n")
@@ -86,7 +86,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
 
 
 def parse_object(line: Line, path: str) -> dict[str, Any]:
-    """The object that a line holds.
+    """The JSON object of a line.
 
     Raises:
         RowError: ``invalid_json``, ``invalid_utf8``, ``row_too_large``, naming file and line.
@@ -108,12 +108,11 @@ def parse_object(line: Line, path: str) -> dict[str, Any]:
 
 
 class JsonlFormat:
-    """See ``batchinfer.job.input.format.Format``."""
+    """JSON Lines, an object a line."""
 
     holds_requests = False
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        """See ``Format``."""
         digest, types = hashlib.sha256(), ColumnTypes()
         num_rows = num_objects = 0
         problem: RowError | None = None
@@ -138,14 +137,14 @@ class JsonlFormat:
         return file, types.schema()
 
     def see(self, first_row: int, rows: Sequence[Row]) -> None:
-        """Called with the rows of a file when it is opened, in order."""
+        """Take note of rows when a file is opened; files and rows come in order."""
 
     def parsed(self, lines: Sequence[Line], path: str) -> list[Row]:
-        """The rows that lines hold."""
+        """Rows of lines, a ``RowError`` for what is no object."""
         return [_or_error(line, path) for line in lines]
 
     def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
-        """See ``Format``: what is missing in a file is null there."""
+        """The columns of all files; those that a file does not have are null there."""
         if not any(file.num_rows for file in files):
             raise DataError(f"{files[0].path} holds no rows: it has no line that is not blank")
         types = ColumnTypes()
@@ -157,7 +156,7 @@ class JsonlFormat:
         )
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """See ``Format``; columns of a row that cannot be read are null."""
+        """Batches of columns, null in a row that cannot be read."""
         fields = [request.schema.field(name) for name in request.columns]
         for first, lines in wanted_lines(request):
             rows = [self.kept(line, request.file.path) for line in lines]
@@ -165,18 +164,18 @@ class JsonlFormat:
             yield first, pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
     def kept(self, line: Line, path: str) -> Mapping[str, Any]:
-        """What goes to the output of a line."""
+        """The columns of a line that go to the output."""
         row = _or_error(line, path)
         return {} if isinstance(row, RowError) else row
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        """See ``Format``; what a row does not have is None."""
+        """Rows as Python's values, None for what a row does not have."""
         for first, lines in wanted_lines(request):
             rows = self.parsed(lines, request.file.path)
             yield first, [_only(request.columns, row) for row in rows]
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
-        """See ``Format``: as if all of a file were kept, and it compressed to a third."""
+        """A third of the file, whatever columns are kept: about what it compresses to."""
         return file.size // 3 if columns else 0
 
 
@@ -217,7 +216,7 @@ def _batches(lines: Iterable[Line]) -> Iterator[list[Line]]:
 
 
 def wanted_lines(request: ReadRequest) -> Iterator[tuple[int, list[Line]]]:
-    """Lines of the rows wanted, and the first one's row id.
+    """Lines of the rows wanted, in runs, each with its first row's id.
 
     Raises:
         DataError: the file cannot be read, or is no longer the one that was planned.

@@ -27,13 +27,13 @@ _TEXTS = ("custom_id", "method", "url")
 
 
 class CustomIds:
-    """Ids of requests, in order: 16 bytes of each are kept, a hash that has no collisions."""
+    """Ids of requests, in order, of which a hash without collisions is kept, 16 bytes each."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
 
     def add(self, ids: Sequence[Any]) -> None:
-        """The ids of the next requests; what is no text is the same as no other."""
+        """Take the ids of the next requests; what is no text is equal to no other."""
         for value in ids:
             row = len(self._digests) // _BYTES
             text = f"id {value}" if isinstance(value, str) else f"row {row}"
@@ -53,7 +53,7 @@ class CustomIds:
 
 
 class OpenAIFormat(JsonlFormat):
-    """See ``batchinfer.job.input.format.Format``; columns are ``SCHEMA``'s.
+    """OpenAI batch files, with the columns of ``SCHEMA``.
 
     A line whose ``custom_id`` an earlier one has is an error row, whichever file that is in.
     """
@@ -64,17 +64,17 @@ class OpenAIFormat(JsonlFormat):
         self._ids = CustomIds()
 
     def see(self, first_row: int, rows: Sequence[Row]) -> None:
-        """Remember ids; files are seen in order."""
+        """Remember the ids of requests."""
         self._ids.add([None if isinstance(row, RowError) else row.get("custom_id") for row in rows])
 
     def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
-        """See ``Format``: always the same."""
+        """``SCHEMA``, whatever the files hold."""
         if not any(file.num_rows for file in files):
             raise DataError(f"{files[0].path} holds no requests: it has no line that is not blank")
         return SCHEMA
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        """See ``Format``; rows have all that is in their lines."""
+        """Rows with all that is in their lines, whatever columns are asked for."""
         for first, lines in wanted_lines(request):
             rows = enumerate(self.parsed(lines, request.file.path), first)
             yield first, [_repeated(row) if self._is_repeated(at, row) else row for at, row in rows]
@@ -83,7 +83,7 @@ class OpenAIFormat(JsonlFormat):
         return not isinstance(row, RowError) and self._ids.is_repeated(at)
 
     def kept(self, line: Line, path: str) -> Mapping[str, Any]:
-        """What goes to the output; of a damaged line, the id as far as it can be read."""
+        """The columns that go to the output; of a damaged line, as far as they can be read."""
         row = _beginning(line[1])
         texts = {name: _text(row.get(name)) for name in _TEXTS}
         return {**texts, "body": row.get("body")}

@@ -39,7 +39,7 @@ _MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PA
 
 
 def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
-    """Check how columns are nested, and the names in them.
+    """Check that columns are nested, and named, as the file's own Arrow schema says.
 
     Args:
         metadata: the file's; a file of another writer has no Arrow schema, and nothing to check.
@@ -72,12 +72,11 @@ def _shape_of(kind: pa.DataType) -> Shape:
 
 
 class ParquetFormat:
-    """See ``batchinfer.job.input.format.Format``."""
+    """Parquet files, their footers and page checksums checked."""
 
     holds_requests = False
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        """See ``Format``."""
         store = store_of(path)
         try:
             stat = store.stat(path)
@@ -97,14 +96,14 @@ class ParquetFormat:
         return InputFile(path, stat.size, stat.mtime_ns, num_rows, digest, stat.etag), schema
 
     def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
-        """See ``Format``: all have the columns of the first, of the same types."""
+        """The columns of the first file, which all others must have, of the same types."""
         _check_names(files[0].path, schemas[0])
         for file, schema in zip(files, schemas, strict=True):
             _check_same_schema(files[0], schemas[0], file, schema)
         return schemas[0]
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """See ``Format``; DataError names the row group."""
+        """Batches of columns; DataError names the row group."""
         file, columns, wanted = request.file, request.columns, request.wanted
         group, row = 0, request.first_row
         try:
@@ -133,12 +132,12 @@ class ParquetFormat:
             ) from error
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        """See ``Format``; texts are their bytes."""
+        """Rows as Python's values, texts as their bytes."""
         for first, batch in self.scan(request):
             yield first, list(python_rows(batch))
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
-        """See ``Format``: what they take in the input."""
+        """Compressed bytes of the columns in the input."""
         with store_of(file.path).open(file.path) as opened, _reader(opened) as reader:
             groups = [reader.metadata.row_group(at) for at in range(reader.num_row_groups)]
         return sum(

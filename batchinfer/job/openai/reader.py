@@ -20,7 +20,7 @@ MakeBuilder = Callable[[PromptConfig, Sequence[str]], Prompts]
 
 
 class OpenAIReader:
-    """Prompts and parameters of OpenAI's requests (see ``RowReader``).
+    """Prompts and sampling parameters of the requests in an OpenAI batch file.
 
     Conversations go through the chat template. The text of a completion is raw: it has no template,
     and control tokens in it are control tokens.

@@ -12,8 +12,7 @@ from typing import Any
 
 from batchinfer.errors import DataError
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.storage.filesystem import read_file
-from batchinfer.job.storage.stored_json import parse
+from batchinfer.job.storage.filesystem import parse_json, read_file
 
 
 def is_there(out: OutputDir, combined_output: Path | None) -> bool:
@@ -39,7 +38,7 @@ def problems(out: OutputDir) -> Iterator[str]:
 
 def _read(out: OutputDir) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        record = parse(read_file(out.files, out.openai_record))
+        record = parse_json(read_file(out.files, out.openai_record))
         return record if isinstance(record, dict) else {}
     return {}
 

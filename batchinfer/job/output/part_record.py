@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from batchinfer.job.row_ids import Part
-from batchinfer.job.storage.stored_json import parse
+from batchinfer.job.storage.filesystem import parse_json
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def parse_record(data: bytes, part: Part) -> PartRecord:
         ValueError: it is damaged.
     """
     try:
-        record = PartRecord(**parse(data))
+        record = PartRecord(**parse_json(data))
         failed, marked = record.error_codes.values(), record.control_text_row_ids
         whole = (
             _are_counts([record.rows, record.size, record.mtime_ns, *failed, *marked])

@@ -27,8 +27,7 @@ import numpy.typing as npt
 from batchinfer.errors import JobError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.row_ids import RowIds, sorted_row_ids, within
-from batchinfer.job.storage.filesystem import read_file, storage_errors
-from batchinfer.job.storage.stored_json import parse
+from batchinfer.job.storage.filesystem import parse_json, read_file, storage_errors
 
 CRASHES_TO_SUSPECT = 2
 DEATHS_TO_GIVE_UP = 2
@@ -128,7 +127,7 @@ class CrashHistory:
 def crash_history_from(data: bytes) -> CrashHistory:
     """What ``to_json`` made; no suspicion where that is damaged."""
     try:
-        fields = parse(data)
+        fields = parse_json(data)
         for name in ("in_flight", "given_up"):
             fields[name] = _group(fields[name])
         fields["groups"] = tuple(map(_group, fields["groups"]))

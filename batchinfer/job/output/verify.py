@@ -23,8 +23,7 @@ from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of, unexpected_files
 from batchinfer.job.output.segments import read_segment
 from batchinfer.job.row_ids import Part
-from batchinfer.job.storage.filesystem import read_file
-from batchinfer.job.storage.stored_json import parse
+from batchinfer.job.storage.filesystem import parse_json, read_file
 
 MOST_SHOWN = 10
 _FINGERPRINT = b"batchinfer.fingerprint"
@@ -155,7 +154,7 @@ class _Check:
             return
         found: dict[str, Any] = {}
         with suppress(OSError, ValueError):
-            found = parse(read_file(self._out.files, self._out.summary))
+            found = parse_json(read_file(self._out.files, self._out.summary))
         try:
             if found["fingerprint"] != self._plan.fingerprint:
                 yield f"{self._out.summary} is of another job (its fingerprint differs)"

@@ -20,8 +20,7 @@ from batchinfer.engine.stats import StepStats
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA, StepRow, StepSampler
 from batchinfer.job.spec.spec import JobSpec, resolved
-from batchinfer.job.storage.filesystem import Files, read_file, storage_errors
-from batchinfer.job.storage.stored_json import parse
+from batchinfer.job.storage.filesystem import Files, parse_json, read_file, storage_errors
 
 if TYPE_CHECKING:
     from batchinfer.build import EngineContext
@@ -76,7 +75,7 @@ def read_run(files: Files, path: PurePath) -> Run:
         OSError: it cannot be read.
     """
     try:
-        run = Run(**parse(read_file(files, path)))
+        run = Run(**parse_json(read_file(files, path)))
         seconds = [run.load_s + 0.0, run.total_s + 0.0, run.peak_used_blocks + 0.0]
         sizes = [run.kv[name] + 0 for name in KV_FACTS] if run.kv else []
         sizes += [run.out_of_memory + 0, (run.max_num_batched_tokens or 0) + 0]

@@ -25,20 +25,20 @@ RETRY: Mapping[str, Any] = {"max_retries": 8, "retry_timeout": timedelta(minutes
 IMPATIENT: Mapping[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=10)}
 _LAST_TRY = timedelta(seconds=20)
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
-_NOT_GIVEN = (
+_REFUSALS = (
     *("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError"),
     "PreconditionError",  # it was written again
 )
 _REFUSED = re.compile(r"status code: 4\d\d")
-"""What obstore raises, and says, of a store that answers and does not do what it is asked."""
+"""Errors of obstore, and words in others, of a store that answers and refuses."""
 
 
 @cache
 def connect(bucket: str, *, impatient: bool = False) -> Connection:
-    """The connection to a bucket, ``s3://name`` or ``gs://name``; one for all who ask.
+    """The connection to a bucket, ``s3://name`` or ``gs://name``, made once.
 
     Args:
-        bucket: which.
+        bucket: scheme and name.
         impatient: give up within half a minute, in place of some minutes.
 
     Raises:
@@ -59,11 +59,11 @@ def connect(bucket: str, *, impatient: bool = False) -> Connection:
 
 @contextmanager
 def errors(url: str, verb: str) -> Iterator[None]:
-    """Name ``url`` in what obstore raises, and leave out what it says beyond a line.
+    """Turn obstore's errors into short ones that name ``url``.
 
     Args:
-        url: what is asked for.
-        verb: what is done with it: ``read`` or ``write``.
+        url: the object or bucket.
+        verb: ``read`` or ``write``.
 
     Raises:
         FileNotFoundError: there is no such object, or no such bucket.
@@ -79,7 +79,7 @@ def errors(url: str, verb: str) -> Iterator[None]:
         if not kind.__module__.startswith("obstore"):
             raise
         reason = first_line(error)
-        if kind.__name__ in _NOT_GIVEN or _REFUSED.search(reason):
+        if kind.__name__ in _REFUSALS or _REFUSED.search(reason):
             raise OSError(reason) from None
         raise StorageError(
             f"cannot {verb} {printable(url)}: {reason}",

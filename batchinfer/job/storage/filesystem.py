@@ -1,4 +1,4 @@
-"""Writing files so that a reader, and a run after a crash, sees all of a file or none of it.
+"""Files of an output directory, each seen whole or not at all, by readers and after a crash.
 
 ``Files`` is all the commit protocol asks of a file system; tests put one in its place that loses
 what was not synced.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from batchinfer.console.format import printable
 from batchinfer.errors import StorageError
@@ -40,7 +41,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """What is known of a file without reading it."""
+    """Size, time and mark of a file, which need no reading of it."""
 
     size: int
     mtime_ns: int
@@ -49,16 +50,16 @@ class FileStat:
 
 
 class Files(Protocol):
-    """Where an output directory is; all methods raise OSError where a file system refuses."""
+    """The file system of an output directory; methods raise OSError where it refuses."""
 
     @property
     def flush_every_s(self) -> float:
-        """How often finished rows are worth a file."""
+        """Seconds after which finished rows are worth a file."""
         ...
 
     @property
     def at_once(self) -> int:
-        """How many things it can be asked for at a time, to gain by it."""
+        """Requests at a time that are faster than one after the other."""
         ...
 
     def write(self, path: PurePath, data: bytes) -> None:
@@ -70,8 +71,10 @@ class Files(Protocol):
         ...
 
     def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
-        """Open a file, new or not, to add to its end: each write outlives this process, in a store
-        only if it is asked to be there at once."""
+        """Open a file, new or not, to add to its end.
+
+        Each write outlives this process, in a store only if it is asked to be there at once.
+        """
         ...
 
     def open(self, path: PurePath) -> BinaryIO:
@@ -99,7 +102,7 @@ class Files(Protocol):
         ...
 
     def entries(self, directory: PurePath) -> Sequence[PurePath]:
-        """What is in a folder, in the order of names; nothing where it is missing."""
+        """Files and folders in a folder, in the order of names; none where it is missing."""
         ...
 
     def stat(self, path: PurePath) -> FileStat | None:
@@ -112,29 +115,25 @@ class Files(Protocol):
 
 
 class LocalFiles:
-    """The operating system's files; see ``Files``."""
+    """The files of this machine."""
 
     flush_every_s = 5.0
     at_once = 1
 
     def write(self, path: PurePath, data: bytes) -> None:
-        """See ``Files``."""
         Path(path).write_bytes(data)
 
     def create(self, path: PurePath) -> BinaryIO:
-        """See ``Files``."""
         return Path(path).open("wb")
 
     def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
-        """See ``Files``; writes always do."""
+        """Open a file to add to its end; writes outlive this process in any case."""
         return cast(BinaryIO, Path(path).open("ab", buffering=0))
 
     def open(self, path: PurePath) -> BinaryIO:
-        """See ``Files``."""
         return Path(path).open("rb")
 
     def sync(self, path: PurePath) -> None:
-        """See ``Files``."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -142,11 +141,9 @@ class LocalFiles:
             os.close(descriptor)
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        """See ``Files``."""
         os.replace(source, target)
 
     def delete(self, path: PurePath) -> None:
-        """See ``Files``."""
         found = Path(path)
         if found.is_dir() and not found.is_symlink():
             shutil.rmtree(found)
@@ -154,7 +151,6 @@ class LocalFiles:
             found.unlink(missing_ok=True)
 
     def make_directory(self, path: PurePath) -> None:
-        """See ``Files``."""
         wanted = Path(path)
         missing = [folder for folder in (wanted, *wanted.parents) if not folder.exists()]
         wanted.mkdir(parents=True, exist_ok=True)
@@ -162,16 +158,13 @@ class LocalFiles:
             self.sync(folder.parent)
 
     def can_write(self, directory: PurePath) -> bool:
-        """See ``Files``."""
         return os.access(directory, os.W_OK | os.X_OK)
 
     def entries(self, directory: PurePath) -> list[Path]:
-        """See ``Files``."""
         folder = Path(directory)
         return sorted(folder.iterdir()) if folder.is_dir() else []
 
     def stat(self, path: PurePath) -> FileStat | None:
-        """See ``Files``."""
         try:
             found = Path(path).stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -179,7 +172,6 @@ class LocalFiles:
         return FileStat(found.st_size, found.st_mtime_ns)
 
     def holds(self, directory: PurePath, path: str) -> bool:
-        """See ``Files``."""
         if is_url(path):
             return False
         real = Path(os.path.realpath(path))
@@ -240,6 +232,18 @@ def read_file(files: Files, path: PurePath) -> bytes:
     """
     with files.open(path) as file:
         return file.read()
+
+
+def parse_json(data: bytes) -> Any:
+    """The value that stored JSON holds, which may be torn or whatever else has got there.
+
+    Raises:
+        ValueError: it is no JSON, or none that can be read.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def sha256_of(files: Files, path: PurePath) -> str:

@@ -22,7 +22,7 @@ _SCHEME = "hf://"
 
 
 class HubStore:
-    """The Hub as a ``batchinfer.job.storage.reader.Store``; paths are URLs."""
+    """The Hugging Face Hub; paths are URLs."""
 
     def kind(self, path: str) -> Literal["file", "folder"] | None:
         with _errors(path):
@@ -75,7 +75,7 @@ def _path(url: str) -> str:
 
 @contextmanager
 def _errors(url: str) -> Iterator[None]:
-    """Tell what is not there, or not given, from a Hub that does not answer."""
+    """Turn the Hub's errors into OSError where it refuses, else StorageError."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:

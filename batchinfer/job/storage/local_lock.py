@@ -1,4 +1,4 @@
-"""Who may write to an output directory: one run at a time.
+"""The lock of an output directory on this machine: one run at a time may write.
 
 The lock is the operating system's: it is free at once when its holder dies, however it dies. The
 file beside it only tells others who holds it.
@@ -19,15 +19,14 @@ from filelock import FileLock, Timeout
 
 from batchinfer.console.format import printable
 from batchinfer.errors import LockedError
-from batchinfer.job.storage.filesystem import storage_errors
-from batchinfer.job.storage.stored_json import parse
+from batchinfer.job.storage.filesystem import parse_json, storage_errors
 
 LOCK, HOLDER = "lock", "lock.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Lock(Protocol):
-    """Keeps an output directory for one run."""
+    """The right to write to an output directory, of one run at a time."""
 
     def held(self) -> AbstractContextManager[None]:
         """Hold it; the folder it is in is there.
@@ -47,7 +46,7 @@ class Lock(Protocol):
 
 
 class LocalLock:
-    """See ``Lock``; in the folder ``state`` of a file system."""
+    """A lock in the folder ``state`` of this machine's file system."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
@@ -55,7 +54,6 @@ class LocalLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """See ``Lock``."""
         with storage_errors(self._state):
             lock = FileLock(self._state / LOCK, timeout=0)
             try:
@@ -76,15 +74,15 @@ class LocalLock:
             lock.release()
 
     def holder_lives(self) -> bool | None:
-        """See ``Lock``; None where it was on another machine, or let go in order."""
+        """Whether the holder's process runs; None: it is on another machine, or nobody holds it."""
         try:
-            return process_lives(parse(self._holder.read_bytes()))
+            return process_lives(parse_json(self._holder.read_bytes()))
         except (OSError, ValueError):
             return None
 
 
 def process_lives(found: object) -> bool | None:
-    """Whether there still is the process that ``this_process`` once said ``found`` of.
+    """Whether a process that ``this_process`` described still runs.
 
     None where that cannot be told: it was on another machine, or this one has started anew.
     """
@@ -97,14 +95,14 @@ def process_lives(found: object) -> bool | None:
 
 
 def this_process() -> dict[str, int | float | str | None]:
-    """Who holds a lock, for others to read."""
+    """This process as a lock names it: id, host, boot, seconds at which it began."""
     pid = os.getpid()
     machine = {"host": socket.gethostname(), "boot_id": _boot_id()}
     return {"pid": pid, **machine, "started": _started(pid)}
 
 
 def _started(pid: int) -> float | None:
-    """When a process began, which tells it from an earlier one of the same id; None if it ended.
+    """Time at which a process began, which tells it from others of its id; None if it ended.
 
     Seconds since the machine did: the time of day is that plus what the clock says of the
     machine's own beginning, which changes whenever the clock is set.
@@ -117,7 +115,7 @@ def _started(pid: int) -> float | None:
 
 
 def _boot_id() -> str:
-    """Tells a boot of this machine from its others, which give the same process ids again."""
+    """Name of this boot of the machine; another boot gives the same process ids again."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -126,13 +124,13 @@ def _boot_id() -> str:
 
 def _held_by(holder: Path) -> str:
     try:
-        return named(parse(holder.read_bytes()))
+        return named(parse_json(holder.read_bytes()))
     except (OSError, ValueError):
         return ""  # it has the lock, and has not written this yet
 
 
 def named(found: object) -> str:
-    """The process that ``this_process`` was said of, for the end of a message; "" if damaged."""
+    """A process that ``this_process`` described, for the end of a message; "" if damaged."""
     try:
         pid, host, boot = (
             printable(str(found[key]), 80)  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Files of an output directory that is in an object store, and files that are added to there.
+"""Files of an output directory in an object store, and logs that grow there.
 
 What is staged is in memory; an object appears with all of its bytes, in the place of a rename. A
 run writes over what it has written itself. Where it finds something else, it makes sure that it
@@ -36,8 +36,10 @@ _TIMES = 5  # others are kept out by the lock: what changes between two looks is
 
 
 class StoreLog(io.RawIOBase):
-    """Puts its content into the store as a whole: at once after a while of silence, else when the
-    last time was ``EVERY_S`` ago. What cannot be put is left: a job does not end for its log.
+    """A log in an object store, of which the last ``KEPT_BYTES`` are kept.
+
+    It is put there as a whole: at once after a while of silence, else when the last time was
+    ``EVERY_S`` ago. What cannot be put is left: a job does not end for its log.
 
     Args:
         put: writes the object.
@@ -97,12 +99,12 @@ class StoreLog(io.RawIOBase):
 
 
 class StoreFiles:
-    """See ``batchinfer.job.storage.filesystem.Files``; paths are ``StorePath``.
+    """The objects of a store as files; paths are ``StorePath``.
 
     Args:
         objects: the store.
         check: raises LockedError where this run no longer holds the lock, by what it last heard.
-        confirm: the same, having asked.
+        confirm: raises LockedError where it does not, after asking the store.
     """
 
     flush_every_s = 60.0
@@ -122,20 +124,18 @@ class StoreFiles:
         each of the things again that a run would still like to write at its end."""
 
     def write(self, path: PurePath, data: bytes) -> None:
-        """See ``Files``."""
         self._staged[path] = data
 
     def create(self, path: PurePath) -> BinaryIO:
-        """See ``Files``; there when it is closed."""
+        """Open a file in memory that is staged when it is closed."""
         return _Staged(lambda data: self.write(path, data))
 
     def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
-        """See ``Files``; only the end is kept, and in the store some seconds later, or at once."""
+        """Open a log of which the end is kept, in the store some seconds later or at once."""
         put = partial(self._put_unless_failed, _url(path))
         return cast(BinaryIO, StoreLog(put, at_once=at_once))
 
     def open(self, path: PurePath) -> BinaryIO:
-        """See ``Files``."""
         if path in self._staged:
             return BytesIO(self._staged[path])
         try:
@@ -144,16 +144,14 @@ class StoreFiles:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
 
     def sync(self, path: PurePath) -> None:
-        """See ``Files``; what a store has taken, it keeps."""
+        """Nothing to do: what a store has taken, it keeps."""
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        """See ``Files``."""
         with self._once_only():
             self._put(_url(target), self._staged[source])
         del self._staged[source]
 
     def delete(self, path: PurePath) -> None:
-        """See ``Files``."""
         for staged in [staged for staged in list(self._staged) if staged.is_relative_to(path)]:
             del self._staged[staged]
         with self._once_only():
@@ -162,7 +160,7 @@ class StoreFiles:
             del self._written[written]
 
     def _delete_all(self, path: StorePath) -> None:
-        """Another that deletes the same may be ahead with some of it, never for long."""
+        """Delete an object and what is below it; another that does the same may be ahead."""
         for _ in range(_TIMES):
             keys = self._objects.keys(path)
             if not keys:
@@ -176,23 +174,21 @@ class StoreFiles:
         )
 
     def make_directory(self, path: PurePath) -> None:
-        """See ``Files``; a store has none."""
+        """Nothing to do: a store has no folders."""
 
     def can_write(self, directory: PurePath) -> bool:
-        """See ``Files``; whoever could not would not hold the lock."""
+        """True: whoever may not write does not hold the lock."""
         return True
 
     def entries(self, directory: PurePath) -> list[StorePath]:
-        """See ``Files``."""
         return self._objects.entries(_url(directory))
 
     def stat(self, path: PurePath) -> FileStat | None:
-        """See ``Files``; None for folders."""
+        """Size, time and mark of an object; None where it is missing, and for folders."""
         found = self._objects.head(_url(path))
         return None if found is None else found.stat
 
     def holds(self, directory: PurePath, path: str) -> bool:
-        """See ``Files``."""
         return is_url(path) and StorePath(path).is_relative_to(directory)
 
     @contextmanager
@@ -229,7 +225,7 @@ class StoreFiles:
 
 
 class _Staged(BytesIO):
-    """A file in memory, handed on when it is closed."""
+    """A file in memory, kept by ``keep`` when it is closed."""
 
     def __init__(self, keep: Callable[[bytes], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Who may write to an output directory in an object store: one run at a time.
+"""The lock of an output directory in an object store: one run at a time may write.
 
 ``lock.json`` names its holder and a fencing number, which grows by one with each holder. It is made
 only where there is none, and changed only by who has seen what it takes the place of, so of two
@@ -25,9 +25,9 @@ from typing import Any
 
 from batchinfer.console.format import printable
 from batchinfer.errors import JobError, LockedError, StorageError
+from batchinfer.job.storage.filesystem import parse_json
 from batchinfer.job.storage.local_lock import HOLDER, named, process_lives, this_process
 from batchinfer.job.storage.object_store import Found, Objects, Version
-from batchinfer.job.storage.stored_json import parse
 from batchinfer.job.storage.urls import StorePath
 
 HEARTBEAT_S = 15.0
@@ -39,27 +39,27 @@ _TIMES = 5
 
 @dataclass(frozen=True)
 class _Content:
-    """What ``lock.json`` says."""
+    """The content of ``lock.json``."""
 
     fence: int
     token: str | None = None
-    """Tells a holder from all others; None: nobody holds it."""
+    """Unique to a holder; None: nobody holds it."""
     beat: int = 0
     holder: dict[str, Any] | None = None
 
 
 def _awake_or_not() -> float:
-    """Seconds since this machine began, those included in which it slept."""
+    """Seconds since this machine was started, those included in which it slept."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
 
 
 class StoreLock:
-    """See ``batchinfer.job.storage.local_lock.Lock``; in the folder ``state`` of a store.
+    """A lock in an object store, written again every few seconds while it is held.
 
     Args:
         objects: the store.
-        state: the folder.
+        state: the folder the lock is in.
         clock: seconds of this machine, to tell how long ago the store was asked.
         store_time: seconds since 1970 by the store's clock; None: asks it.
     """
@@ -83,7 +83,6 @@ class StoreLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """See ``Lock``."""
         self.acquire()
         done = threading.Event()
         heart = threading.Thread(target=self._beat_until, args=(done,), daemon=True)
@@ -157,7 +156,7 @@ class StoreLock:
             self._version = None
 
     def holder_lives(self) -> bool | None:
-        """See ``Lock``; by this machine's clock."""
+        """Whether the holder was heard of lately, by the clock here; None: nobody holds it."""
         found = self._read()
         if found is None or found[0].token is None:
             return None
@@ -189,7 +188,7 @@ class StoreLock:
                 self.confirm()
 
     def _write(self, content: _Content, instead_of: Version | None) -> bool:
-        """Whether the lock is now as ``content`` says."""
+        """Replace what the lock holds; False where another has replaced it first."""
         asked_at = self._clock()
         data = json.dumps(asdict(content)).encode()
         version = self._objects.put(self._path, data, instead_of)
@@ -207,13 +206,13 @@ class StoreLock:
         except FileNotFoundError:
             return None
         try:
-            fields = parse(data)
+            fields = parse_json(data)
             return _Content(int(fields.pop("fence")), **fields), found
         except (ValueError, TypeError, KeyError, AttributeError):
             return _Content(0, "damaged"), found  # somebody's; it lapses
 
     def _probe(self) -> float:
-        """See that the store takes, refuses and deletes objects as asked; its time now."""
+        """The store's time, once it has taken, refused and deleted an object as asked."""
         path = self._path.with_name(f"probe-{token_hex(8)}")
         taken = self._objects.put(path, b"", None) is not None
         refused = self._objects.put(path, b"again", None) is None

@@ -18,7 +18,7 @@ from batchinfer.job.storage.urls import StorePath, fixed_part
 
 
 class ObjectStore:
-    """Object stores as a ``batchinfer.job.storage.reader.Store``; paths are URLs."""
+    """Object stores; paths are URLs."""
 
     def kind(self, path: str) -> Literal["file", "folder"] | None:
         place = StorePath(path)
@@ -59,7 +59,7 @@ class ObjectStore:
 
 
 class _RemoteFile(io.RawIOBase):
-    """An object as a file, each read a request for the content that it had when it was opened."""
+    """An object as a file; each read is a request for the content it had when it was opened."""
 
     def __init__(self, path: str, found: FileStat) -> None:
         self._path = StorePath(path)
@@ -118,7 +118,7 @@ def _has_content(file: StorePath, size: int) -> bool:
 
 
 def _match(file: StorePath, pattern: StorePath) -> StorePath | None:
-    """What of a file a pattern matches: all, or a folder that it is in."""
+    """The file itself or the folder of it that a pattern matches; None: it matches neither."""
     return next((p for p in (file, *file.parents) if _matches(p.parts, pattern.parts)), None)
 
 

@@ -1,4 +1,4 @@
-"""What an output directory asks of a bucket: whole objects, written only where nobody else has.
+"""Objects of a bucket, read and written whole, written only where nobody else has.
 
 Every write says which content it takes the place of: none, or one that its writer has seen. A store
 refuses it where it holds another (``If-None-Match``, ``If-Match``). A delete can say no such thing:
@@ -22,12 +22,12 @@ from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.urls import StorePath
 
 Version = dict[str, str]
-"""Tells one content of an object from the others it had: etag, generation."""
+"""Etag and generation of an object, which change with its content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of an object."""
+    """Size, time, mark and version of an object."""
 
     stat: FileStat
     version: Version
@@ -48,9 +48,9 @@ class Objects:
         """Write an object, all of it or nothing.
 
         Args:
-            path: which.
-            data: its content.
-            instead_of: the content that it has now; None: there is none.
+            path: the object.
+            data: its new content.
+            instead_of: the version that it has now; None: there is none.
 
         Returns:
             The version written; None where the object has another content by now, or none.
@@ -70,7 +70,7 @@ class Objects:
             return bytes(result.bytes()), _found(result.meta)
 
     def head(self, path: StorePath) -> Found | None:
-        """What is known of an object; None where there is none."""
+        """Size, time, mark and version of an object; None where there is none."""
         with _answers(path, "read"):
             try:
                 return _found(obstore.head(self._store, path.key))
