@@ -1,4 +1,4 @@
-"""What is asked of sampler, prompt and engine: frozen records, checked when made."""
+"""Settings of sampler, prompt and engine: frozen records, checked when made."""
 
 from __future__ import annotations
 

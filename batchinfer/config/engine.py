@@ -1,29 +1,24 @@
-"""What is asked of the engine, checked when made."""
+"""Settings of the engine, checked when made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-from batchinfer.config.types import coerce_fields, format_value, parse_size
+from batchinfer.config.types import Record, coerce_fields, parse_size
 
 QUANTIZATIONS = ("int8", "int8_weight_only", "int4_weight_only")
-"""Of ``model.quantization``: the project's own, and torchao's names."""
+"""Values of ``model.quantization``: the project's own, and torchao's names."""
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Record):
     """How the engine uses its device. Frozen: nothing found at run time is written back.
 
     Raises:
         TypeError: naming the key, when a value is of another type.
         ValueError: naming the key, when a value is out of range or not supported yet.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "extra": "forbid",
-        "use_attribute_docstrings": True,
-    }
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the first CUDA device where there is one, else the CPU."""
@@ -110,10 +105,6 @@ class EngineConfig:
             )
         if self.preemption == "swap" and space == 0:
             raise ValueError("preemption: swap needs room; set swap_space, or preemption: auto")
-
-    def _require(self, name: str, holds: bool, what: str) -> None:
-        if not holds:
-            raise ValueError(f"{name} is {format_value(getattr(self, name))}; it must be {what}")
 
 
 _CPU_STEP_TOKENS = 1024

@@ -1,35 +1,30 @@
-"""How a row becomes a prompt, what of it is scored, which samples are kept: checked when made."""
+"""Settings of prompts, of scoring and of which samples are kept, checked when made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from batchinfer.config.regex import has_match
 from batchinfer.config.sampling import MAX_SAMPLES, SamplingParams
 from batchinfer.config.structured import schema_text
-from batchinfer.config.types import coerce_fields, format_value
+from batchinfer.config.types import Record, coerce_fields
 
 SCORING = SamplingParams(
     max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, logprobs=0, prompt_logprobs=0
 )
-"""How the requests of a score job run: nothing is drawn, every token asked for is judged."""
+"""Sampling of a score job's requests: nothing is drawn, every token asked for is judged."""
 
 
 @dataclass(frozen=True)
-class PromptConfig:
+class PromptConfig(Record):
     """How a row becomes a prompt. One source; default: column ``messages``, else ``prompt``.
 
     Raises:
         TypeError: naming the field, when a value is of another type.
         ValueError: naming the field, when more than one source is given.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "extra": "forbid",
-        "use_attribute_docstrings": True,
-    }
 
     column: str | None = None
     """A column of strings, or of conversations: list<struct<role, content>>."""
@@ -62,18 +57,13 @@ class PromptConfig:
 
 
 @dataclass(frozen=True)
-class ScoreConfig:
+class ScoreConfig(Record):
     """What ``task: score`` scores.
 
     Raises:
         TypeError: naming the field, when a value is of another type.
         ValueError: naming the field, when it is empty.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "extra": "forbid",
-        "use_attribute_docstrings": True,
-    }
 
     completions_column: str | None = None
     """A column of completions of the prompt: string, list<string>, or list<list<int>> of token ids.
@@ -86,7 +76,7 @@ class ScoreConfig:
 
 
 @dataclass(frozen=True)
-class AcceptConfig:
+class AcceptConfig(Record):
     """Draw samples of a row until enough of them pass, or as many as may be were tried.
 
     Samples are judged in the order of their indices, and the first that pass are kept: which these
@@ -96,11 +86,6 @@ class AcceptConfig:
         TypeError: naming the field, when a value is of another type.
         ValueError: naming the field, when a value is out of range.
     """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "extra": "forbid",
-        "use_attribute_docstrings": True,
-    }
 
     regex: str | None = None
     """RE2's, without look-around and back-references: the text must have a match in it; ^ and $
@@ -133,10 +118,6 @@ class AcceptConfig:
         self._require("max_tries", 1 <= self.max_tries <= MAX_SAMPLES, most)
         if self.k is not None and self.k > self.max_tries:
             raise ValueError(f"k is {self.k}, more than max_tries, which is {self.max_tries}")
-
-    def _require(self, name: str, holds: bool, what: str) -> None:
-        if not holds:
-            raise ValueError(f"{name} is {format_value(getattr(self, name))}; it must be {what}")
 
     def check(self, params: SamplingParams) -> None:
         """Check that a row's own parameters go with this.

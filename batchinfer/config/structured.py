@@ -1,4 +1,4 @@
-"""What a text must look like, in one form whichever way it was written."""
+"""``structured_outputs`` and ``response_format``, brought into one form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from batchinfer.config.types import format_value
 
 MAX_CHARACTERS = 2**20
-"""Of a schema, an expression, a grammar or a list of choices: a million words of vocabulary take
+"""Longest schema, expression, grammar or list of choices: a million words of vocabulary take
 gigabytes to compile."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -18,7 +18,7 @@ _NAME = "structured_outputs"
 
 
 def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What ``structured_outputs``, or OpenAI's ``response_format``, asks for.
+    """``structured_outputs``, or OpenAI's ``response_format``, in one form.
 
     A schema becomes its JSON text: the order of its properties is that of the output, and texts are
     compared with it in mind.

@@ -1,4 +1,4 @@
-"""Types and values of a record's fields: coerced, read as sizes, shown in messages."""
+"""Types and values of a record's fields: coerced, required, read as sizes, shown in messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 _WORDS: Mapping[Any, str] = {
     bool: "True or False",
@@ -24,6 +24,19 @@ _PLURALS: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "tex
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|B)?\s*", re.IGNORECASE)
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+class Record:
+    """A frozen dataclass of settings: no other keys, and docstrings of fields describe them."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+    }
+
+    def _require(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} is {format_value(getattr(self, name))}; it must be {what}")
 
 
 def coerce_fields(record: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which columns of a dataset are the prompt and the id: a guess, and the reason for it."""
+"""A guess at the columns of a dataset that are the prompt and the id, with reasons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.unique_ids import check_unique_ids
 
 _LOOKED_AT = 1_000
-"""Rows whose values are looked at."""
+"""Rows of which values are read."""
 _LABEL_BYTES = 40
 """Longest text of a label."""
 _MOST_IDS = 1 << 24
@@ -36,18 +36,18 @@ _IDS = ("id", "row_id", "custom_id", "uuid", "guid", "uid", "key", "index", "idx
 
 @dataclass(frozen=True)
 class Guess:
-    """The prompt's keys of the job file, the id column, and why these."""
+    """Keys of the job file for the prompt, the id column, and reasons for them."""
 
     prompt: Mapping[str, Any]
     prompt_reasons: Sequence[str]
     id_column: str | None
     id_reason: str
     notes: Sequence[str] = field(default=())
-    """What of the data deserves a look before the run."""
+    """Oddities of the data, to be seen before the run."""
 
 
 def guess_columns(source: Source, *, prompt: str | None = None, row_id: str | None = None) -> Guess:
-    """Find prompt and id.
+    """Guess the columns of the prompt and the id.
 
     Args:
         source: the data.
@@ -81,7 +81,7 @@ class _Data:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.types = {f.name: _plain(f.type) for f in source.schema}
+        self.types = {f.name: _decoded_type(f.type) for f in source.schema}
         self.texts = [name for name, kind in self.types.items() if is_text(kind)]
         self.conversations = [name for name, kind in self.types.items() if is_conversation(kind)]
         wanted = [*self.texts, *self.conversations]
@@ -242,7 +242,7 @@ def _no_prompt(data: _Data) -> UsageError:
 
 
 def _answered(data: _Data, name: str | None) -> list[str]:
-    """A note where conversations hold their answers already."""
+    """A note that conversations hold their answers already, if they do."""
     if name is None or name not in data.conversations:
         return []
     ends = [row[name][-1] for row in data.rows if isinstance(row[name], list) and row[name]]
@@ -279,7 +279,7 @@ def _place(column: str) -> str:
     return f"{{{{ {column} }}}}"
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def _decoded_type(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 

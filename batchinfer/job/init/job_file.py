@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 
 @dataclass(frozen=True)
 class Starter:
-    """What ``init`` is asked for."""
+    """Options of ``batchinfer init``."""
 
     data: str
     """The prompts, as ``input.path`` takes them; relative to the current folder."""
@@ -71,10 +71,10 @@ def write_starter(asked: Starter) -> list[str]:
         asked.job.write_text("\n".join(_lines(asked, source, guess)) + "\n", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{error.filename} cannot be written: {error.strerror}") from None
-    return list(_told(asked, guess))
+    return list(_report_lines(asked, guess))
 
 
-def _told(asked: Starter, guess: Guess) -> Iterator[str]:
+def _report_lines(asked: Starter, guess: Guess) -> Iterator[str]:
     yield f"wrote    {printable(str(asked.job), 200)}"
     for title, lines in (("prompt", guess.prompt_reasons), ("note", guess.notes)):
         for number, line in enumerate(lines):
@@ -144,7 +144,7 @@ def _quoted(value: str) -> str:
 
 
 def _model(asked: Starter) -> str:
-    """A folder as the job file will find it; anything else is a hub id."""
+    """The model's folder, relative to the job file; anything else is a hub id."""
     assert asked.model is not None
     if not os.path.isdir(os.path.expanduser(asked.model)):
         return asked.model

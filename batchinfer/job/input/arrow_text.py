@@ -1,4 +1,4 @@
-"""Text in Arrow columns may be invalid UTF-8: read it without harm, write it valid."""
+"""Arrow columns with text that may be invalid UTF-8: read without harm, written valid."""
 
 from __future__ import annotations
 

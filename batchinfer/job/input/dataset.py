@@ -32,7 +32,7 @@ class Source:
     """Rows selected: all, those that meet ``filter``, and of these ``limit``."""
     format: Format
     selection: Selection | None = None
-    """Which; None: the first ones."""
+    """The rows selected; None: the first ones."""
 
     @property
     def rows_there(self) -> range:
@@ -46,7 +46,7 @@ class Source:
         return len(rows) if self.selection is None else self.selection.count(rows)
 
     def bounds(self, rows_per_part: int) -> tuple[int, ...] | None:
-        """``Manifest.bounds`` of these rows."""
+        """The first row id of each part, and where the last one ends; None without a filter."""
         return None if self.selection is None else self.selection.bounds(rows_per_part)
 
     def require(self, columns: Iterable[str], key: str) -> None:
@@ -96,8 +96,10 @@ class Source:
         return self._read(self.format.scan, columns, ranges)
 
     def rows(self, columns: Sequence[str], ranges: Iterable[range]) -> Iterator[Rows]:
-        """The same as Python's values: texts as ``str`` or UTF-8 bytes, a value or a row that
-        cannot be read as a ``RowError``."""
+        """Read ``columns`` of the rows in ``ranges`` as Python's values, once through the files.
+
+        Texts are ``str`` or UTF-8 bytes, a value or a row that cannot be read is a ``RowError``.
+        """
         return self._read(self.format.rows, columns, ranges)
 
     def _read(

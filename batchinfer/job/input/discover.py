@@ -1,4 +1,4 @@
-"""Which files ``input.path`` means, and of which format they are."""
+"""The files that ``input.path`` means, and their format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUFFIXES: Mapping[str, tuple[str, ...]] = {
     "jsonl": _LINES,
     "openai-batch": _LINES,
 }
-"""Format: how names of files end that are looked for in folders."""
+"""Endings of names that are data in folders, by ``input.format``."""
 
 
 def find_files(path: str | Sequence[str], format_name: str = "auto") -> list[str]:

@@ -128,7 +128,7 @@ def _refused(text: str, error: BaseException) -> UsageError:
 
 
 def _check_functions(text: str) -> None:
-    """Check what is called, and that nothing is written in a way that this does not see."""
+    """Check the functions of a condition, and that none can hide from this check."""
     bare = _QUOTED.sub(lambda quoted: '"' if quoted[0][0] == '"' else " ' ", text)
     odd = _ODD.search(_QUOTED.sub(lambda quoted: quoted[0][0], text))
     if odd or len(text) > _MOST_CHARACTERS:
@@ -184,7 +184,7 @@ class Selection:
         return *self._row_ids[::rows_per_part].tolist(), int(self._row_ids[-1]) + 1
 
     def near(self, ranges: Iterable[range]) -> Iterator[range]:
-        """What to read of ``ranges``: without the long stretches where nothing is selected."""
+        """Ranges to read of ``ranges``, without the long stretches where nothing is selected."""
         for rows in ranges:
             yield from ranges_of(self._of(rows), BATCH_ROWS)
 

@@ -1,4 +1,4 @@
-"""What a dataset's files may be, and what is known of a file."""
+"""The formats of a dataset's files, and one of its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEND = "write it again, or leave it out of input.path"
 SAMPLING_COLUMN = "sampling_params"
 """The column that holds a row's own sampling parameters."""
 READ_ERRORS = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""What reading a file may raise; the last: names of columns."""
+"""Errors of reading a file; the last one is of names of columns."""
 
 Row = Mapping[str, Any] | RowError
 """A row's values by column, or why it cannot be read."""
@@ -66,7 +66,7 @@ class Format(Protocol):
     """Whether each row says itself what its prompt is, and how it is sampled."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        """What is known of a file, and its columns."""
+        """Size, rows and hash of a file, and its columns."""
         ...
 
     def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
@@ -74,7 +74,7 @@ class Format(Protocol):
         ...
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Columns as Arrow holds them: a batch, and its first row's id."""
+        """Batches of columns, each with its first row's id."""
         ...
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
@@ -108,12 +108,14 @@ def cut(
     wanted: deque[range],
     piece: Callable[[_Item, int, int], _Item],
 ) -> Iterator[tuple[int, _Item]]:
-    """Yield what ``wanted`` asks of a batch that begins at ``row``; drop ranges it completes.
+    """Pieces of a batch that ``wanted`` asks for, each with its first row's id.
+
+    Ranges that the batch completes are dropped from ``wanted``.
 
     Args:
         batch: rows.
-        length: how many.
-        row: the first one's id.
+        length: rows in it.
+        row: id of its first row.
         wanted: row ids, ascending and disjoint.
         piece: makes a smaller batch: of which, from where, how many.
     """

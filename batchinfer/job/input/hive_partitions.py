@@ -19,7 +19,7 @@ from batchinfer.job.storage.urls import fixed_part
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 Values = Mapping[str, str | None]
-"""Column: what it holds in a file."""
+"""Values of a file's rows by column; None is null."""
 
 
 def folder_values(entries: Sequence[str], files: Sequence[str]) -> dict[str, Values]:
@@ -46,9 +46,9 @@ class HiveFormat:
         self._inner = inner
         self._values = values
         self._types: dict[str, pa.DataType] = {}
-        """Of the columns of folders that no file has itself."""
+        """Types of the columns of folders that no file has itself."""
         self._held: dict[str, dict[str, object]] = {}
-        """Of each file: the columns that it has from its folders, and their values."""
+        """Values of the columns that a file has from its folders, by file."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
         return self._inner.inspect(path)

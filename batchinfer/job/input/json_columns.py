@@ -33,18 +33,18 @@ def is_json_text(field: pa.Field) -> bool:
 
 
 class ColumnTypes:
-    """Types of the columns of objects, as far as they have been seen."""
+    """The types that hold all values of the columns of objects."""
 
     def __init__(self) -> None:
         self._types: dict[str, pa.DataType] = {}
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See more objects."""
+        """Widen the types to hold the values of more objects."""
         for name in dict.fromkeys(name for row in rows for name in row):
-            self._merge(name, _type_of([row.get(name) for row in rows]))
+            self._merge(name, _inferred_type([row.get(name) for row in rows]))
 
     def add_schema(self, schema: pa.Schema) -> None:
-        """See what ``schema`` made of other objects."""
+        """Widen the types to hold those of a schema."""
         for field in schema:
             self._merge(field.name, _MIXED if is_json_text(field) else field.type)
 
@@ -63,18 +63,18 @@ class ColumnTypes:
 def column(values: Sequence[Any], field: pa.Field) -> pa.Array:
     """Values of a column whose type was found with ``ColumnTypes``, these among them."""
     if is_json_text(field):
-        return pa.array([None if v is None else _text_of(v) for v in values], pa.string())
+        return pa.array([None if v is None else _json_of(v) for v in values], pa.string())
     try:
         return pa.array(values, field.type)
     except _NO_FIT:
         return pa.array([_fitted(value, field.type) for value in values], field.type)
 
 
-def _text_of(value: Any) -> str:
+def _json_of(value: Any) -> str:
     return to_json(value, inf_nan_mode="constants").decode()
 
 
-def _type_of(values: Sequence[Any]) -> pa.DataType:
+def _inferred_type(values: Sequence[Any]) -> pa.DataType:
     try:
         kind = pa.array(values).type
     except _NO_FIT:

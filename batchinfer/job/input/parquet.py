@@ -183,7 +183,7 @@ def _check_same_schema(
     first: InputFile, first_schema: pa.Schema, file: InputFile, schema: pa.Schema
 ) -> None:
     for name in dict.fromkeys([*first_schema.names, *schema.names]):
-        here, there = (_type_of(s, name) for s in (first_schema, schema))
+        here, there = (_field_type(s, name) for s in (first_schema, schema))
         if here != there:
             raise DataError(
                 f"input files differ in column {format_value(name)}:\n"
@@ -193,5 +193,5 @@ def _check_same_schema(
             )
 
 
-def _type_of(schema: pa.Schema, name: str) -> pa.DataType | None:
+def _field_type(schema: pa.Schema, name: str) -> pa.DataType | None:
     return schema.field(name).type if name in schema.names else None

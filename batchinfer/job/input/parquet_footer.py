@@ -1,4 +1,4 @@
-"""A Parquet file's footer has no checksum: what it says twice must agree.
+"""A check of Parquet footers, which have no checksum: what one says twice must agree.
 
 pyarrow does not compare, and asking it for what a row group says of a column ends the process where
 that is damaged. So the few bytes that matter are decoded here. Sources: apache/parquet-format,
@@ -123,7 +123,7 @@ class _Compact:
         return value
 
     def _integer(self) -> int:
-        """Zigzag."""
+        """A signed number, zigzag-coded."""
         number = self._varint()
         return number >> 1 ^ -(number & 1)
 

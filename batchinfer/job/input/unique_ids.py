@@ -1,4 +1,4 @@
-"""The id column: no value missing, none twice."""
+"""A check of the id column: no value is missing, none comes twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's OpenAI output files, made of its finished parts: all of a file or none of it.
+"""OpenAI output files of a job, made of its finished parts, each whole or not there.
 
 They hold nothing that the parts do not: where one is missing or damaged, they are made again.
 """
@@ -6,7 +6,7 @@ They hold nothing that the parts do not: where one is missing or damaged, they a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from datetime import datetime
 from functools import cache
@@ -53,7 +53,7 @@ def export(
     responses = _responses(manifest, model)
     with ExitStack() as stack:
         output, errors, *combined = (
-            stack.enter_context(closing(_Writing(out, path, out.staging / f"openai-{at}")))
+            stack.enter_context(closing(_StagedFile(out, path, out.staging / f"openai-{at}")))
             for at, path in enumerate((*out.openai_files, *filter(None, [combined_output])))
         )
         for part in manifest.parts():
@@ -67,8 +67,8 @@ def export(
             file.finish()
 
 
-class _Writing:
-    """A file that is being made."""
+class _StagedFile:
+    """A file that is staged, and appears when it is finished."""
 
     def __init__(self, out: OutputDir, final: PurePath, staged: PurePath) -> None:
         self.final = final
@@ -86,13 +86,13 @@ class _Writing:
         self._size += len(data)
 
     def finish(self) -> dict[str, Any]:
-        """Make it appear; what it holds."""
+        """Make the file appear; its size and hash."""
         self.close()
         publish(self._out.files, self._staged, self.final)
         return {"size": self._size, "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
-        """Write what is left; again: nothing."""
+        """Write what is left; a second call does nothing."""
         with storage_errors(self.final):
             self._file.close()
 
@@ -112,7 +112,7 @@ def _rows(out: OutputDir, kept: Mapping[str, str], path: PurePath) -> Iterator[d
 
 
 def _model_of(body: str | None) -> str | None:
-    """What a request calls the model; None where it does not, or is no request."""
+    """The model that a request names; None where it names none, or is no request."""
     given = None if body is None else from_json(body)
     model = given.get("model") if isinstance(given, dict) else None
     return model if isinstance(model, str) else None
@@ -123,7 +123,7 @@ def _responses(manifest: Manifest, model: ModelSpec) -> Responses:
         manifest.fingerprint,
         _created(manifest),
         model.served_names[0],
-        cache(_TokenTexts(model)),
+        _token_texts(model),
     )
 
 
@@ -131,14 +131,10 @@ def _created(manifest: Manifest) -> int:
     return int(datetime.fromisoformat(manifest.planned_at).timestamp())
 
 
-class _TokenTexts:
-    """Texts of single tokens; the tokenizer is loaded for the first."""
-
-    def __init__(self, model: ModelSpec) -> None:
-        self._tokenizer = cache(lambda: _load_tokenizer(model))
-
-    def __call__(self, token_id: int) -> str:
-        return str(self._tokenizer().decode([token_id], skip_special_tokens=False))
+def _token_texts(model: ModelSpec) -> Callable[[int], str]:
+    """Decodes single tokens; the tokenizer is loaded for the first."""
+    tokenizer = cache(lambda: _load_tokenizer(model))
+    return cache(lambda token: str(tokenizer().decode([token], skip_special_tokens=False)))
 
 
 def _load_tokenizer(model: ModelSpec) -> Any:

@@ -1,4 +1,4 @@
-"""Requests of OpenAI batch files, made ready for the engine."""
+"""Requests of OpenAI batch files, read for the engine."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_special_tokens": (True,),
 }
-"""Fields of what is not built, and the values that do not ask for it."""
+"""Fields of features that are not built, and their values that do not ask for them."""
 _OWN = ("messages", "prompt", "best_of", "logprobs", "top_logprobs")
 _SAMPLING = {*field_names(SamplingParams), "max_completion_tokens", "response_format"}
 _SAMPLING -= {"prompt_logprobs", "logprobs"}  # the first has no place in the answer
@@ -47,7 +47,7 @@ _KNOWN = (*_OWN, *sorted(_SAMPLING), *_NO_EFFECT, *_NEUTRAL)
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """What a line asks for."""
+    """Prompt, sampling parameters and model of a request."""
 
     source: str
     """``messages``, ``prompt`` or ``token_ids``."""
@@ -60,7 +60,7 @@ class ParsedRequest:
 def parse_request(
     line: Mapping[str, Any], served_names: Sequence[str], adapters: Collection[str] = ()
 ) -> ParsedRequest:
-    """What a line asks for.
+    """Prompt, sampling parameters and model that a line asks for.
 
     Args:
         line: the object in the line.
@@ -181,7 +181,7 @@ def _check_best_of(body: Mapping[str, Any]) -> None:
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> Any:
-    """``logprobs`` switches them on, ``top_logprobs`` says how many alternatives."""
+    """Alternatives per token; None: no log-probabilities. ``logprobs`` switches them on."""
     wanted, top = body.get("logprobs", False), body.get("top_logprobs")
     if not isinstance(wanted, bool):
         raise _bad(f"logprobs is {format_value(wanted)}; it must be true or false")
@@ -191,7 +191,7 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
 
 
 def _completion_logprobs(body: Mapping[str, Any]) -> Any:
-    """``logprobs`` says how many alternatives."""
+    """Alternatives per token, which is what ``logprobs`` says; None: no log-probabilities."""
     if "top_logprobs" in body:
         raise _bad(f"top_logprobs is not for {COMPLETIONS}; give logprobs a number")
     wanted = body.get("logprobs")

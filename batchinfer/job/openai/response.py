@@ -22,7 +22,7 @@ _STATUS: Mapping[str, int] = {
     "does_not_fit": _SERVER_ERROR,
     "unknown_model": _NOT_FOUND,
 }
-"""Error codes that are no fault of the request, or of the model it names."""
+"""HTTP status by error code; others are faults of the request."""
 _ERROR_TYPE = {
     _SERVER_ERROR: "server_error",
     _NOT_FOUND: "not_found_error",
@@ -32,13 +32,13 @@ _ERROR_TYPE = {
 
 @dataclass(frozen=True)
 class Responses:
-    """Makes lines of a job's rows."""
+    """The lines of a job's rows in OpenAI's output files."""
 
     fingerprint: str
     created: int
     """Seconds since 1970 at which the job was planned."""
     model: str
-    """What answers call the model where it is not known what the request did."""
+    """The model's name in answers to requests that name none."""
     token_text: Callable[[int], str]
 
     def line(self, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The commit of a part: its rows' statistics, then its file, then the record that says it is whole.
 
-A part that is there is read back to see whether its bytes are what they must be.
+A part is read back before it appears, to see whether its bytes are what they must be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read_part(data: bytes, part: Part) -> pa.Table:
 
     Args:
         data: the Parquet file.
-        part: which: it must hold its row ids in order; where it is exploded, each once or more.
+        part: its row ids must be there in order; where it is exploded, each once or more.
 
     Raises:
         ValueError: what is wrong with it.
@@ -55,8 +55,8 @@ def commit(
     """Write a finished part; when this returns, it is on disk and counts as finished.
 
     Args:
-        out: where.
-        part: which.
+        out: the output directory.
+        part: the part.
         table: its rows, in input order.
         requests: the statistics of those that ran.
         control_text_row_ids: rows whose own text holds what looks like a control token.

@@ -40,12 +40,12 @@ no marks, the time it was written as well."""
 
 
 class OutputDir:
-    """Paths of an output directory, and reading and writing them.
+    """The paths of an output directory, and access to them.
 
     Args:
         root: the directory.
-        files: the place it is in; None: this machine's file system.
-        lock: keeps it for one run; None: that of this machine's file system.
+        files: its file system; None: this machine's.
+        lock: its lock; None: one in this machine's file system.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class OutputDir:
             yield
 
     def of_each(self, look: Callable[[Part], T], parts: Iterable[Part]) -> list[T]:
-        """What ``look`` finds of each part, in order."""
+        """Results of ``look`` for each part, in order; several at a time where that is faster."""
         if self.files.at_once == 1:
             return [look(part) for part in parts]
         with ThreadPoolExecutor(self.files.at_once) as pool:
@@ -130,7 +130,7 @@ class OutputDir:
             raise DataError(f"{path} is damaged") from None
 
     def check_size(self, path: PurePath, size: int) -> FileStat:
-        """What is known of a file, which has as many bytes as were written.
+        """Size, time and mark of a file that has as many bytes as were written.
 
         Raises:
             DataError: it has not, or is missing.
@@ -189,7 +189,7 @@ class OutputDir:
         return self.requests / f"{part.name}.parquet"
 
     def part_file(self, part: Part) -> PurePath:
-        """Where a part goes."""
+        """File of a part's rows."""
         return self.data / f"{part.name}.parquet"
 
     def record(self, part: Part) -> PurePath:
@@ -198,7 +198,7 @@ class OutputDir:
 
 
 def _is_trusted(trust: Trust, mark: str | None, recorded: str | None) -> bool:
-    """Whether content need not be read, as far as its mark says."""
+    """Whether content need not be read, by a store's mark of it."""
     if trust == "nothing" or mark != recorded:
         return False
     return mark is not None or trust == "times"

@@ -25,7 +25,7 @@ def is_exploded(table: pa.Table) -> bool:
 
 
 def first_of_rows(table: pa.Table) -> pa.Table:
-    """The first row of each input row, in any part's table."""
+    """The first row of each input row, of a part's table, exploded or not."""
     if not is_exploded(table) or not table.num_rows:
         return table
     return table.filter(pa.array(_begins(table["row_id"].to_numpy())))  # take joins all chunks
@@ -74,7 +74,7 @@ def whole_rows(table: pa.Table) -> pa.Table:
 
 
 def _repeated(table: pa.Table, repeats: npt.NDArray[np.integer]) -> pa.Table:
-    """Each row so many times."""
+    """A table with each row repeated."""
     pieces, start = list[pa.RecordBatch](), 0
     for batch in table.to_batches():
         pieces += _pieces(batch, repeats[start : start + batch.num_rows])
@@ -97,7 +97,7 @@ def _pieces(batch: pa.RecordBatch, repeats: npt.NDArray[np.integer]) -> Iterator
 
 
 def _begins(row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Where another input row begins."""
+    """Whether a row is the first of its input row, bool [rows]."""
     return np.concatenate([[True], row_ids[1:] != row_ids[:-1]])
 
 

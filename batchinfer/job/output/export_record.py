@@ -1,6 +1,6 @@
-"""What OpenAI output files an output directory should hold, and whether it does.
+"""The record of OpenAI's output files, to tell whether they are there and whole.
 
-``_batchinfer/openai.json`` has size and hash of each, written after them.
+``_batchinfer/openai.json`` has size and hash of each, and is written after them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def is_there(out: OutputDir, combined_output: Path | None) -> bool:
     """Whether the files were written, and are of the size they had.
 
     Args:
-        out: where.
-        combined_output: a file that has the lines of both; None: none has to.
+        out: the output directory.
+        combined_output: a file with the lines of both; None: there need be none.
     """
     if list(_problems(out, read=False)):
         return False
@@ -31,7 +31,7 @@ def is_there(out: OutputDir, combined_output: Path | None) -> bool:
 
 
 def problems(out: OutputDir) -> Iterator[str]:
-    """What is wrong with files that were written."""
+    """Problems of files that were written, a line each."""
     if out.files.stat(out.openai_record) is not None:
         yield from _problems(out, read=True)
 

@@ -1,4 +1,4 @@
-"""The plan as an output directory holds it: twice, so that no damaged file costs finished work."""
+"""The stored plan of an output directory: twice, so that no damaged file costs finished work."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def store_manifest(out: OutputDir, manifest: Manifest) -> None:
 
 
 def stored_manifest(out: OutputDir) -> Manifest:
-    """The plan that is stored: of the two, the first that is whole.
+    """The stored plan, or its copy where that is damaged or missing.
 
     Raises:
-        DataError: neither is.
+        DataError: neither is whole.
     """
     for path in (out.manifest, out.manifest_copy):
         with suppress(DataError):
@@ -48,12 +48,12 @@ def stored_manifest(out: OutputDir) -> Manifest:
 
 
 def is_stored_whole(out: OutputDir) -> bool:
-    """Whether both are whole."""
+    """Whether the plan and its copy are whole."""
     return not _damaged(out)
 
 
 def restore_manifest(out: OutputDir, manifest: Manifest) -> None:
-    """Where one of the two is damaged or missing, write it again from ``manifest``, the other.
+    """Write the plan or its copy again where it is damaged or missing, from the other.
 
     Raises:
         StorageError: it cannot be written.

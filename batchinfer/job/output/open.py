@@ -1,4 +1,4 @@
-"""Where an output directory is: on this machine, or in an object store."""
+"""Output directories opened by their path: on this machine, or in an object store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a finished part: what was written, so that what is found can be held against it."""
+"""The record of a finished part: sizes, hashes and counts that what is found is compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.job.storage.filesystem import parse_json
 
 @dataclass(frozen=True)
 class PartRecord:
-    """What a finished part holds."""
+    """Sizes, hashes and counts of a finished part."""
 
     rows: int
     error_codes: dict[str, int]
@@ -23,11 +23,11 @@ class PartRecord:
     mtime_ns: int
     sha256: str
     requests_sha256: str
-    """Of the file of the rows' statistics."""
+    """Hash of the file of the rows' statistics."""
     etag: str | None = None
     """An object store's mark of the content; None in a file system."""
     requests_etag: str | None = None
-    """Of the file of the rows' statistics."""
+    """Mark of the file of the rows' statistics."""
 
     def to_json(self) -> bytes:
         """The record as it is stored."""
@@ -35,7 +35,7 @@ class PartRecord:
 
 
 def parse_record(data: bytes, part: Part) -> PartRecord:
-    """The record of ``part``; what is damaged must not pass for finished.
+    """The stored record of ``part``, each value checked.
 
     Raises:
         ValueError: it is damaged.

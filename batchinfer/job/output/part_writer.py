@@ -1,4 +1,4 @@
-"""Finished rows, in whatever order they come, to parts in input order."""
+"""Finished rows, in any order, to parts in input order."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ FLUSH_ROWS = 4096
 
 
 class PartWriter:
-    """Collects finished rows, writes each part when its last row, and every part before it, is
-    there, and keeps the others in segments.
+    """Writes parts in order, each when all of its rows are there, and keeps others in segments.
 
     Rows of the last few seconds are held in memory. The kept input columns are not: they are read
     again, part after part.
@@ -35,10 +34,10 @@ class PartWriter:
     Args:
         out: where parts go.
         parts: the parts to make, in order.
-        segments: where rows wait for their part.
+        segments: holds rows until their part is written.
         finished: rows of these parts that are in segments already.
         table: the columns of parts.
-        source: where the kept columns come from.
+        source: has the kept columns.
         metadata: key-value metadata of every part.
         before_write: called before finished rows are written.
         clock: seconds.
@@ -92,7 +91,7 @@ class PartWriter:
             self._num_written += 1
 
     def flush_if_due(self) -> None:
-        """Flush every few seconds, and every few thousand rows."""
+        """Flush if a few seconds have passed, or a few thousand rows have come."""
         waited = self._clock() - self._flushed_at
         if waited >= self._out.files.flush_every_s or len(self._rows) >= FLUSH_ROWS:
             self.flush()

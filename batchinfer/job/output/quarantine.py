@@ -1,4 +1,4 @@
-"""Rows that make the process die: which were in flight, and which of them it is.
+"""Quarantine of rows that make the process die: rows in flight, suspects, rows given up.
 
 ``_batchinfer/in_flight/<run id>`` holds row ids, 8 bytes each: a row's when its prompt is about to
 be made, its complement (``~id``) when that is made, its id again when it is handed to the engine.
@@ -39,7 +39,7 @@ _ROW = np.dtype("<i8")
 
 @dataclass(frozen=True)
 class CrashHistory:
-    """What the deaths of earlier runs say about rows that are not finished."""
+    """Deaths of earlier runs, and the rows that are suspected of them."""
 
     crashes: int = 0
     """Deaths in a row without a row finished in between."""
@@ -52,10 +52,10 @@ class CrashHistory:
     given_up: Group = ()
     """Rows that will not run again."""
     last_run: str = ""
-    """The last run whose death it knows of."""
+    """The last run whose death is counted."""
 
     def after_death(self, run_id: str, in_flight: Set[int], finished: Set[int]) -> CrashHistory:
-        """What the death of a run adds to it.
+        """The history with the death of one more run.
 
         Args:
             run_id: the run.
@@ -78,7 +78,7 @@ class CrashHistory:
         return replace(self, crashes=0, in_flight=(), groups=_halves(rows), deaths=0)
 
     def _after_group(self, at: int, in_flight: Set[int], progressed: bool) -> CrashHistory:
-        """The process died while group ``at`` ran; those before it had finished."""
+        """The history after a death while group ``at`` ran, those before it having finished."""
         group, later = self.groups[at], self.groups[at + 1 :]
         if progressed:
             return replace(self, groups=(group, *later), deaths=0)  # it gets on
@@ -94,7 +94,7 @@ class CrashHistory:
         return replace(self, groups=later, deaths=0, given_up=given_up)
 
     def among(self, missing: Set[int]) -> CrashHistory:
-        """What is left of it: finished rows are above suspicion.
+        """The history without finished rows, which are above suspicion.
 
         Args:
             missing: those of its ``rows`` that are not finished.
@@ -116,16 +116,16 @@ class CrashHistory:
 
     @property
     def rows(self) -> set[int]:
-        """All rows it names."""
+        """All rows that were in flight, are suspected or given up."""
         return {*self.in_flight, *self.given_up, *(row for group in self.groups for row in group)}
 
     def to_json(self) -> bytes:
-        """As it is stored."""
+        """The history as it is stored."""
         return json.dumps(asdict(self)).encode()
 
 
 def crash_history_from(data: bytes) -> CrashHistory:
-    """What ``to_json`` made; no suspicion where that is damaged."""
+    """The stored history; an empty one where that is damaged."""
     try:
         fields = parse_json(data)
         for name in ("in_flight", "given_up"):
@@ -149,12 +149,12 @@ def _halves(rows: Group) -> tuple[Group, ...]:
 
 
 class InFlightLog:
-    """Keeps the rows of a run that may be what it dies of.
+    """The log of the rows in flight, one of which may be what the run dies of.
 
     Args:
         out: the output directory.
         run_id: the run.
-        at_once: where it is a store, have each row there before it runs; else seconds later.
+        at_once: in a store, have each row there before it runs, not some seconds later.
     """
 
     def __init__(self, out: OutputDir, run_id: str, *, at_once: bool = False) -> None:
@@ -164,7 +164,7 @@ class InFlightLog:
             self._file = out.files.append_to(self._path, at_once=at_once)
 
     def note(self, row_ids: Sequence[int]) -> None:
-        """Say that these rows are about to be given to the engine.
+        """Log rows that are about to be given to the engine.
 
         Raises:
             StorageError: it cannot be written.
@@ -173,10 +173,10 @@ class InFlightLog:
 
     @contextmanager
     def making(self, row_ids: Sequence[int]) -> Iterator[None]:
-        """Within, these rows are made into prompts.
+        """Log rows as in flight while they are made into prompts.
 
         Raises:
-            StorageError: that cannot be written.
+            StorageError: it cannot be written.
         """
         rows = np.array(row_ids, dtype=_ROW)
         self._write(rows)
@@ -191,14 +191,14 @@ class InFlightLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the log; a run that ended in order, or for a reason it could name, leaves none."""
+        """Close the log, and delete it where the run ended in order or with a ``JobError``."""
         self._file.close()
         if kind is None or issubclass(kind, JobError):
             self._files.delete(self._path)
 
 
 def attribute_crashes(out: OutputDir, missing: Sequence[range]) -> CrashHistory:
-    """What the deaths of earlier runs say; each is counted once.
+    """The history with the deaths of all earlier runs, each counted once.
 
     Args:
         out: the output directory.
@@ -207,11 +207,11 @@ def attribute_crashes(out: OutputDir, missing: Sequence[range]) -> CrashHistory:
     Raises:
         StorageError: what was found cannot be written down.
     """
-    crash_history = _remembered(out)
+    crash_history = _stored_history(out)
     logs = out.files.entries(out.in_flight)
     for log in logs:
         if log.name != crash_history.last_run:  # else a run has died between these two writes
-            given = _given(out, log)
+            given = _logged_rows(out, log)
             in_flight = within(given, missing)
             finished = np.setdiff1d(given, in_flight, assume_unique=True)
             crash_history = crash_history.after_death(
@@ -233,19 +233,19 @@ def clear_quarantine(out: OutputDir) -> None:
     Raises:
         StorageError: that cannot be written down.
     """
-    crash_history = _remembered(out)
+    crash_history = _stored_history(out)
     if crash_history.given_up:
         out.write(out.suspects, replace(crash_history, given_up=()).to_json())
 
 
-def _remembered(out: OutputDir) -> CrashHistory:
+def _stored_history(out: OutputDir) -> CrashHistory:
     try:
         return crash_history_from(read_file(out.files, out.suspects))
     except OSError:
         return CrashHistory()
 
 
-def _given(out: OutputDir, log: PurePath) -> RowIds:
+def _logged_rows(out: OutputDir, log: PurePath) -> RowIds:
     try:
         data = read_file(out.files, log)
     except OSError:
@@ -255,7 +255,7 @@ def _given(out: OutputDir, log: PurePath) -> RowIds:
 
 
 def _open_rows(entries: npt.NDArray[np.int64]) -> RowIds:
-    """Rows whose last entry is their id."""
+    """Rows whose last entry is their id, not its complement."""
     latest = entries[::-1]
     rows, last = np.unique(np.where(latest < 0, ~latest, latest), return_index=True)
     open_rows: RowIds = rows[latest[last] >= 0].astype(np.int64)

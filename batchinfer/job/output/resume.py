@@ -1,8 +1,9 @@
-"""What an output directory holds when a run comes to it: what is left to do, what has to go first.
+"""Resuming an output directory: parts that are left to make, output that has to go first.
 
-``look`` changes nothing. ``prepare`` makes the directory ready as far as no finished output has to
-go for it. ``clear_output`` deletes such output; it is called when nothing is left that could still
-keep the job from running. ``recover`` finds what earlier runs have left of unfinished parts.
+``plan_resume`` changes nothing. ``prepare_directory`` makes the directory ready as far as no
+finished output has to go for it. ``clear_output`` deletes such output; it is called when nothing is
+left that could still keep the job from running. ``recover_rows`` finds what earlier runs have left
+of unfinished parts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PART_FILE = re.compile(r"part-\d{5,}\.parquet")
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """What a run has to do in an output directory."""
+    """Parts that a run has to make in an output directory, and output that has to go first."""
 
     manifest: Manifest
     """The plan; planned when the output was begun, where this run goes on with it."""
@@ -54,7 +55,7 @@ class ResumePlan:
 def plan_resume(
     out: OutputDir, manifest: Manifest, if_exists: str, trust: Trust = "marks"
 ) -> ResumePlan:
-    """What is left to do for ``manifest``, without changing anything.
+    """The parts that are left to make for ``manifest``; nothing is changed.
 
     Args:
         out: the output directory; it may be missing.
@@ -97,7 +98,7 @@ def prepare_directory(out: OutputDir, work: ResumePlan) -> None:
     """
     _make_directories(out)
     if not work.starts_over:
-        _settle(out, work)
+        _store_plan(out, work)
 
 
 def clear_output(out: OutputDir, work: ResumePlan) -> None:
@@ -110,7 +111,7 @@ def clear_output(out: OutputDir, work: ResumePlan) -> None:
         with storage_errors(out.root):
             _clear(out)
         _make_directories(out)
-        _settle(out, work)
+        _store_plan(out, work)
 
 
 def plan_of(out: OutputDir) -> Manifest:
@@ -128,13 +129,13 @@ def plan_of(out: OutputDir) -> Manifest:
 
 
 def unexpected_files(out: OutputDir, manifest: Manifest) -> list[PurePath]:
-    """What is among the parts and is none of ``manifest``'s."""
+    """Files among the parts that are none of ``manifest``'s."""
     planned = {out.part_file(part) for part in manifest.parts()}
     return [path for path in out.files.entries(out.data) if path not in planned]
 
 
 def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
-    """Readers take every Parquet file among the parts for output.
+    """Check that every Parquet file among the parts is one: readers take it for output.
 
     Raises:
         LockedError: one is no part of ``manifest``.
@@ -150,7 +151,7 @@ def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
 def _unfinished(
     out: OutputDir, manifest: Manifest, trust: Trust
 ) -> Iterator[tuple[Part, str | None]]:
-    """Parts without a record; parts that are not as their record says, with what is wrong."""
+    """Parts that are not finished, with what is wrong with those that were."""
     claims_success = _is_there(out, out.success)
 
     def look(part: Part) -> tuple[bool, str | None]:
@@ -168,7 +169,7 @@ def _unfinished(
             yield part, problem
 
 
-def _settle(out: OutputDir, work: ResumePlan) -> None:
+def _store_plan(out: OutputDir, work: ResumePlan) -> None:
     if _has_finished_rows(out):
         restore_manifest(out, work.manifest)
     else:
@@ -182,9 +183,9 @@ def _settle(out: OutputDir, work: ResumePlan) -> None:
 def _make_directories(out: OutputDir) -> None:
     with storage_errors(out.staging):
         out.files.delete(out.staging)
-    finished = (out.data, out.parts, out.segments, out.requests)
-    told = (out.stats, out.steps, out.runs, out.logs, out.in_flight)
-    for directory in (out.staging, *finished, *told):
+    rows = (out.data, out.parts, out.segments, out.requests)
+    records = (out.stats, out.steps, out.runs, out.logs, out.in_flight)
+    for directory in (out.staging, *rows, *records):
         with storage_errors(directory):
             out.files.make_directory(directory)
             if not out.files.can_write(directory):
@@ -192,12 +193,16 @@ def _make_directories(out: OutputDir) -> None:
 
 
 def _refuse_foreign(out: OutputDir, begun: bool) -> None:
-    """Neither mix with nor delete what another program, or a person, has put here."""
+    """Check that nothing here is another program's, or a person's: it must not be deleted.
+
+    Raises:
+        LockedError: naming the first file that is.
+    """
     found = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
     if not begun:  # then nothing here is this program's
-        told = (out.success, out.summary, out.report, *out.openai_files)
-        named = (*told, *(out.stats / name for name in _STATS_FILES))
-        found = [*out.files.entries(out.data), *(path for path in named if _is_there(out, path))]
+        results = (out.success, out.summary, out.report, *out.openai_files)
+        ours = (*results, *(out.stats / name for name in _STATS_FILES))
+        found = [*out.files.entries(out.data), *(path for path in ours if _is_there(out, path))]
     if found:
         origin = "is no output of batchinfer" if begun else f"is there without {out.manifest.name}"
         raise LockedError(
@@ -245,7 +250,7 @@ def _clear(out: OutputDir) -> None:
 
 @dataclass(frozen=True)
 class RecoveredRows:
-    """Where the parts of a run stand before it."""
+    """Finished rows of unfinished parts, left by earlier runs."""
 
     parts: Sequence[Part]
     """Parts to make, in order."""
@@ -262,7 +267,7 @@ class RecoveredRows:
         return missing_ranges(self.parts, self.finished)
 
     def phases(self) -> Iterator[list[range]]:
-        """What to run, one after the other with nothing beside it: suspects, then the others."""
+        """Rows to run, in groups one after the other: suspects by themselves, then the others."""
         for group in self.crash_history.groups:
             yield ranges_in(self.parts, sorted_row_ids(group))
         apart = {
@@ -275,11 +280,11 @@ class RecoveredRows:
 
 
 def recover_rows(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> RecoveredRows:
-    """Find what earlier runs have left; call it under the lock.
+    """Find finished rows that earlier runs have left; call it under the lock.
 
     Args:
         out: the output directory.
-        work: what is to do there.
+        work: the parts to make there.
         generated: the output's generated columns.
 
     Raises:
@@ -292,6 +297,6 @@ def recover_rows(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> Reco
 
 
 def from_scratch(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> RecoveredRows:
-    """Where everything that is there will go first."""
+    """No rows, where everything that is there will go first."""
     segments = Segments(out, work.manifest, work.todo, generated)
     return RecoveredRows(work.todo, segments, NO_ROWS, {}, CrashHistory())

@@ -1,4 +1,4 @@
-"""``--retry-errors``: only the rows that ended in an error run again.
+"""``--retry-errors``: rows that ended in an error run again, and no others.
 
 A finished part with such rows is opened again: its good rows go back into a segment, then its
 record goes. From there on it is a part like any other that is not finished.
@@ -30,7 +30,7 @@ def has_errors(out: OutputDir, plan: Manifest) -> bool:
 
 
 def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
-    """Make every row that ended in an error one that has to run; call it under the lock.
+    """Open finished parts so that rows that ended in an error run again; call it under the lock.
 
     Raises:
         DataError: a part cannot be read.
@@ -83,9 +83,9 @@ def _good_rows(out: OutputDir, part: Part, record: PartRecord, schema: pa.Schema
 
 
 def _requests(out: OutputDir, part: Part, row_ids: pa.ChunkedArray) -> pa.Array:
-    """What each row took; null where that is not known."""
-    taken: dict[int, dict[str, float]] = {}
+    """Statistics of each row; null where they are not known."""
+    statistics: dict[int, dict[str, float]] = {}
     with suppress(OSError, pa.ArrowException, KeyError):
         for row in out.read_table(out.request_stats(part)).to_pylist():
-            taken[row.pop("row_id")] = row
-    return pa.array([taken.get(row_id) for row_id in row_ids.to_pylist()], REQUEST)
+            statistics[row.pop("row_id")] = row
+    return pa.array([statistics.get(row_id) for row_id in row_ids.to_pylist()], REQUEST)

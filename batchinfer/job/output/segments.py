@@ -43,7 +43,7 @@ _PLAN = b"batchinfer.plan"
 
 
 def segment_schema(generated: pa.Schema) -> pa.Schema:
-    """Columns of a segment: the generated ones of the output, and what goes elsewhere."""
+    """Columns of a segment: the generated ones of the output, statistics and marks of rows."""
     added = [(REQUEST_COLUMN, REQUEST), (CONTROL_TEXT_COLUMN, pa.bool_())]
     return pa.schema([*generated, *(pa.field(name, kind) for name, kind in added)])
 
@@ -69,10 +69,10 @@ def _segment_row(row: FinishedRow) -> dict[str, Any]:
 
 
 def read_segment(files: Files, path: PurePath) -> bytes:
-    """All bytes of a segment, which are as they were written.
+    """All bytes of a segment, checked against the hash in its name.
 
     Raises:
-        ValueError: they are others.
+        ValueError: they are not those that were written.
         OSError: it cannot be read.
     """
     data, named = read_file(files, path), _NAME.fullmatch(path.name)
@@ -101,7 +101,7 @@ class Segments:
         self._parts = parts
         self._first_rows = [part.rows.start for part in parts]
         self._groups: dict[PurePath, dict[int, int]] = {}
-        """Of each segment, oldest first: index of a part, and the row group of its rows."""
+        """Segments, oldest first: index of a part, and the row group of its rows."""
         self._next = 0
 
     def recover(self) -> tuple[RowIds, dict[str, str]]:
@@ -171,7 +171,7 @@ class Segments:
                 self._keep(path, groups)
 
     def forget_errors(self) -> None:
-        """Have every row that ended in an error run again.
+        """Drop the rows that ended in an error, so that they run again.
 
         Raises:
             StorageError: what is left of a segment cannot be written.
@@ -198,7 +198,7 @@ class Segments:
         return self._parts[at] if at >= 0 and row_id in self._parts[at].rows else None
 
     def _read_groups(self, path: PurePath) -> dict[Part, tuple[int, RowIds]]:
-        """Row group and row ids of each unfinished part, all of the segment having been checked."""
+        """Row group and row ids of each unfinished part; all of the segment is checked."""
         groups: dict[Part, tuple[int, RowIds]] = {}
         data = read_segment(self._out.files, path)
         with pq.ParquetFile(pa.BufferReader(data)) as reader:

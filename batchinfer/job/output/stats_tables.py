@@ -1,4 +1,4 @@
-"""Engine steps and rows' requests as tables."""
+"""Tables of the statistics of engine steps and of rows' requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS_SCHEMA = pa.schema(
     ]
 )
 DISTINCT_TOKENS = "distinct_tokens"
-"""Of a row's prompt: those that no row before it, as they were planned to run, begins with."""
+"""Tokens of a row's prompt that no row planned before it begins with."""
 
 
 REQUESTS_SCHEMA = pa.schema(
@@ -55,7 +55,7 @@ StepRow = dict[str, Any]
 
 
 class StepSampler:
-    """Makes every so manieth step a row of ``steps.parquet``.
+    """Rows of ``steps.parquet``, one for every few steps.
 
     Counts of the steps between are added to that row, so that their sums hold whatever the
     sampling; states are those of the row's own step.
@@ -76,7 +76,7 @@ class StepSampler:
         self._process = psutil.Process()
 
     def take(self, stats: StepStats, device_bytes: int) -> list[StepRow]:
-        """Take a step; the row it completes, if it does."""
+        """Take a step; a list of the row that it completes, if it does."""
         for name in _FLOWS:
             self._counts[name] += getattr(stats, name)
         self.peak_used_blocks = max(self.peak_used_blocks, stats.kv_blocks_used)
@@ -97,14 +97,14 @@ class StepSampler:
         }
 
     def rest(self, device_bytes: int) -> list[StepRow]:
-        """The steps not yet in a row, as the next row."""
+        """The steps not yet in a row, as the next row; an empty list where there are none."""
         row = self.so_far(device_bytes)
         self._counts, self._latest, self._num_steps = dict.fromkeys(_FLOWS, 0), None, 0
         return [] if row is None else [row]
 
 
 REQUEST = pa.struct([field for field in REQUESTS_SCHEMA if field.name != "row_id"])
-"""What running one row took."""
+"""Statistics of one row's request."""
 
 
 def requests_table(row_ids: pa.ChunkedArray, requests: pa.ChunkedArray) -> pa.Table:

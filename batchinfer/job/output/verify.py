@@ -1,4 +1,4 @@
-"""Checking an output directory: every byte of what is finished, against what was recorded."""
+"""``batchinfer verify``: every byte of finished output against what was recorded."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ _FINGERPRINT = b"batchinfer.fingerprint"
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found."""
+    """Parts, rows and problems of an output directory."""
 
     complete: bool
     """Whether the job is finished and says so."""
     parts_total: int
     parts_done: int
     rows: int
-    """In finished parts."""
+    """Rows in finished parts."""
     problems: list[str]
 
     def data(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The values of ``--json``."""
         return {"ok": not self.problems, **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """For people, without a terminal."""
+        """Lines of text, for where there is no terminal."""
         yield from self._shown()
         state = "finished" if self.complete else "not finished"
         parts = f"{self.parts_done:,} of {self.parts_total:,} parts"
         yield f"{state}: {parts}, {self.rows:,} rows; {self._outcome}"
 
     def facts(self) -> Iterator[SummaryLine]:
-        """For people."""
+        """Lines of the table on a terminal."""
         tone = "bad" if self.problems else "good"
         for problem in self._shown():
             yield SummaryLine("problem", problem, tone="bad")
@@ -76,7 +76,7 @@ class Verification:
 
 
 def verify(out: OutputDir) -> Verification:
-    """Read all that is finished in ``out`` and compare it with what was recorded.
+    """Compare all that is finished in ``out`` with what was recorded.
 
     Raises:
         DataError: there is no plan to compare it with.

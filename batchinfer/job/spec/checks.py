@@ -1,4 +1,4 @@
-"""Keys of a job that contradict each other or what is on disk: found before data or model are read.
+"""Checks of a job's keys against each other and the disk, before data or model are read.
 
 ``batchinfer.job.spec.spec`` checks values one by one; here they are seen together, paths made
 absolute.
@@ -73,7 +73,7 @@ def _check_filter(condition: str | None, document: JobDocument) -> None:
 
 
 def _check_output_place(output: str, place: str, document: JobDocument) -> None:
-    """Outputs must not be inputs of the next run, nor inputs be deleted with an old output."""
+    """Check that outputs are no inputs of the next run, nor inputs deleted with an old output."""
     key: KeyPath = ("output", "path")
     fixed = _fixed_part(place)
     out, folder = _resolved(output), _resolved(fixed)
@@ -89,7 +89,7 @@ def _check_output_place(output: str, place: str, document: JobDocument) -> None:
 
 
 def _resolved(path: str) -> PurePath:
-    """Where a path leads; the same place is not written in two ways."""
+    """The place that a path leads to, written in one way only."""
     return StorePath(path) if is_url(path) else Path(os.path.realpath(path))
 
 
@@ -161,7 +161,7 @@ def _templates(prompt: PromptConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _check_output_names(spec: JobSpec, document: JobDocument) -> None:
-    """What can be said of names before the data's columns are known."""
+    """Check the names of columns, as far as they are known without the data."""
     rename, key = spec.output.rename, ("output", "rename")
     generated = spec.task_spec.columns(spec.output.include)
     for name, new_name in rename.items():

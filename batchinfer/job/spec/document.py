@@ -134,7 +134,7 @@ class JobDocument:
 
 
 def _set_value(text: str, origin: str) -> Any:
-    """What a value on the command line says."""
+    """The value of a ``--set``, read as YAML."""
     if not text:
         raise UsageError(f"{origin}: the value is empty; write '', [] or null for none")
     try:

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, as a message with file, line, key, value and what it must be."""
+"""Pydantic's errors as messages with file, line, key, value and what it must be."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _EXPECTED: Mapping[str, str] = {
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "{le} or less",
 }
-"""What a value must be, by pydantic's error type; braces hold its context."""
+"""Words for what a value must be, by pydantic's error type; braces hold its context."""
 
 
 def _names(record: type[BaseModel]) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def _expectations(found: Sequence[ErrorDetails]) -> Iterator[str]:
 
 
 def expectation(detail: ErrorDetails) -> str:
-    """What a value must be, for "it must be"."""
+    """Words for what a value must be, to go after "it must be"."""
     if detail["type"] not in _EXPECTED:
         return f"another ({detail['msg']})"
     return _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
@@ -144,7 +144,7 @@ def is_unknown_key(detail: ErrorDetails) -> bool:
 
 
 def _said_by_record(section: KeyPath, message: str, document: JobDocument) -> _Problem:
-    """A record's own check: its message names the key, which gives the line."""
+    """A problem found by a record's own check, whose message names the key."""
     match = _NOT_YET.fullmatch(message)
     text = match.group(1) if match else message
     prefix = dotted(section)

@@ -1,4 +1,4 @@
-"""From a job file and options to a ``JobSpec``: variables, presets, paths, checks.
+"""A job file and options read into a ``JobSpec``: variables, presets, paths, checks.
 
 ``{{ name }}`` in the job's name and paths takes texts from ``vars``. Names only: what a path needs
 beyond that is better computed by whoever passes ``--var``, and with no expressions nothing written
@@ -168,7 +168,7 @@ def _check(document: JobDocument) -> JobSpec:
 
 
 def _fill_in_sampling(document: JobDocument) -> None:
-    """A task that runs its requests in one way leaves no sampling parameters to choose."""
+    """Fill in the sampling parameters of a task that leaves none to choose."""
     name = document.get(("task",))
     task = TASK_SPECS.get(name) if isinstance(name, str) else None
     if task is not None and task.sampling is not None:

@@ -102,7 +102,7 @@ def _integer(text: str) -> int:
 
 @dataclass(frozen=True)
 class YamlText:
-    """What a YAML text says; keys are texts as written, values are plain Python data."""
+    """Data of a YAML text: keys are texts as written, values are plain Python data."""
 
     data: Any
     lines: Mapping[KeyPath, int]
@@ -165,7 +165,7 @@ class _Node:
 
 
 class _Builder:
-    """Turns parser events into data; one method per kind of node, nesting at most MAX_DEPTH."""
+    """Parser events to data; a method per kind of node, nested at most MAX_DEPTH deep."""
 
     def __init__(self, text: str, source: str) -> None:
         self._events: Iterator[Any] = iter(YAML(typ="safe", pure=True).parse(text))

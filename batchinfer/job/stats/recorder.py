@@ -1,4 +1,4 @@
-"""What a run leaves about itself: its steps, its times, its log."""
+"""The record of a run: its steps, its times, its log."""
 
 from __future__ import annotations
 
@@ -39,36 +39,36 @@ class Run:
     load_s: float = 0.0
     total_s: float = 0.0
     kv: dict[str, int] = field(default_factory=dict)
-    """``KV_FACTS``; empty where no model was needed."""
+    """Values of ``KV_FACTS``; empty where no model was needed."""
     kernels: dict[str, str] = field(default_factory=dict)
-    """What multiplied by the weights, by their dtype; empty where no model was needed."""
+    """Kernels that multiply by the weights, by their dtype; empty where no model was needed."""
     peak_used_blocks: int = 0
-    """Of all steps, also those that ``stats.every_steps`` leaves out."""
+    """Most blocks used in a step, those that ``stats.every_steps`` leaves out included."""
     used_blocks: int = 0
-    """In the last step."""
+    """Blocks used in the last step."""
     rows: int = 0
-    """Rows it has finished."""
+    """Rows that the run has finished."""
     saved_at: float = 0.0
     """When this was written, in seconds since 1970."""
     ended: bool = False
-    """Whether it has ended, and not by dying."""
+    """Whether the run has ended, and not by dying."""
     out_of_memory: int = 0
     """Steps that the device had no memory for."""
     max_num_batched_tokens: int | None = None
-    """What it came down to by that."""
+    """Most tokens of a step after that; None: it has not happened."""
     unsampled: StepRow | None = None
     """The steps since the last row of ``steps``, as one row."""
     job: dict[str, Any] = field(default_factory=dict)
-    """What it was asked to do: every key of the job, as JSON data."""
+    """Every key of the job with its value, as JSON data."""
 
     @property
     def engine_s(self) -> float:
-        """Time after loading."""
+        """Seconds after loading."""
         return self.total_s - self.load_s if self.kv else 0.0
 
 
 def read_run(files: Files, path: PurePath) -> Run:
-    """A run's record.
+    """The stored record of a run, its numbers checked.
 
     Raises:
         ValueError: it is damaged.
@@ -96,7 +96,7 @@ def runs_of(out: OutputDir) -> Iterator[Run]:
 
 
 def kernels_of(runs: Iterable[Run]) -> dict[str, str]:
-    """What multiplied in the last of the runs that finished a row; empty where none says."""
+    """Kernels of the last run that finished a row, by dtype; empty where none says."""
     known = [run.kernels for run in runs if run.rows and run.kernels]
     return known[-1] if known else {}
 
@@ -107,7 +107,7 @@ def _is_facts(run: Run) -> bool:
 
 
 class Recorder:
-    """Keeps the run's record on disk, at least as far as the finished rows go.
+    """Writer of a run's record, which is on disk at least as far as the finished rows go.
 
     Args:
         out: the output directory.
@@ -127,7 +127,7 @@ class Recorder:
         self._save()  # takes the id
 
     def loaded(self, built: EngineContext, load_s: float) -> None:
-        """Note what came of loading the model, and that it took ``load_s`` before this run."""
+        """Note the engine, and that loading took ``load_s`` seconds before this run."""
         self._began -= load_s
         self.run.load_s = load_s
         self.run.device, self.run.model = built.device, dict(built.model_facts)
@@ -137,7 +137,7 @@ class Recorder:
         self._save()  # before the first step: the summary reads them together
 
     def add(self, step: StepStats | None, num_rows: int) -> None:
-        """Take a step, and how many rows have finished with it."""
+        """Record a step, and how many rows have finished with it."""
         self.run.rows += num_rows
         if step is None:
             return
@@ -147,19 +147,19 @@ class Recorder:
             self._flush()
 
     def note_recovery(self, recovered: Recovered) -> None:
-        """Take what became of a step that the device had no memory for."""
+        """Record a step that the device had no memory for."""
         self.run.out_of_memory += 1
         self.run.max_num_batched_tokens = recovered.max_num_batched_tokens
         self.log(str(recovered))
 
     def checkpoint(self) -> None:
-        """Put on disk what has been taken so far; finished rows must not go there before."""
+        """Put all steps so far on disk; finished rows must not go there before."""
         self._flush()
         self.run.unsampled = self._sampler.so_far(self._device_bytes())
         self._save()
 
     def end(self) -> None:
-        """Put the rest on disk; nothing is taken after this."""
+        """Put the rest on disk; nothing is recorded after this."""
         self._steps += self._sampler.rest(self._device_bytes())
         self.run.ended, self.run.unsampled = True, None
         self._flush()
@@ -190,13 +190,13 @@ class Recorder:
 
 
 def _next_run_id(out: OutputDir) -> str:
-    """Ids sort in the order of runs, whatever the clock did; none comes twice, whatever is lost."""
+    """The id of the next run: ids sort in the order of runs, whatever the clock did or is lost."""
     names = [path.name for folder in (out.runs, out.steps) for path in out.files.entries(folder)]
     taken = [int(match.group(1)) for name in names if (match := _RUN_ID.match(name))]
     return f"run-{max(taken, default=0) + 1:05d}"
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of what decides the output."""
+    """Versions of Python and of the packages that decide the output."""
     names = ("batchinfer", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}

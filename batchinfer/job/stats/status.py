@@ -1,4 +1,4 @@
-"""How far a job is, from its files alone: it may be running, here or elsewhere."""
+"""``batchinfer status``: progress of a job, from its files alone; it may run here or elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ finished rows wait, is taken for dead."""
 
 @dataclass(frozen=True)
 class Status:
-    """Where a job stands."""
+    """State, progress and speed of a job."""
 
     state: str
     """``running`` (also while the model loads), ``stopped``, ``finished``, or
@@ -42,20 +42,20 @@ class Status:
     parts_done: int
     runs: int
     rows_per_s: float | None
-    """Of the latest run; None before it has finished a row."""
+    """Speed of the latest run; None before it has finished a row."""
     eta_s: float | None
-    """None unless it is running, and has a speed."""
+    """Seconds until it ends; None unless it is running, and has a speed."""
     pool_use: float | None
     """Used share of the KV blocks in the latest run's last step."""
     saved_at: float | None
     """When the latest run last wrote, in seconds since 1970."""
 
     def data(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The values of ``--json``."""
         return asdict(self)
 
     def facts(self) -> Iterator[SummaryLine]:
-        """For people."""
+        """Lines of the table on a terminal."""
         share = self.rows_done / self.rows_total if self.rows_total else 1.0
         tones = {"finished": "good", "finished_with_errors": "bad", "stopped": "bad"}
         yield SummaryLine("state", self.state.replace("_", " "), tone=tones.get(self.state, ""))
@@ -77,12 +77,12 @@ class Status:
             )
 
     def lines(self) -> Iterator[str]:
-        """For people, without a terminal."""
+        """Lines of text, for where there is no terminal."""
         return plain(self.facts())
 
 
 def read_status(out: OutputDir, now: float) -> Status:
-    """Where the job that writes to ``out`` stands.
+    """State, progress and speed of the job that writes to ``out``.
 
     Args:
         out: the output directory.

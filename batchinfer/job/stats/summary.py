@@ -1,4 +1,4 @@
-"""The numbers of a job, from its committed files: ``stats/*.parquet`` and ``summary.json``.
+"""``stats/*.parquet`` and ``summary.json``: the numbers of a job, from its committed files.
 
 Rows count once, however often they were computed: again after a crash, or because their part was
 damaged. What was computed for them in vain shows in ``steps``, and as recomputed in the summary, so
@@ -30,7 +30,7 @@ from batchinfer.job.storage.filesystem import publish, storage_errors
 from batchinfer.text.sample_filter import Tally
 
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
-"""Where no run has loaded the model, because there are no rows."""
+"""The pool where no run has loaded the model, because there are no rows."""
 
 
 def write_summary(
@@ -123,7 +123,7 @@ def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> 
 
 
 def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
-    """What multiplied in the runs that finished rows, by the dtype of the weights, each once."""
+    """Kernels of the runs that finished rows, by the dtype of the weights, each once."""
     names: dict[str, list[str]] = {}
     for run in runs:
         for dtype, name in run.kernels.items() if run.rows else ():
@@ -152,7 +152,7 @@ def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:
 
 
 def _peaks(runs: Iterable[Run]) -> dict[str, float]:
-    """The peaks by the runs' own records: ``steps.parquet`` may hold a sample of the steps."""
+    """Peaks of pool use, of the runs' records: ``steps.parquet`` may hold a sample of the steps."""
     loaded = [run for run in runs if run.kv]
     return {
         "peak_used_blocks": max((run.peak_used_blocks for run in loaded), default=0),
@@ -178,7 +178,7 @@ def _tables(
 
 
 def _with_unsampled(out: OutputDir, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Also the last steps of runs that died before these were a row of ``stats.every_steps``."""
+    """Tables of steps, and the last steps of runs that died before these were in a table."""
     last_step: dict[str, int] = {}
     for table in tables:
         steps = zip(table["run_id"].to_pylist(), table["step"].to_pylist(), strict=True)
@@ -232,7 +232,7 @@ def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
 
 
 def _step_columns(out: OutputDir, path: PurePath) -> tuple[dict[str, Float], list[str]]:
-    """The columns that the summary is made of, and each step's run."""
+    """Columns of all steps that the summary is made of, and each step's run."""
     names = (*STEP_COLUMNS, "prefill_tokens", "recomputed_tokens")
     table = out.read_table(path, ["run_id", *names])
     columns = {name: np.asarray(table[name].to_numpy(), dtype=np.float64) for name in names}
