@@ -15,24 +15,26 @@ A row is given up only when the process has died twice while it ran alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
-from typing import Self
+from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, NonNegativeInt, TypeAdapter
 
 from batchinfer.errors import JobError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.row_ids import RowIds, sorted_row_ids, within
-from batchinfer.job.storage.filesystem import parse_json, read_file, storage_errors
+from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 
 CRASHES_TO_SUSPECT = 2
 DEATHS_TO_GIVE_UP = 2
 
-Group = tuple[int, ...]
+Group = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
+"""Row ids."""
 
 _ROW = np.dtype("<i8")
 
@@ -41,13 +43,15 @@ _ROW = np.dtype("<i8")
 class CrashHistory:
     """Deaths of earlier runs, and the rows that are suspected of them."""
 
-    crashes: int = 0
+    __pydantic_config__: ClassVar = STRICT
+
+    crashes: NonNegativeInt = 0
     """Deaths in a row without a row finished in between."""
     in_flight: Group = ()
     """Rows that were in flight at each of them."""
     groups: tuple[Group, ...] = ()
     """Suspects: each group runs with nothing beside it, in this order, before all other rows."""
-    deaths: int = 0
+    deaths: NonNegativeInt = 0
     """How often the process died while the first group, a single row, ran."""
     given_up: Group = ()
     """Rows that will not run again."""
@@ -124,23 +128,15 @@ class CrashHistory:
         return json.dumps(asdict(self)).encode()
 
 
+_STORED = TypeAdapter(CrashHistory)
+
+
 def crash_history_from(data: bytes) -> CrashHistory:
     """The stored history; an empty one where that is damaged."""
     try:
-        fields = parse_json(data)
-        for name in ("in_flight", "given_up"):
-            fields[name] = _group(fields[name])
-        fields["groups"] = tuple(map(_group, fields["groups"]))
-        for name in ("crashes", "deaths"):
-            fields[name] = int(fields[name])
-        return CrashHistory(**fields)
-    except (ValueError, TypeError, KeyError, OverflowError):
+        return _STORED.validate_json(data)
+    except ValueError:
         return CrashHistory()
-
-
-def _group(rows: Iterable[object]) -> Group:
-    """Row ids as they were stored."""
-    return tuple(np.array(list(rows), dtype=np.int64).tolist())
 
 
 def _halves(rows: Group) -> tuple[Group, ...]:

@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
 import pyarrow as pa
+from pydantic import NonNegativeFloat, NonNegativeInt, TypeAdapter
 
 from batchinfer.engine.metrics import KV_FACTS
 from batchinfer.engine.oom_recovery import Recovered
@@ -20,7 +21,7 @@ from batchinfer.engine.stats import StepStats
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA, StepRow, StepSampler
 from batchinfer.job.spec.spec import JobSpec, resolved
-from batchinfer.job.storage.filesystem import Files, parse_json, read_file, storage_errors
+from batchinfer.job.storage.filesystem import STRICT, Files, read_file, storage_errors
 
 if TYPE_CHECKING:
     from batchinfer.build import EngineContext
@@ -33,16 +34,18 @@ _RUN_ID = re.compile(r"run-(\d+)")
 class Run:
     """One run of a job, as kept in ``_batchinfer/runs``; times in seconds."""
 
+    __pydantic_config__: ClassVar = STRICT
+
     run_id: str
     model: dict[str, Any]
     device: str | None = None
-    load_s: float = 0.0
-    total_s: float = 0.0
-    kv: dict[str, int] = field(default_factory=dict)
+    load_s: NonNegativeFloat = 0.0
+    total_s: NonNegativeFloat = 0.0
+    kv: dict[str, NonNegativeInt] = field(default_factory=dict)
     """Values of ``KV_FACTS``; empty where no model was needed."""
     kernels: dict[str, str] = field(default_factory=dict)
     """Kernels that multiply by the weights, by their dtype; empty where no model was needed."""
-    peak_used_blocks: int = 0
+    peak_used_blocks: NonNegativeInt = 0
     """Most blocks used in a step, those that ``stats.every_steps`` leaves out included."""
     used_blocks: int = 0
     """Blocks used in the last step."""
@@ -52,9 +55,9 @@ class Run:
     """When this was written, in seconds since 1970."""
     ended: bool = False
     """Whether the run has ended, and not by dying."""
-    out_of_memory: int = 0
+    out_of_memory: NonNegativeInt = 0
     """Steps that the device had no memory for."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: NonNegativeInt | None = None
     """Most tokens of a step after that; None: it has not happened."""
     unsampled: StepRow | None = None
     """The steps since the last row of ``steps``, as one row."""
@@ -67,6 +70,9 @@ class Run:
         return self.total_s - self.load_s if self.kv else 0.0
 
 
+_STORED = TypeAdapter(Run)
+
+
 def read_run(files: Files, path: PurePath) -> Run:
     """The stored record of a run, its numbers checked.
 
@@ -74,16 +80,10 @@ def read_run(files: Files, path: PurePath) -> Run:
         ValueError: it is damaged.
         OSError: it cannot be read.
     """
-    try:
-        run = Run(**parse_json(read_file(files, path)))
-        seconds = [run.load_s + 0.0, run.total_s + 0.0, run.peak_used_blocks + 0.0]
-        sizes = [run.kv[name] + 0 for name in KV_FACTS] if run.kv else []
-        sizes += [run.out_of_memory + 0, (run.max_num_batched_tokens or 0) + 0]
-        if run.unsampled is not None:
-            sizes.append(run.unsampled["step"] + 0)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"not a run's record: {error}") from None
-    if run.run_id != path.stem or min(*seconds, *sizes) < 0 or not _is_facts(run):
+    run = _STORED.validate_json(read_file(files, path))
+    has_pool = not run.kv or run.kv.keys() >= set(KV_FACTS)
+    has_step = run.unsampled is None or isinstance(run.unsampled.get("step"), int)
+    if run.run_id != path.stem or not has_pool or not has_step:
         raise ValueError("not this run's record")
     return run
 
@@ -99,11 +99,6 @@ def kernels_of(runs: Iterable[Run]) -> dict[str, str]:
     """Kernels of the last run that finished a row, by dtype; empty where none says."""
     known = [run.kernels for run in runs if run.rows and run.kernels]
     return known[-1] if known else {}
-
-
-def _is_facts(run: Run) -> bool:
-    names = (*run.kernels, *run.kernels.values()) if isinstance(run.kernels, dict) else (None,)
-    return isinstance(run.job, dict) and all(isinstance(name, str) for name in names)
 
 
 class Recorder:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Final, Protocol, cast
 
 from batchinfer.console.format import printable
 from batchinfer.errors import StorageError
@@ -23,7 +23,8 @@ from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.job.storage.urls import is_url
 
 _HASH_CHUNK = 1 << 20
-
+STRICT: Final = {"extra": "forbid", "strict": True}
+"""Pydantic's settings of records that are stored as JSON: what is damaged must not pass."""
 
 _ADVICE = {
     errno.EIO: "check the disk",
