@@ -49,15 +49,15 @@ def ranges_of(row_ids: RowIds, most_apart: int = 1) -> list[range]:
     return [range(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
-def of_part(row_ids: RowIds, part: Part) -> RowIds:
-    """Row ids of one part."""
-    first, stop = np.searchsorted(row_ids, (part.rows.start, part.rows.stop))
+def in_range(row_ids: RowIds, rows: range) -> RowIds:
+    """Row ids in a range."""
+    first, stop = np.searchsorted(row_ids, (rows.start, rows.stop))
     return row_ids[first:stop]
 
 
 def ranges_in(parts: Sequence[Part], row_ids: RowIds) -> list[range]:
     """Row ids of some parts as ranges in order, each of one part."""
-    return [rows for part in parts for rows in ranges_of(of_part(row_ids, part))]
+    return [rows for part in parts for rows in ranges_of(in_range(row_ids, part.rows))]
 
 
 def missing_ranges(parts: Sequence[Part], there: RowIds) -> list[range]:
@@ -67,7 +67,7 @@ def missing_ranges(parts: Sequence[Part], there: RowIds) -> list[range]:
     """
     ranges: list[range] = []
     for part in parts:
-        found = of_part(there, part)
+        found = in_range(there, part.rows)
         if not len(found):
             ranges.append(part.rows)
         elif len(found) < part.num_rows:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.row_ids import (
+    in_range,
     missing_ranges,
-    of_part,
     ranges_in,
     ranges_of,
     sorted_row_ids,
@@ -33,7 +33,7 @@ def test_what_is_there_and_what_is_missing_make_up_the_parts(rows: set[int]) -> 
     assert {row for r in missing for row in r} == set(range(25)) - rows
     for r in (*missing, *ranges_in(PARTS, there)):
         assert any(r.start in part.rows and r[-1] in part.rows for part in PARTS)
-    assert [row for part in PARTS for row in of_part(there, part)] == sorted(rows)
+    assert [row for part in PARTS for row in in_range(there, part.rows)] == sorted(rows)
 
 
 @given(rows=SOME_ROWS, others=SOME_ROWS)

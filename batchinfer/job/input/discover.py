@@ -28,10 +28,6 @@ def find_files(path: str | Sequence[str], format_name: str = "auto") -> list[str
     In directories, which are searched with their subdirectories, and in globs, files and folders
     whose names begin with ``.`` or ``_`` are passed over, unless the glob itself writes that out.
 
-    Args:
-        path: ``input.path``.
-        format_name: ``input.format``.
-
     Raises:
         DataError: an entry that matches no file, or cannot be looked at.
         StorageError: an object store does not answer.

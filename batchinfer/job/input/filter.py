@@ -18,7 +18,7 @@ import pyarrow as pa
 from batchinfer.console.format import did_you_mean, first_line, format_value, printable
 from batchinfer.errors import UsageError
 from batchinfer.job.input.format import BATCH_ROWS, Row
-from batchinfer.job.row_ids import NO_ROWS, RowIds, ranges_of
+from batchinfer.job.row_ids import NO_ROWS, RowIds, in_range, ranges_of
 
 if TYPE_CHECKING:
     import polars as pl
@@ -175,7 +175,7 @@ class Selection:
 
     def count(self, rows: range) -> int:
         """How many of ``rows`` are selected."""
-        return len(self._of(rows))
+        return len(in_range(self._row_ids, rows))
 
     def bounds(self, rows_per_part: int) -> tuple[int, ...]:
         """The first row of each part, and where the last one ends."""
@@ -186,16 +186,12 @@ class Selection:
     def near(self, ranges: Iterable[range]) -> Iterator[range]:
         """Ranges to read of ``ranges``, without the long stretches where nothing is selected."""
         for rows in ranges:
-            yield from ranges_of(self._of(rows), BATCH_ROWS)
+            yield from ranges_of(in_range(self._row_ids, rows), BATCH_ROWS)
 
     def of_piece(self, first_row: int, piece: _Piece) -> Iterator[tuple[int, _Piece]]:
         """The selected rows of a piece of the dataset: runs of them, and the first one's id."""
-        for rows in ranges_of(self._of(range(first_row, first_row + len(piece)))):
+        for rows in ranges_of(in_range(self._row_ids, range(first_row, first_row + len(piece)))):
             yield rows.start, piece[rows.start - first_row : rows.stop - first_row]
-
-    def _of(self, rows: range) -> RowIds:
-        first, stop = np.searchsorted(self._row_ids, (rows.start, rows.stop))
-        return self._row_ids[first:stop]
 
 
 def select_rows(
@@ -204,7 +200,6 @@ def select_rows(
     """The rows that meet a condition; no more is read than that takes.
 
     Args:
-        condition: ``input.filter``.
         pieces: the condition's columns of the whole dataset, each with its first row's id.
         limit: the first so many; None: all.
 

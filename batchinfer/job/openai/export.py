@@ -38,10 +38,7 @@ def export(
     """Write OpenAI's output and error files of a job whose parts are all finished.
 
     Args:
-        out: the job's output directory.
-        manifest: the job's plan.
         kept: the output column of each input column that is kept.
-        model: the job's model.
         combined_output: a file for the lines of both, beside them; None: there is none.
 
     Raises:

@@ -55,8 +55,6 @@ def commit(
     """Write a finished part; when this returns, it is on disk and counts as finished.
 
     Args:
-        out: the output directory.
-        part: the part.
         table: its rows, in input order.
         requests: the statistics of those that ran.
         control_text_row_ids: rows whose own text holds what looks like a control token.

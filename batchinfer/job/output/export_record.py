@@ -19,7 +19,6 @@ def is_there(out: OutputDir, combined_output: Path | None) -> bool:
     """Whether the files were written, and are of the size they had.
 
     Args:
-        out: the output directory.
         combined_output: a file with the lines of both; None: there need be none.
     """
     if list(_problems(out, read=False)):

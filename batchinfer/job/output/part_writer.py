@@ -19,7 +19,7 @@ from batchinfer.job.output.segments import (
     segment_table,
 )
 from batchinfer.job.output.stats_tables import requests_table
-from batchinfer.job.row_ids import Part, RowIds, of_part
+from batchinfer.job.row_ids import Part, RowIds, in_range
 from batchinfer.job.rows.finished_row import FinishedRow
 
 FLUSH_ROWS = 4096
@@ -66,7 +66,7 @@ class PartWriter:
         self._flushed_at = clock()
         self._rows: dict[int, FinishedRow] = {}
         self._first_rows = [part.rows.start for part in parts]
-        self._missing = [part.num_rows - len(of_part(finished, part)) for part in parts]
+        self._missing = [part.num_rows - len(in_range(finished, part.rows)) for part in parts]
         self._num_written = 0
 
     def add(self, row: FinishedRow) -> None:

@@ -62,7 +62,6 @@ class CrashHistory:
         """The history with the death of one more run.
 
         Args:
-            run_id: the run.
             in_flight: rows the engine had been given that are not finished.
             finished: rows the engine had been given that are finished, and on disk.
         """
@@ -148,8 +147,6 @@ class InFlightLog:
     """The log of the rows in flight, one of which may be what the run dies of.
 
     Args:
-        out: the output directory.
-        run_id: the run.
         at_once: in a store, have each row there before it runs, not some seconds later.
     """
 
@@ -197,7 +194,6 @@ def attribute_crashes(out: OutputDir, missing: Sequence[range]) -> CrashHistory:
     """The history with the deaths of all earlier runs, each counted once.
 
     Args:
-        out: the output directory.
         missing: rows that are not finished, in order.
 
     Raises:

@@ -283,7 +283,6 @@ def recover_rows(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> Reco
     """Find finished rows that earlier runs have left; call it under the lock.
 
     Args:
-        out: the output directory.
         work: the parts to make there.
         generated: the output's generated columns.
 

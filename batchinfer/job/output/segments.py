@@ -85,8 +85,6 @@ class Segments:
     """The segments of an output directory.
 
     Args:
-        out: the output directory.
-        plan: its plan.
         parts: the parts that are not finished, in order.
         generated: the output's generated columns.
     """

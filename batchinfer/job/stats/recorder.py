@@ -102,12 +102,7 @@ def kernels_of(runs: Iterable[Run]) -> dict[str, str]:
 
 
 class Recorder:
-    """Writer of a run's record, which is on disk at least as far as the finished rows go.
-
-    Args:
-        out: the output directory.
-        spec: the job.
-    """
+    """Writer of a run's record, which is on disk at least as far as the finished rows go."""
 
     def __init__(self, out: OutputDir, spec: JobSpec) -> None:
         self._out = out

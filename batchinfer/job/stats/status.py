@@ -19,7 +19,7 @@ from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
-from batchinfer.job.row_ids import NO_ROWS, Part, of_part
+from batchinfer.job.row_ids import NO_ROWS, Part, in_range
 from batchinfer.job.stats.recorder import Run, runs_of
 
 SILENT_S = 60.0
@@ -85,7 +85,6 @@ def read_status(out: OutputDir, now: float) -> Status:
     """State, progress and speed of the job that writes to ``out``.
 
     Args:
-        out: the output directory.
         now: seconds since 1970.
 
     Raises:
@@ -146,8 +145,8 @@ def _count(out: OutputDir, plan: Manifest, segments: list[pa.Table]) -> tuple[in
     parts = plan.parts()
     for part, record in zip(parts, out.of_each(partial(_record, out), parts), strict=True):
         if record is None:
-            done += len(of_part(waiting, part))
-            errors += len(of_part(waiting_failed, part))
+            done += len(in_range(waiting, part.rows))
+            errors += len(in_range(waiting_failed, part.rows))
         else:
             done += part.num_rows
             errors += sum(record.error_codes.values())

@@ -43,8 +43,6 @@ def write_summary(
 
     Args:
         out: the output directory, whose parts are all finished.
-        manifest: its plan.
-        records: the parts' records.
         warn: told, in a line each, which files of statistics are damaged and left out.
 
     Raises:

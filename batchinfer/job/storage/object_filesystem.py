@@ -102,7 +102,6 @@ class StoreFiles:
     """The objects of a store as files; paths are ``StorePath``.
 
     Args:
-        objects: the store.
         check: raises LockedError where this run no longer holds the lock, by what it last heard.
         confirm: raises LockedError where it does not, after asking the store.
     """

@@ -58,7 +58,6 @@ class StoreLock:
     """A lock in an object store, written again every few seconds while it is held.
 
     Args:
-        objects: the store.
         state: the folder the lock is in.
         clock: seconds of this machine, to tell how long ago the store was asked.
         store_time: seconds since 1970 by the store's clock; None: asks it.

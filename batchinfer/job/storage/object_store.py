@@ -48,8 +48,6 @@ class Objects:
         """Write an object, all of it or nothing.
 
         Args:
-            path: the object.
-            data: its new content.
             instead_of: the version that it has now; None: there is none.
 
         Returns:
