@@ -39,7 +39,7 @@ class LossyFiles:
     """See ``batchinfer.job.storage.filesystem.Files``; files and folders by absolute path."""
 
     flush_every_s = 0.0
-    at_once = 1
+    parallel_requests = 1
 
     def __init__(self, root: Folder | None = None) -> None:
         self.root = root or Folder()

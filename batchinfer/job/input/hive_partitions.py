@@ -47,7 +47,7 @@ class HiveFormat:
         self._values = values
         self._types: dict[str, pa.DataType] = {}
         """Types of the columns of folders that no file has itself."""
-        self._held: dict[str, dict[str, object]] = {}
+        self._constants: dict[str, dict[str, object]] = {}
         """Values of the columns that a file has from its folders, by file."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
@@ -75,7 +75,7 @@ class HiveFormat:
             schema = schema.append(pa.field(name, kind))
         for file, own in zip(files, schemas, strict=True):
             values = self._values[file.path].items()
-            self._held[file.path] = {
+            self._constants[file.path] = {
                 name: _typed(file.path, name, value, schema.field(name).type)
                 for name, value in values
                 if name not in own.names
@@ -83,28 +83,28 @@ class HiveFormat:
         return schema
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
-        held, schema = self._held[request.file.path], request.schema
-        for first, batch in self._inner.scan(self._without_held(request)):
+        constants, schema = self._constants[request.file.path], request.schema
+        for first, batch in self._inner.scan(self._from_file(request)):
             arrays = [
-                pa.repeat(pa.scalar(held[name], schema.field(name).type), len(batch))
-                if name in held
+                pa.repeat(pa.scalar(constants[name], schema.field(name).type), len(batch))
+                if name in constants
                 else batch.column(name)
                 for name in request.columns
             ]
             yield first, pa.RecordBatch.from_arrays(arrays, names=list(request.columns))
 
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        held = self._held[request.file.path]
-        for first, rows in self._inner.rows(self._without_held(request)):
-            yield first, [_with(row, held) for row in rows]
+        constants = self._constants[request.file.path]
+        for first, rows in self._inner.rows(self._from_file(request)):
+            yield first, [_with(row, constants) for row in rows]
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
         return self._inner.stored_bytes(file, columns)
 
-    def _without_held(self, request: ReadRequest) -> ReadRequest:
+    def _from_file(self, request: ReadRequest) -> ReadRequest:
         """The columns to read from the file: one at least, which says how many rows it has."""
-        held = self._held[request.file.path]
-        own = [name for name in request.columns if name not in held]
+        constants = self._constants[request.file.path]
+        own = [name for name in request.columns if name not in constants]
         any_own = [name for name in request.schema.names if name not in self._types][:1]
         return replace(request, columns=own or any_own)
 
@@ -144,5 +144,5 @@ def _typed(file: str, name: str, value: str | None, kind: pa.DataType) -> object
         ) from None
 
 
-def _with(row: Row, held: Mapping[str, object]) -> Row:
-    return row if isinstance(row, RowError) else {**row, **held}
+def _with(row: Row, constants: Mapping[str, object]) -> Row:
+    return row if isinstance(row, RowError) else {**row, **constants}

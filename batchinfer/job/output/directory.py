@@ -92,9 +92,9 @@ class OutputDir:
 
     def of_each(self, look: Callable[[Part], T], parts: Iterable[Part]) -> list[T]:
         """Results of ``look`` for each part, in order; several at a time where that is faster."""
-        if self.files.at_once == 1:
+        if self.files.parallel_requests == 1:
             return [look(part) for part in parts]
-        with ThreadPoolExecutor(self.files.at_once) as pool:
+        with ThreadPoolExecutor(self.files.parallel_requests) as pool:
             return list(pool.map(look, parts))
 
     def finished(self, part: Part, trust: Trust = "marks") -> PartRecord | None:

@@ -59,7 +59,7 @@ class Files(Protocol):
         ...
 
     @property
-    def at_once(self) -> int:
+    def parallel_requests(self) -> int:
         """Requests at a time that are faster than one after the other."""
         ...
 
@@ -119,7 +119,7 @@ class LocalFiles:
     """The files of this machine."""
 
     flush_every_s = 5.0
-    at_once = 1
+    parallel_requests = 1
 
     def write(self, path: PurePath, data: bytes) -> None:
         Path(path).write_bytes(data)

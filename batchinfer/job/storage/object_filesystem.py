@@ -32,7 +32,7 @@ EVERY_S = 5.0
 KEPT_BYTES = 1 << 18
 """Of the end of what was written; the rest is dropped."""
 
-_TIMES = 5  # others are kept out by the lock: what changes between two looks is rare
+_TRIES = 5  # others are kept out by the lock: what changes between two looks is rare
 
 
 class StoreLog(io.RawIOBase):
@@ -107,7 +107,7 @@ class StoreFiles:
     """
 
     flush_every_s = 60.0
-    at_once = 16
+    parallel_requests = 16
 
     def __init__(
         self, objects: Objects, check: Callable[[], None], confirm: Callable[[], None]
@@ -160,7 +160,7 @@ class StoreFiles:
 
     def _delete_all(self, path: StorePath) -> None:
         """Delete an object and what is below it; another that does the same may be ahead."""
-        for _ in range(_TIMES):
+        for _ in range(_TRIES):
             keys = self._objects.keys(path)
             if not keys:
                 return
@@ -207,7 +207,7 @@ class StoreFiles:
     def _put(self, path: StorePath, data: bytes) -> None:
         self._check()
         seen = self._written.get(path)
-        for _ in range(_TIMES):
+        for _ in range(_TRIES):
             written = self._objects.put(path, data, seen)
             if written is not None:
                 self._written[path] = written

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from secrets import token_hex
 from typing import Any
 
@@ -27,14 +27,14 @@ from batchinfer.console.format import printable
 from batchinfer.errors import JobError, LockedError, StorageError
 from batchinfer.job.storage.filesystem import parse_json
 from batchinfer.job.storage.local_lock import HOLDER, named, process_lives, this_process
-from batchinfer.job.storage.object_store import Found, Objects, Version
+from batchinfer.job.storage.object_store import ObjectMeta, Objects, Version
 from batchinfer.job.storage.urls import StorePath
 
 HEARTBEAT_S = 15.0
 LAPSE_S = 90.0
 _TRUSTED_S = LAPSE_S / 2
 """How long what the store has said of the lock holds: others wait twice as long."""
-_TIMES = 5
+_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class StoreLock:
             StorageError: the store refuses, does not answer, or does not know conditions.
         """
         now = self._probe()
-        for _ in range(_TIMES):
+        for _ in range(_TRIES):
             found = self._read()
             fence, version = 1, None
             if found is not None:
-                content, stat = found
-                version = stat.version
+                content, meta = found
+                version = meta.version
                 fence = content.fence + 1
-                self._refuse_if_held(content, now - stat.stat.mtime_ns / 1e9)
+                self._refuse_if_held(content, now - meta.stat.mtime_ns / 1e9)
             mine = _Content(fence, token_hex(16), 0, _holder())
             if self._write(mine, version):
                 return
@@ -137,7 +137,7 @@ class StoreLock:
         """
         with self._mutex:
             content, version = self._content, self._version
-            beat = _Content(content.fence, content.token, content.beat + 1, content.holder)
+            beat = replace(content, beat=content.beat + 1)
             if version is None or not self._write(beat, version):
                 self._version = None
                 raise LockedError(
@@ -159,8 +159,8 @@ class StoreLock:
         found = self._read()
         if found is None or found[0].token is None:
             return None
-        content, stat = found
-        return not (_is_dead(content.holder) or time.time() - stat.stat.mtime_ns / 1e9 > LAPSE_S)
+        content, meta = found
+        return not (_is_dead(content.holder) or time.time() - meta.stat.mtime_ns / 1e9 > LAPSE_S)
 
     @property
     def _place(self) -> str:
@@ -199,7 +199,7 @@ class StoreLock:
         self._content, self._version, self._asked_at = content, version, asked_at
         return True
 
-    def _read(self) -> tuple[_Content, Found] | None:
+    def _read(self) -> tuple[_Content, ObjectMeta] | None:
         try:
             data, found = self._objects.get(self._path)
         except FileNotFoundError:

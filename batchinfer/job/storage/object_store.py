@@ -26,7 +26,7 @@ Version = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ObjectMeta:
     """Size, time, mark and version of an object."""
 
     stat: FileStat
@@ -61,17 +61,17 @@ class Objects:
                 return None
         return _version(found)
 
-    def get(self, path: StorePath) -> tuple[bytes, Found]:
+    def get(self, path: StorePath) -> tuple[bytes, ObjectMeta]:
         """Read an object."""
         with _answers(path, "read"):
             result = obstore.get(self._store, path.key)
-            return bytes(result.bytes()), _found(result.meta)
+            return bytes(result.bytes()), _object_meta(result.meta)
 
-    def head(self, path: StorePath) -> Found | None:
+    def head(self, path: StorePath) -> ObjectMeta | None:
         """Size, time, mark and version of an object; None where there is none."""
         with _answers(path, "read"):
             try:
-                return _found(obstore.head(self._store, path.key))
+                return _object_meta(obstore.head(self._store, path.key))
             except FileNotFoundError:
                 return None
 
@@ -111,8 +111,8 @@ def _version(found: Any) -> Version:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _found(meta: Any) -> Found:
-    return Found(file_stat(meta), _version(meta))
+def _object_meta(meta: Any) -> ObjectMeta:
+    return ObjectMeta(file_stat(meta), _version(meta))
 
 
 def file_stat(meta: Any) -> FileStat:
