@@ -13,15 +13,13 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
-import pyarrow as pa
 from pydantic_core import from_json, to_json
 
-from batchinfer.console.format import first_line
-from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.openai.response import Responses
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.schema import RESPONSE_COLUMNS
+from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import ModelSpec
 from batchinfer.job.storage.filesystem import publish, storage_errors
 
@@ -54,7 +52,7 @@ def export(
             for at, path in enumerate((*out.openai_files, *filter(None, [combined_output])))
         )
         for part in manifest.parts():
-            for row in _rows(out, kept, out.part_file(part)):
+            for row in _rows(out, kept, part):
                 line = to_json(responses.line(row), inf_nan_mode="null") + b"\n"
                 for file in (errors if row["error"] else output, *combined):
                     file.add(line)
@@ -94,14 +92,11 @@ class _StagedFile:
             self._file.close()
 
 
-def _rows(out: OutputDir, kept: Mapping[str, str], path: PurePath) -> Iterator[dict[str, Any]]:
+def _rows(out: OutputDir, kept: Mapping[str, str], part: Part) -> Iterator[dict[str, Any]]:
     """Rows of a finished part, as ``Responses`` takes them."""
     wanted = [name for name in (*RESPONSE_COLUMNS, "body") if name in kept]
     names = {kept[name]: name for name in wanted}
-    try:
-        table = out.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}") from None
+    table = out.read_part(part)
     for batch in table.select([*names, *_GENERATED]).to_batches(max_chunksize=1024):
         for row in batch.to_pylist():
             found = {names.get(name, name): value for name, value in row.items()}

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
 from batchinfer.job.output.part_record import PartRecord, parse_record
 from batchinfer.job.row_ids import Part
@@ -175,6 +176,18 @@ class OutputDir:
         with self.files.open(path) as file:
             reader = pq.ParquetFile(file, page_checksum_verification=True)
             return reader.read(columns, use_threads=False)
+
+    def read_part(self, part: Part) -> pa.Table:
+        """The rows of a finished part.
+
+        Raises:
+            DataError: its file cannot be read.
+        """
+        path = self.part_file(part)
+        try:
+            return self.read_table(path)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{path} cannot be read: {first_line(error)}") from None
 
     def write(self, final: PurePath, data: bytes) -> None:
         """Write ``data`` to ``final``, all of it or nothing."""

@@ -11,7 +11,6 @@ from contextlib import suppress
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir, Trust
@@ -69,11 +68,7 @@ def _parts_with_errors(
 
 def _good_rows(out: OutputDir, part: Part, record: PartRecord, schema: pa.Schema) -> pa.Table:
     """The rows of a finished part that ended well, as a segment's table."""
-    path = out.part_file(part)
-    try:
-        table = whole_rows(out.read_table(path))
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}") from None
+    table = whole_rows(out.read_part(part))
     row_ids = table["row_id"]
     control = pc.is_in(row_ids, pa.array(record.control_text_row_ids, pa.int64()))
     added = {REQUEST_COLUMN: _requests(out, part, row_ids), CONTROL_TEXT_COLUMN: control}

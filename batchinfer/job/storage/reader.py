@@ -118,27 +118,32 @@ def expand(entry: str, suffixes: tuple[str, ...]) -> list[str]:
         StorageError: the place does not answer.
         UsageError: what reads it is not installed.
     """
-    store = store_of(entry)
-    kind = store.kind(entry)
-    if kind == "file":
-        return [_path(entry)]
-    if kind == "folder":
-        found = {(entry, file) for file in store.files_below(entry, suffixes)}
-    elif glob.has_magic(entry):
-        matches = store.glob(entry, suffixes)
-        if matches is None:
-            raise _not_there(entry)
-        pattern = PurePosixPath(entry)
-        found = {(at, file) for at, file in matches if not _is_hidden(PurePosixPath(at), pattern)}
-    elif kind is None:
-        raise _not_there(entry)
-    else:
-        raise DataError(f"input.path: {entry} is neither a file nor a folder; give one of them")
-    files = {_path(file) for folder, file in found if not _is_hidden_below(folder, file)}
+    found = _found(entry, suffixes)
+    files = {_path(file) for at, file in found if not _is_hidden_below(at, file)}
     if not files:
         endings = " or ".join(suffix for suffix in suffixes if suffix.count(".") == 1)
         raise DataError(f"input.path: no data in {entry}; in a folder, names must end in {endings}")
     return sorted(files, key=str if is_url(entry) else PurePath)
+
+
+def _found(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
+    """Files, each with itself or the folder in which it was looked for; hidden ones among them."""
+    store = store_of(entry)
+    kind = store.kind(entry)
+    if kind == "file":
+        return {(entry, entry)}
+    if kind == "folder":
+        return {(entry, file) for file in store.files_below(entry, suffixes)}
+    matches = store.glob(entry, suffixes) if glob.has_magic(entry) else None
+    if matches is not None:
+        pattern = PurePosixPath(entry)
+        return {(at, file) for at, file in matches if not _is_hidden(PurePosixPath(at), pattern)}
+    if kind == "other":
+        raise DataError(f"input.path: {entry} is neither a file nor a folder; give one of them")
+    raise DataError(
+        f"input.path: {entry} does not exist",
+        hint="check the path; in a job file it is relative to the file's folder",
+    )
 
 
 def _path(file: str) -> str:
@@ -157,10 +162,3 @@ def _is_hidden(match: PurePath, pattern: PurePath) -> bool:
 def _is_hidden_below(folder: str, file: str) -> bool:
     parts = PurePosixPath(file).parts[len(PurePosixPath(folder).parts) :]
     return any(part.startswith(_HIDDEN) for part in parts)
-
-
-def _not_there(entry: str) -> DataError:
-    return DataError(
-        f"input.path: {entry} does not exist",
-        hint="check the path; in a job file it is relative to the file's folder",
-    )
