@@ -58,12 +58,12 @@ ROOMS = [
     Room("engine.kv", "The KV pool: blocks, who holds them, which can be reused, where they are."),
     Room("engine.beam_search", "beam search over one row", ("engine.request", "engine.step")),
     Room("engine.sequence", "a row's state and its samples", ("protocols", "engine")),
+    Room("engine.stats", "what a step did"),
     Room(
         "engine.scheduler",
         "Who runs next: admission, preemption, and the blocks of what runs.",
-        ("engine.kv", "engine.request", "engine.sequence"),
+        ("engine.step", "engine.request", "engine.kv", "engine.sequence", "engine.stats"),
     ),
-    Room("engine.stats", "what a step did", ("engine.kv", "engine.scheduler")),
     Room("engine.metrics", "measures over many steps", ("engine.request", "engine.stats")),
     Room(
         "engine.step_io",

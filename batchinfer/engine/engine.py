@@ -14,11 +14,10 @@ from batchinfer.engine.runner import OutOfMemory, Runner
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.sequence import RequestState
-from batchinfer.engine.stats import StepStats, note_tokens, step_stats
-from batchinfer.engine.step_io.build_step import build_step, sampled_rows
-from batchinfer.engine.step_io.in_flight import InFlight, snapshot_rows
+from batchinfer.engine.stats import StepStats
+from batchinfer.engine.step_io.build_step import build_step
+from batchinfer.engine.step_io.in_flight import InFlight
 from batchinfer.engine.step_io.process_result import process_result
-from batchinfer.engine.step_io.scored_prompts import process_scores, scored_spans, scored_tokens
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 
@@ -42,9 +41,9 @@ class StepOutcome:
 class Engine:
     """Schedules requests over a runner.
 
-    A step is three calls: schedule, submit, take back. An engine that runs ahead submits a step
-    before it takes the one before it back, so that the device never waits for the host; sequences
-    whose next step depends on what was drawn sit that step out.
+    A scheduled step is three calls: build, submit, process. An engine that runs ahead submits a
+    step before it processes the one before it, so that the device never waits for the host;
+    sequences whose next step depends on what was drawn sit that step out.
 
     Args:
         scheduler: queue, sequence table and block pool.
@@ -70,7 +69,6 @@ class Engine:
         self._steps_ahead = int(runs_ahead)
         self._in_flight: deque[InFlight] = deque()
         self._last_read_at = -math.inf
-        self._num_steps = 0
         self._first_step_at: float | None = None
         self._refused: list[Completion] = []
         self._num_arrived = 0
@@ -152,20 +150,10 @@ class Engine:
 
     def _submit(self, schedule: Schedule, began: float) -> InFlight:
         """Start a step; from here on it counts as computed."""
-        scheduler = self.scheduler
-        table = scheduler.table
-        rows, samples_per_row = sampled_rows(table, schedule)
-        shared = self._prefixes.of_step(schedule.rows)
-        spans = scored_spans(table, schedule)
-        step = build_step(table, schedule, rows, samples_per_row, shared, scored_tokens(spans))
-        pending = self._runner.submit(step)
-        tokens = note_tokens(table, schedule, began)
-        drawn = snapshot_rows(table, rows, samples_per_row)
-        scheduler.advance(schedule, rows, samples_per_row)
-        stats = step_stats(scheduler, schedule, tokens, self._num_steps)
-        scheduler.retire(rows)
-        self._num_steps += 1
-        return InFlight(pending, drawn, stats, began, spans)
+        built = build_step(self.scheduler.table, schedule, self._prefixes)
+        pending = self._runner.submit(built.step)
+        stats = self.scheduler.advance(schedule, began)
+        return InFlight(pending, built.sampled, built.scored, stats, began)
 
     def _read(self, completions: list[Completion]) -> StepStats:
         """Wait for the oldest step in flight and take its samples back.
@@ -175,9 +163,7 @@ class Engine:
         step = self._in_flight[0]
         result = step.pending.result()
         self._in_flight.popleft()
-        self.scheduler.pool.confirm()
-        process_scores(step.scored, result.scored)
-        completions.extend(process_result(self.scheduler, step.drawn, result, self._clock()))
+        completions.extend(process_result(self.scheduler, step, result, self._clock()))
         began, self._last_read_at = max(step.began, self._last_read_at), self._clock()
         seconds, stats = self._last_read_at - began, step.stats
         self.scheduler.preemption_policy.observe(seconds, stats.prefill_tokens, stats.decode_tokens)

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.scheduler.schedule import Schedule
-from batchinfer.engine.scheduler.scheduler import Scheduler
-from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
-
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
@@ -52,84 +45,3 @@ class StepStats:
     """Blocks copied from the host."""
     swapped_out_blocks: int
     """Blocks copied to the host: of sequences that wait, and of prefixes that rows to come need."""
-
-
-def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> tuple[int, int, int]:
-    """Count a scheduled step's tokens by why they are computed, for the step and its requests.
-
-    Call it before the step's tokens count as computed.
-
-    Returns:
-        ``prefill_tokens``, ``decode_tokens`` and ``recomputed_tokens`` of ``StepStats``.
-    """
-    rows, num_new = schedule.rows, schedule.num_new
-    start = table.num_computed[rows]
-    again = np.clip(table.computed_once[rows] - start, 0, num_new)
-    for at in np.flatnonzero(again):
-        table.sequence(rows[at]).state.stats.recomputed_tokens += int(again[at])
-    for at in np.flatnonzero(start < table.num_prompt[rows]):
-        state = table.sequence(rows[at]).state
-        if state.admitted_at is None:
-            state.admitted_at = now
-    first_output = np.maximum(table.num_prompt[rows], start + again)
-    decode = int(np.clip(start + num_new - first_output, 0, None).sum())
-    return int(num_new.sum()) - decode, decode, int(again.sum())
-
-
-def step_stats(
-    scheduler: Scheduler, schedule: Schedule, tokens: tuple[int, int, int], step: int
-) -> StepStats:
-    """A step's statistics, without its times: they are known when its samples are taken back.
-
-    Call it when the step's tokens count as computed and no row that it ends has left yet.
-
-    Args:
-        tokens: what ``note_tokens`` counted.
-        step: the step's number.
-    """
-    table, pool = scheduler.table, scheduler.pool
-    rows = table.rows()
-    live = _live_tokens(table, pool, rows)
-    left = table.num_left(table.num_computed[rows])
-    used_tokens = pool.num_used * pool.block_size
-    prefill, decode, recomputed = tokens
-    return StepStats(
-        step=step,
-        t_s=0.0,
-        step_ms=0.0,
-        num_running=len(rows),
-        num_waiting=len(scheduler.waiting),
-        num_swapped=scheduler.reuse_hints.num_swapped,
-        num_preempted=schedule.num_preempted,
-        prefill_tokens=prefill,
-        decode_tokens=decode,
-        recomputed_tokens=recomputed,
-        cached_tokens=schedule.num_cached,
-        kv_blocks_total=pool.num_blocks,
-        kv_blocks_used=pool.num_used,
-        kv_blocks_shared=pool.num_shared,
-        kv_blocks_cached=pool.num_cached,
-        kv_tokens_live=live,
-        kv_waste=1 - live / used_tokens if used_tokens else 0.0,
-        kv_logical_blocks=int((table.num_blocks[rows] - left).sum()),
-        kv_tokens_logical=int((table.num_computed[rows] - left * pool.block_size).sum()),
-        contiguous_blocks=int((-(-table.max_total[rows] // pool.block_size)).sum())
-        * pool.slots_per_block,
-        cow_copies=len(schedule.block_copies.within),
-        swapped_in_blocks=len(schedule.block_copies.ins),
-        swapped_out_blocks=len(schedule.block_copies.outs),
-    )
-
-
-def _live_tokens(table: SequenceTable, pool: BlockPool, rows: Rows) -> int:
-    """Tokens in used slots: all are full but those of last blocks, which sharers fill alike."""
-    last = table.num_blocks[rows] - 1
-    slots = table.block_table[rows, last]
-    filled = table.num_computed[rows] - last * pool.block_size
-    # One number per row, so that one sort puts sharers of a last block side by side.
-    width = pool.block_size + 1
-    by_slot = np.sort(slots.astype(np.int64) * width + filled)
-    distinct = by_slot[np.diff(by_slot // width, append=-1) != 0]
-    groups = pool.slots_per_block
-    num_full = pool.num_used - groups * len(distinct)
-    return num_full * pool.block_size + groups * int((distinct % width).sum())

@@ -1,4 +1,4 @@
 """Who runs next: admission, preemption, and the blocks of what runs.
 
-May import: engine.kv, engine.request, engine.sequence.
+May import: engine.step, engine.request, engine.kv, engine.sequence, engine.stats.
 """

@@ -20,7 +20,9 @@ from batchinfer.engine.scheduler.kv_manager import Growth, PrefixWriter, Windows
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy, ReuseHints
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
+from batchinfer.engine.scheduler.step_stats import note_tokens, step_stats
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.stats import StepStats
 
 _MOST_SITTING_OUT = 0.25
 """Share of the running sequences that may miss a step for their last token's value. Half as much is
@@ -55,6 +57,7 @@ class Scheduler:
         self.preemption_policy = preemption_policy or PreemptionPolicy()
         self.max_num_batched_tokens = max_num_batched_tokens
         """Most tokens in a step from now on."""
+        self._num_steps = 0
         self._growth = Growth(pool, table)
         self._prefixes = PrefixWriter(pool, table)
         self._admission = Admission(
@@ -90,39 +93,39 @@ class Scheduler:
         if len(schedule.rows) == 0:
             assert not self.waiting, "nothing runs, yet nothing was admitted"
             return None
-        first_decodes = np.argsort(schedule.num_new != 1, kind="stable")
-        schedule.rows = schedule.rows[first_decodes]
-        schedule.num_new = schedule.num_new[first_decodes]
-        schedule.block_copies = self.pool.take_copies()
+        schedule.complete(self.table, self.pool.take_copies())
         return schedule
 
-    def advance(self, schedule: Schedule, sampled: Rows, samples_per_row: Int) -> None:
+    def advance(self, schedule: Schedule, now: float) -> StepStats:
         """The step was submitted: for every step after it, its tokens are computed and drawn.
 
         Args:
             schedule: what it computes.
-            sampled: [R] rows that samples are drawn for.
-            samples_per_row: [R] samples drawn for each.
+            now: the engine's clock, in seconds.
+
+        Returns:
+            Its statistics, without its times.
         """
-        table, rows = self.table, schedule.rows
+        table, rows, sampled = self.table, schedule.rows, schedule.sampled
+        tokens = note_tokens(table, schedule, now)
         self.pool.commit_fills()
         table.num_computed[rows] += schedule.num_new.astype(np.int32)
         self._windows.free_outside_window(rows, schedule.num_new)
         table.computed_once[rows] = np.maximum(table.computed_once[rows], table.num_computed[rows])
         table.num_tokens[sampled] += 1
-        table.sample_at[sampled] = np.cumsum(samples_per_row) - samples_per_row
-
-    def retire(self, sampled: Rows) -> None:
-        """Give up the rows whose last token, by length, was just submitted.
-
-        The token is taken back from the sequence, which needs no row for it. The step reads the
-        blocks before a later one writes to them (see ``Runner``).
-        """
-        table = self.table
-        for row in sampled[table.num_tokens[sampled] >= table.max_total[sampled]]:
-            sequence = table.sequence(row)
-            sequence.released_blocks = sequence.blocks
-            self.finish(sequence)
+        table.sample_at[sampled] = np.cumsum(schedule.samples_per_row) - schedule.samples_per_row
+        stats = step_stats(
+            table,
+            self.pool,
+            schedule,
+            tokens,
+            step=self._num_steps,
+            num_waiting=len(self.waiting),
+            num_swapped=self.reuse_hints.num_swapped,
+        )
+        self._num_steps += 1
+        self._retire(sampled)
+        return stats
 
     def fork(self, parent: Sequence, child: Sequence, forecast: PoolForecast) -> None:
         """Run ``child``, which shares all tokens computed so far with ``parent``, if it fits.
@@ -204,6 +207,18 @@ class Scheduler:
             self.pool.release(self.table.remove(member), member.num_evicted)
         self.requeue(sequence.group[0])
         return len(running)
+
+    def _retire(self, sampled: Rows) -> None:
+        """Give up the rows whose last token, by length, was just submitted.
+
+        The token is taken back from the sequence, which needs no row for it. The step reads the
+        blocks before a later one writes to them (see ``Runner``).
+        """
+        table = self.table
+        for row in sampled[table.num_tokens[sampled] >= table.max_total[sampled]]:
+            sequence = table.sequence(row)
+            sequence.released_blocks = sequence.blocks
+            self.finish(sequence)
 
     def _continue_running(self) -> Schedule | None:
         """Tokens and blocks for running sequences, preempting the newest where blocks lack.

@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from batchinfer.engine.kv.pending_blocks import Pairs
 from batchinfer.engine.scheduler.schedule import Schedule
-from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.step import Int32, Int64, ScoredTokens, SharedPrefixes, Step
+from batchinfer.engine.step_io.in_flight import SampledRows, snapshot_rows
 from batchinfer.engine.step_io.sampling_batch import build_sampling_batch
+from batchinfer.engine.step_io.scored_prompts import ScoredSpan, scored_spans, scored_tokens
+from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 
-def sampled_rows(table: SequenceTable, schedule: Schedule) -> tuple[Rows, Int32]:
-    """Rows whose last known token is computed, and how many samples to draw from each.
+@dataclass(frozen=True, slots=True)
+class BuiltStep:
+    """A step, and what is remembered of it until its result is there."""
 
-    A row's first token is drawn for all its samples at once, from the same logits.
-    """
-    rows = schedule.rows
-    done = table.num_computed[rows] + schedule.num_new == table.num_tokens[rows]
-    rows = rows[done]
-    samples_per_row = np.ones(len(rows), dtype=np.int32)
-    for at in np.flatnonzero(table.num_tokens[rows] == table.num_prompt[rows]):
-        samples_per_row[at] = table.sequence(rows[at]).request.num_draws
-    return rows, samples_per_row
+    step: Step
+    sampled: SampledRows
+    scored: list[ScoredSpan]
 
 
 def build_step(
+    table: SequenceTable, schedule: Schedule, prefixes: PrefixTree | None = None
+) -> BuiltStep:
+    """The step that computes a schedule; slots of blocks are resolved here.
+
+    Call it before the step's tokens count as computed.
+
+    Args:
+        table: the running sequences.
+        schedule: rows, tokens and copies.
+        prefixes: finds what the rows share; None: nothing is to be found.
+    """
+    spans = scored_spans(table, schedule)
+    shared = None if prefixes is None else prefixes.of_step(schedule.rows)
+    step = _step(table, schedule, shared, scored_tokens(spans))
+    return BuiltStep(step, snapshot_rows(table, schedule), spans)
+
+
+def _step(
     table: SequenceTable,
     schedule: Schedule,
-    sampled: Rows,
-    samples_per_row: Int32,
-    shared_prefixes: SharedPrefixes | None = None,
-    scored: ScoredTokens | None = None,
+    shared_prefixes: SharedPrefixes | None,
+    scored: ScoredTokens | None,
 ) -> Step:
-    """The step that computes ``schedule``; slots of blocks are resolved here.
-
-    ``sampled`` and ``samples_per_row`` are those of ``sampled_rows``, ``shared_prefixes`` and
-    ``scored`` of the schedule's rows.
-    """
     rows, num_new = schedule.rows, schedule.num_new
     starts = np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)
     computed = table.num_computed[rows]
@@ -55,7 +65,6 @@ def build_step(
         slots = table.other_tables[:, at_row, at_block]
         others["other_slots"] = _places(slots, positions, size)
     adapters = table.adapter[rows]
-    finishes = computed + num_new == table.num_tokens[rows]
     return Step(
         token_ids=_token_ids(table, schedule, starts),
         previous_sample=_previous_sample(table, schedule, starts),
@@ -65,8 +74,8 @@ def build_step(
         block_tables=table.block_table[rows, :longest],
         slot_mapping=_places(table.block_table[at_row, at_block], positions, size),
         block_copies=_pairs(schedule.block_copies.within),
-        logits_indices=(starts[1:] - 1)[finishes],
-        sampling=build_sampling_batch(table, sampled, samples_per_row),
+        logits_indices=(starts[1:] - 1)[schedule.finishes],
+        sampling=build_sampling_batch(table, schedule),
         shared_prefixes=shared_prefixes,
         swap_outs=_pairs(schedule.block_copies.outs),
         swap_ins=_pairs(schedule.block_copies.ins),

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.engine.runner import Pending
+from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import Bool, Int32, Int64
@@ -47,24 +48,24 @@ class InFlight:
     """A step that was submitted and not read."""
 
     pending: Pending
-    drawn: SampledRows
+    sampled: SampledRows
+    scored: list[ScoredSpan]
     stats: StepStats
     """Without its times."""
     began: float
     """When its scheduling began, by the engine's clock."""
-    scored: list[ScoredSpan]
-    """What it tells of prompts."""
 
 
-def snapshot_rows(table: SequenceTable, rows: Rows, samples_per_row: Int32) -> SampledRows:
-    """What ``process_result`` needs of the rows a step samples. Call it before ``advance``."""
+def snapshot_rows(table: SequenceTable, schedule: Schedule) -> SampledRows:
+    """The rows that a step samples, as they are before it counts as computed."""
+    rows = schedule.sampled
     num_tokens = table.num_tokens[rows] + np.int32(1)
     lengths = num_tokens - table.num_prompt[rows]
     return SampledRows(
         rows=rows,
         admission=table.admission[rows],
         sequences=table.sequences[rows],
-        samples_per_row=samples_per_row,
+        samples_per_row=schedule.samples_per_row,
         num_tokens=num_tokens,
         lengths=lengths,
         at_limit=num_tokens >= table.max_total[rows],

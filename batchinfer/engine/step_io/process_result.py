@@ -15,7 +15,8 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.sequence import RequestState, Sequence
 from batchinfer.engine.step import Bool, Int32, StepResult
 from batchinfer.engine.step_io.beam_step import process_beams
-from batchinfer.engine.step_io.in_flight import SampledRows
+from batchinfer.engine.step_io.in_flight import InFlight, SampledRows
+from batchinfer.engine.step_io.scored_prompts import process_scores
 from batchinfer.engine.step_io.structured_output import StopResult, add_forced_tokens
 from batchinfer.protocols import StopMatch
 
@@ -63,20 +64,22 @@ def _stops(
 
 
 def process_result(
-    scheduler: Scheduler, drawn: SampledRows, result: StepResult, now: float
+    scheduler: Scheduler, step: InFlight, result: StepResult, now: float
 ) -> list[Completion]:
-    """Apply a step's samples.
+    """Apply the oldest submitted step's result.
 
     Args:
         scheduler: after the step was submitted, and perhaps the one after it.
-        drawn: what the step drew samples for; K = sum of its ``copies``.
-        result: the K samples.
+        step: what it drew samples for; K = sum of ``samples_per_row``.
+        result: the K samples, and what is told of prompts.
         now: the engine's clock, in seconds.
 
     Returns:
         Requests that are done.
     """
-    drawn, result, running = _without_ended(scheduler.table, drawn, result)
+    scheduler.pool.confirm()
+    process_scores(step.scored, result.scored)
+    drawn, result, running = _without_ended(scheduler.table, step.sampled, result)
     states: dict[RequestState, None] = {}
     errors: dict[RequestState, Failure] = {}
     beams = drawn.is_beam

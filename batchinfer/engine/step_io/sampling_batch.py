@@ -6,17 +6,19 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
+from batchinfer.engine.scheduler.schedule import Schedule
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.step import Int32, Penalties, SamplingBatch
 from batchinfer.engine.step_io.structured_output import grammar_masks
 
 
-def build_sampling_batch(table: SequenceTable, rows: Rows, samples_per_row: Int32) -> SamplingBatch:
-    """Samples for each of ``rows``, ``copies[i]`` of them from the logits of row ``i``.
+def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:
+    """How the samples of a scheduled step are drawn.
 
     The samples of one row follow each other, with sample indices counting up from its own.
     """
+    rows, samples_per_row = schedule.sampled, schedule.samples_per_row
     logits_rows = np.repeat(np.arange(len(rows), dtype=np.int32), samples_per_row)
     drawn = np.repeat(rows, samples_per_row)
     first = np.cumsum(samples_per_row) - samples_per_row

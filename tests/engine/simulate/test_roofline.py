@@ -14,7 +14,7 @@ from batchinfer.engine.simulate.roofline import (
     StepWork,
     step_seconds,
 )
-from batchinfer.engine.step_io.build_step import build_step, sampled_rows
+from batchinfer.engine.step_io.build_step import build_step
 from tests.engine.fake import make_engine, make_request
 from tests.models import tiny_config
 
@@ -103,7 +103,7 @@ def test_the_work_of_a_step_is_counted_from_its_arrays() -> None:
     table = engine.scheduler.table
     schedule = engine.scheduler.schedule()
     assert schedule is not None
-    work = StepWork.of(build_step(table, schedule, *sampled_rows(table, schedule)))
+    work = StepWork.of(build_step(table, schedule).step)
     # Row 0 computes its sixth token; row 1 its prompt of three, whose tokens see 1, 2 and 3.
     assert work == StepWork(
         tokens=4, logits_rows=2, decode_context=6, chunks=1, chunk_context=3, chunk_pairs=6
