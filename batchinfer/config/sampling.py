@@ -141,6 +141,12 @@ class SamplingParams:
             known = all(token_id >= 0 for token_id in self.logit_bias)
             self._require("logit_bias", small and known, f"token ids with values up to {HUGE:g}")
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens lose or gain by being in the prompt or the output."""
+        none = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return none != (0.0, 0.0, 1.0)
+
     def _check_beams(self) -> None:
         width, penalty = self.beam_width, self.length_penalty
         if width is None:

@@ -7,7 +7,9 @@ K = samples drawn (K >= R: the n samples of a row draw from one row of logits).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +22,55 @@ Bool = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """Sampling parameters, one value for each row of a table or each of K samples.
+
+    Whatever is declared here goes from ``SamplingParams`` to the sampler by its name.
+    """
+
+    temperature: Float32  # 0 = most likely token
+    top_p: Float32
+    top_k: Int32  # 0 = all
+    min_p: Float32
+    presence_penalty: Float32
+    frequency_penalty: Float32
+    repetition_penalty: Float32
+    seed: UInt64
+    stream: UInt64  # the row's random stream
+    sample_index: Int32
+    num_logprobs: Int32  # alternatives wanted; -1 = no logprobs wanted at all
+
+    DISTRIBUTION: ClassVar = ("temperature", "top_p", "top_k", "min_p")
+    """What samples of a row of logits have in common if they draw from one distribution."""
+
+    @classmethod
+    def zeros(cls, count: int) -> Self:
+        """Columns of so many zeros."""
+        dtypes = {name: get_args(get_args(hint)[1]) for name, hint in _column_types().items()}
+        return cls(**{name: np.zeros(count, dtype) for name, (dtype,) in dtypes.items()})
+
+    def set_row(self, row: int, params: object, **derived: float) -> None:
+        """Fill a row with ``derived``, and with the attributes of ``params`` of the other names."""
+        for name in _column_types():
+            value = derived[name] if name in derived else getattr(params, name)
+            getattr(self, name)[row] = value
+
+    def take(self, rows: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
+        """The values of some rows, by the names of their columns."""
+        return {name: getattr(self, name)[rows] for name in _column_types()}
+
+
+@cache
+def _column_types() -> dict[str, Any]:
+    types = get_type_hints(SamplingColumns)
+    return {entry.name: types[entry.name] for entry in fields(SamplingColumns)}
+
+
+@dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of the samples that have any. P = such samples, padding is -1."""
+    """Tokens that penalties look back at. P = samples that have any, padding is -1."""
 
     samples: Int32  # [P] index into the K samples
-    presence: Float32  # [P]
-    frequency: Float32  # [P]
-    repetition: Float32  # [P]
     prompt_token_ids: Int32  # [P, longest prompt]
     output_token_ids: Int32  # [P, longest output so far]
 
@@ -40,19 +84,11 @@ def _no_masks() -> Int32:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatch:
+class SamplingBatch(SamplingColumns):
     """How to draw the step's K samples from its R rows of logits."""
 
     logits_rows: Int32  # [K] which of the R rows of logits each sample draws from
-    temperature: Float32  # [K] 0 = most likely token
-    top_p: Float32  # [K]
-    top_k: Int32  # [K] 0 = all
-    min_p: Float32  # [K]
-    seed: UInt64  # [K]
-    stream: UInt64  # [K] the row's random stream
-    sample_index: Int32  # [K]
     position: Int32  # [K] output tokens the sample had before this one
-    num_logprobs: Int32  # [K] alternatives wanted; -1 = no logprobs wanted at all
     penalties: Penalties | None
     bias_samples: Int32  # [B] added to logits: sample, token id, value (-inf bans the token)
     bias_token_ids: Int32  # [B]

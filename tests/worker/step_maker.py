@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchinfer.engine.step import SamplingBatch, Step
+from batchinfer.engine.step import SamplingBatch, SamplingColumns, Step
 
 
 @dataclass
@@ -77,18 +77,13 @@ class StepMaker:
 
 def greedy_batch(num_samples: int) -> SamplingBatch:
     """One greedy sample from each row of logits."""
-    zeros, none = np.zeros(num_samples, np.float32), np.empty(0, np.int32)
+    columns = SamplingColumns.zeros(num_samples)
+    columns.top_p[:], columns.num_logprobs[:] = 1, -1
+    none = np.empty(0, np.int32)
     return SamplingBatch(
+        **columns.take(np.arange(num_samples)),
         logits_rows=np.arange(num_samples, dtype=np.int32),
-        temperature=zeros,
-        top_p=np.ones(num_samples, np.float32),
-        top_k=zeros.astype(np.int32),
-        min_p=zeros,
-        seed=zeros.astype(np.uint64),
-        stream=zeros.astype(np.uint64),
-        sample_index=zeros.astype(np.int32),
-        position=zeros.astype(np.int32),
-        num_logprobs=np.full(num_samples, -1, np.int32),
+        position=np.zeros(num_samples, np.int32),
         penalties=None,
         bias_samples=none,
         bias_token_ids=none,

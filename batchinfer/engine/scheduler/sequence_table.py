@@ -14,6 +14,7 @@ import numpy.typing as npt
 from batchinfer.engine.kv.layer_groups import left_windows
 from batchinfer.engine.kv.prefix_index import Block
 from batchinfer.engine.sequence import Sequence
+from batchinfer.engine.step import SamplingColumns
 
 Int = npt.NDArray[np.integer]
 Rows = npt.NDArray[np.intp]
@@ -75,14 +76,7 @@ class SequenceTable:
         """[rows, longest] of blocks, where these have no slot of their own."""
         self.version = 0
         """Changes with every change of a block table but growth at its end."""
-        self.temperature = np.zeros(rows, dtype=np.float32)
-        self.top_p = np.zeros(rows, dtype=np.float32)
-        self.top_k = np.zeros(rows, dtype=np.int32)
-        self.min_p = np.zeros(rows, dtype=np.float32)
-        self.seed = np.zeros(rows, dtype=np.uint64)
-        self.stream = np.zeros(rows, dtype=np.uint64)
-        self.sample_index = np.zeros(rows, dtype=np.int32)
-        self.num_logprobs = np.zeros(rows, dtype=np.int32)
+        self.sampling = SamplingColumns.zeros(rows)
         self.min_tokens = np.zeros(rows, dtype=np.int32)
         self.stop_ids = np.full((rows, 4), -1, dtype=np.int32)
         self.checks_stops = np.zeros(rows, dtype=np.bool_)
@@ -237,13 +231,16 @@ class SequenceTable:
     def _set_sampling(self, row: int, sequence: Sequence) -> None:
         request, params = sequence.request, sequence.request.params
         self.adapter[row] = request.adapter
-        self.temperature[row] = params.temperature
-        self.top_p[row] = params.top_p
-        self.top_k[row] = max(params.top_k, 0)
-        self.min_p[row] = params.min_p
-        self.seed[row], self.stream[row] = request.rng_key
-        self.sample_index[row] = sequence.index
-        self.num_logprobs[row] = request.num_candidates
+        seed, stream = request.rng_key
+        self.sampling.set_row(
+            row,
+            params,
+            top_k=max(params.top_k, 0),
+            seed=seed,
+            stream=stream,
+            sample_index=sequence.index,
+            num_logprobs=request.num_candidates,
+        )
         self.min_tokens[row] = params.min_tokens
         stop_ids = request.stop_token_ids
         if len(stop_ids) > self.stop_ids.shape[1]:
@@ -258,12 +255,7 @@ class SequenceTable:
         self.scores_prompt[row] = params.prompt_logprobs is not None
         self.given_token[row] = -1 if request.given_token is None else request.given_token
         self.has_grammar[row] = request.grammar is not None
-        looks_back = bool(
-            params.presence_penalty
-            or params.frequency_penalty
-            or params.repetition_penalty != 1.0
-            or request.bad_words_token_ids
-        )
+        looks_back = params.has_penalties or bool(request.bad_words_token_ids)
         self.needs_values[row] = looks_back or self.is_beam[row] or self.has_grammar[row]
         self.edits_logits[row] = bool(
             looks_back

@@ -72,7 +72,7 @@ def snapshot_rows(table: SequenceTable, schedule: Schedule) -> SampledRows:
         may_stop=lengths >= table.min_tokens[rows],
         stop_ids=table.stop_ids[rows],
         checks_stops=table.checks_stops[rows],
-        num_logprobs=table.num_logprobs[rows],
+        num_logprobs=table.sampling.num_logprobs[rows],
         is_beam=table.is_beam[rows],
         scores_prompt=table.scores_prompt[rows],
         has_grammar=table.has_grammar[rows],

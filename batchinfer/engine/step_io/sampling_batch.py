@@ -25,6 +25,8 @@ def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBa
     nth = np.arange(len(drawn), dtype=np.int32) - np.repeat(first, samples_per_row)
     edited = np.flatnonzero(table.edits_logits[drawn])
     sequences = [table.sequence(drawn[at]) for at in edited]
+    columns = table.sampling.take(drawn)
+    columns["sample_index"] += nth
     position = (table.num_tokens[drawn] - table.num_prompt[drawn]).astype(np.int32)
     given = table.given_token[drawn]
     bias, allowed = _Entries(), _Entries()
@@ -33,16 +35,9 @@ def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBa
         allowed.add(at, sequence.request.params.allowed_token_ids or ())
     masked_rows, masks = grammar_masks(table, rows)
     return SamplingBatch(
+        **columns,
         logits_rows=logits_rows,
-        temperature=table.temperature[drawn],
-        top_p=table.top_p[drawn],
-        top_k=table.top_k[drawn],
-        min_p=table.min_p[drawn],
-        seed=table.seed[drawn],
-        stream=table.stream[drawn],
-        sample_index=(table.sample_index[drawn] + nth).astype(np.int32),
         position=position,
-        num_logprobs=table.num_logprobs[drawn],
         penalties=_penalties(edited.tolist(), sequences),
         bias_samples=np.asarray(bias.samples, dtype=np.int32),
         bias_token_ids=np.asarray(bias.token_ids, dtype=np.int32),
@@ -92,25 +87,14 @@ def _penalties(samples: list[int], sequences: list[Sequence]) -> Penalties | Non
     penalised = [
         (at, sequence)
         for at, sequence in zip(samples, sequences, strict=True)
-        if _is_penalised(sequence)
+        if sequence.request.params.has_penalties
     ]
     if not penalised:
         return None
-    params = [sequence.request.params for _, sequence in penalised]
     return Penalties(
         samples=np.asarray([at for at, _ in penalised], dtype=np.int32),
-        presence=np.asarray([p.presence_penalty for p in params], dtype=np.float32),
-        frequency=np.asarray([p.frequency_penalty for p in params], dtype=np.float32),
-        repetition=np.asarray([p.repetition_penalty for p in params], dtype=np.float32),
         prompt_token_ids=_padded([s.request.prompt_token_ids for _, s in penalised]),
         output_token_ids=_padded([s.output_ids for _, s in penalised]),
-    )
-
-
-def _is_penalised(sequence: Sequence) -> bool:
-    params = sequence.request.params
-    return bool(
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
     )
 
 

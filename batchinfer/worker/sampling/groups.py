@@ -29,16 +29,6 @@ class SampleGroup:
     """Whether they are drawn from the logits where these are, without a workspace."""
 
 
-def edited_samples(batch: SamplingBatch) -> Bool:
-    """[K] whether bias, an allowed list or penalties change the sample's logits."""
-    edited = np.zeros(len(batch.logits_rows), np.bool_)
-    edited[batch.bias_samples] = True
-    edited[batch.allowed_samples] = True
-    if batch.penalties is not None:
-        edited[batch.penalties.samples] = True
-    return edited
-
-
 def group_samples(
     batch: SamplingBatch, edited: Bool, vocab: int, most: int, *, in_place: bool
 ) -> Iterator[SampleGroup]:
@@ -88,9 +78,8 @@ def _starts_distribution(batch: SamplingBatch, edited: Bool, samples: Int64) -> 
     """[k] whether a sample differs from the one before it; a row's samples are neighbours."""
     first = np.ones(len(samples), np.bool_)
     same = ~edited[samples[1:]] & ~edited[samples[:-1]]
-    columns = (batch.logits_rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
-    for column in columns:
-        values = column[samples]
+    for name in ("logits_rows", *batch.DISTRIBUTION):
+        values = getattr(batch, name)[samples]
         same &= values[1:] == values[:-1]
     first[1:] = ~same
     return first

@@ -15,9 +15,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchinfer.engine.step import Int32, Int64, Penalties, SamplingBatch
+from batchinfer.engine.step import Bool, Int32, Int64, SamplingBatch
 from batchinfer.kernels.cpu import native, row_ops
 from batchinfer.worker.transfer import to_device
+
+_Samples = Callable[[SamplingBatch], Int32]
+_Change = Callable[[Tensor, SamplingBatch, Int64], None]
+
+
+def edited_samples(batch: SamplingBatch) -> Bool:
+    """[K] whether a processor changes the sample's logits."""
+    edited = np.zeros(len(batch.logits_rows), np.bool_)
+    for samples, _ in LOGITS_PROCESSORS:
+        edited[samples(batch)] = True
+    return edited
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch, heads: Int64) -> None:
@@ -30,10 +41,8 @@ def edit_logits(logits: Tensor, batch: SamplingBatch, heads: Int64) -> None:
     """
     rows = np.full(len(batch.logits_rows), -1)
     rows[heads] = np.arange(len(heads))
-    _add_bias(logits, batch, rows)
-    _keep_allowed(logits, batch, rows)
-    if batch.penalties is not None:
-        _penalise(logits, batch.penalties, rows)
+    for _, change in LOGITS_PROCESSORS:
+        change(logits, batch, rows)
 
 
 def _add_bias(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
@@ -64,23 +73,29 @@ def _entries(logits: Tensor, rows: Int64, token_ids: Int32) -> tuple[Tensor, Ten
     return at["rows"], at["ids"]
 
 
-def _penalise(logits: Tensor, penalties: Penalties, rows: Int64) -> None:
+def _penalised_samples(batch: SamplingBatch) -> Int32:
+    return np.empty(0, np.int32) if batch.penalties is None else batch.penalties.samples
+
+
+def _penalise(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
     """Apply the three penalties.
 
     Repetition (Keskar et al. 2019, arXiv:1909.05858) divides positive and multiplies other
     logits of tokens in the prompt or the output. Then, as in the OpenAI API, a token that is c
     times in the output loses ``frequency * c``, and ``presence`` if c > 0.
     """
-    mine = np.flatnonzero(rows[penalties.samples] >= 0)
-    if len(mine) == 0:
+    samples = _penalised_samples(batch)
+    mine = rows[samples] >= 0
+    if batch.penalties is None or not mine.any():
         return
+    samples = samples[mine]
     arrays: dict[str, npt.NDArray[np.generic]] = {
-        "rows": rows[penalties.samples[mine], None],
-        "presence": penalties.presence[mine, None],
-        "frequency": penalties.frequency[mine, None],
-        "repetition": penalties.repetition[mine, None],
-        "prompt": penalties.prompt_token_ids[mine],
-        "output": penalties.output_token_ids[mine],
+        "rows": rows[samples, None],
+        "presence": batch.presence_penalty[samples, None],
+        "frequency": batch.frequency_penalty[samples, None],
+        "repetition": batch.repetition_penalty[samples, None],
+        "prompt": batch.penalties.prompt_token_ids[mine],
+        "output": batch.penalties.output_token_ids[mine],
     }
     on = to_device(arrays, logits.device)
     output = on["output"].long()
@@ -92,7 +107,7 @@ def _penalise(logits: Tensor, penalties: Penalties, rows: Int64) -> None:
         seen,
         lambda _, at: torch.where(at > 0, at / repetition, at * repetition),
     )
-    counts = torch.zeros(len(mine), logits.shape[1], device=logits.device)
+    counts = torch.zeros(len(samples), logits.shape[1], device=logits.device)
     counts.scatter_add_(1, output.clamp(min=0), (output >= 0).float())
     _rewrite(
         logits,
@@ -100,6 +115,15 @@ def _penalise(logits: Tensor, penalties: Penalties, rows: Int64) -> None:
         output,
         lambda ids, at: at - on["frequency"] * counts.gather(1, ids) - on["presence"],
     )
+
+
+LOGITS_PROCESSORS: tuple[tuple[_Samples, _Change], ...] = (
+    (lambda batch: batch.bias_samples, _add_bias),
+    (lambda batch: batch.allowed_samples, _keep_allowed),
+    (_penalised_samples, _penalise),
+)
+"""In their order: which samples each is for, and what changes logits, rows of which are given as
+[K] the row of each sample, -1 = it has none."""
 
 
 def _rewrite(

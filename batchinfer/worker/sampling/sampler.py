@@ -17,8 +17,8 @@ from torch import Tensor
 from batchinfer.engine.step import Bool, Int32, Int64, SamplingBatch
 from batchinfer.kernels.cpu import native
 from batchinfer.kernels.cpu import sampling as native_sampling
-from batchinfer.worker.sampling.groups import SampleGroup, edited_samples, group_samples
-from batchinfer.worker.sampling.logits_processors import edit_logits, forbid_masked
+from batchinfer.worker.sampling.groups import SampleGroup, group_samples
+from batchinfer.worker.sampling.logits_processors import edit_logits, edited_samples, forbid_masked
 from batchinfer.worker.sampling.logprobs import RowStats, row_stats, token_ranks, top_logits
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.philox import RANDOM_BITS, random_bits
@@ -27,8 +27,6 @@ from batchinfer.worker.transfer import to_device
 
 _WEIGHT_OF_MAX = 2.0**40
 """Weights of 2**22 tokens add up to less than 2**62."""
-
-_DISTRIBUTION = ("temperature", "min_p", "top_p", "top_k")
 
 _WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
 """Most logits worked on at a time, or one row; the CPU's is about what a cache holds."""
@@ -179,7 +177,7 @@ def _draw_natively(
         bits: [k] uniform in [0, 2**RANDOM_BITS).
     """
     chosen = torch.zeros(len(part.samples), dtype=torch.int64)
-    arrays = {name: getattr(batch, name)[part.heads] for name in _DISTRIBUTION}
+    arrays = {name: getattr(batch, name)[part.heads] for name in batch.DISTRIBUTION}
     starts = np.searchsorted(part.distributions, np.arange(len(part.heads) + 1))
     arrays |= {"rows": rows.astype(np.int64), "starts": starts.astype(np.int64), "bits": bits}
     native_sampling.draw(logits, maximum, **to_device(arrays, logits.device), out=chosen)

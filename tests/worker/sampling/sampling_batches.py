@@ -53,6 +53,9 @@ def make_batch(samples: Sequence[Sample]) -> SamplingBatch:
         top_p=column("top_p", np.float32),
         top_k=column("top_k", np.int32),
         min_p=column("min_p", np.float32),
+        presence_penalty=column("presence", np.float32),
+        frequency_penalty=column("frequency", np.float32),
+        repetition_penalty=column("repetition", np.float32),
         seed=column("seed", np.uint64),
         stream=column("stream", np.uint64),
         sample_index=column("index", np.int32),
@@ -73,9 +76,6 @@ def _penalties(samples: Sequence[Sample]) -> Penalties | None:
         return None
     return Penalties(
         samples=np.array(at, np.int32),
-        presence=np.array([samples[k].presence for k in at], np.float32),
-        frequency=np.array([samples[k].frequency for k in at], np.float32),
-        repetition=np.array([samples[k].repetition for k in at], np.float32),
         prompt_token_ids=_padded([samples[k].prompt for k in at]),
         output_token_ids=_padded([samples[k].output for k in at]),
     )

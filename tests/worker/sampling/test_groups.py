@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.worker.sampling.groups import edited_samples, group_samples
+from batchinfer.worker.sampling.groups import group_samples
+from batchinfer.worker.sampling.logits_processors import edited_samples
 from tests.worker.sampling.sampling_batches import Sample, make_batch
 
 samples = st.builds(
