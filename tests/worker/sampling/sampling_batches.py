@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.engine.step import Penalties, SamplingBatch
+from batchinfer.engine.step import Penalties, SamplingBatch, SamplingColumns
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,21 @@ def make_batch(samples: Sequence[Sample]) -> SamplingBatch:
 
     bias = [(k, i, v) for k, s in enumerate(samples) for i, v in s.bias.items()]
     allowed = [(k, i) for k, s in enumerate(samples) for i in s.allowed]
+    columns = SamplingColumns.zeros(len(samples))
+    for at, sample in enumerate(samples):
+        columns.set_row(
+            at,
+            sample,
+            presence_penalty=sample.presence,
+            frequency_penalty=sample.frequency,
+            repetition_penalty=sample.repetition,
+            sample_index=sample.index,
+            num_logprobs=sample.logprobs,
+        )
     return SamplingBatch(
+        **columns.take(np.arange(len(samples))),
         logits_rows=column("row", np.int32),
-        temperature=column("temperature", np.float32),
-        top_p=column("top_p", np.float32),
-        top_k=column("top_k", np.int32),
-        min_p=column("min_p", np.float32),
-        presence_penalty=column("presence", np.float32),
-        frequency_penalty=column("frequency", np.float32),
-        repetition_penalty=column("repetition", np.float32),
-        seed=column("seed", np.uint64),
-        stream=column("stream", np.uint64),
-        sample_index=column("index", np.int32),
         position=column("position", np.int32),
-        num_logprobs=column("logprobs", np.int32),
         penalties=_penalties(samples),
         bias_samples=np.array([k for k, _, _ in bias], np.int32),
         bias_token_ids=np.array([i for _, i, _ in bias], np.int32),
