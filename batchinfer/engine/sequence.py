@@ -157,28 +157,6 @@ class Sequence:
         """
         return [self] if self.state.search is None else self.state.samples
 
-    @property
-    def num_tokens_to_compute(self) -> int:
-        """Tokens to compute next: all, or all but the last until the rest of its group runs."""
-        alone = all(other is self or other.row >= 0 for other in self.group)
-        return self.num_tokens if alone else self.num_tokens - 1
-
-    @property
-    def max_prefix_hit(self) -> int:
-        """Tokens it may find computed: not the last to compute, nor any before which logits are
-        needed."""
-        scores, all_but_last = self.state.scores, self.num_tokens_to_compute - 1
-        if scores is None or scores.next >= scores.stop:
-            return all_but_last
-        return min(scores.next, all_but_last)
-
-    @property
-    def num_pending_forks(self) -> int:
-        """Sequences that will fork from it when it has computed what it knows."""
-        if self.state.search is not None:
-            return self.request.group_size - 1
-        return 0 if self.output_ids else self.request.params.n - 1
-
     def tokens(self, start: int, stop: int) -> TokenIds:
         """Token ids at positions ``start`` to ``stop``, int32."""
         prompt = self.request.prompt_token_ids

@@ -10,8 +10,13 @@ import numpy as np
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.prefix_hit import PrefixHit, acquire_prefix, find_prefix_hit
 from batchinfer.engine.kv.prefix_index import Block, PrefixMatch, common_tokens
+from batchinfer.engine.scheduler.beam_groups import (
+    first_fork,
+    num_pending_forks,
+    num_tokens_to_compute,
+)
 from batchinfer.engine.scheduler.forecast import Packing, PoolForecast
-from batchinfer.engine.scheduler.kv_manager import Growth, PrefixWriter
+from batchinfer.engine.scheduler.kv_manager import KVManager
 from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
@@ -28,9 +33,8 @@ class Admission:
         pool: the KV pool's blocks.
         table: rows for running sequences.
         packing: forecasts of the pool.
-        growth: hands out blocks.
-        prefixes: enters what sequences compute into the prefix index.
-        future_use: knows what waiting sequences begin with.
+        kv_manager: hands out blocks and indexes those of prompts.
+        reuse_hints: knows what waiting sequences begin with.
     """
 
     def __init__(
@@ -38,15 +42,13 @@ class Admission:
         pool: BlockPool,
         table: SequenceTable,
         packing: Packing,
-        growth: Growth,
-        prefixes: PrefixWriter,
+        kv_manager: KVManager,
         reuse_hints: ReuseHints,
     ) -> None:
         self._pool = pool
         self._table = table
         self._packing = packing
-        self._growth = growth
-        self._prefixes = prefixes
+        self._kv_manager = kv_manager
         self._reuse_hints = reuse_hints
 
     def admit(self, waiting: deque[Sequence], schedule: Schedule, budget: int) -> None:
@@ -75,7 +77,7 @@ class Admission:
                 break
             del waiting[at]
             self._packing.expect_samples(forecast, sequence)
-            chunk = min(budget, sequence.num_tokens_to_compute - hit.num_tokens)
+            chunk = min(budget, num_tokens_to_compute(sequence) - hit.num_tokens)
             rows.append(self._start(sequence, hit, chunk, schedule, sources))
             chunks.append(chunk)
             budget -= chunk
@@ -93,7 +95,7 @@ class Admission:
         if sequence.state.skip_prefix_cache:
             return PrefixHit([], None, 0, num_evicted=self._pool.window_slots.num_evicted(0)), False
         size, pool = self._table.block_size, self._pool
-        key = sequence.key(0, sequence.max_prefix_hit)
+        key = sequence.key(0, _max_prefix_hit(sequence))
         adapter = sequence.request.adapter
         match = pool.match(key, adapter)
         hit = find_prefix_hit(pool, match, least=self._forking(sequence))
@@ -103,7 +105,7 @@ class Admission:
         whole = len(hit.blocks) == len(match.blocks)
         within_reach = start + (match.tokens_in_flight if whole else 0)
         node = hit.blocks[-1] if hit.blocks else pool.index.root(adapter)
-        for leader in self._prefixes.prefilling.get(node, ()):
+        for leader in self._kv_manager.prefilling.get(node, ()):
             ahead = leader.key(start, leader.request.num_prompt_tokens)
             within_reach = max(within_reach, start + common_tokens(ahead, key[4 * start :]))
         gain = within_reach - hit.num_tokens
@@ -117,14 +119,10 @@ class Admission:
         return hit, holds_back
 
     def _forking(self, sequence: Sequence) -> int | None:
-        """Tokens after which the rest of its group goes other ways; None: there is none to join."""
+        """What must be left in windows for its group to fork; None: no more than for itself."""
         if not self._pool.window_slots.windows or len(sequence.group) == 1:
             return None
-        key = sequence.key(0, sequence.num_tokens_to_compute)
-        return min(
-            common_tokens(key, other.key(0, sequence.num_tokens_to_compute))
-            for other in sequence.group
-        )
+        return first_fork(sequence)
 
     def _fitting(
         self, sequence: Sequence, hit: PrefixHit, budget: int, forecast: PoolForecast
@@ -142,7 +140,7 @@ class Admission:
     ) -> PrefixHit | None:
         """The hit, or less of it, such that its blocks and the chunk's are there; else None."""
         while True:
-            end = min(hit.num_tokens + budget, sequence.num_tokens_to_compute)
+            end = min(hit.num_tokens + budget, num_tokens_to_compute(sequence))
             fresh = -(-end // self._table.block_size) - len(hit.blocks)
             if fresh * self._pool.slots_per_block + hit.num_idle <= self._pool.num_available:
                 return hit
@@ -176,7 +174,17 @@ class Admission:
         sequence.num_indexed = len(hit.blocks)
         sequence.num_evicted = hit.num_evicted
         row = self._table.add(sequence, taken.blocks, hit.num_tokens, joined)
-        self._growth.allocate_slots(row, chunk)
+        self._table.pending_forks[row] = num_pending_forks(sequence)
+        self._kv_manager.allocate_slots(row, chunk)
         new = np.asarray([row], dtype=np.intp), np.asarray([chunk], dtype=np.int32)
-        self._prefixes.cache_prompt_blocks(*new)
+        self._kv_manager.cache_prompt_blocks(*new)
         return row
+
+
+def _max_prefix_hit(sequence: Sequence) -> int:
+    """Tokens it may find computed: not the last to compute, nor any before which logits are
+    needed."""
+    scores, all_but_last = sequence.state.scores, num_tokens_to_compute(sequence) - 1
+    if scores is None or scores.next >= scores.stop:
+        return all_but_last
+    return min(scores.next, all_but_last)

@@ -20,6 +20,30 @@ from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
 
 
+def awaits_group(sequence: Sequence) -> bool:
+    """Whether others of its group do not run, so that they will fork from it or join it."""
+    return any(other is not sequence and other.row < 0 for other in sequence.group)
+
+
+def num_tokens_to_compute(sequence: Sequence) -> int:
+    """Tokens to compute next: all, or all but the last until the rest of the group runs."""
+    return sequence.num_tokens - awaits_group(sequence)
+
+
+def num_pending_forks(sequence: Sequence) -> int:
+    """Samples or beams that fork from a waiting sequence when it has computed what it knows."""
+    if sequence.state.search is not None:
+        return sequence.request.group_size - 1
+    return 0 if sequence.output_ids else sequence.request.params.n - 1
+
+
+def first_fork(sequence: Sequence) -> int:
+    """Tokens after which the first of a waiting sequence's group goes another way."""
+    stop = num_tokens_to_compute(sequence)
+    key = sequence.key(0, stop)
+    return min(common_tokens(key, other.key(0, stop)) for other in sequence.group)
+
+
 def share_blocks(
     pool: BlockPool, table: SequenceTable, parent: Sequence, child: Sequence, num_tokens: int
 ) -> None:
@@ -45,7 +69,7 @@ class BeamGroups:
     Args:
         pool: the KV pool's blocks.
         table: rows for running sequences.
-        future_use: knows what beams that wait begin with.
+        reuse_hints: knows what beams that wait begin with.
         max_num_batched_tokens: most tokens in a step.
     """
 
@@ -94,12 +118,12 @@ class BeamGroups:
         for row in np.flatnonzero((table.pending_forks > 0) & table.is_beam):
             leader = table.sequence(row)
             absent = [beam for beam in leader.group if beam.row < 0]
-            if not absent or table.num_computed[row] < leader.num_tokens_to_compute:
+            stop = num_tokens_to_compute(leader)
+            if not absent or table.num_computed[row] < stop:
                 continue
-            computed = leader.key(0, leader.num_tokens_to_compute)
-            goal = leader.num_tokens_to_compute
+            computed = leader.key(0, stop)
             for beam in absent:
-                key = beam.key(0, goal)
+                key = beam.key(0, stop)
                 common = common_tokens(computed, key)
                 if beam.state.skip_prefix_cache or not self._take_up(leader, beam, key, common):
                     self._fork(leader, beam, common)
@@ -150,18 +174,17 @@ class BeamGroups:
         beam.index_parent = pool.entry_below(hit.blocks, beam.request.adapter)
         beam.num_indexed = len(hit.blocks)
         self._table.add(beam, taken.blocks, hit.num_tokens, joined)
-        self._stand_beside(leader, beam)
+        self._join_age(leader, beam)
         return True
 
-    def _stand_beside(self, beam: Sequence, other: Sequence) -> None:
-        """Count a beam that begins to run as part of the group."""
+    def _join_age(self, beam: Sequence, other: Sequence) -> None:
+        """Let a beam that begins to run be as old as the group."""
         self._table.admission[other.row] = self._table.admission[beam.row]
-        self._table.pending_forks[other.row] = 0
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Run ``child``, which begins with ``num_tokens`` that ``parent`` has computed."""
         share_blocks(self._pool, self._table, parent, child, num_tokens)
-        self._stand_beside(parent, child)
+        self._join_age(parent, child)
 
     def trim_to_whole_groups(self, rows: Rows, num_new: Int) -> Int:
         """[S] ``num_new``, such that a group's beams come to their last tokens in one step.

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import numpy.typing as npt
 
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.prefix_index import Block
+from batchinfer.engine.scheduler.beam_groups import awaits_group
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
 
 
-class Growth:
-    """Says which blocks new tokens need, and hands them out.
+class KVManager:
+    """Gives running sequences blocks and takes back those they need no longer.
+
+    Other rows share a prompt's blocks; an output's are found again by the row itself alone. So a
+    block of a prompt is indexed when the step that fills it is scheduled, and those of an output
+    only when its sequence is preempted: steady decode indexes nothing.
 
     Args:
         pool: the KV pool's blocks.
@@ -24,19 +28,25 @@ class Growth:
     def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
         self._pool = pool
         self._table = table
+        self.prefilling: dict[Block, list[Sequence]] = {}
+        """Rows whose prompts this step leaves unfinished, by the last block indexed of each."""
+
+    def begin_step(self) -> None:
+        """Forget which prompts the step before left unfinished."""
+        self.prefilling = {}
 
     def blocks_needed(self, rows: Rows, num_new: Int) -> Int:
         """[S] blocks each row must be given: for new tokens, and to copy a shared last block."""
         table = self._table
         end = table.num_computed[rows] + num_new
-        wanted: Int = -(-end // table.block_size) - table.num_blocks[rows]
+        needed: Int = -(-end // table.block_size) - table.num_blocks[rows]
         copies: Counter[Block] = Counter()
         for at in np.flatnonzero(table.tail_shared[rows]):
             last = table.sequence(rows[at]).blocks[-1]
             if self._must_copy_tail(int(rows[at])) and copies[last] < last.ref_count - 1:
                 copies[last] += 1  # the last one to refer to it writes to it
-                wanted[at] += 1
-        return wanted
+                needed[at] += 1
+        return needed
 
     def allocate_slots(self, row: int, num_new: int) -> None:
         """Give a row its own last block and the blocks its new tokens need."""
@@ -52,90 +62,43 @@ class Growth:
         for _ in range(-(-end // table.block_size) - int(table.num_blocks[row])):
             table.append_block(row, pool.allocate())
 
-    def _must_copy_tail(self, row: int) -> bool:
-        """Whether the row's next token goes into a block that others refer to as well."""
-        table = self._table
-        partly_filled = table.num_computed[row] % table.block_size != 0
-        return bool(partly_filled) and table.sequence(row).blocks[-1].ref_count > 1
-
-
-class Windows:
-    """Gives up the parts of blocks that no later token of a sequence sees.
-
-    That is when a step is submitted. It reads them before a later one writes to their slots, as
-    steps run in order (see ``Runner``).
-
-    Args:
-        pool: the KV pool's blocks.
-        table: the running sequences.
-    """
-
-    def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
-        self._pool = pool
-        self._table = table
-
     def free_outside_window(self, rows: Rows, num_new: Int) -> None:
-        """Give up what left a window by the tokens just submitted.
+        """Free slots that no later token of a sequence sees, when a step was submitted.
+
+        The step reads them before a later one writes to them, as steps run in order (see
+        ``Runner``). A sequence that others will fork from, before where it is, keeps them.
 
         Args:
             rows: [S] table rows.
             num_new: [S] tokens of each in the step; they count as computed.
         """
-        table = self._table
-        if not self._pool.window_slots.windows:
+        table, window_slots = self._table, self._pool.window_slots
+        if not window_slots.windows:
             return
         after = table.num_computed[rows]
         moved = (table.num_left(after) > table.num_left(after - num_new)).any(axis=0)
         for row in rows[moved]:
             sequence = table.sequence(row)
-            if not self._is_waited_for(sequence):
-                self._leave(
-                    sequence, self._pool.window_slots.num_evicted(int(table.num_computed[row]))
-                )
+            if awaits_group(sequence):
+                continue
+            sequence.state.note_peak_blocks()
+            num_evicted = window_slots.num_evicted(int(table.num_computed[row]))
+            for group, (gone, now) in enumerate(
+                zip(sequence.num_evicted, num_evicted, strict=True)
+            ):
+                for block in sequence.blocks[gone:now]:
+                    window_slots.leave(block.window_slots[group])
+            sequence.num_evicted = num_evicted
 
-    def _leave(self, sequence: Sequence, left: tuple[int, ...]) -> None:
-        sequence.state.note_peak_blocks()
-        for part, (gone, now) in enumerate(zip(sequence.num_evicted, left, strict=True)):
-            for block in sequence.blocks[gone:now]:
-                self._pool.window_slots.leave(block.window_slots[part])
-        sequence.num_evicted = left
-
-    @staticmethod
-    def _is_waited_for(sequence: Sequence) -> bool:
-        """Whether others of its group will fork from before where it is."""
-        return any(other.row < 0 for other in sequence.group)
-
-
-class PrefixWriter:
-    """Other rows share a prompt's blocks; an output's are found again by the row itself alone.
-
-    So a block of a prompt is entered when the step that fills it is scheduled, and those of an
-    output only when its sequence is preempted: steady decode enters nothing.
-
-    Args:
-        pool: the KV pool's blocks.
-        table: the running sequences.
-    """
-
-    def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
-        self._pool = pool
-        self._table = table
-        self.prefilling: dict[Block, list[Sequence]] = {}
-        """Rows whose prompts this step leaves unfinished, by the last block they entered."""
-
-    def begin_step(self) -> None:
-        """Another step is being scheduled."""
-        self.prefilling = {}
-
-    def cache_prompt_blocks(self, rows: Rows, num_new: npt.NDArray[np.integer]) -> None:
-        """Enter blocks of prompts that this step fills, and the part of one a prompt ends in."""
+    def cache_prompt_blocks(self, rows: Rows, num_new: Int) -> None:
+        """Index blocks of prompts that this step fills, and the part of one a prompt ends in."""
         start, prompt = self._table.num_computed[rows], self._table.num_prompt[rows]
         for at in np.flatnonzero(start < prompt):
             end = int(start[at] + num_new[at])
             self._cache_prompt(self._table.sequence(rows[at]), end, int(prompt[at]))
 
     def cache_computed_blocks(self, sequence: Sequence) -> list[Block]:
-        """Enter all that a running sequence computed, the block it ends in as far as it goes.
+        """Index all that a running sequence computed, the block it ends in as far as it goes.
 
         Returns:
             The indexed blocks that hold it.
@@ -152,9 +115,22 @@ class PrefixWriter:
                 entries.append(parent)
         return entries
 
+    def _must_copy_tail(self, row: int) -> bool:
+        """Whether the row's next token goes into a block that others refer to as well."""
+        table = self._table
+        partly_filled = table.num_computed[row] % table.block_size != 0
+        return bool(partly_filled) and table.sequence(row).blocks[-1].ref_count > 1
+
     def _cache_prompt(self, sequence: Sequence, end: int, prompt: int) -> None:
-        size = self._pool.block_size
-        self._cache_blocks(sequence, min(end, prompt) // size)
+        """Index what this step, which computes the first ``end`` tokens, fills of a prompt."""
+        size, pool = self._pool.block_size, self._pool
+        while sequence.index_parent is not None and sequence.num_indexed < min(end, prompt) // size:
+            at = sequence.num_indexed
+            key = sequence.key(at * size, (at + 1) * size)
+            sequence.index_parent = pool.insert_block(
+                sequence.index_parent, sequence.blocks[at], key
+            )
+            sequence.num_indexed += 1
         parent = sequence.index_parent
         if parent is None:
             return
@@ -162,14 +138,4 @@ class PrefixWriter:
             self.prefilling.setdefault(parent, []).append(sequence)
         elif prompt % size and end // size == prompt // size:
             key = sequence.key(prompt - prompt % size, prompt)
-            self._pool.insert_block(parent, sequence.blocks[prompt // size], key)
-
-    def _cache_blocks(self, sequence: Sequence, stop: int) -> None:
-        """Enter a sequence's blocks up to ``stop``."""
-        size = self._pool.block_size
-        while sequence.index_parent is not None and sequence.num_indexed < stop:
-            at = sequence.num_indexed
-            key = sequence.key(at * size, (at + 1) * size)
-            block = sequence.blocks[at]
-            sequence.index_parent = self._pool.insert_block(sequence.index_parent, block, key)
-            sequence.num_indexed += 1
+            pool.insert_block(parent, sequence.blocks[prompt // size], key)

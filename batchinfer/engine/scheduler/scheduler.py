@@ -16,7 +16,7 @@ from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.scheduler.admission import Admission
 from batchinfer.engine.scheduler.beam_groups import BeamGroups, share_blocks
 from batchinfer.engine.scheduler.forecast import Packing, PoolForecast
-from batchinfer.engine.scheduler.kv_manager import Growth, PrefixWriter, Windows
+from batchinfer.engine.scheduler.kv_manager import KVManager
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy, ReuseHints
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
@@ -49,7 +49,6 @@ class Scheduler:
         assert pool.windows == table.windows
         self.pool = pool
         self.table = table
-        self._windows = Windows(pool, table)
         self.waiting: deque[Sequence] = deque()
         self.packing = Packing(pool, table)
         self.reuse_hints = ReuseHints(pool)
@@ -58,11 +57,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         """Most tokens in a step from now on."""
         self._num_steps = 0
-        self._growth = Growth(pool, table)
-        self._prefixes = PrefixWriter(pool, table)
-        self._admission = Admission(
-            pool, table, self.packing, self._growth, self._prefixes, self.reuse_hints
-        )
+        self._kv_manager = KVManager(pool, table)
+        self._admission = Admission(pool, table, self.packing, self._kv_manager, self.reuse_hints)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those that wait."""
@@ -85,8 +81,8 @@ class Scheduler:
         schedule = self._continue_running()
         if schedule is None:
             return None
-        self._prefixes.begin_step()
-        self._prefixes.cache_prompt_blocks(schedule.rows, schedule.num_new)
+        self._kv_manager.begin_step()
+        self._kv_manager.cache_prompt_blocks(schedule.rows, schedule.num_new)
         if schedule.num_preempted == 0 and self.waiting:
             budget = self.max_num_batched_tokens - int(schedule.num_new.sum())
             self._admission.admit(self.waiting, schedule, budget)
@@ -110,7 +106,7 @@ class Scheduler:
         tokens = note_tokens(table, schedule, now)
         self.pool.commit_fills()
         table.num_computed[rows] += schedule.num_new.astype(np.int32)
-        self._windows.free_outside_window(rows, schedule.num_new)
+        self._kv_manager.free_outside_window(rows, schedule.num_new)
         table.computed_once[rows] = np.maximum(table.computed_once[rows], table.num_computed[rows])
         table.num_tokens[sampled] += 1
         table.sample_at[sampled] = np.cumsum(schedule.samples_per_row) - schedule.samples_per_row
@@ -200,7 +196,7 @@ class Scheduler:
         state.stats.swap_preemptions += swaps * len(running)
         state.note_peak_blocks()
         for member in running:
-            entries = self._prefixes.cache_computed_blocks(member)
+            entries = self._kv_manager.cache_computed_blocks(member)
             if swaps:
                 self.reuse_hints.add(member, entries)
         for member in reversed(running):
@@ -234,7 +230,7 @@ class Scheduler:
             if np.count_nonzero(~ready) > _MOST_SITTING_OUT * len(running):
                 return None
             rows, num_new = self._share_budget(running[ready])
-            wanted = self._growth.blocks_needed(rows, num_new)
+            wanted = self._kv_manager.blocks_needed(rows, num_new)
             if int(wanted.sum()) * self.pool.slots_per_block <= self.pool.num_available:
                 break
             if in_flight.any():
@@ -242,7 +238,7 @@ class Scheduler:
             preempted += self.preempt(self.table.sequence(running[-1]))
         schedule = Schedule(rows, num_new, num_preempted=preempted)
         for at in np.flatnonzero(wanted):
-            self._growth.allocate_slots(int(rows[at]), int(num_new[at]))
+            self._kv_manager.allocate_slots(int(rows[at]), int(num_new[at]))
         return schedule
 
     def _can_run_ahead(self, rows: Rows) -> npt.NDArray[np.bool_]:

@@ -162,7 +162,7 @@ class SequenceTable:
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.sample_at[row] = -1
         self.num_joined[row] = joined
-        self.pending_forks[row] = sequence.num_pending_forks
+        self.pending_forks[row] = 0
         self.tail_shared[row] = False
         sequence.blocks = []
         self.num_blocks[row] = 0
