@@ -77,7 +77,7 @@ def run(loaded: LoadedModel, rows: list[Request], share: float, preemption: Pree
     pool = BlockPool(num_blocks, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=num_host)
     preemption_policy = PreemptionPolicy(preemption, cache.host.measure())
     scheduler = Scheduler(pool, SequenceTable(256, MAX_LEN, BLOCK_SIZE), 1024, preemption_policy)
-    scheduler.packing.lengths.observe(np.full(200_000, 2), np.ones(200_000, dtype=np.bool_))
+    scheduler.output_lengths.observe(np.full(200_000, 2), np.ones(200_000, dtype=np.bool_))
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))
     for row in rows:
         engine.add_request(row)

@@ -78,7 +78,7 @@ def run(
     table = SequenceTable(64, loaded.max_model_len, size, windows)
     scheduler = Scheduler(pool, table, setup.max_tokens)
     if setup.misleading:
-        scheduler.packing.lengths.observe(np.full(2000, 2), np.ones(2000, dtype=np.bool_))
+        scheduler.output_lengths.observe(np.full(2000, 2), np.ones(2000, dtype=np.bool_))
     runner = ModelRunner(loaded.model, cache, Sampler())
     engine = Engine(scheduler, runner, runs_ahead=setup.runs_ahead)
     for row, (prompt, one) in enumerate(zip(prompts(), params, strict=False)):

@@ -110,7 +110,7 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
         stop_token_ids=[VOCAB_SIZE] if setup.misleading else [],  # which no model has
     )
     if setup.misleading:
-        scheduler.packing.lengths.observe(np.full(100, 2), np.ones(100, dtype=np.bool_))
+        scheduler.output_lengths.observe(np.full(100, 2), np.ones(100, dtype=np.bool_))
     rows = list(enumerate(prompts(setup.longer)))
     for row, prompt in reversed(rows) if setup.backwards else rows:
         engine.add_request(Request(row, np.asarray(prompt, dtype=np.int32), params, (3, row)))

@@ -67,7 +67,7 @@ def run(
     table = SequenceTable(256, loaded.max_model_len, BLOCK_SIZE)
     # As long as a copy takes here. Measured on a busy machine it may take longer than computing.
     scheduler = Scheduler(pool, table, 512, PreemptionPolicy(preemption, block_copy_s=1e-6))
-    scheduler.packing.lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
+    scheduler.output_lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))
     for request in requests():
         engine.add_request(request)

@@ -123,7 +123,7 @@ def test_a_small_pool_preempts_and_finds_the_same(make_engine: MakeEngine) -> No
     """Rows that seem to be short run long, so the forecast errs."""
     requests = [beams(row, [row + 1] * 6, 3, max_tokens=40) for row in range(30)]
     engine, _ = make_engine(num_blocks=60, block_size=4)
-    engine.scheduler.packing.lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
+    engine.scheduler.output_lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
     completions, steps = run_all(engine, requests)
     assert sum(step.num_preempted for step in steps) > 3
     for completion in completions.values():

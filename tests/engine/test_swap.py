@@ -192,7 +192,7 @@ def test_a_group_comes_back_from_the_host_whole(make_engine: MakeEngine) -> None
     recomputed = {}
     for preemption in ("recompute", "swap"):
         engine, _ = make_engine(60, host_blocks=1000, preemption=preemption)
-        engine.scheduler.packing.lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
+        engine.scheduler.output_lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
         completions, steps = run_all(engine, requests)
         for completion in completions.values():
             assert_found(completion)

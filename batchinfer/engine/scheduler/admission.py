@@ -15,7 +15,7 @@ from batchinfer.engine.scheduler.beam_groups import (
     num_pending_forks,
     num_tokens_to_compute,
 )
-from batchinfer.engine.scheduler.forecast import Packing, PoolForecast
+from batchinfer.engine.scheduler.forecast import PoolForecast
 from batchinfer.engine.scheduler.kv_manager import KVManager
 from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.schedule import Schedule
@@ -32,7 +32,6 @@ class Admission:
     Args:
         pool: the KV pool's blocks.
         table: rows for running sequences.
-        packing: forecasts of the pool.
         kv_manager: hands out blocks and indexes those of prompts.
         reuse_hints: knows what waiting sequences begin with.
     """
@@ -41,25 +40,25 @@ class Admission:
         self,
         pool: BlockPool,
         table: SequenceTable,
-        packing: Packing,
         kv_manager: KVManager,
         reuse_hints: ReuseHints,
     ) -> None:
         self._pool = pool
         self._table = table
-        self._packing = packing
         self._kv_manager = kv_manager
         self._reuse_hints = reuse_hints
 
-    def admit(self, waiting: deque[Sequence], schedule: Schedule, budget: int) -> None:
+    def admit(
+        self, waiting: deque[Sequence], schedule: Schedule, budget: int, forecast: PoolForecast
+    ) -> None:
         """Start waiting sequences while tokens, rows and, by the forecast, blocks last.
 
         Args:
             waiting: the queue.
             schedule: gets the rows that start.
             budget: tokens left in the step.
+            forecast: of what runs now; rows that start count from then on.
         """
-        forecast = self._packing.forecast()
         rows: list[int] = []
         chunks: list[int] = []
         sources: list[Block] = []
@@ -76,7 +75,7 @@ class Admission:
             if hit is None:
                 break
             del waiting[at]
-            self._packing.expect_samples(forecast, sequence)
+            forecast.expect_samples(sequence)
             chunk = min(budget, num_tokens_to_compute(sequence) - hit.num_tokens)
             rows.append(self._start(sequence, hit, chunk, schedule, sources))
             chunks.append(chunk)
@@ -132,7 +131,7 @@ class Admission:
         fitting = self._fit(sequence, hit, budget, required=alone)
         if fitting is None:
             return None
-        fits = self._packing.admit(forecast, sequence, fitting.num_shared)
+        fits = forecast.admit_group(sequence, fitting.num_shared)
         return fitting if fits or alone else None
 
     def _fit(

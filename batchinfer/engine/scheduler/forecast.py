@@ -8,8 +8,6 @@ exceeds the pool. Preemption corrects what the forecast got wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -81,48 +79,97 @@ class OutputLengths:
             self._cumulative = np.concatenate([[0.0], np.cumsum(per_bin)])
         return self._cumulative
 
+    def remaining(self, table: SequenceTable, rows: Rows) -> Float:
+        """[S] output tokens that running sequences are predicted to add.
+
+        Quantiles follow the golden ratio in the order of admission, which spreads them evenly.
+        """
+        ages = table.num_tokens[rows] - table.num_prompt[rows]
+        limits = table.max_total[rows] - table.num_prompt[rows]
+        quantiles = np.asarray(table.admission[rows] * _GOLDEN + 0.5, dtype=np.float64) % 1.0
+        totals = self.predict(ages, limits, quantiles)
+        remaining: Float = np.where(table.length_known[rows], limits, totals) - ages
+        return remaining
+
 
 class PoolForecast:
     """Blocks in use at every later step, if nobody else is admitted.
 
-    Demand peaks just before a sequence ends. Which end is highest is found with block tables
-    taken as half a block longer than full; the demand there is then counted exactly, since
-    sequences that run in step fill their last blocks in step.
+    Counted are what runs now and the samples that will fork from it. Demand peaks just before a
+    sequence ends. Which end is highest is found with block tables taken as half a block longer
+    than full; the demand there is then counted exactly, since sequences that run in step fill
+    their last blocks in step. Of a model with windows blocks are counted in slots, one in each
+    layer group, and what a sequence holds behind a window that it outgrows is taken to be the most
+    all the time.
 
     Args:
-        tokens: tokens known of each running sequence; the newest has no KV yet.
-        remaining: output tokens each is predicted to add.
-        joined: blocks of each that are also somebody else's; not given back when it ends.
-        shared_blocks: blocks in use beyond those the sequences hold alone.
-        capacity: blocks that may be used.
-        block_size: tokens per block.
-        windows: of each layer group; blocks are counted in slots, one in each group. What a
-            sequence holds behind a window that it outgrows is taken to be the most all the time.
+        pool: the KV pool's blocks.
+        table: the running sequences.
+        lengths: what the job has shown of its output lengths.
     """
 
-    def __init__(
-        self,
-        tokens: Int,
-        remaining: Float,
-        joined: Int,
-        *,
-        shared_blocks: float,
-        capacity: float,
-        block_size: int,
-        windows: tuple[int, ...] = (0,),
-    ) -> None:
-        order = np.argsort(remaining)
-        self._block_size = block_size
-        self._full = sum(window == 0 for window in windows)
-        self._most_in_windows = [most_in_window(w, block_size) for w in windows if w]
-        self._capacity = capacity
-        self._shared = shared_blocks
-        self._ends = np.asarray(remaining, dtype=np.float64)[order]
-        self._tokens = np.asarray(tokens, dtype=np.float64)[order]
-        self._joined = np.asarray(joined, dtype=np.float64)[order]
+    def __init__(self, pool: BlockPool, table: SequenceTable, lengths: OutputLengths) -> None:
+        self._table = table
+        self._lengths = lengths
+        self._full = sum(window == 0 for window in table.windows)
+        self._most_in_windows = [most_in_window(w, table.block_size) for w in table.windows if w]
+        rows = table.rows()
+        joined = table.num_joined[rows]
+        elsewhere = np.maximum(joined, table.num_left(table.num_computed[rows]))
+        owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
+        self._shared = max(pool.num_used - owned, 0)
+        """Blocks in use beyond those the sequences hold alone."""
+        unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
+        self._capacity = pool.num_blocks * (1.0 - _WATERMARK * unsure)
+        forks = table.pending_forks[rows]
+        remaining, tokens = lengths.remaining(table, rows), table.num_tokens[rows]
+        full_blocks = table.num_prompt[rows] // table.block_size
+        ends = np.concatenate([remaining, np.repeat(remaining, forks)])
+        order = np.argsort(ends)
+        self._ends: Float = ends[order]
+        """Output tokens each is predicted to add, ascending."""
+        self._tokens: Float = np.concatenate([tokens, np.repeat(tokens, forks)])[order].astype(
+            float
+        )
+        """Tokens known of each; the newest has no KV yet."""
+        self._joined: Float = np.concatenate([joined, np.repeat(full_blocks, forks)])[order].astype(
+            float
+        )
+        """Blocks of each that are also somebody else's; not given back when it ends."""
 
-    def admit(self, tokens: int, remaining: float, joined: int) -> bool:
-        """Whether one more fits; if so it counts from now on."""
+    def admit(self, sequence: Sequence, joined: int) -> bool:
+        """Whether one more sequence fits; if so it counts from now on.
+
+        Args:
+            sequence: without a row.
+            joined: blocks it would share.
+        """
+        return self._admit(sequence.num_tokens, self._remaining(sequence), joined)
+
+    def admit_group(self, sequence: Sequence, joined: int) -> bool:
+        """Whether a waiting sequence fits, and its group with it; if so they count from now on."""
+        before = self._ends, self._tokens, self._joined
+        shared = sequence.request.num_prompt_tokens // self._table.block_size
+        blocks = [joined, *[shared] * (sequence.request.group_size - 1)]
+        remaining = self._remaining(sequence)
+        if all(self._admit(sequence.num_tokens, remaining, count) for count in blocks):
+            return True
+        self._ends, self._tokens, self._joined = before
+        return False
+
+    def expect_samples(self, leader: Sequence) -> None:
+        """Count on the samples that will fork from a row just admitted, as far as they fit."""
+        if leader.output_ids:
+            return
+        remaining, full_blocks = (
+            self._remaining(leader),
+            leader.num_tokens // self._table.block_size,
+        )
+        for _ in range(leader.request.num_draws - 1):
+            if not self._admit(leader.num_tokens, remaining, full_blocks):
+                break
+
+    def _admit(self, tokens: int, remaining: float, joined: int) -> bool:
         at = int(np.searchsorted(self._ends, remaining))
         ends = np.insert(self._ends, at, remaining)
         known = np.insert(self._tokens, at, tokens)
@@ -132,17 +179,18 @@ class PoolForecast:
         self._ends, self._tokens, self._joined = ends, known, shared
         return True
 
-    def admit_together(self, entries: Iterable[tuple[int, float, int]]) -> bool:
-        """Whether all of several fit, each as ``admit`` takes it; if so they count from now on."""
-        before = self._ends, self._tokens, self._joined
-        if all(self.admit(*entry) for entry in entries):
-            return True
-        self._ends, self._tokens, self._joined = before
-        return False
+    def _remaining(self, sequence: Sequence) -> float:
+        """Output tokens a waiting sequence is taken to add: an average one of its age."""
+        age = len(sequence.output_ids)
+        limit = self._table.total_limit(sequence) - sequence.request.num_prompt_tokens
+        if not sequence.request.stop_token_ids and sequence.stop_checker is None:
+            return float(limit - age)
+        total = self._lengths.predict(np.array([age]), np.array([limit]), np.array([0.5]))
+        return float(total[0]) - age
 
     def _peak(self, ends: Float, tokens: Float, joined: Float) -> float:
         """Most blocks that the sequences, sorted by their ends, hold alone at any time."""
-        size = self._block_size
+        size = self._table.block_size
         half = (tokens + (size - 1) / 2) / size - joined
         growth: Float = np.arange(len(ends), 0, -1, dtype=np.float64)
         if self._most_in_windows:
@@ -158,80 +206,8 @@ class PoolForecast:
     def _growing(self, ends: Float, tokens: Float, joined: Float) -> tuple[Float, Float]:
         """In how many groups each sequence grows to its end, and what it holds in the others."""
         growing, constant = np.full(len(ends), float(self._full)), np.zeros(len(ends))
-        final = np.ceil((tokens + ends - 1) / self._block_size) - joined
+        final = np.ceil((tokens + ends - 1) / self._table.block_size) - joined
         for most in self._most_in_windows:
             growing += final <= most
             constant += np.where(final <= most, 0, most)
         return growing, constant
-
-
-class Packing:
-    """Makes forecasts of the pool from the running sequences and from what the job has shown.
-
-    Args:
-        pool: the KV pool's blocks.
-        table: the running sequences.
-    """
-
-    def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
-        self._pool = pool
-        self._table = table
-        self.lengths = OutputLengths(table.max_model_len)
-
-    def forecast(self) -> PoolForecast:
-        """The pool's future with what runs now, and with the samples that will fork from it."""
-        table = self._table
-        rows = table.rows()
-        joined = table.num_joined[rows]
-        elsewhere = np.maximum(joined, table.num_left(table.num_computed[rows]))
-        owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
-        unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
-        remaining = self._remaining_of_rows(rows)
-        pending_forks = table.pending_forks[rows]
-        full_blocks = np.repeat(table.num_prompt[rows] // table.block_size, pending_forks)
-        return PoolForecast(
-            np.concatenate(
-                [table.num_tokens[rows], np.repeat(table.num_tokens[rows], pending_forks)]
-            ),
-            np.concatenate([remaining, np.repeat(remaining, pending_forks)]),
-            np.concatenate([joined, full_blocks]),
-            shared_blocks=max(self._pool.num_used - owned, 0),
-            capacity=self._pool.num_blocks * (1.0 - _WATERMARK * unsure),
-            block_size=table.block_size,
-            windows=table.windows,
-        )
-
-    def admit(self, forecast: PoolForecast, sequence: Sequence, joined: int) -> bool:
-        """Whether a waiting sequence fits, and its group with it; if so they count from now on."""
-        tokens, remaining = sequence.num_tokens, self.remaining(sequence)
-        shared = sequence.request.num_prompt_tokens // self._table.block_size
-        others = [(tokens, remaining, shared)] * (sequence.request.group_size - 1)
-        return forecast.admit_together([(tokens, remaining, joined), *others])
-
-    def expect_samples(self, forecast: PoolForecast, leader: Sequence) -> None:
-        """Count on the samples that will fork from a row just admitted, as far as they fit."""
-        if leader.output_ids:
-            return
-        remaining, full_blocks = self.remaining(leader), leader.num_tokens // self._table.block_size
-        for _ in range(leader.request.num_draws - 1):
-            if not forecast.admit(leader.num_tokens, remaining, full_blocks):
-                break
-
-    def _remaining_of_rows(self, rows: Rows) -> npt.NDArray[np.float64]:
-        table = self._table
-        ages = table.num_tokens[rows] - table.num_prompt[rows]
-        limits = table.max_total[rows] - table.num_prompt[rows]
-        quantiles = np.asarray(table.admission[rows] * _GOLDEN + 0.5, dtype=np.float64) % 1.0
-        totals = self.lengths.predict(ages, limits, quantiles)
-        remaining: npt.NDArray[np.float64]
-        remaining = np.where(table.length_known[rows], limits, totals) - ages
-        return remaining
-
-    def remaining(self, sequence: Sequence) -> float:
-        """Output tokens a waiting sequence is taken to add: an average one of its age."""
-        age = len(sequence.output_ids)
-        limit = self._table.total_limit(sequence) - sequence.request.num_prompt_tokens
-        if not sequence.request.stop_token_ids and sequence.stop_checker is None:
-            return float(limit - age)
-        total = self.lengths.predict(np.array([age]), np.array([limit]), np.array([0.5]))
-        return float(total[0]) - age

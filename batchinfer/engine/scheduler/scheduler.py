@@ -15,7 +15,7 @@ import numpy.typing as npt
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.scheduler.admission import Admission
 from batchinfer.engine.scheduler.beam_groups import BeamGroups, share_blocks
-from batchinfer.engine.scheduler.forecast import Packing, PoolForecast
+from batchinfer.engine.scheduler.forecast import OutputLengths, PoolForecast
 from batchinfer.engine.scheduler.kv_manager import KVManager
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy, ReuseHints
 from batchinfer.engine.scheduler.schedule import Schedule
@@ -50,7 +50,7 @@ class Scheduler:
         self.pool = pool
         self.table = table
         self.waiting: deque[Sequence] = deque()
-        self.packing = Packing(pool, table)
+        self.output_lengths = OutputLengths(table.max_model_len)
         self.reuse_hints = ReuseHints(pool)
         self.beam_groups = BeamGroups(pool, table, self.reuse_hints, max_num_batched_tokens)
         self.preemption_policy = preemption_policy or PreemptionPolicy()
@@ -58,7 +58,7 @@ class Scheduler:
         """Most tokens in a step from now on."""
         self._num_steps = 0
         self._kv_manager = KVManager(pool, table)
-        self._admission = Admission(pool, table, self.packing, self._kv_manager, self.reuse_hints)
+        self._admission = Admission(pool, table, self._kv_manager, self.reuse_hints)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those that wait."""
@@ -85,7 +85,7 @@ class Scheduler:
         self._kv_manager.cache_prompt_blocks(schedule.rows, schedule.num_new)
         if schedule.num_preempted == 0 and self.waiting:
             budget = self.max_num_batched_tokens - int(schedule.num_new.sum())
-            self._admission.admit(self.waiting, schedule, budget)
+            self._admission.admit(self.waiting, schedule, budget, self.forecast())
         if len(schedule.rows) == 0:
             assert not self.waiting, "nothing runs, yet nothing was admitted"
             return None
@@ -123,6 +123,10 @@ class Scheduler:
         self._retire(sampled)
         return stats
 
+    def forecast(self) -> PoolForecast:
+        """The pool's future with what runs now."""
+        return PoolForecast(self.pool, self.table, self.output_lengths)
+
     def fork(self, parent: Sequence, child: Sequence, forecast: PoolForecast) -> None:
         """Run ``child``, which shares all tokens computed so far with ``parent``, if it fits.
 
@@ -133,8 +137,7 @@ class Scheduler:
         computed = int(table.num_computed[row])
         child.computed_once = computed
         joined = computed // table.block_size  # a partly filled block will be copied
-        remaining = self.packing.remaining(child)
-        if not table.has_room() or not forecast.admit(child.num_tokens, remaining, joined):
+        if not table.has_room() or not forecast.admit(child, joined):
             match = self.pool.match(child.key(0, computed), child.request.adapter)
             tail = [] if match.tail is None else [match.tail]
             self.reuse_hints.add(child, [*match.blocks, *tail])

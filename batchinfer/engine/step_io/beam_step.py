@@ -44,7 +44,7 @@ def process_beams(
         at_limit = bool(drawn.at_limit[at[0]])
         heirs = _advance(state, at, result, at_limit=at_limit)
         stopped = np.full(len(at), not heirs and not at_limit)
-        scheduler.packing.lengths.observe(drawn.lengths[at], stopped)
+        scheduler.output_lengths.observe(drawn.lengths[at], stopped)
         if heirs:
             _replace(scheduler, state, heirs)
         else:

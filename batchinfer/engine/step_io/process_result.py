@@ -105,7 +105,7 @@ def process_result(
     failed[list(ends.broken)] = True
     stopped = np.zeros(len(sequences), dtype=np.bool_)
     stopped[list(ends.stops)] = True
-    scheduler.packing.lengths.observe(ends.lengths, stopped)
+    scheduler.output_lengths.observe(ends.lengths, stopped)
 
     for at in np.flatnonzero(samples.lengths == 1):
         state = sequences[at].state
@@ -213,7 +213,7 @@ def _fork(
     if not parting.any():
         return
     scheduler.table.pending_forks[drawn.rows[running]] = 0
-    forecast = scheduler.packing.forecast()
+    forecast = scheduler.forecast()
     first = np.cumsum(drawn.samples_per_row) - drawn.samples_per_row
     for row, count in zip(
         first[parting].tolist(), drawn.samples_per_row[parting].tolist(), strict=True

@@ -79,7 +79,7 @@ def test_copies_take_their_time_and_auto_looks_at_it(
     )
     one = make_request(0, list(range(8)), max_tokens=40)
     rows = [replace(one, row_id=row, eos_token_ids=frozenset([END_TOKEN])) for row in range(6)]
-    engine.scheduler.packing.lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
+    engine.scheduler.output_lengths.observe(np.full(500, 2), np.ones(500, dtype=np.bool_))
     _, steps = run_all(engine, rows)
     assert sum(step.num_preempted for step in steps) > 0
     copies = sum(step.swapped_in_blocks + step.swapped_out_blocks for step in steps)
