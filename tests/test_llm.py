@@ -21,6 +21,7 @@ import batchinfer.llm.llm
 from batchinfer import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from batchinfer.errors import DeviceError, ModelError, NotYetError
 from batchinfer.worker.model.tokenizer import load_tokenizer
+from tests.engine.invariants import check_scheduler
 from tests.models import make_text_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -205,7 +206,7 @@ def test_an_interrupted_call_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "def", "some more words to fill blocks with"], GREEDY, use_tqdm=False)
     monkeypatch.undo()
-    llm._built.engine.scheduler.check_invariants()
+    check_scheduler(llm._built.engine.scheduler)
     assert llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs == expected
 
 

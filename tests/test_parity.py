@@ -23,6 +23,7 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
+from tests.engine.invariants import check_scheduler
 from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
 
 FAMILIES = (
@@ -117,7 +118,7 @@ def run(loaded: LoadedModel, setup: Setup) -> tuple[dict[int, Completion], list[
     completions, steps = {}, []
     for _ in itertools.takewhile(lambda _: engine.num_unfinished, itertools.count()):
         outcome = engine.step()
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
         completions |= {done.request.row_id: done for done in outcome.completions}
         steps += [outcome.stats] if outcome.stats else []
         running = list(scheduler.table.running())

@@ -21,6 +21,7 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
+from tests.engine.invariants import check_scheduler
 from tests.models import VOCAB_SIZE, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def run(
     completions, steps = {}, []
     while engine.num_unfinished:
         outcome = engine.step()
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
         completions |= {done.request.row_id: done for done in outcome.completions}
         steps += [outcome.stats] if outcome.stats else []
     assert pool.num_used == 0

@@ -19,6 +19,7 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
+from tests.engine.invariants import check_scheduler
 from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
 
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def test_a_long_row_holds_what_its_windows_see(family: str, tmp_path: Path) -> N
     completions, used = [], []
     while engine.num_unfinished:
         outcome = engine.step()
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
         completions += outcome.completions
         used += [outcome.stats.kv_blocks_used] if outcome.stats else []
     late = [BLOCKS * full + IN_WINDOW * windowed - blocks for blocks in used[-4:]]

@@ -18,6 +18,7 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import Step, StepResult
+from tests.engine.invariants import check_scheduler
 
 NextToken = Callable[[bytes, int, int, int], int]
 """(context tokens as bytes, random stream, sample index, position) -> token id"""
@@ -270,7 +271,7 @@ def run_all(
         if not engine.num_unfinished:
             break
         outcome = engine.step()
-        engine.scheduler.check_invariants()
+        check_scheduler(engine.scheduler)
         for completion in outcome.completions:
             assert completion.request.row_id not in completions
             completions[completion.request.row_id] = completion

@@ -13,6 +13,7 @@ from batchinfer.engine.request import Request
 from batchinfer.engine.step import Step, StepResult
 from tests.engine import fake
 from tests.engine.fake import EOS, MakeEngine, expected, make_request, run_all
+from tests.engine.invariants import check_scheduler
 from tests.engine.searches import assert_found, beams, expected_beams
 
 
@@ -103,7 +104,7 @@ def test_a_group_is_preempted_whole_and_goes_on(caching: bool, max_tokens: int) 
     completions, preempted, steps = [], 0, 0
     while engine.num_unfinished:
         outcome = engine.step()
-        engine.scheduler.check_invariants()
+        check_scheduler(engine.scheduler)
         completions += outcome.completions
         steps += 1
         running = list(engine.scheduler.table.running())

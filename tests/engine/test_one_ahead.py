@@ -25,6 +25,7 @@ from tests.engine.fake import (
     make_request,
     run_all,
 )
+from tests.engine.invariants import check_scheduler
 from tests.engine.searches import assert_found, beams
 
 
@@ -234,7 +235,7 @@ def test_what_is_aborted_under_way_leaves_nothing_behind(
         engine.step()
     engine.abort_all()
     assert engine.scheduler.pool.num_used == engine.num_unfinished == 0
-    engine.scheduler.check_invariants()
+    check_scheduler(engine.scheduler)
     completions, _ = run_all(engine, requests)
     for request in requests:
         for output in completions[request.row_id].outputs:
@@ -280,7 +281,7 @@ def test_what_a_failed_step_was_to_fill_is_not_found(
     with pytest.raises(StepError):
         run_all(engine, requests)
     engine.abort_all()
-    engine.scheduler.check_invariants()
+    check_scheduler(engine.scheduler)
     runner.left, runner.late = 10**9, False
     completions, _ = run_all(engine, requests)  # its contexts are checked by the runner
     for request in requests:
@@ -369,7 +370,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         if hasattr(self, "engine"):
-            self.engine.scheduler.check_invariants()
+            check_scheduler(self.engine.scheduler)
 
     def check(self, completions: list[Completion]) -> None:
         for completion in completions:

@@ -17,6 +17,7 @@ from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import Step, StepResult
 from batchinfer.errors import DeviceError, ExitCode
 from tests.engine.fake import FakeRunner, expected, hashed, make_engine, make_request
+from tests.engine.invariants import check_scheduler
 from tests.engine.searches import assert_found, beams
 
 GARBAGE = -7
@@ -112,7 +113,7 @@ def run(
         if not engine.num_unfinished:
             break
         outcome = engine.step()
-        engine.scheduler.check_invariants()
+        check_scheduler(engine.scheduler)
         completions += outcome.completions
         steps += [outcome.stats] if outcome.stats else []
         recoveries += [outcome.recovered] if outcome.recovered else []

@@ -25,6 +25,7 @@ from tests.engine.fake import (
     make_request,
     run_all,
 )
+from tests.engine.invariants import check_scheduler
 from tests.engine.searches import assert_found, beams
 
 
@@ -55,13 +56,13 @@ def run_preempting(
     completions, steps, preempted = {}, [], 0
     while engine.num_unfinished:
         outcome = engine.step()
-        engine.scheduler.check_invariants()
+        check_scheduler(engine.scheduler)
         completions |= {done.request.row_id: done for done in outcome.completions}
         steps += [] if outcome.stats is None else [outcome.stats]
         running = list(engine.scheduler.table.running())
         if running and len(steps) % every == 0 and preempted < most:
             preempted += engine.scheduler.preempt(running[-1])
-            engine.scheduler.check_invariants()
+            check_scheduler(engine.scheduler)
     return completions, steps
 
 
@@ -211,7 +212,7 @@ def preempt_and_evict(engine: Engine) -> StepStats:
     taken = [scheduler.pool.allocate() for _ in range(scheduler.pool.num_blocks)]
     scheduler.pool.release(taken)
     stats = engine.step().stats
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert stats is not None
     return stats
 
@@ -249,7 +250,7 @@ def test_copies_of_a_step_that_failed_are_not_found(make_engine: MakeEngine) -> 
     with pytest.raises(TypeError):
         engine.step()
     engine.abort_all()
-    engine.scheduler.check_invariants()
+    check_scheduler(engine.scheduler)
     assert engine.scheduler.reuse_hints.num_swapped == 0
     runner = FakeRunner(60, 4, ends_late, 1000)
     engine._runner = runner

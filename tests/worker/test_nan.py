@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from batchinfer import LLM, SamplingParams
+from tests.engine.invariants import check_scheduler
 from tests.models import make_text_model
 
 PREFIX = list(range(20, 40))
@@ -49,4 +50,4 @@ def test_rows_that_share_its_prefix_are_right(
     for output, samples in zip(outputs[1:-1], alone, strict=True):
         assert output.error is None
         assert [s.token_ids for s in output.outputs] == [s.token_ids for s in samples]
-    llm._built.engine.scheduler.check_invariants()
+    check_scheduler(llm._built.engine.scheduler)

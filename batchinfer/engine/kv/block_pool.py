@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from batchinfer.engine.kv.eviction import EvictionOrder
 from batchinfer.engine.kv.host_pool import HostPool
 from batchinfer.engine.kv.pending_blocks import BlockCopies, PendingBlocks
-from batchinfer.engine.kv.pool_invariants import check_pool
 from batchinfer.engine.kv.prefix_index import Block, PrefixIndex, PrefixMatch, WindowSlot
 from batchinfer.engine.kv.window_slots import WindowSlots, holds_more, live_slots
 
@@ -73,11 +72,6 @@ class BlockPool:
     def num_shared(self) -> int:
         """Slots that more than one sequence needs."""
         return self._num_own_shared + self.window_slots.num_shared
-
-    @property
-    def num_free(self) -> int:
-        """Slots that hold nothing."""
-        return len(self.free)
 
     @property
     def num_cached(self) -> int:
@@ -306,15 +300,3 @@ class BlockPool:
         block.host_slot = slot
         self.block_copies.outs.append((block.slot, slot))
         self.pending.moved.add(block)
-
-    def check_invariants(
-        self, tables: Iterable[list[Block]], num_evicted: Iterable[tuple[int, ...]] = ()
-    ) -> None:
-        """Assert that counts, slots and index agree with ``tables``, all block tables alive.
-
-        Args:
-            tables: the tables.
-            num_evicted: of each, the leading blocks that left each part's window; none given: none
-                did.
-        """
-        check_pool(self, tables, num_evicted)

@@ -53,8 +53,3 @@ class EvictionOrder(Generic[Place]):
     def first_idle(self) -> Place | None:
         """The same, if nobody is known to want it."""
         return next(iter(self._idle), None)
-
-    def check_invariants(self) -> None:
-        """Assert that blocks stand where they should."""
-        assert not any(block.wanted for block in self._idle)
-        assert all(block.wanted for block in self._wanted)

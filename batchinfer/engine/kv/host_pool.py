@@ -97,14 +97,3 @@ class HostPool:
             self.return_slot(block.host_slot)
         block.host_slot = -1
         self.changes += 1
-
-    def check_invariants(self, indexed: list[Block]) -> None:
-        """Assert that slots and orders agree with ``indexed``, all blocks in the index."""
-        held = [block for block in indexed if block.host_slot >= 0]
-        of_blocks = (block.host_slot for block in held)
-        slots = sorted([*self._returned, *self._read_last, *of_blocks])
-        assert slots == list(range(self._next)), "a host slot is lost or held twice"
-        assert self._next <= self.num_slots
-        assert set(self._alone) == {block for block in held if block.slot < 0}
-        assert set(self._copies) <= {block for block in held if block.slot >= 0}
-        self._alone.check_invariants()

@@ -252,20 +252,6 @@ class PrefixIndex:
             next(below)
             yield from below
 
-    def check_invariants(self, in_flight: set[Block]) -> None:
-        """Assert that every node's lists hold what they should; ``in_flight`` not yet computed."""
-        for node in (*self._roots.values(), *self.blocks()):
-            children = node.children
-            if children is None:
-                continue
-            assert children.blocks, "an empty node is kept"
-            by_state: tuple[list[bytes], list[bytes]] = ([], [])
-            for key, block in children.blocks.items():
-                assert block.key == key
-                assert block.parent is node
-                by_state[block in in_flight].append(key)
-            assert (children.settled, children.in_flight) == tuple(map(sorted, by_state))
-
     def _unlink(self, block: Block) -> None:
         parent = block.parent
         assert parent is not None

@@ -205,18 +205,3 @@ class BeamGroups:
         combined_output = num_new.copy()
         combined_output[beams[apart]] = np.minimum(num_new[beams[apart]], pending[apart] - 1)
         return combined_output
-
-    def check_invariants(self) -> None:
-        """Assert that groups are whole, or just their leaders, and of one length and age."""
-        table = self._table
-        leaders = {sequence.group[0] for sequence in table.running() if sequence.state.search}
-        for leader in leaders:
-            group, size = leader.group, leader.request.group_size
-            rows = [beam.row for beam in group if beam.row >= 0]
-            assert len(rows) in (1, len(group))
-            assert len(group) <= size
-            assert table.is_beam[rows].all()
-            assert len(set(table.admission[rows].tolist())) == 1
-            assert len(set(table.num_tokens[rows].tolist())) == 1
-            assert table.pending_forks[rows].sum() == size - len(rows)
-            assert (table.sample_at[rows] >= 0).all() or (table.sample_at[rows] < 0).all()

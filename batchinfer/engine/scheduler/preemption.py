@@ -149,13 +149,3 @@ class ReuseHints:
             block.last_arrival, block.used_later = arrival, used_later
             if block.window_slots:  # some may have been given up before
                 self._pool.update_priority(block)
-
-    def check_invariants(self) -> None:
-        """Assert that blocks in the index know who waits for them."""
-        waiters: dict[Block, int] = {}
-        for blocks in self._waiting.values():
-            for block in blocks:
-                waiters[block] = waiters.get(block, 0) + 1
-        for block in (*waiters, *self._pool.index.blocks()):
-            assert block.waiters == waiters.get(block, 0)
-        assert all(sequence.row < 0 for sequence in self._waiting)

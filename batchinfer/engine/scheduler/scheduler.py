@@ -259,15 +259,3 @@ class Scheduler:
         num_new = self.beam_groups.trim_to_whole_groups(rows, np.clip(left, 0, pending))
         some = num_new > 0
         return rows[some], num_new[some]
-
-    def check_invariants(self) -> None:
-        """Assert that queue, table and pool agree."""
-        self.table.check_invariants()
-        self.beam_groups.check_invariants()
-        running = list(self.table.running())
-        self.pool.check_invariants(
-            (sequence.blocks for sequence in running),
-            (sequence.num_evicted for sequence in running),
-        )
-        self.reuse_hints.check_invariants()
-        assert all(waiting.row < 0 and not waiting.blocks for waiting in self.waiting)

@@ -264,34 +264,6 @@ class SequenceTable:
             or (params.min_tokens > 0 and stop_ids)
         )
 
-    def check_invariants(self) -> None:
-        """Assert that arrays, sequences and block tables agree."""
-        assert self.num_running == int(self.active.sum())
-        for row, sequence in enumerate(self.sequences):
-            assert (sequence is not None) == bool(self.active[row])
-            if sequence is None:
-                continue
-            assert sequence.row == row
-            in_flight = bool(self.sample_at[row] >= 0)
-            assert self.num_tokens[row] == sequence.num_tokens + in_flight
-            assert not in_flight or self.num_computed[row] == sequence.num_tokens
-            assert self.num_blocks[row] == len(sequence.blocks)
-            slots = self._check_slots(row, sequence)
-            assert 0 <= self.num_computed[row] < self.num_tokens[row] <= self.max_total[row]
-            assert len(slots) == -(-int(self.num_computed[row]) // self.block_size)
-
-    def _check_slots(self, row: int, sequence: Sequence) -> list[Block]:
-        blocks, parts = sequence.blocks, len(self.windows) - (self.windows[0] == 0)
-        left = (*(0 for _ in range(len(self.windows) - parts)), *sequence.num_evicted)
-        assert len(left) == len(self.windows)
-        for group, gone in enumerate(left):
-            slots = [_slots(block, self.windows)[group] for block in blocks]
-            assert all(slot >= 0 for slot in slots[gone:])
-            table = self.other_tables[group - 1, row] if group else self.block_table[row]
-            assert table[gone : len(slots)].tolist() == slots[gone:]
-            assert not table[len(slots) :].any()
-        return blocks
-
 
 def _slots(block: Block, windows: tuple[int, ...]) -> list[int]:
     """A block's slot in each layer group; 0 where it has none."""

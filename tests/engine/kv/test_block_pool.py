@@ -15,6 +15,7 @@ from batchinfer.engine.kv.prefix_index import Block, common_tokens, token_key
 from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.sequence import RequestState, Sequence
 from tests.engine.fake import make_request
+from tests.engine.invariants import check_pool, check_reuse_hints
 
 SIZE = 4
 
@@ -171,8 +172,8 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def accounted_for(self) -> None:
         if hasattr(self, "pool"):
-            self.pool.check_invariants(self.tables)
-            self.reuse_hints.check_invariants()
+            check_pool(self.pool, self.tables)
+            check_reuse_hints(self.reuse_hints)
 
     @invariant()
     def nothing_is_mistaken(self) -> None:
@@ -187,7 +188,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "pool"):
             self.abort_all()
-            self.pool.check_invariants([])
+            check_pool(self.pool, [])
             assert self.pool.num_used == 0
 
 
@@ -235,20 +236,20 @@ def test_equal_tokens_after_unequal_prefixes_are_not_confused(pool: BlockPool) -
 def test_least_recently_used_blocks_go_first_and_leaves_before_prefixes(pool: BlockPool) -> None:
     old = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     new = indexed(pool, [3, 3, 3, 3])
-    taken = [pool.allocate() for _ in range(pool.num_free + 1)]
+    taken = [pool.allocate() for _ in range(len(pool.free) + 1)]
     assert not old[1].indexed
     assert old[0].indexed
     taken.append(pool.allocate())
     assert not old[0].indexed
     assert new[0].indexed
-    pool.check_invariants([taken])
+    check_pool(pool, [taken])
 
 
 def test_evicting_a_prefix_takes_what_continues_it_out_of_the_index(pool: BlockPool) -> None:
     table = indexed(pool, [1, 1, 1, 1, 2, 2, 2, 2])
     pool.evict_subtree(table[0])
     assert pool.num_cached == 0
-    assert pool.num_free == 8
+    assert len(pool.free) == 8
 
 
 def test_a_partly_filled_block_is_found_again_under_all_its_tokens(pool: BlockPool) -> None:
@@ -258,7 +259,7 @@ def test_a_partly_filled_block_is_found_again_under_all_its_tokens(pool: BlockPo
     pool.commit_fills()
     pool.insert_block(root, block, token_key([1, 2, 3, 4]))
     assert pool.match(token_key([1, 2, 3, 4, 5])).blocks == [block]
-    pool.check_invariants([[block]])
+    check_pool(pool, [[block]])
 
 
 def test_blocks_of_a_failed_step_are_not_found(pool: BlockPool) -> None:
@@ -301,7 +302,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     pool = BlockPool(2, SIZE, enable_prefix_caching=False)
     assert pool.entry_below([]) is None
     pool.release([pool.allocate()])
-    assert (pool.num_free, pool.num_cached) == (2, 0)
+    assert (len(pool.free), pool.num_cached) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +341,7 @@ def test_a_host_slot_that_a_step_reads_is_not_filled_by_it() -> None:
     acquire_prefix(pool, PrefixHit(first, None, 8))
     copies = pool.take_copies()
     assert (copies.outs, len(copies.ins)) == ([], 2)
-    pool.check_invariants([first])
+    check_pool(pool, [first])
 
 
 def test_a_host_slot_that_a_step_reads_is_not_filled_by_it_when_its_block_is_forgotten() -> None:
@@ -357,10 +358,10 @@ def test_a_host_slot_that_a_step_reads_is_not_filled_by_it_when_its_block_is_for
     evict_all(pool)
     copies = pool.take_copies()
     assert {slot for slot, _ in copies.ins}.isdisjoint(slot for _, slot in copies.outs)
-    pool.check_invariants([first])
+    check_pool(pool, [first])
     pool.commit_fills()
     assert pool.host.num_used == 0
-    pool.check_invariants([first])
+    check_pool(pool, [first])
 
 
 def test_a_spare_copy_is_given_up_before_anything_is_lost() -> None:
@@ -376,7 +377,7 @@ def test_a_spare_copy_is_given_up_before_anything_is_lost() -> None:
     evict_all(pool)
     assert [block.host_slot >= 0 for block in first + second] == [False, False, True, True]
     assert all(block.indexed for block in first + second)
-    pool.check_invariants([first])
+    check_pool(pool, [first])
 
 
 def test_making_room_on_the_host_may_drop_the_block_that_was_to_go_there() -> None:
@@ -390,7 +391,7 @@ def test_making_room_on_the_host_may_drop_the_block_that_was_to_go_there() -> No
     assert not prefix.indexed
     assert not rest.indexed
     assert pool.host.num_used == 0
-    pool.check_invariants([])
+    check_pool(pool, [])
 
 
 def test_a_full_host_drops_what_nobody_wants_then_the_least_recently_used() -> None:
@@ -444,5 +445,5 @@ def test_blocks_that_a_failed_step_moved_are_not_found(submitted: bool) -> None:
     pool.rollback()
     assert not there[0].indexed
     assert not leaves[0].indexed
-    pool.check_invariants([taken.blocks])
+    check_pool(pool, [taken.blocks])
     assert pool.host.num_used == 0

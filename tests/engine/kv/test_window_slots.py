@@ -12,6 +12,7 @@ from batchinfer.engine.kv.prefix_hit import find_prefix_hit
 from batchinfer.engine.kv.prefix_index import token_key
 from batchinfer.engine.request import Request
 from tests.engine.fake import MakeEngine, expected, make_engine, make_request, run_all
+from tests.engine.invariants import check_pool
 from tests.engine.searches import assert_found, beams
 from tests.engine.test_swap import run_preempting, workloads
 
@@ -131,7 +132,7 @@ def test_a_hit_that_lacks_its_window_is_shortened_then_healed(windows: tuple[int
     pool = engine.scheduler.pool
     blocks = pool.match(token_key(prompt)).blocks
     pool.window_slots.free(blocks[5].window_slots[-1])
-    pool.check_invariants([])
+    check_pool(pool, [])
     assert find_prefix_hit(pool, pool.match(token_key(prompt))).num_tokens == 32
     assert find_prefix_hit(pool, pool.match(token_key(prompt[:31]))).num_tokens == 20
     assert find_prefix_hit(pool, pool.match(token_key(prompt)), least=30).num_tokens == 20
@@ -156,13 +157,13 @@ def test_nothing_in_the_index_leads_to_nothing() -> None:
     for block in table[:2]:
         pool.window_slots.leave(block.window_slots[0])
     pool.release(table, (2,))
-    pool.check_invariants([])
+    check_pool(pool, [])
     taken = [pool.allocate() for _ in range(2)]
     assert [block.indexed for block in table] == [True] * 4
-    pool.check_invariants([taken])
+    check_pool(pool, [taken])
     taken += [pool.allocate() for _ in range(2)]
     assert [block.indexed for block in table] == [False] * 4
-    pool.check_invariants([taken])
+    check_pool(pool, [taken])
 
 
 @pytest.mark.parametrize("windows", [(2,), (0, 2)])

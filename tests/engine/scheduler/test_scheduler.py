@@ -11,6 +11,7 @@ from batchinfer.engine.request import Request
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step import Step, StepResult
 from tests.engine.fake import EOS, FakeRunner, MakeEngine, NextToken, make_request, run_all
+from tests.engine.invariants import check_scheduler
 
 BLOCK = 16
 
@@ -51,7 +52,7 @@ def run_long(
     while engine.num_unfinished:
         stats = engine.step().stats
         steps += [stats] if stats else []
-    engine.scheduler.check_invariants()
+    check_scheduler(engine.scheduler)
     return steps
 
 

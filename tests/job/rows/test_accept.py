@@ -20,6 +20,7 @@ from batchinfer.job.run.reporter import summary_facts
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
+from tests.engine.invariants import check_scheduler
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, drawn, job
 from tests.models import make_text_model
@@ -138,7 +139,7 @@ def test_all_blocks_come_home_whatever_is_accepted(
         pool = build.engine.scheduler.pool
         assert pool.num_used == pool.num_shared == 0
         assert pool.num_available == pool.num_blocks
-        build.engine.scheduler.check_invariants()
+        check_scheduler(build.engine.scheduler)
     counts = json.loads((tmp_path / "out" / "summary.json").read_text())["accept"]
     assert counts["samples_tried"] == sum(counts.values()) - counts["samples_tried"]
 

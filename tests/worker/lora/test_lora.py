@@ -32,6 +32,7 @@ from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
 from tests.engine.fake import make_request
+from tests.engine.invariants import check_scheduler
 from tests.lora import change_adapter, make_adapter
 from tests.models import VOCAB_SIZE, make_checkpoint, tiny_model
 from tests.worker.step_maker import StepMaker
@@ -96,7 +97,7 @@ def run(loaded: LoadedModel, rows: list[tuple[list[int], int]], **limits: int) -
     completions: dict[int, Completion] = {}
     while engine.num_unfinished:
         completions |= {done.request.row_id: done for done in engine.step().completions}
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     return [completions[row] for row in range(len(rows))]
 
 

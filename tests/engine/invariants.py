@@ -1,0 +1,168 @@
+"""What always holds between two steps: of scheduler, table, beam groups and KV pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import zip_longest
+
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.eviction import EvictionOrder
+from batchinfer.engine.kv.host_pool import HostPool
+from batchinfer.engine.kv.prefix_index import Block, PrefixIndex, WindowSlot
+from batchinfer.engine.kv.window_slots import live_slots
+from batchinfer.engine.scheduler.preemption import ReuseHints
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
+from batchinfer.engine.sequence import Sequence
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Assert that queue, table and pool agree."""
+    check_table(scheduler.table)
+    check_beam_groups(scheduler.table)
+    running = list(scheduler.table.running())
+    check_pool(
+        scheduler.pool,
+        (sequence.blocks for sequence in running),
+        (sequence.num_evicted for sequence in running),
+    )
+    check_reuse_hints(scheduler.reuse_hints)
+    assert all(waiting.row < 0 and not waiting.blocks for waiting in scheduler.waiting)
+
+
+def check_table(table: SequenceTable) -> None:
+    """Assert that arrays, sequences and block tables agree."""
+    assert table.num_running == int(table.active.sum())
+    for row, sequence in enumerate(table.sequences):
+        assert (sequence is not None) == bool(table.active[row])
+        if sequence is None:
+            continue
+        assert sequence.row == row
+        in_flight = bool(table.sample_at[row] >= 0)
+        assert table.num_tokens[row] == sequence.num_tokens + in_flight
+        assert not in_flight or table.num_computed[row] == sequence.num_tokens
+        assert table.num_blocks[row] == len(sequence.blocks)
+        _check_slots(table, sequence)
+        assert 0 <= table.num_computed[row] < table.num_tokens[row] <= table.max_total[row]
+        assert len(sequence.blocks) == -(-int(table.num_computed[row]) // table.block_size)
+
+
+def _check_slots(table: SequenceTable, sequence: Sequence) -> None:
+    """Assert that a row has its blocks' slots in all layer groups, but for those left behind."""
+    blocks, has_own = sequence.blocks, table.windows[0] == 0
+    num_evicted = (*[0] * has_own, *sequence.num_evicted)
+    assert len(num_evicted) == len(table.windows)
+    for group, gone in enumerate(num_evicted):
+        slots = [_slots(block, has_own=has_own)[group] for block in blocks]
+        assert all(slot >= 0 for slot in slots[gone:])
+        row = (
+            table.other_tables[group - 1, sequence.row]
+            if group
+            else table.block_table[sequence.row]
+        )
+        assert row[gone : len(slots)].tolist() == slots[gone:]
+        assert not row[len(slots) :].any()
+
+
+def _slots(block: Block, *, has_own: bool) -> list[int]:
+    return [block.slot] * has_own + [max(slot.slot, 0) for slot in block.window_slots]
+
+
+def check_beam_groups(table: SequenceTable) -> None:
+    """Assert that groups are whole, or just their leaders, and of one length and age."""
+    for leader in {sequence.group[0] for sequence in table.running() if sequence.state.search}:
+        group, size = leader.group, leader.request.group_size
+        rows = [beam.row for beam in group if beam.row >= 0]
+        assert len(rows) in (1, len(group))
+        assert len(group) <= size
+        assert table.is_beam[rows].all()
+        assert len(set(table.admission[rows].tolist())) == 1
+        assert len(set(table.num_tokens[rows].tolist())) == 1
+        assert table.pending_forks[rows].sum() == size - len(rows)
+        assert (table.sample_at[rows] >= 0).all() or (table.sample_at[rows] < 0).all()
+
+
+def check_reuse_hints(hints: ReuseHints) -> None:
+    """Assert that blocks in the index know who waits for them."""
+    waiters = Counter(block for blocks in hints._waiting.values() for block in blocks)
+    for block in (*waiters, *hints._pool.index.blocks()):
+        assert block.waiters == waiters[block]
+    assert all(sequence.row < 0 for sequence in hints._waiting)
+
+
+def check_pool(
+    pool: BlockPool, tables: Iterable[list[Block]], num_evicted: Iterable[tuple[int, ...]] = ()
+) -> None:
+    """Assert that counts, slots and index agree with ``tables``, all block tables alive.
+
+    Args:
+        pool: after a step, or between two calls.
+        tables: of the running sequences.
+        num_evicted: of each, the leading blocks that left each window; none given: none did.
+    """
+    counts: Counter[Block] = Counter()
+    readers: Counter[WindowSlot] = Counter()
+    for table, gone in zip_longest(tables, num_evicted, fillvalue=()):
+        counts.update(table)
+        readers.update(part for at, b in enumerate(table) for part in live_slots(b, at, gone))
+    assert all(block.ref_count == count for block, count in counts.items())
+    assert all(part.readers == count for part, count in readers.items())
+    held: list[Block | WindowSlot] = [*(b for b in counts if pool.has_own), *readers]
+    slots = [*pool.free, *(b.slot for b in pool.cached), *(b.slot for b in held)]
+    assert sorted(slots) == list(range(pool.num_blocks)), "a slot is lost or held twice"
+    assert pool.num_used == len(held)
+    own = sum(count > 1 for count in counts.values()) if pool.has_own else 0
+    assert pool.num_shared == own + sum(count > 1 for count in readers.values())
+    indexed = list(pool.index.blocks())
+    for block in indexed:
+        _check_entry(pool, block, counts)
+    for place in pool.cached:
+        assert (place.block if isinstance(place, WindowSlot) else place).indexed
+    assert all(block.indexed or block.host_slot < 0 for block in counts)
+    _check_order(pool.cached)
+    _check_host(pool.host, indexed)
+    _check_index(pool.index, pool.pending.filled)
+
+
+def _check_entry(pool: BlockPool, block: Block, counts: Counter[Block]) -> None:
+    """Assert that an indexed block is filed where it should be."""
+    assert (block.ref_count > 0) == (block in counts)
+    assert (block in pool.cached) == (block.ref_count == 0 and block.slot >= 0)
+    for part in block.window_slots:
+        assert (part in pool.cached) == (part.readers == 0 and part.slot >= 0)
+    holds = max(block.slot, block.host_slot, *(part.slot for part in block.window_slots)) >= 0
+    assert holds or block.ref_count or block.children, "an entry leads to nothing"
+
+
+def _check_order(order: EvictionOrder[Block] | EvictionOrder[Block | WindowSlot]) -> None:
+    """Assert that blocks stand where they should."""
+    assert not any(block.wanted for block in order._idle)
+    assert all(block.wanted for block in order._wanted)
+
+
+def _check_host(host: HostPool, indexed: list[Block]) -> None:
+    """Assert that slots and orders agree with ``indexed``, all blocks in the index."""
+    held = [block for block in indexed if block.host_slot >= 0]
+    of_blocks = (block.host_slot for block in held)
+    slots = sorted([*host._returned, *host._read_last, *of_blocks])
+    assert slots == list(range(host._next)), "a host slot is lost or held twice"
+    assert host._next <= host.num_slots
+    assert set(host._alone) == {block for block in held if block.slot < 0}
+    assert set(host._copies) <= {block for block in held if block.slot >= 0}
+    _check_order(host._alone)
+
+
+def _check_index(index: PrefixIndex, in_flight: set[Block]) -> None:
+    """Assert that every node's lists hold what they should; ``in_flight`` not yet computed."""
+    for node in (*index._roots.values(), *index.blocks()):
+        children = node.children
+        if children is None:
+            continue
+        assert children.blocks, "an empty node is kept"
+        by_state: tuple[list[bytes], list[bytes]] = ([], [])
+        for key, block in children.blocks.items():
+            assert block.key == key
+            assert block.parent is node
+            by_state[block in in_flight].append(key)
+        assert (children.settled, children.in_flight) == tuple(map(sorted, by_state))
