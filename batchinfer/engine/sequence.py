@@ -157,6 +157,11 @@ class Sequence:
         """
         return [self] if self.state.search is None else self.state.samples
 
+    @property
+    def awaits_group(self) -> bool:
+        """Whether others of its group do not run: they will fork from it or join it."""
+        return any(other is not self and other.row < 0 for other in self.group)
+
     def tokens(self, start: int, stop: int) -> TokenIds:
         """Token ids at positions ``start`` to ``stop``, int32."""
         prompt = self.request.prompt_token_ids

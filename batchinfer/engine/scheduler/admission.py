@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.kv.prefix_hit import PrefixHit, acquire_prefix, find_prefix_hit
+from batchinfer.engine.kv.prefix_hit import PrefixHit, find_prefix_hit
 from batchinfer.engine.kv.prefix_index import Block, PrefixMatch, common_tokens
 from batchinfer.engine.scheduler.beam_groups import (
     first_fork,
@@ -158,21 +158,15 @@ class Admission:
         sources: list[Block],
     ) -> int:
         """Make a waiting sequence run: take the hit's blocks, allocate the chunk's."""
-        stats = sequence.state.stats
-        joined = hit.num_shared
-        taken = acquire_prefix(self._pool, hit)
-        sources += taken.sources
+        acquired = self._kv_manager.start_with_prefix(sequence, hit)
+        sources += acquired.sources
         self._reuse_hints.remove(sequence)
-        for source in taken.sources:
+        for source in acquired.sources:
             self._reuse_hints.note_copied(source, sequence)
         first_seen = max(hit.num_tokens - sequence.computed_once, 0)
-        stats.swapped_blocks += taken.num_swapped
-        stats.cached_tokens += first_seen
+        sequence.state.stats.cached_tokens += first_seen
         schedule.num_cached += first_seen
-        sequence.index_parent = self._pool.entry_below(hit.blocks, sequence.request.adapter)
-        sequence.num_indexed = len(hit.blocks)
-        sequence.num_evicted = hit.num_evicted
-        row = self._table.add(sequence, taken.blocks, hit.num_tokens, joined)
+        row = sequence.row
         self._table.pending_forks[row] = num_pending_forks(sequence)
         self._kv_manager.allocate_slots(row, chunk)
         new = np.asarray([row], dtype=np.intp), np.asarray([chunk], dtype=np.int32)

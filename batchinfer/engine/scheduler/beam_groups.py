@@ -12,22 +12,18 @@ from dataclasses import replace
 import numpy as np
 
 from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.kv.prefix_hit import acquire_prefix, find_prefix_hit
+from batchinfer.engine.kv.prefix_hit import find_prefix_hit
 from batchinfer.engine.kv.prefix_index import common_tokens
 from batchinfer.engine.request import Request
+from batchinfer.engine.scheduler.kv_manager import KVManager
 from batchinfer.engine.scheduler.preemption import ReuseHints
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
 
 
-def awaits_group(sequence: Sequence) -> bool:
-    """Whether others of its group do not run, so that they will fork from it or join it."""
-    return any(other is not sequence and other.row < 0 for other in sequence.group)
-
-
 def num_tokens_to_compute(sequence: Sequence) -> int:
     """Tokens to compute next: all, or all but the last until the rest of the group runs."""
-    return sequence.num_tokens - awaits_group(sequence)
+    return sequence.num_tokens - sequence.awaits_group
 
 
 def num_pending_forks(sequence: Sequence) -> int:
@@ -44,31 +40,13 @@ def first_fork(sequence: Sequence) -> int:
     return min(common_tokens(key, other.key(0, stop)) for other in sequence.group)
 
 
-def share_blocks(
-    pool: BlockPool, table: SequenceTable, parent: Sequence, child: Sequence, num_tokens: int
-) -> None:
-    """Give ``child`` a row that begins with the first ``num_tokens`` computed by ``parent``.
-
-    A block that they end in is copied by whoever first writes to it.
-    """
-    blocks = parent.blocks[: -(-num_tokens // table.block_size)]
-    child.num_evicted = pool.window_slots.num_evicted(num_tokens)
-    for at, block in enumerate(blocks):
-        pool.acquire(block, at, child.num_evicted)
-    full = num_tokens // table.block_size
-    child.index_parent, child.num_indexed = None, 0
-    if full >= parent.num_indexed:
-        child.index_parent, child.num_indexed = parent.index_parent, parent.num_indexed
-    table.add(child, blocks, num_tokens, full)
-    table.tail_shared[[parent.row, child.row]] = True
-
-
 class BeamGroups:
     """Keeps groups together.
 
     Args:
         pool: the KV pool's blocks.
         table: rows for running sequences.
+        kv_manager: gives beams the blocks they share.
         reuse_hints: knows what beams that wait begin with.
         max_num_batched_tokens: most tokens in a step.
     """
@@ -77,11 +55,13 @@ class BeamGroups:
         self,
         pool: BlockPool,
         table: SequenceTable,
+        kv_manager: KVManager,
         reuse_hints: ReuseHints,
         max_num_batched_tokens: int,
     ) -> None:
         self._pool = pool
         self._table = table
+        self._kv_manager = kv_manager
         self._reuse_hints = reuse_hints
         self._most = min(len(table.sequences), max_num_batched_tokens)
 
@@ -167,13 +147,7 @@ class BeamGroups:
             hit = find_prefix_hit(pool, match, with_tail=False)
         if hit.num_tokens <= common or hit.num_idle > pool.num_available:
             return False
-        joined = hit.num_shared
-        taken = acquire_prefix(pool, hit)
-        beam.state.stats.swapped_blocks += taken.num_swapped
-        beam.num_evicted = hit.num_evicted
-        beam.index_parent = pool.entry_below(hit.blocks, beam.request.adapter)
-        beam.num_indexed = len(hit.blocks)
-        self._table.add(beam, taken.blocks, hit.num_tokens, joined)
+        self._kv_manager.start_with_prefix(beam, hit)
         self._join_age(leader, beam)
         return True
 
@@ -183,7 +157,7 @@ class BeamGroups:
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Run ``child``, which begins with ``num_tokens`` that ``parent`` has computed."""
-        share_blocks(self._pool, self._table, parent, child, num_tokens)
+        self._kv_manager.share_blocks(parent, child, num_tokens)
         self._join_age(parent, child)
 
     def trim_to_whole_groups(self, rows: Rows, num_new: Int) -> Int:

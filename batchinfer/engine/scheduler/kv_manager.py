@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 
 from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.prefix_hit import AcquiredPrefix, PrefixHit, acquire_prefix
 from batchinfer.engine.kv.prefix_index import Block
-from batchinfer.engine.scheduler.beam_groups import awaits_group
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
 
@@ -34,6 +34,34 @@ class KVManager:
     def begin_step(self) -> None:
         """Forget which prompts the step before left unfinished."""
         self.prefilling = {}
+
+    def start_with_prefix(self, sequence: Sequence, hit: PrefixHit) -> AcquiredPrefix:
+        """Give a sequence a row that begins with a hit's blocks."""
+        pool, joined = self._pool, hit.num_shared
+        acquired = acquire_prefix(pool, hit)
+        sequence.state.stats.swapped_blocks += acquired.num_swapped
+        sequence.index_parent = pool.entry_below(hit.blocks, sequence.request.adapter)
+        sequence.num_indexed = len(hit.blocks)
+        sequence.num_evicted = hit.num_evicted
+        self._table.add(sequence, acquired.blocks, hit.num_tokens, joined)
+        return acquired
+
+    def share_blocks(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Give ``child`` a row that begins with the first ``num_tokens`` computed by ``parent``.
+
+        A block that they end in is copied by whoever first writes to it.
+        """
+        pool, table = self._pool, self._table
+        blocks = parent.blocks[: -(-num_tokens // table.block_size)]
+        child.num_evicted = pool.window_slots.num_evicted(num_tokens)
+        for at, block in enumerate(blocks):
+            pool.acquire(block, at, child.num_evicted)
+        full = num_tokens // table.block_size
+        child.index_parent, child.num_indexed = None, 0
+        if full >= parent.num_indexed:
+            child.index_parent, child.num_indexed = parent.index_parent, parent.num_indexed
+        table.add(child, blocks, num_tokens, full)
+        table.tail_shared[[parent.row, child.row]] = True
 
     def blocks_needed(self, rows: Rows, num_new: Int) -> Int:
         """[S] blocks each row must be given: for new tokens, and to copy a shared last block."""
@@ -79,7 +107,7 @@ class KVManager:
         moved = (table.num_left(after) > table.num_left(after - num_new)).any(axis=0)
         for row in rows[moved]:
             sequence = table.sequence(row)
-            if awaits_group(sequence):
+            if sequence.awaits_group:
                 continue
             sequence.state.note_peak_blocks()
             num_evicted = window_slots.num_evicted(int(table.num_computed[row]))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.scheduler.admission import Admission
-from batchinfer.engine.scheduler.beam_groups import BeamGroups, share_blocks
+from batchinfer.engine.scheduler.beam_groups import BeamGroups
 from batchinfer.engine.scheduler.forecast import OutputLengths, PoolForecast
 from batchinfer.engine.scheduler.kv_manager import KVManager
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy, ReuseHints
@@ -52,12 +52,14 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.output_lengths = OutputLengths(table.max_model_len)
         self.reuse_hints = ReuseHints(pool)
-        self.beam_groups = BeamGroups(pool, table, self.reuse_hints, max_num_batched_tokens)
+        self._kv_manager = KVManager(pool, table)
+        self.beam_groups = BeamGroups(
+            pool, table, self._kv_manager, self.reuse_hints, max_num_batched_tokens
+        )
         self.preemption_policy = preemption_policy or PreemptionPolicy()
         self.max_num_batched_tokens = max_num_batched_tokens
         """Most tokens in a step from now on."""
         self._num_steps = 0
-        self._kv_manager = KVManager(pool, table)
         self._admission = Admission(pool, table, self._kv_manager, self.reuse_hints)
 
     def add(self, sequence: Sequence) -> None:
@@ -143,7 +145,7 @@ class Scheduler:
             self.reuse_hints.add(child, [*match.blocks, *tail])
             self.requeue(child)
             return
-        share_blocks(self.pool, table, parent, child, computed)
+        self._kv_manager.share_blocks(parent, child, computed)
 
     def finish(self, sequence: Sequence) -> None:
         """Give up a running sequence's row and blocks."""

@@ -145,7 +145,7 @@ class SequenceTable:
         request = sequence.request
         return min(request.num_prompt_tokens + request.params.max_tokens, self.max_model_len)
 
-    def add(self, sequence: Sequence, blocks: list[Block], num_computed: int, joined: int) -> int:
+    def add(self, sequence: Sequence, blocks: list[Block], num_computed: int, joined: int) -> None:
         """Give a sequence a row; ``blocks`` hold its first ``num_computed`` tokens."""
         row = self._free_rows.pop()
         sequence.row = row
@@ -171,7 +171,6 @@ class SequenceTable:
         for block in blocks:
             self.append_block(row, block)
         self._set_sampling(row, sequence)
-        return row
 
     def remove(self, sequence: Sequence) -> list[Block]:
         """Take a sequence's row back; returns its blocks, which the caller releases."""
