@@ -99,7 +99,7 @@ def prefix_sharing(
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _Totals:
     """How much of what was added counts; replaced as a whole, so that no one reads a half."""
 
     num_steps: int
@@ -122,25 +122,25 @@ class MetricsCollector:
         """Time the engine ran; whoever runs it adds to this."""
         self._block_size = block_size
         self._steps: list[tuple[float, ...]] = []
-        self._taken = _Taken(0, asdict(RequestStats()), 0)
+        self._totals = _Totals(0, asdict(RequestStats()), 0)
 
     def add(self, step: StepStats | None, rows: Sequence[RequestStats]) -> None:
         """Take a step and the rows it finished."""
         if step is not None:
             self._steps.append(tuple(getattr(step, name) for name in STEP_COLUMNS))
-        requests = Counter(self._taken.requests)
+        requests = Counter(self._totals.requests)
         for row in rows:
             requests.update(asdict(row))
-        self._taken = _Taken(len(self._steps), requests, self._taken.num_rows + len(rows))
+        self._totals = _Totals(len(self._steps), requests, self._totals.num_rows + len(rows))
 
     def metrics(self) -> Metrics:
         """``tokens``, ``throughput`` and ``kv`` of all that was taken."""
-        taken = self._taken
-        rows = np.array(self._steps[: taken.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
+        totals = self._totals
+        rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
         columns = np.ascontiguousarray(rows.T)  # summed in the order that files are summed in
         steps = dict(zip(STEP_COLUMNS, columns, strict=True))
-        block_size = np.full(taken.num_steps, float(self._block_size))
-        return compute_metrics(steps, block_size, taken.requests, taken.num_rows, self.seconds)
+        block_size = np.full(totals.num_steps, float(self._block_size))
+        return compute_metrics(steps, block_size, totals.requests, totals.num_rows, self.seconds)
 
 
 def _pool(steps: Mapping[str, Float], block_size: Float) -> dict[str, float]:

@@ -71,8 +71,8 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
 
 def _retired(lost: Iterable[InFlight]) -> list[Sequence]:
     """Unfinished sequences that gave up their rows when the lost steps were submitted."""
-    drawn = [sequence for step in lost for sequence in step.sampled.sequences]
-    retired = [sequence for sequence in drawn if sequence in sequence.state.samples]
+    sampled = [sequence for step in lost for sequence in step.sampled.sequences]
+    retired = [sequence for sequence in sampled if sequence in sequence.state.samples]
     for sequence in retired:
         sequence.released_blocks = []
     return retired

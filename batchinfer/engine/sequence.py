@@ -58,11 +58,11 @@ class RequestState:
         """
         self.finished.clear()
         self.search = BeamSearch(self.request) if self.request.params.beam_width else None
-        self.scores = self._no_scores()
+        self.scores = self._prompt_scores()
         self.samples = [Sequence(self, self.request.first_sample)]
         return self.samples[0]
 
-    def _no_scores(self) -> PromptScores | None:
+    def _prompt_scores(self) -> PromptScores | None:
         request, num_top = self.request, self.request.params.prompt_logprobs
         if num_top is None:
             return None
@@ -83,8 +83,8 @@ class RequestState:
             return own * count + sum(count - gone for gone in first.num_evicted)
         slots = {block.slot for one in self.samples for block in one.blocks if own}
         for sequence in self.samples:
-            for part, gone in enumerate(sequence.num_evicted):
-                slots |= {block.window_slots[part].slot for block in sequence.blocks[gone:]}
+            for group, gone in enumerate(sequence.num_evicted):
+                slots |= {block.window_slots[group].slot for block in sequence.blocks[gone:]}
         return len(slots)
 
 

@@ -93,7 +93,7 @@ class BlockPool:
         block = Block(self._take_slot() if self.has_own else -1)
         block.ref_count = 1
         if self.window_slots.windows:
-            self.window_slots.make(block)
+            self.window_slots.allocate(block)
         return block
 
     def acquire(self, block: Block, at: int = 0, num_evicted: tuple[int, ...] = ()) -> None:
@@ -127,8 +127,10 @@ class BlockPool:
 
     def copy(self, source: Block, destination: Block) -> None:
         """Let the next step copy a referenced block, from wherever it is, to one just allocated."""
-        for part, own in zip(source.window_slots, destination.window_slots, strict=True):
-            self.block_copies.within.append((part.slot, own.slot))
+        for window_slot, copy_slot in zip(
+            source.window_slots, destination.window_slots, strict=True
+        ):
+            self.block_copies.within.append((window_slot.slot, copy_slot.slot))
         if source.slot >= 0:
             self.block_copies.within.append((source.slot, destination.slot))
         elif source.host_slot >= 0:
@@ -164,8 +166,8 @@ class BlockPool:
                 else:
                     self.free.append(block.slot)
             if block.window_slots:
-                for part in live_slots(block, at, num_evicted):
-                    self.window_slots.leave(part)
+                for window_slot in live_slots(block, at, num_evicted):
+                    self.window_slots.release(window_slot)
                 self._prune(block)
 
     def update_priority(self, block: Block) -> None:
@@ -258,7 +260,7 @@ class BlockPool:
             and block.ref_count == 0
             and block.children is None
             and max(block.slot, block.host_slot) < 0
-            and all(part.slot < 0 for part in block.window_slots)
+            and all(window_slot.slot < 0 for window_slot in block.window_slots)
         ):
             parent = block.parent
             assert parent is not None

@@ -33,17 +33,17 @@ class LayerGroup:
     layers: tuple[int, ...]
 
 
-def left_window(num_tokens: int, window: int, block_size: int) -> int:
+def num_outside_window(num_tokens: int, window: int, block_size: int) -> int:
     """Leading blocks that no token from position ``num_tokens`` on sees."""
     return max(num_tokens - window + 1, 0) // block_size if window else 0
 
 
-def left_windows(num_tokens: Int, window: int, block_size: int) -> Int:
+def num_outside_windows(num_tokens: Int, window: int, block_size: int) -> Int:
     """The same of many sequences."""
     if not window:
         return np.zeros_like(num_tokens)
-    left: Int = np.maximum(num_tokens - window + 1, 0) // block_size
-    return left
+    outside: Int = np.maximum(num_tokens - window + 1, 0) // block_size
+    return outside
 
 
 def most_in_window(window: int, block_size: int, num_new: int = 1) -> int:

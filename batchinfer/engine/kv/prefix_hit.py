@@ -41,7 +41,7 @@ class PrefixHit:
         if self.tail is None or self.owns_tail:
             return idle
         idle += self.tail.ref_count == 0 and self.tail.slot >= 0
-        return idle + sum(part.readers == 0 for part in self.tail.window_slots)
+        return idle + sum(window_slot.readers == 0 for window_slot in self.tail.window_slots)
 
 
 def find_prefix_hit(
@@ -66,8 +66,8 @@ def find_prefix_hit(
             num_tokens if least is None else min(num_tokens, least)
         )
 
-    runs = [_runs(blocks, part) for part in range(len(pool.window_slots.windows))]
-    if tail is not None and all(part.slot >= 0 for part in tail.window_slots):
+    runs = [_runs(blocks, group) for group in range(len(pool.window_slots.windows))]
+    if tail is not None and all(window_slot.slot >= 0 for window_slot in tail.window_slots):
         gone = left(end + match.tail_tokens)
         if all(len(blocks) - first <= run[-1] for first, run in zip(gone, runs, strict=True)):
             return PrefixHit(blocks, tail, end + match.tail_tokens, num_evicted=gone)
@@ -78,11 +78,11 @@ def find_prefix_hit(
     return PrefixHit(blocks[:count], None, count * size, num_evicted=gone)
 
 
-def _runs(blocks: list[Block], part: int) -> list[int]:
+def _runs(blocks: list[Block], group: int) -> list[int]:
     """[blocks + 1] how many blocks in a row before each place have a part."""
     runs = [0]
     for block in blocks:
-        runs.append(runs[-1] + 1 if block.window_slots[part].slot >= 0 else 0)
+        runs.append(runs[-1] + 1 if block.window_slots[group].slot >= 0 else 0)
     return runs
 
 

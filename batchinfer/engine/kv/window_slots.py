@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from batchinfer.engine.kv.eviction import EvictionOrder
-from batchinfer.engine.kv.layer_groups import left_window, most_slots
+from batchinfer.engine.kv.layer_groups import most_slots, num_outside_window
 from batchinfer.engine.kv.prefix_index import Block, WindowSlot
 
 
@@ -40,71 +40,75 @@ class WindowSlots:
         self._free_slots = free
         self._cached = cached
         self._take_slot = take_slot
-        self._num_made = 0
+        self._num_allocated = 0
 
     def num_evicted(self, num_tokens: int) -> tuple[int, ...]:
         """Leading blocks that left each part's window when so many tokens are computed."""
-        return tuple(left_window(num_tokens, w, self._block_size) for w in self.windows)
+        return tuple(num_outside_window(num_tokens, w, self._block_size) for w in self.windows)
 
     def most_slots(self, num_tokens: int, num_new: int) -> int:
         """Most slots of one sequence on its way to ``num_tokens``, ``num_new`` of them a step."""
         return most_slots(self._all_windows, self._block_size, num_tokens, num_new)
 
-    def make(self, block: Block) -> None:
+    def allocate(self, block: Block) -> None:
         """Give a new block its parts."""
         block.window_slots = tuple(WindowSlot(block, self._take_slot()) for _ in self.windows)
-        block.serial = self._num_made
-        self._num_made += 1
+        block.serial = self._num_allocated
+        self._num_allocated += 1
 
     def acquire(self, block: Block, at: int, num_evicted: tuple[int, ...]) -> None:
         """A sequence refers to block ``at`` of its table."""
-        for part in live_slots(block, at, num_evicted):
-            assert part.slot >= 0
-            if part.readers == 0:
-                self._cached.discard(part)
-            part.readers += 1
-            self.num_shared += part.readers == 2
+        for window_slot in live_slots(block, at, num_evicted):
+            assert window_slot.slot >= 0
+            if window_slot.readers == 0:
+                self._cached.discard(window_slot)
+            window_slot.readers += 1
+            self.num_shared += window_slot.readers == 2
 
-    def leave(self, part: WindowSlot) -> None:
+    def release(self, window_slot: WindowSlot) -> None:
         """A part left the window of a sequence that refers to its block, or the sequence does."""
-        assert part.readers > 0
-        part.readers -= 1
-        if part.readers == 1:
+        assert window_slot.readers > 0
+        window_slot.readers -= 1
+        if window_slot.readers == 1:
             self.num_shared -= 1
-        elif part.readers == 0:
-            if part.block.indexed:
-                self._cached.add(part)
+        elif window_slot.readers == 0:
+            if window_slot.block.indexed:
+                self._cached.add(window_slot)
             else:
-                self.free(part)
+                self.free(window_slot)
 
-    def free(self, part: WindowSlot) -> None:
+    def free(self, window_slot: WindowSlot) -> None:
         """Nobody needs a part any more."""
-        self._cached.discard(part)
-        self._free_slots.append(part.slot)
-        part.slot = -1
+        self._cached.discard(window_slot)
+        self._free_slots.append(window_slot.slot)
+        window_slot.slot = -1
 
     def free_unneeded(self, block: Block) -> None:
         """A block left the index: what was kept of it to be found is free."""
-        for part in block.window_slots:
-            if part in self._cached:
-                self.free(part)
+        for window_slot in block.window_slots:
+            if window_slot in self._cached:
+                self.free(window_slot)
 
     def update_priority(self, block: Block) -> None:
         """Whether a block is wanted may have changed."""
-        for part in block.window_slots:
-            self._cached.update_priority(part)
+        for window_slot in block.window_slots:
+            self._cached.update_priority(window_slot)
 
 
 def live_slots(block: Block, at: int, num_evicted: tuple[int, ...]) -> Iterator[WindowSlot]:
     """The parts that a sequence needs of block ``at`` of its table."""
     if not num_evicted:
         return iter(block.window_slots)
-    return (part for part, gone in zip(block.window_slots, num_evicted, strict=True) if at >= gone)
+    return (
+        window_slot
+        for window_slot, gone in zip(block.window_slots, num_evicted, strict=True)
+        if at >= gone
+    )
 
 
 def holds_more(block: Block, other: Block) -> bool:
     """Whether a block has all parts that another of the same tokens has, and more."""
     pairs = list(zip(block.window_slots, other.window_slots, strict=True))
-    return all(own.slot >= 0 or part.slot < 0 for own, part in pairs) and any(
-        own.slot >= 0 > part.slot for own, part in pairs
+    return all(own.slot >= 0 or window_slot.slot < 0 for own, window_slot in pairs) and any(
+        own.slot >= 0 > window_slot.slot for own, window_slot in pairs
     )

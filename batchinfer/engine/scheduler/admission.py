@@ -67,11 +67,11 @@ class Admission:
             sequence = waiting[at]
             if not self._table.has_room(sequence.request.group_size):
                 break
-            found, holds_back = self._find_prefix(sequence)
-            if holds_back:
+            full_hit, defers = self._find_prefix(sequence)
+            if defers:
                 at += 1
                 continue
-            hit = self._fitting(sequence, found, budget, forecast)
+            hit = self._fitting(sequence, full_hit, budget, forecast)
             if hit is None:
                 break
             del waiting[at]
@@ -112,10 +112,10 @@ class Admission:
             return hit, True
         # For less than a block a row waits once: neighbours in sorted order nearly always have
         # some tokens more in common, and would start one after the other.
-        holds_back = gain * 16 >= sequence.num_tokens - hit.num_tokens and not sequence.deferred
-        holds_back = holds_back and gain > 0
-        sequence.deferred |= holds_back
-        return hit, holds_back
+        defers = gain * 16 >= sequence.num_tokens - hit.num_tokens and not sequence.deferred
+        defers = defers and gain > 0
+        sequence.deferred |= defers
+        return hit, defers
 
     def _forking(self, sequence: Sequence) -> int | None:
         """What must be left in windows for its group to fork; None: no more than for itself."""

@@ -104,13 +104,15 @@ class BeamGroups:
             computed = leader.key(0, stop)
             for beam in absent:
                 key = beam.key(0, stop)
-                common = common_tokens(computed, key)
-                if beam.state.skip_prefix_cache or not self._take_up(leader, beam, key, common):
-                    self._fork(leader, beam, common)
+                num_common = common_tokens(computed, key)
+                if beam.state.skip_prefix_cache or not self._resume_from_blocks(
+                    leader, beam, key, num_common
+                ):
+                    self._fork(leader, beam, num_common)
                 self._reuse_hints.remove(beam)
             table.pending_forks[row] = leader.request.group_size - len(leader.group)
 
-    def replace(self, present: list[Sequence], heirs: list[tuple[Sequence, int]]) -> None:
+    def replace(self, present: list[Sequence], next_beams: list[tuple[Sequence, int]]) -> None:
         """Let the next beams take the places of the present ones.
 
         Args:
@@ -119,20 +121,22 @@ class BeamGroups:
                 continues. The first to continue one is that one itself, the others are new.
         """
         table = self._table
-        going_on = {beam for beam, _ in heirs}
+        continuing = {beam for beam, _ in next_beams}
         for beam in present:
-            if beam not in going_on:
+            if beam not in continuing:
                 self._pool.release(table.remove(beam), beam.num_evicted)
-        for beam, parent in heirs:
+        for beam, parent in next_beams:
             if beam.row < 0:
                 self._fork(present[parent], beam, beam.num_tokens - 1)
-        rows = [beam.row for beam, _ in heirs]
-        table.last_token[rows] = [beam.output_ids[-1] for beam, _ in heirs]
+        rows = [beam.row for beam, _ in next_beams]
+        table.last_token[rows] = [beam.output_ids[-1] for beam, _ in next_beams]
         table.sample_at[rows] = -1
         table.pending_forks[rows] = 0
-        table.pending_forks[rows[0]] = heirs[0][0].request.group_size - len(heirs)
+        table.pending_forks[rows[0]] = next_beams[0][0].request.group_size - len(next_beams)
 
-    def _take_up(self, leader: Sequence, beam: Sequence, key: bytes, common: int) -> bool:
+    def _resume_from_blocks(
+        self, leader: Sequence, beam: Sequence, key: bytes, num_common: int
+    ) -> bool:
         """Let a beam go on from blocks it left, if they hold more than ``common`` tokens of it.
 
         None of them is copied on the device: before the step that would do it is submitted, the
@@ -145,20 +149,20 @@ class BeamGroups:
             hit = replace(hit, owns_tail=True)
         else:
             hit = find_prefix_hit(pool, match, with_tail=False)
-        if hit.num_tokens <= common or hit.num_idle > pool.num_available:
+        if hit.num_tokens <= num_common or hit.num_idle > pool.num_available:
             return False
         self._kv_manager.start_with_prefix(beam, hit)
-        self._join_age(leader, beam)
+        self._share_admission(leader, beam)
         return True
 
-    def _join_age(self, beam: Sequence, other: Sequence) -> None:
+    def _share_admission(self, beam: Sequence, other: Sequence) -> None:
         """Let a beam that begins to run be as old as the group."""
         self._table.admission[other.row] = self._table.admission[beam.row]
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Run ``child``, which begins with ``num_tokens`` that ``parent`` has computed."""
         self._kv_manager.share_blocks(parent, child, num_tokens)
-        self._join_age(parent, child)
+        self._share_admission(parent, child)
 
     def trim_to_whole_groups(self, rows: Rows, num_new: Int) -> Int:
         """[S] ``num_new``, such that a group's beams come to their last tokens in one step.
@@ -176,6 +180,6 @@ class BeamGroups:
         sizes = np.array([len(table.sequence(row).group) for row in rows[beams[first]]])
         arriving = np.bincount(group_of, weights=num_new[beams] == pending)
         apart = (arriving < sizes)[group_of]
-        combined_output = num_new.copy()
-        combined_output[beams[apart]] = np.minimum(num_new[beams[apart]], pending[apart] - 1)
-        return combined_output
+        trimmed = num_new.copy()
+        trimmed[beams[apart]] = np.minimum(num_new[beams[apart]], pending[apart] - 1)
+        return trimmed

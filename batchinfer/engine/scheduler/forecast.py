@@ -114,10 +114,10 @@ class PoolForecast:
         self._full = sum(window == 0 for window in table.windows)
         self._most_in_windows = [most_in_window(w, table.block_size) for w in table.windows if w]
         rows = table.rows()
-        joined = table.num_joined[rows]
-        elsewhere = np.maximum(joined, table.num_left(table.num_computed[rows]))
+        shared_blocks = table.num_shared_blocks[rows]
+        elsewhere = np.maximum(shared_blocks, table.num_evicted(table.num_computed[rows]))
         owned = int((table.num_blocks[rows] - elsewhere - table.tail_shared[rows]).sum())
-        self._shared = max(pool.num_used - owned, 0)
+        self._not_owned = max(pool.num_used - owned, 0)
         """Blocks in use beyond those the sequences hold alone."""
         unsure = 1.0 if len(rows) == 0 else 1.0 - table.length_known[rows].mean()
         self._capacity = pool.num_blocks * (1.0 - _WATERMARK * unsure)
@@ -132,29 +132,29 @@ class PoolForecast:
             float
         )
         """Tokens known of each; the newest has no KV yet."""
-        self._joined: Float = np.concatenate([joined, np.repeat(full_blocks, forks)])[order].astype(
-            float
-        )
+        self._shared_blocks: Float = np.concatenate([shared_blocks, np.repeat(full_blocks, forks)])[
+            order
+        ].astype(float)
         """Blocks of each that are also somebody else's; not given back when it ends."""
 
-    def admit(self, sequence: Sequence, joined: int) -> bool:
+    def admit(self, sequence: Sequence, shared_blocks: int) -> bool:
         """Whether one more sequence fits; if so it counts from now on.
 
         Args:
             sequence: without a row.
             joined: blocks it would share.
         """
-        return self._admit(sequence.num_tokens, self._remaining(sequence), joined)
+        return self._admit(sequence.num_tokens, self._remaining(sequence), shared_blocks)
 
-    def admit_group(self, sequence: Sequence, joined: int) -> bool:
+    def admit_group(self, sequence: Sequence, shared_blocks: int) -> bool:
         """Whether a waiting sequence fits, and its group with it; if so they count from now on."""
-        before = self._ends, self._tokens, self._joined
+        before = self._ends, self._tokens, self._shared_blocks
         shared = sequence.request.num_prompt_tokens // self._table.block_size
-        blocks = [joined, *[shared] * (sequence.request.group_size - 1)]
+        blocks = [shared_blocks, *[shared] * (sequence.request.group_size - 1)]
         remaining = self._remaining(sequence)
         if all(self._admit(sequence.num_tokens, remaining, count) for count in blocks):
             return True
-        self._ends, self._tokens, self._joined = before
+        self._ends, self._tokens, self._shared_blocks = before
         return False
 
     def expect_samples(self, leader: Sequence) -> None:
@@ -169,14 +169,14 @@ class PoolForecast:
             if not self._admit(leader.num_tokens, remaining, full_blocks):
                 break
 
-    def _admit(self, tokens: int, remaining: float, joined: int) -> bool:
+    def _admit(self, tokens: int, remaining: float, shared_blocks: int) -> bool:
         at = int(np.searchsorted(self._ends, remaining))
         ends = np.insert(self._ends, at, remaining)
         known = np.insert(self._tokens, at, tokens)
-        shared = np.insert(self._joined, at, joined)
-        if self._shared + self._peak(ends, known, shared) > self._capacity:
+        shared = np.insert(self._shared_blocks, at, shared_blocks)
+        if self._not_owned + self._peak(ends, known, shared) > self._capacity:
             return False
-        self._ends, self._tokens, self._joined = ends, known, shared
+        self._ends, self._tokens, self._shared_blocks = ends, known, shared
         return True
 
     def _remaining(self, sequence: Sequence) -> float:
@@ -188,25 +188,25 @@ class PoolForecast:
         total = self._lengths.predict(np.array([age]), np.array([limit]), np.array([0.5]))
         return float(total[0]) - age
 
-    def _peak(self, ends: Float, tokens: Float, joined: Float) -> float:
+    def _peak(self, ends: Float, tokens: Float, shared_blocks: Float) -> float:
         """Most blocks that the sequences, sorted by their ends, hold alone at any time."""
         size = self._table.block_size
-        half = (tokens + (size - 1) / 2) / size - joined
+        half = (tokens + (size - 1) / 2) / size - shared_blocks
         growth: Float = np.arange(len(ends), 0, -1, dtype=np.float64)
         if self._most_in_windows:
-            growing, constant = self._growing(ends, tokens, joined)
+            growing, constant = self._growing(ends, tokens, shared_blocks)
             half, growth = half * growing + constant, np.cumsum(growing[::-1])[::-1]
         held = np.cumsum(half[::-1])[::-1] + growth * ends / size
         top = int(held.argmax())
-        exact = np.ceil((tokens[top:] + ends[top] - 1) / size) - joined[top:]
+        exact = np.ceil((tokens[top:] + ends[top] - 1) / size) - shared_blocks[top:]
         if self._most_in_windows:
             exact = exact * growing[top:] + constant[top:]
         return float(exact.sum())
 
-    def _growing(self, ends: Float, tokens: Float, joined: Float) -> tuple[Float, Float]:
+    def _growing(self, ends: Float, tokens: Float, shared_blocks: Float) -> tuple[Float, Float]:
         """In how many groups each sequence grows to its end, and what it holds in the others."""
         growing, constant = np.full(len(ends), float(self._full)), np.zeros(len(ends))
-        final = np.ceil((tokens + ends - 1) / self._table.block_size) - joined
+        final = np.ceil((tokens + ends - 1) / self._table.block_size) - shared_blocks
         for most in self._most_in_windows:
             growing += final <= most
             constant += np.where(final <= most, 0, most)

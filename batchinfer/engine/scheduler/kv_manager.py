@@ -37,13 +37,13 @@ class KVManager:
 
     def start_with_prefix(self, sequence: Sequence, hit: PrefixHit) -> AcquiredPrefix:
         """Give a sequence a row that begins with a hit's blocks."""
-        pool, joined = self._pool, hit.num_shared
+        pool, num_shared = self._pool, hit.num_shared
         acquired = acquire_prefix(pool, hit)
         sequence.state.stats.swapped_blocks += acquired.num_swapped
         sequence.index_parent = pool.entry_below(hit.blocks, sequence.request.adapter)
         sequence.num_indexed = len(hit.blocks)
         sequence.num_evicted = hit.num_evicted
-        self._table.add(sequence, acquired.blocks, hit.num_tokens, joined)
+        self._table.add(sequence, acquired.blocks, hit.num_tokens, num_shared)
         return acquired
 
     def share_blocks(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
@@ -104,7 +104,7 @@ class KVManager:
         if not window_slots.windows:
             return
         after = table.num_computed[rows]
-        moved = (table.num_left(after) > table.num_left(after - num_new)).any(axis=0)
+        moved = (table.num_evicted(after) > table.num_evicted(after - num_new)).any(axis=0)
         for row in rows[moved]:
             sequence = table.sequence(row)
             if sequence.awaits_group:
@@ -115,7 +115,7 @@ class KVManager:
                 zip(sequence.num_evicted, num_evicted, strict=True)
             ):
                 for block in sequence.blocks[gone:now]:
-                    window_slots.leave(block.window_slots[group])
+                    window_slots.release(block.window_slots[group])
             sequence.num_evicted = num_evicted
 
     def cache_prompt_blocks(self, rows: Rows, num_new: Int) -> None:

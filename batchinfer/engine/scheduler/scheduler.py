@@ -138,8 +138,8 @@ class Scheduler:
         table, row = self.table, parent.row
         computed = int(table.num_computed[row])
         child.computed_once = computed
-        joined = computed // table.block_size  # a partly filled block will be copied
-        if not table.has_room() or not forecast.admit(child, joined):
+        num_shared = computed // table.block_size  # a partly filled block will be copied
+        if not table.has_room() or not forecast.admit(child, num_shared):
             match = self.pool.match(child.key(0, computed), child.request.adapter)
             tail = [] if match.tail is None else [match.tail]
             self.reuse_hints.add(child, [*match.blocks, *tail])
@@ -235,14 +235,14 @@ class Scheduler:
             if np.count_nonzero(~ready) > _MOST_SITTING_OUT * len(running):
                 return None
             rows, num_new = self._share_budget(running[ready])
-            wanted = self._kv_manager.blocks_needed(rows, num_new)
-            if int(wanted.sum()) * self.pool.slots_per_block <= self.pool.num_available:
+            needed = self._kv_manager.blocks_needed(rows, num_new)
+            if int(needed.sum()) * self.pool.slots_per_block <= self.pool.num_available:
                 break
             if in_flight.any():
                 return None
             preempted += self.preempt(self.table.sequence(running[-1]))
         schedule = Schedule(rows, num_new, num_preempted=preempted)
-        for at in np.flatnonzero(wanted):
+        for at in np.flatnonzero(needed):
             self._kv_manager.allocate_slots(int(rows[at]), int(num_new[at]))
         return schedule
 
@@ -257,7 +257,7 @@ class Scheduler:
         pending = self.table.num_tokens[rows] - self.table.num_computed[rows]
         order = np.argsort(pending > 1, kind="stable")
         rows, pending = rows[order], pending[order]
-        left = self.max_num_batched_tokens - (np.cumsum(pending) - pending)
-        num_new = self.beam_groups.trim_to_whole_groups(rows, np.clip(left, 0, pending))
-        some = num_new > 0
-        return rows[some], num_new[some]
+        budget = self.max_num_batched_tokens - (np.cumsum(pending) - pending)
+        num_new = self.beam_groups.trim_to_whole_groups(rows, np.clip(budget, 0, pending))
+        computes = num_new > 0
+        return rows[computes], num_new[computes]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.engine.kv.layer_groups import left_windows
+from batchinfer.engine.kv.layer_groups import num_outside_windows
 from batchinfer.engine.kv.prefix_index import Block
 from batchinfer.engine.sequence import Sequence
 from batchinfer.engine.step import SamplingColumns
@@ -42,7 +42,7 @@ class SequenceTable:
         self.block_size = block_size
         self.windows = windows
         self._has_windows = any(windows)
-        self._none_left = np.zeros((1, 1), dtype=np.int32)
+        self._none_evicted = np.zeros((1, 1), dtype=np.int32)
         self.sequences: npt.NDArray[np.object_] = np.full(rows, None, dtype=object)
         """The ``Sequence`` in each row, or None."""
         self.active = np.zeros(rows, dtype=np.bool_)
@@ -62,7 +62,7 @@ class SequenceTable:
         self.sample_at = np.full(rows, -1, dtype=np.int32)
         """Which sample of the step in flight the last token is; -1 = ``last_token`` has it."""
         self.num_blocks = np.zeros(rows, dtype=np.int32)
-        self.num_joined = np.zeros(rows, dtype=np.int32)
+        self.num_shared_blocks = np.zeros(rows, dtype=np.int32)
         """Leading blocks that somebody else refers to as well; not given back at the end."""
         self.pending_forks = np.zeros(rows, dtype=np.int32)
         """Further samples, or beams, that will fork from the row when it has caught up."""
@@ -127,7 +127,7 @@ class SequenceTable:
         assert isinstance(sequence, Sequence)
         return sequence
 
-    def num_left(self, num_tokens: Int) -> npt.NDArray[np.integer]:
+    def num_evicted(self, num_tokens: Int) -> npt.NDArray[np.integer]:
         """[G, S] leading blocks that left each group's window.
 
         Args:
@@ -137,15 +137,17 @@ class SequenceTable:
             What broadcasts to that.
         """
         if not self._has_windows:
-            return self._none_left
-        return np.stack([left_windows(num_tokens, w, self.block_size) for w in self.windows])
+            return self._none_evicted
+        return np.stack([num_outside_windows(num_tokens, w, self.block_size) for w in self.windows])
 
     def total_limit(self, sequence: Sequence) -> int:
         """Tokens at which the sequence ends by length."""
         request = sequence.request
         return min(request.num_prompt_tokens + request.params.max_tokens, self.max_model_len)
 
-    def add(self, sequence: Sequence, blocks: list[Block], num_computed: int, joined: int) -> None:
+    def add(
+        self, sequence: Sequence, blocks: list[Block], num_computed: int, num_shared: int
+    ) -> None:
         """Give a sequence a row; ``blocks`` hold its first ``num_computed`` tokens."""
         row = self._free_rows.pop()
         sequence.row = row
@@ -161,13 +163,13 @@ class SequenceTable:
         self.max_total[row] = self.total_limit(sequence)
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.sample_at[row] = -1
-        self.num_joined[row] = joined
+        self.num_shared_blocks[row] = num_shared
         self.pending_forks[row] = 0
         self.tail_shared[row] = False
         sequence.blocks = []
         self.num_blocks[row] = 0
-        if joined:
-            self._note_joined(blocks[joined - 1], joined)
+        if num_shared:
+            self._note_shared(blocks[num_shared - 1], num_shared)
         for block in blocks:
             self.append_block(row, block)
         self._set_sampling(row, sequence)
@@ -204,11 +206,11 @@ class SequenceTable:
         blocks.append(block)
         self.num_blocks[row] = len(blocks)
 
-    def _note_joined(self, block: Block, count: int) -> None:
+    def _note_shared(self, block: Block, count: int) -> None:
         """The first ``count`` blocks of the sequence that ``block`` was made for are now shared."""
         maker = self.sequences[block.row]
         if maker is not None and count <= len(maker.blocks) and maker.blocks[count - 1] is block:
-            self.num_joined[block.row] = max(self.num_joined[block.row], count)
+            self.num_shared_blocks[block.row] = max(self.num_shared_blocks[block.row], count)
 
     def replace_last_block(self, row: int, block: Block) -> Block:
         """Put ``block`` in the place of a row's last one; returns that one."""

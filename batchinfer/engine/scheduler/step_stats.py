@@ -57,7 +57,7 @@ def step_stats(
     """
     rows = table.rows()
     live = _live_tokens(table, pool, rows)
-    left = table.num_left(table.num_computed[rows])
+    num_evicted = table.num_evicted(table.num_computed[rows])
     used_tokens = pool.num_used * pool.block_size
     prefill, decode, recomputed = tokens
     return StepStats(
@@ -78,8 +78,8 @@ def step_stats(
         kv_blocks_cached=pool.num_cached,
         kv_tokens_live=live,
         kv_waste=1 - live / used_tokens if used_tokens else 0.0,
-        kv_logical_blocks=int((table.num_blocks[rows] - left).sum()),
-        kv_tokens_logical=int((table.num_computed[rows] - left * pool.block_size).sum()),
+        kv_logical_blocks=int((table.num_blocks[rows] - num_evicted).sum()),
+        kv_tokens_logical=int((table.num_computed[rows] - num_evicted * pool.block_size).sum()),
         contiguous_blocks=int((-(-table.max_total[rows] // pool.block_size)).sum())
         * pool.slots_per_block,
         cow_copies=len(schedule.block_copies.within),

@@ -15,7 +15,7 @@ States = dict[RequestState, None]
 
 
 def process_beams(
-    scheduler: Scheduler, drawn: SampledRows, result: StepResult, now: float
+    scheduler: Scheduler, sampled: SampledRows, result: StepResult, now: float
 ) -> tuple[States, States]:
     """Let each search go on by a token.
 
@@ -31,7 +31,7 @@ def process_beams(
     Returns:
         Rows whose search is over; and rows whose logits are not numbers, still running.
     """
-    places = {sequence: at for at, sequence in enumerate(drawn.sequences)}
+    places = {sequence: at for at, sequence in enumerate(sampled.sequences)}
     done: States = {}
     failed: States = {}
     for state in dict.fromkeys(sequence.state for sequence in places):
@@ -41,12 +41,12 @@ def process_beams(
             continue
         if state.first_token_at is None:
             state.first_token_at = now
-        at_limit = bool(drawn.at_limit[at[0]])
-        heirs = _advance(state, at, result, at_limit=at_limit)
-        stopped = np.full(len(at), not heirs and not at_limit)
-        scheduler.output_lengths.observe(drawn.lengths[at], stopped)
-        if heirs:
-            _replace(scheduler, state, heirs)
+        at_limit = bool(sampled.at_limit[at[0]])
+        continuations = _advance(state, at, result, at_limit=at_limit)
+        stopped = np.full(len(at), not continuations and not at_limit)
+        scheduler.output_lengths.observe(sampled.lengths[at], stopped)
+        if continuations:
+            _replace(scheduler, state, continuations)
         else:
             _end(scheduler, state)
             done[state] = None
@@ -69,22 +69,22 @@ def _advance(
     )
 
 
-def _replace(scheduler: Scheduler, state: RequestState, heirs: list[Continuation]) -> None:
+def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Continuation]) -> None:
     """Run the next beams in place of the present ones, whose blocks they share."""
     state.note_peak_blocks()
     present = state.samples
-    before = [beam.output_ids for beam in present]
+    outputs_before = [beam.output_ids for beam in present]
     continued: set[int] = set()
     state.samples = []
-    for heir in heirs:
-        beam = present[heir.beam]
-        if heir.beam in continued:
+    for continuation in continuations:
+        beam = present[continuation.beam]
+        if continuation.beam in continued:
             beam = Sequence(state, 0)
-        continued.add(heir.beam)
-        beam.output_ids = [*before[heir.beam], heir.token_id]
-        beam.cumulative_logprob = heir.cumulative_logprob
+        continued.add(continuation.beam)
+        beam.output_ids = [*outputs_before[continuation.beam], continuation.token_id]
+        beam.cumulative_logprob = continuation.cumulative_logprob
         state.samples.append(beam)
-    parents = [heir.beam for heir in heirs]
+    parents = [continuation.beam for continuation in continuations]
     scheduler.beam_groups.replace(present, list(zip(state.samples, parents, strict=True)))
 
 

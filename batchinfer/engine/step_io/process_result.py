@@ -37,12 +37,12 @@ def find_stops(
         sequences: [K] these, with the tokens drawn; gets those that are forced.
         result: the tokens.
     """
-    ends = StopResult(
+    stop_result = StopResult(
         _stops(samples, sequences, result), samples.at_limit.copy(), samples.lengths.copy()
     )
     if samples.has_grammar.any():
-        add_forced_tokens(table, samples, sequences, result, ends)
-    return ends
+        add_forced_tokens(table, samples, sequences, result, stop_result)
+    return stop_result
 
 
 def _stops(
@@ -79,47 +79,47 @@ def process_result(
     """
     scheduler.pool.confirm()
     process_scores(step.scored, result.scored)
-    drawn, result, running = _without_ended(scheduler.table, step.sampled, result)
+    sampled, result, running = _without_ended(scheduler.table, step.sampled, result)
     states: dict[RequestState, None] = {}
     errors: dict[RequestState, Failure] = {}
-    beams = drawn.is_beam
+    beams = sampled.is_beam
     if beams.any():
-        of_beams = result.only(np.repeat(beams, drawn.samples_per_row))
-        states, failed_beams = process_beams(scheduler, drawn.only(beams), of_beams, now)
+        beam_result = result.only(np.repeat(beams, sampled.samples_per_row))
+        states, failed_beams = process_beams(scheduler, sampled.only(beams), beam_result, now)
         errors = dict.fromkeys(failed_beams, _NAN)
-        result = result.only(np.repeat(~beams, drawn.samples_per_row))
-        drawn, running = drawn.only(~beams), running[~beams]
-    sequences = _with_new_samples(drawn)
+        result = result.only(np.repeat(~beams, sampled.samples_per_row))
+        sampled, running = sampled.only(~beams), running[~beams]
+    sequences = _with_new_samples(sampled)
     for sequence, token, logprob in zip(
         sequences, result.token_ids.tolist(), result.logprobs.tolist(), strict=True
     ):
         sequence.output_ids.append(token)
         sequence.cumulative_logprob += logprob
-    _note_last_tokens(scheduler.table, drawn, running, result)
-    samples = drawn
-    if len(sequences) > len(drawn.rows):
-        samples = drawn.only(np.repeat(np.arange(len(drawn.rows)), drawn.samples_per_row))
+    _note_last_tokens(scheduler.table, sampled, running, result)
+    samples = sampled
+    if len(sequences) > len(sampled.rows):
+        samples = sampled.only(np.repeat(np.arange(len(sampled.rows)), sampled.samples_per_row))
     _note_logprobs(sequences, samples.num_logprobs, result)
-    ends = find_stops(scheduler.table, samples, sequences, result)
+    stop_result = find_stops(scheduler.table, samples, sequences, result)
     failed = result.nonfinite | _prompt_has_nan(samples, sequences)
-    failed[list(ends.broken)] = True
+    failed[list(stop_result.broken)] = True
     stopped = np.zeros(len(sequences), dtype=np.bool_)
-    stopped[list(ends.stops)] = True
-    scheduler.output_lengths.observe(ends.lengths, stopped)
+    stopped[list(stop_result.stops)] = True
+    scheduler.output_lengths.observe(stop_result.lengths, stopped)
 
-    for at in np.flatnonzero(samples.lengths == 1):
+    for at in np.flatnonzero(samples.lengths == 1).tolist():
         state = sequences[at].state
         if state.first_token_at is None:
             state.first_token_at = now
-    ended = stopped | ends.at_limit
-    _fork(scheduler, drawn, running, sequences, ended | failed)
-    for at in np.flatnonzero(ended & ~failed):
+    ended = stopped | stop_result.at_limit
+    _fork(scheduler, sampled, running, sequences, ended | failed)
+    for at in np.flatnonzero(ended & ~failed).tolist():
         states[sequences[at].state] = None
-        _finish(scheduler, sequences[at], ends.stops.get(int(at)))
-    for which in np.flatnonzero(failed).tolist():
-        problem = ends.broken.get(which)
+        _finish(scheduler, sequences[at], stop_result.stops.get(at))
+    for at in np.flatnonzero(failed).tolist():
+        problem = stop_result.broken.get(at)
         failure = _NAN if problem is None else ("invalid_structured_output", problem)
-        errors[sequences[which].state] = failure
+        errors[sequences[at].state] = failure
     states |= dict.fromkeys(errors)
     for state, failure in errors.items():
         _fail_request(scheduler, state, may_be_others=failure is _NAN)
@@ -127,7 +127,7 @@ def process_result(
 
 
 def _without_ended(
-    table: SequenceTable, drawn: SampledRows, result: StepResult
+    table: SequenceTable, sampled: SampledRows, result: StepResult
 ) -> tuple[SampledRows, StepResult, Bool]:
     """Leave out samples of sequences that ended before the step was read.
 
@@ -135,24 +135,24 @@ def _without_ended(
         What is left, and which of the R sequences left are in their rows: all but those whose
         end by length was known.
     """
-    running = table.active[drawn.rows] & (table.admission[drawn.rows] == drawn.admission)
+    running = table.active[sampled.rows] & (table.admission[sampled.rows] == sampled.admission)
     alive = running.copy()
     for at in np.flatnonzero(~running):
-        sequence = drawn.sequences[at]
+        sequence = sampled.sequences[at]
         alive[at] = sequence in sequence.state.samples
     if alive.all():
-        return drawn, result, running
-    kept = np.repeat(alive, drawn.samples_per_row)
-    return drawn.only(alive), result.only(kept), running[alive]
+        return sampled, result, running
+    kept = np.repeat(alive, sampled.samples_per_row)
+    return sampled.only(alive), result.only(kept), running[alive]
 
 
-def _with_new_samples(drawn: SampledRows) -> list[Sequence]:
+def _with_new_samples(sampled: SampledRows) -> list[Sequence]:
     """[K] the sequence of each sample; a row's further samples come to be here."""
-    leaders: list[Sequence] = drawn.sequences.tolist()
-    if len(leaders) == drawn.samples_per_row.sum():
+    leaders: list[Sequence] = sampled.sequences.tolist()
+    if len(leaders) == sampled.samples_per_row.sum():
         return leaders
     sequences = []
-    for leader, count in zip(leaders, drawn.samples_per_row.tolist(), strict=True):
+    for leader, count in zip(leaders, sampled.samples_per_row.tolist(), strict=True):
         sequences.append(leader)
         for index in range(1, count):
             sample = Sequence(leader.state, leader.index + index)
@@ -162,11 +162,11 @@ def _with_new_samples(drawn: SampledRows) -> list[Sequence]:
 
 
 def _note_last_tokens(
-    table: SequenceTable, drawn: SampledRows, running: Bool, result: StepResult
+    table: SequenceTable, sampled: SampledRows, running: Bool, result: StepResult
 ) -> None:
     """Tell the table what is known now: the last token of rows that no later step has sampled."""
-    last = running & (table.num_tokens[drawn.rows] == drawn.num_tokens)
-    rows, first = drawn.rows[last], np.cumsum(drawn.samples_per_row) - drawn.samples_per_row
+    last = running & (table.num_tokens[sampled.rows] == sampled.num_tokens)
+    rows, first = sampled.rows[last], np.cumsum(sampled.samples_per_row) - sampled.samples_per_row
     table.last_token[rows] = result.token_ids[first[last]]
     table.sample_at[rows] = -1
 
@@ -206,17 +206,17 @@ def _prompt_has_nan(samples: SampledRows, sequences: list[Sequence]) -> Bool:
 
 
 def _fork(
-    scheduler: Scheduler, drawn: SampledRows, running: Bool, sequences: list[Sequence], gone: Bool
+    scheduler: Scheduler, sampled: SampledRows, running: Bool, sequences: list[Sequence], gone: Bool
 ) -> None:
     """Run the new samples of rows that have several, sharing the prompt's blocks."""
-    parting = drawn.samples_per_row > 1
-    if not parting.any():
+    forking = sampled.samples_per_row > 1
+    if not forking.any():
         return
-    scheduler.table.pending_forks[drawn.rows[running]] = 0
+    scheduler.table.pending_forks[sampled.rows[running]] = 0
     forecast = scheduler.forecast()
-    first = np.cumsum(drawn.samples_per_row) - drawn.samples_per_row
+    first = np.cumsum(sampled.samples_per_row) - sampled.samples_per_row
     for row, count in zip(
-        first[parting].tolist(), drawn.samples_per_row[parting].tolist(), strict=True
+        first[forking].tolist(), sampled.samples_per_row[forking].tolist(), strict=True
     ):
         for at in range(row + 1, row + count):
             if not gone[at]:

@@ -20,15 +20,15 @@ def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBa
     """
     rows, samples_per_row = schedule.sampled, schedule.samples_per_row
     logits_rows = np.repeat(np.arange(len(rows), dtype=np.int32), samples_per_row)
-    drawn = np.repeat(rows, samples_per_row)
+    sample_rows = np.repeat(rows, samples_per_row)
     first = np.cumsum(samples_per_row) - samples_per_row
-    nth = np.arange(len(drawn), dtype=np.int32) - np.repeat(first, samples_per_row)
-    edited = np.flatnonzero(table.edits_logits[drawn])
-    sequences = [table.sequence(drawn[at]) for at in edited]
-    columns = table.sampling.take(drawn)
+    nth = np.arange(len(sample_rows), dtype=np.int32) - np.repeat(first, samples_per_row)
+    edited = np.flatnonzero(table.edits_logits[sample_rows])
+    sequences = [table.sequence(sample_rows[at]) for at in edited]
+    columns = table.sampling.take(sample_rows)
     columns["sample_index"] += nth
-    position = (table.num_tokens[drawn] - table.num_prompt[drawn]).astype(np.int32)
-    given = table.given_token[drawn]
+    position = (table.num_tokens[sample_rows] - table.num_prompt[sample_rows]).astype(np.int32)
+    given_token_ids = table.given_token[sample_rows]
     bias, allowed = _Entries(), _Entries()
     for at, sequence in zip(edited.tolist(), sequences, strict=True):
         _add_biases(sequence, int(position[at]), at, bias)
@@ -44,7 +44,7 @@ def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBa
         bias_values=np.asarray(bias.values, dtype=np.float32),
         allowed_samples=np.asarray(allowed.samples, dtype=np.int32),
         allowed_token_ids=np.asarray(allowed.token_ids, dtype=np.int32),
-        given_token_ids=given if (given >= 0).any() else None,
+        given_token_ids=given_token_ids if (given_token_ids >= 0).any() else None,
         masked_rows=masked_rows,
         masks=masks,
     )

@@ -67,9 +67,9 @@ def order_by_blocks(tables: Int, num_blocks: Int32) -> tuple[Int32, Int32]:
     num_sequences = len(tables)
     shared = np.zeros(num_sequences, dtype=np.int32)
     _, inverse, counts = np.unique(tables[:, 0], return_inverse=True, return_counts=True)
-    combined_output = counts[inverse] > 1
-    chosen = np.flatnonzero(combined_output)
-    alone = np.flatnonzero(~combined_output)
+    begins_alike = counts[inverse] > 1
+    chosen = np.flatnonzero(begins_alike)
+    alone = np.flatnonzero(~begins_alike)
     if len(chosen):
         width = int(num_blocks[chosen].max())
         past_end = np.arange(width) >= num_blocks[chosen, None]

@@ -66,7 +66,7 @@ def add_forced_tokens(
     samples: SampledRows,
     sequences: list[Sequence],
     result: StepResult,
-    ends: StopResult,
+    stop_result: StopResult,
 ) -> None:
     """Tell grammars what was drawn, and add the tokens that they leave no choice about.
 
@@ -80,41 +80,44 @@ def add_forced_tokens(
         result: the tokens.
         ends: gets the ends that this brings.
     """
-    tokens, goes_on = result.token_ids.tolist(), (~result.nonfinite & ~ends.at_limit).tolist()
+    tokens, continues = (
+        result.token_ids.tolist(),
+        (~result.nonfinite & ~stop_result.at_limit).tolist(),
+    )
     for at in np.flatnonzero(samples.has_grammar).tolist():
         sequence, token, forced = sequences[at], tokens[at], list[int]()
         state = _state(sequence)
-        if goes_on[at] and token in sequence.request.eos_token_ids:
-            ends.stops[at] = token  # before min_tokens, too: nothing else can follow
-        elif goes_on[at] and at not in ends.stops:
+        if continues[at] and token in sequence.request.eos_token_ids:
+            stop_result.stops[at] = token  # before min_tokens, too: nothing else can follow
+        elif continues[at] and at not in stop_result.stops:
             forced = state.take(token)
         error = state.error  # with this token, or already when its mask was made
         if error is not None:
-            ends.broken[at] = error
-            ends.stops.pop(at, None)
+            stop_result.broken[at] = error
+            stop_result.stops.pop(at, None)
         elif forced:
-            _add(sequence, forced, at, ends, table)
+            _add(sequence, forced, at, stop_result, table)
 
 
 def _add(
-    sequence: Sequence, forced: list[int], at: int, ends: StopResult, table: SequenceTable
+    sequence: Sequence, forced: list[int], at: int, stop_result: StopResult, table: SequenceTable
 ) -> None:
     """Add tokens to a sequence, up to the one that ends it."""
     request, before = sequence.request, len(sequence.output_ids)
-    most = table.total_limit(sequence) - request.num_prompt_tokens
+    max_output_tokens = table.total_limit(sequence) - request.num_prompt_tokens
     for token in forced:
         sequence.output_ids.append(token)
         if sequence.logprobs is not None:
             top = ((token, 0.0),) if request.params.logprobs else ()
             sequence.logprobs.append(TokenLogprobs(token, 0.0, 1, top))
         stop = _stop(sequence, token)
-        ends.at_limit[at] = len(sequence.output_ids) == most
+        stop_result.at_limit[at] = len(sequence.output_ids) == max_output_tokens
         if stop is not None:
-            ends.stops[at] = stop
-        if stop is not None or ends.at_limit[at]:
+            stop_result.stops[at] = stop
+        if stop is not None or stop_result.at_limit[at]:
             break
     num_added = len(sequence.output_ids) - before
-    ends.lengths[at] += num_added
+    stop_result.lengths[at] += num_added
     if sequence.row >= 0:
         table.num_tokens[sequence.row] += num_added
         table.last_token[sequence.row] = sequence.output_ids[-1]

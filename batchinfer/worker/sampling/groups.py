@@ -30,7 +30,7 @@ class SampleGroup:
 
 
 def group_samples(
-    batch: SamplingBatch, edited: Bool, vocab: int, most: int, *, in_place: bool
+    batch: SamplingBatch, edited: Bool, vocab: int, max_distributions: int, *, in_place: bool
 ) -> Iterator[SampleGroup]:
     """Parts that together hold every sample but the plain.
 
@@ -46,12 +46,12 @@ def group_samples(
     greedy = batch.temperature == 0
     filtered = ((batch.top_k > 0) & (batch.top_k < vocab)) | (batch.top_p < 1)
     drawn_in_place = ~greedy & ~edited & in_place
-    drawn = ~greedy & ~drawn_in_place
+    needs_workspace = ~greedy & ~drawn_in_place
     kinds = (
         (greedy & edited, True, False, False),
         (drawn_in_place, False, False, True),
-        (drawn & ~filtered, False, False, False),
-        (drawn & filtered, False, True, False),
+        (needs_workspace & ~filtered, False, False, False),
+        (needs_workspace & filtered, False, True, False),
     )
     for chosen, is_greedy, is_filtered, is_in_place in kinds:
         samples = np.flatnonzero(chosen)
@@ -60,14 +60,14 @@ def group_samples(
         first = _starts_distribution(batch, edited, samples)
         distributions = np.cumsum(first) - 1
         count = int(first.sum())
-        size = count if is_in_place else most
+        size = count if is_in_place else max_distributions
         for low in range(0, count, size):
             start, stop = np.searchsorted(distributions, (low, low + size))
-            mine = slice(int(start), int(stop))
+            chunk = slice(int(start), int(stop))
             yield SampleGroup(
-                samples=samples[mine],
-                distributions=distributions[mine] - low,
-                heads=samples[mine][first[mine]],
+                samples=samples[chunk],
+                distributions=distributions[chunk] - low,
+                heads=samples[chunk][first[chunk]],
                 greedy=is_greedy,
                 filtered=is_filtered,
                 in_place=is_in_place,

@@ -37,7 +37,7 @@ def row_stats(logits: Tensor, chunk: int, *, want_argmax: bool) -> RowStats:
     if logits.is_cuda or native.supports(logits.dtype):
         return _row_stats_by_kernel(logits)
     starts = range(0, len(logits), chunk)
-    parts = [_of_rows(logits[low : low + chunk].float(), want_argmax) for low in starts]
+    parts = [_chunk_stats(logits[low : low + chunk].float(), want_argmax) for low in starts]
     return RowStats(
         maximum=torch.cat([part.maximum for part in parts]),
         max_logprob=torch.cat([part.max_logprob for part in parts]),
@@ -47,7 +47,7 @@ def row_stats(logits: Tensor, chunk: int, *, want_argmax: bool) -> RowStats:
     )
 
 
-def _of_rows(logits: Tensor, want_argmax: bool) -> RowStats:
+def _chunk_stats(logits: Tensor, want_argmax: bool) -> RowStats:
     if native.supports(logits.dtype):
         return _row_stats_by_kernel(logits)
     return RowStats(

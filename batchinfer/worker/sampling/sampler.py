@@ -85,8 +85,8 @@ class Sampler:
         rows = to_device({"rows": batch.logits_rows.astype(np.int64)}, logits.device)["rows"]
         token_ids, finite = _choose_all(logits, batch, edited, stats, rows, chunk)
         if batch.given_token_ids is not None:
-            told = to_device({"ids": batch.given_token_ids.astype(np.int64)}, logits.device)["ids"]
-            token_ids = torch.where((told >= 0) & finite, told, token_ids)
+            given = to_device({"ids": batch.given_token_ids.astype(np.int64)}, logits.device)["ids"]
+            token_ids = torch.where((given >= 0) & finite, given, token_ids)
         values = logits[rows, token_ids].float()
         logprobs = stats.logprobs(rows, values).masked_fill_(~finite, 0)
         return SampleHandle(
@@ -107,27 +107,27 @@ def _choose_all(
     if (batch.temperature > 0).any():
         bits = _random_bits(batch, natively=_draws_natively(logits.device, torch.float32))
     in_place = _draws_natively(logits.device, logits.dtype)
-    for part in group_samples(batch, edited, logits.shape[1], chunk, in_place=in_place):
-        arrays = {"samples": part.samples, "distributions": part.distributions}
+    for group in group_samples(batch, edited, logits.shape[1], chunk, in_place=in_place):
+        arrays = {"samples": group.samples, "distributions": group.distributions}
         on = to_device(arrays, logits.device)
-        heads = batch.logits_rows[part.heads]
-        if part.in_place:
-            drawn = _draw_natively(logits, stats.maximum, heads, batch, part, bits[part.samples])
+        heads = batch.logits_rows[group.heads]
+        if group.in_place:
+            drawn = _draw_natively(logits, stats.maximum, heads, batch, group, bits[group.samples])
             token_ids[on["samples"]] = drawn
             continue
         own = _rows_of(logits, heads)
-        if edited[part.heads].any():
+        if edited[group.heads].any():
             own = own.clone()
-            edit_logits(own, batch, part.heads)
+            edit_logits(own, batch, group.heads)
         maximum = own.amax(1)
-        if part.greedy:
+        if group.greedy:
             chosen = own.argmax(1)[on["distributions"]]
         elif _draws_natively(own.device, own.dtype):
             each = np.arange(len(own), dtype=np.int32)
-            chosen = _draw_natively(own, maximum, each, batch, part, bits[part.samples])
+            chosen = _draw_natively(own, maximum, each, batch, group, bits[group.samples])
         else:
-            weights = _weights(own, maximum[:, None], batch, part)
-            chosen = _draw(weights, part, bits[part.samples])
+            weights = _weights(own, maximum[:, None], batch, group)
+            chosen = _draw(weights, group, bits[group.samples])
         token_ids[on["samples"]] = chosen
         finite[on["samples"]] &= maximum.isfinite()[on["distributions"]]
     return token_ids.masked_fill_(~finite, 0), finite
@@ -163,7 +163,7 @@ def _draw_natively(
     maximum: Tensor,
     rows: Int32,
     batch: SamplingBatch,
-    part: SampleGroup,
+    group: SampleGroup,
     bits: Int64,
 ) -> Tensor:
     """Token ids [k], one row at a time in C: what ``_weights`` and ``_draw`` give, at a tenth of
@@ -176,18 +176,18 @@ def _draw_natively(
         batch, part: the samples.
         bits: [k] uniform in [0, 2**RANDOM_BITS).
     """
-    chosen = torch.zeros(len(part.samples), dtype=torch.int64)
-    arrays = {name: getattr(batch, name)[part.heads] for name in batch.DISTRIBUTION}
-    starts = np.searchsorted(part.distributions, np.arange(len(part.heads) + 1))
+    chosen = torch.zeros(len(group.samples), dtype=torch.int64)
+    arrays = {name: getattr(batch, name)[group.heads] for name in batch.DISTRIBUTION}
+    starts = np.searchsorted(group.distributions, np.arange(len(group.heads) + 1))
     arrays |= {"rows": rows.astype(np.int64), "starts": starts.astype(np.int64), "bits": bits}
     native_sampling.draw(logits, maximum, **to_device(arrays, logits.device), out=chosen)
     return chosen
 
 
-def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, part: SampleGroup) -> Tensor:
+def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, group: SampleGroup) -> Tensor:
     """Probabilities as integers, int64 [D, V], at temperature and with the filters applied."""
-    min_p = batch.min_p[part.heads]
-    arrays = {"temperature": batch.temperature[part.heads, None], "min_p": min_p[:, None]}
+    min_p = batch.min_p[group.heads]
+    arrays = {"temperature": batch.temperature[group.heads, None], "min_p": min_p[:, None]}
     on = to_device(arrays, logits.device)
     shifted = logits - maximum
     # A row without a finite maximum is drawn from as if flat; its token is dropped later.
@@ -196,12 +196,12 @@ def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, part: Sample
     if min_p.any():
         relative.masked_fill_(relative < on["min_p"], 0)
     weights = relative.mul_(_WEIGHT_OF_MAX).long()
-    if part.filtered:
-        keep_most_likely(weights, logits, batch.top_k[part.heads], batch.top_p[part.heads])
+    if group.filtered:
+        keep_most_likely(weights, logits, batch.top_k[group.heads], batch.top_p[group.heads])
     return weights
 
 
-def _draw(weights: Tensor, part: SampleGroup, bits: Int64) -> Tensor:
+def _draw(weights: Tensor, group: SampleGroup, bits: Int64) -> Tensor:
     """The first token, in id order, whose cumulative weight is over u times the total.
 
     Exact in integers, so a token of weight 0 is never drawn.
@@ -214,9 +214,9 @@ def _draw(weights: Tensor, part: SampleGroup, bits: Int64) -> Tensor:
     Returns:
         int64 [k].
     """
-    order = np.arange(len(part.samples))
-    place = order - np.searchsorted(part.distributions, part.distributions)  # in its distribution
-    arrays = {"distributions": part.distributions, "place": place, "bits": bits}
+    order = np.arange(len(group.samples))
+    place = order - np.searchsorted(group.distributions, group.distributions)  # in its distribution
+    arrays = {"distributions": group.distributions, "place": place, "bits": bits}
     on = to_device(arrays, weights.device)
     at = on["distributions"], on["place"]
     cumulative = weights.cumsum(1)

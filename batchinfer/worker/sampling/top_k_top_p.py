@@ -76,12 +76,12 @@ def _last_of_all(logits: Tensor, weights: Tensor, share: Tensor) -> Tensor:
     the tokens that share it, and so on, then the id among those of equal logits. Each time the
     answer is the first whose cumulative mass is not below the goal.
     """
-    goal = share * weights.sum(1, keepdim=True).double()
-    more_likely = _keep_equals_of_last(logits, weights, goal)
-    return _first_reaching(goal, weights, more_likely)[0]
+    target = share * weights.sum(1, keepdim=True).double()
+    more_likely = _keep_equals_of_last(logits, weights, target)
+    return _first_reaching(target, weights, more_likely)[0]
 
 
-def _keep_equals_of_last(logits: Tensor, weights: Tensor, goal: Tensor) -> Tensor:
+def _keep_equals_of_last(logits: Tensor, weights: Tensor, target: Tensor) -> Tensor:
     """Set the weights of all logits to 0 but those equal to the last kept.
 
     Returns:
@@ -94,19 +94,19 @@ def _keep_equals_of_last(logits: Tensor, weights: Tensor, goal: Tensor) -> Tenso
         torch.bitwise_right_shift(order, shift, out=digits).bitwise_and_(_DIGIT_MASK)
         by_digit = weights.new_zeros(len(weights), _DIGIT_MASK + 1)
         by_digit.scatter_add_(1, digits, weights)
-        found, mass = _first_reaching(goal, by_digit, more_likely)
+        found, mass = _first_reaching(target, by_digit, more_likely)
         more_likely = mass - by_digit.gather(1, found)
         weights.masked_fill_(digits != found, 0)
     return more_likely
 
 
-def _first_reaching(goal: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+def _first_reaching(target: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """The first column where ``before`` and the weights up to it reach the goal, and their sum.
 
     All are [d, 1] but the weights, int64 [d, any].
     """
     mass = weights.cumsum(1).add_(before)
-    found = (mass.double() < goal).sum(1, keepdim=True)
+    found = (mass.double() < target).sum(1, keepdim=True)
     return found, mass.gather(1, found)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.engine.kv.layer_groups import layer_groups, left_window, most_in_window
+from batchinfer.engine.kv.layer_groups import layer_groups, most_in_window, num_outside_window
 from batchinfer.engine.kv.layout import KVLayout
 
 FULL, SLIDE = "full_attention", "sliding_attention"
@@ -71,7 +71,7 @@ def test_what_a_window_is_on(window: int, num_new: int) -> None:
     for computed in range(200):
         seen = range(max(computed - window + 1, 0), computed + num_new)
         blocks = {position // 4 for position in seen}
-        assert left_window(computed, window, 4) == min(blocks)
+        assert num_outside_window(computed, window, 4) == min(blocks)
         most = max(most, len(blocks))
     assert most == most_in_window(window, 4, num_new)
 

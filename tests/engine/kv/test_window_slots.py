@@ -155,7 +155,7 @@ def test_nothing_in_the_index_leads_to_nothing() -> None:
         parent = pool.insert_block(parent, block, token_key([at] * SIZE))
     pool.commit_fills()
     for block in table[:2]:
-        pool.window_slots.leave(block.window_slots[0])
+        pool.window_slots.release(block.window_slots[0])
     pool.release(table, (2,))
     check_pool(pool, [])
     taken = [pool.allocate() for _ in range(2)]
