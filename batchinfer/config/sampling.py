@@ -1,4 +1,4 @@
-"""What is asked of the sampler, checked when made."""
+"""Sampling parameters, checked when made."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """Texts that must not appear."""
     prompt_logprobs: int | None = None
-    """Write the same of each token of the prompt but the first, which nothing comes before."""
+    """Write the log-probability of each token of the prompt but the first, and of this many
+    alternatives (at most 20)."""
     structured_outputs: Mapping[str, Any] | None = None
     """What the text must look like: {json: schema}, {regex: text}, {choice: [texts]},
     {grammar: Lark} or {json_object: true}. OpenAI's response_format means the same."""
@@ -165,7 +166,7 @@ class SamplingParams:
         object.__setattr__(self, "temperature", 0.0)
 
     def _normalise(self) -> None:
-        """Take a single text for a list of one, None for an empty list, and one form of formats."""
+        """Turn a single text into a list of one, None into an empty list, formats into one form."""
         for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
             if isinstance(value, str) and name != "stop_token_ids":
@@ -190,7 +191,7 @@ class SamplingParams:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it has characters, and none of them is half of a surrogate pair."""
+    """Whether a text has characters, and none of them is half of a surrogate pair."""
     return bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 

@@ -18,7 +18,7 @@ from batchinfer.engine.step import Float32, Int32
 
 
 class Beam(Protocol):
-    """A running beam: what it has come to so far."""
+    """A running beam."""
 
     output_ids: list[int]
     cumulative_logprob: float
@@ -65,14 +65,14 @@ class BeamSearch:
     def advance(
         self, beams: Items[Beam], token_ids: Int32, logprobs: Float32, *, at_limit: bool
     ) -> list[Continuation]:
-        """Take each beam's candidates.
+        """Choose the beams of the next step among each beam's candidates.
 
         Args:
             beams: the B running ones, of one length.
             token_ids: [B, C] each beam's most likely next tokens, best first; C is
                 ``request.num_candidates``, or the whole vocabulary where that has fewer.
             logprobs: [B, C] their log-probabilities.
-            at_limit: whether the length they come to is the longest.
+            at_limit: whether their next length is the longest.
 
         Returns:
             The beams of the next step, best first; none when the search is over.

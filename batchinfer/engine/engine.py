@@ -23,17 +23,17 @@ from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step finished, and what it took; no stats when none was read."""
+    """Completions and statistics of a call of ``Engine.step``; no stats when no step was read."""
 
     completions: list[Completion]
     stats: StepStats | None = None
     recovered: Recovered | None = None
-    """What became of a step that the device had no memory for."""
+    """Recovery of a step that the device had no memory for."""
 
     @property
     def output_tokens(self) -> int:
-        """How many it adds to the output: a sample's last token, which is never computed on, counts
-        when the sample is handed back."""
+        """Output tokens of the step. A sample's last token, which is never computed on, counts when
+        the sample is handed back."""
         last = sum(len(completion.outputs) for completion in self.completions)
         return last + (0 if self.stats is None else self.stats.decode_tokens)
 
@@ -62,7 +62,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self._max_tokens = scheduler.max_num_batched_tokens
-        """As it begins: what is refused must not depend on memory that lacked."""
+        """The first value: what is refused must not depend on memory that lacked."""
         self._prefixes = PrefixTree(scheduler.table)
         self._runner = runner
         self._clock = clock
@@ -109,12 +109,12 @@ class Engine:
         self._num_unfinished = 0
 
     def step(self) -> StepOutcome:
-        """Submit a step and read one: the same, or the one submitted before it.
+        """Submit a step and process one: the same, or the one submitted before it.
 
-        Where the device has no memory for one, what it was to compute is computed again.
+        A step that the device has no memory for is computed again, in smaller ones.
 
         Raises:
-            DeviceError: there is none for the smallest step.
+            DeviceError: there is no memory for the smallest step.
         """
         began = self._clock()
         if self._first_step_at is None:
@@ -156,7 +156,7 @@ class Engine:
         return InFlight(pending, built.sampled, built.scored, stats, began)
 
     def _read(self, completions: list[Completion]) -> StepStats:
-        """Wait for the oldest step in flight and take its samples back.
+        """Wait for the oldest step in flight and process its result.
 
         A step that failed stays in flight.
         """
@@ -171,7 +171,7 @@ class Engine:
         return replace(stats, t_s=self._last_read_at - self._first_step_at, step_ms=seconds * 1e3)
 
     def _refusal(self, request: Request) -> tuple[str, str] | None:
-        """Why a request can never run: error code and message."""
+        """Error code and message of a request that can never run; None: it can."""
         table, pool = self.scheduler.table, self.scheduler.pool
         prompt, room = request.num_prompt_tokens, table.max_model_len
         if prompt == 0:

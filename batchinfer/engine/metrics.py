@@ -1,4 +1,4 @@
-"""The contract's measures of tokens, throughput and the KV pool, from what steps and rows took.
+"""Metrics of tokens, throughput and the KV pool, from the statistics of steps and rows.
 
 Means are over the steps for which a measure is defined, weighted by their time.
 """
@@ -28,9 +28,9 @@ STEP_COLUMNS = (
     "contiguous_blocks",
     "cow_copies",
 )
-"""Columns of ``steps`` that measures are made of."""
+"""Columns of ``steps`` that the metrics take."""
 KV_FACTS = ("block_size", "num_blocks", "bytes_per_block")
-"""Sizes of the pool, which stand beside its measures."""
+"""Sizes of the pool, which stand beside its metrics."""
 
 
 def compute_metrics(
@@ -79,14 +79,14 @@ def compute_metrics(
 def prefix_sharing(
     prompt: float, distinct: float, computed: float, deduplicated: int
 ) -> dict[str, float]:
-    """``sharing`` of ``summary.json``: what rows have in common, and what came of it.
+    """``sharing`` of ``summary.json``: prefixes that rows share, planned and achieved.
 
     Args:
         prompt: prompt tokens.
         distinct: of these, tokens of the prefix trees of the windows that rows were planned in;
             an engine that shares all it can computes these, and of equal prompts the last token.
         computed: of these, tokens computed at first admission; recomputing is not counted.
-        deduplicated: rows that took what an equal one came to.
+        deduplicated: rows whose outputs are copied from an equal one.
     """
     return {
         "prompt_tokens": prompt,
@@ -100,7 +100,7 @@ def prefix_sharing(
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """How much of what was added counts; replaced as a whole, so that no one reads a half."""
+    """Sums of what was added; replaced as a whole, so that no one reads a half."""
 
     num_steps: int
     requests: Mapping[str, float]
@@ -125,7 +125,7 @@ class MetricsCollector:
         self._totals = _Totals(0, asdict(RequestStats()), 0)
 
     def add(self, step: StepStats | None, rows: Sequence[RequestStats]) -> None:
-        """Take a step and the rows it finished."""
+        """Add a step and the rows it finished."""
         if step is not None:
             self._steps.append(tuple(getattr(step, name) for name in STEP_COLUMNS))
         requests = Counter(self._totals.requests)
@@ -134,7 +134,7 @@ class MetricsCollector:
         self._totals = _Totals(len(self._steps), requests, self._totals.num_rows + len(rows))
 
     def metrics(self) -> Metrics:
-        """``tokens``, ``throughput`` and ``kv`` of all that was taken."""
+        """``tokens``, ``throughput`` and ``kv`` of all that was added."""
         totals = self._totals
         rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
         columns = np.ascontiguousarray(rows.T)  # summed in the order that files are summed in

@@ -1,4 +1,4 @@
-"""Goes on after the device had no memory for a step: with less at a time."""
+"""Recovery from a step that the device had no memory for: smaller steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from batchinfer.errors import DeviceError
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A step failed for want of memory; the engine goes on."""
+    """Outcome of a recovery, for the log."""
 
     reason: str
-    """The device's words."""
+    """The device's message."""
     num_preempted: int
     """Sequences that lost their blocks."""
     max_num_batched_tokens: int
@@ -31,7 +31,7 @@ class Recovered:
 
 
 def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) -> Recovered:
-    """Take back what is not known to have been computed, and halve the tokens of a step.
+    """Withdraw whatever is not known to be computed, and halve the tokens of a step.
 
     All running sequences go back to the queue; confirmed blocks of prompts are found again. The
     tokens that are known stay, those that the lost steps drew are drawn again, and are the same.
@@ -42,7 +42,7 @@ def recover(scheduler: Scheduler, lost: Iterable[InFlight], error: OutOfMemory) 
     Args:
         scheduler: with a step scheduled that was not submitted, or with ``lost`` steps in flight.
         lost: steps in flight that are not to be read.
-        error: what the runner said.
+        error: the runner's.
 
     Raises:
         DeviceError: steps cannot be smaller.

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that a prompt holds: those that are known.
+"""Log-probabilities of prompt tokens, collected over steps.
 
 The logits at a position are of the token after it, so they are taken from the positions
 ``Request.logits_from`` to the prompt's last but one; the last one's are what output is drawn from.
@@ -17,7 +17,7 @@ from batchinfer.engine.step import Float32, Int32, StepResult
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """Of the last N tokens of a prompt, in order, from the model's unmodified logits."""
+    """Log-probabilities of a prompt's last N tokens, from the model's unmodified logits."""
 
     logprobs: Float32  # [N]
     ranks: Int32  # [N] 1 = most likely
@@ -26,7 +26,7 @@ class PromptLogprobs:
 
 
 class PromptScores:
-    """What is known of a row's prompt, from its beginning on.
+    """Collects the log-probabilities of one prompt, from its beginning on.
 
     Args:
         num_top: alternatives wanted for each token.
@@ -44,7 +44,7 @@ class PromptScores:
         self._known: list[StepResult] = []
 
     def take(self, start: int, result: StepResult) -> None:
-        """Take what a step gave for the positions from ``start`` on; some may be known."""
+        """Add a step's result for the positions from ``start`` on; some may be known."""
         new = np.arange(len(result.logprobs)) >= self.next - start
         assert start <= self.next, "logits of a position were passed over"
         self.next += int(new.sum())
@@ -52,7 +52,7 @@ class PromptScores:
         self._known.append(result.only(new))
 
     def logprobs(self) -> PromptLogprobs:
-        """All that is known; call it when that is all that was wanted."""
+        """The log-probabilities, when all that are wanted are known."""
         assert self.next >= self.stop
         floats, ints = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32)
         logprobs, ranks = [floats], [ints]

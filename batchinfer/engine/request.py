@@ -1,9 +1,9 @@
-"""What is asked of the engine, and what it gives back."""
+"""Requests to the engine, and the completions it gives back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ class Request:
     make_stop_checker: Callable[[], StopChecker] | None = None
     """Makes a checker for each sample; None where the row has no stop strings."""
     grammar: Grammar | None = None
-    """What ``params.structured_outputs`` asks for; such a row has an ``eos_token_ids``."""
+    """Grammar of ``params.structured_outputs``; such a row has ``eos_token_ids``."""
     reused_prefix_len: int = 0
     """Prompt tokens that a row after it, in the order they run, begins with as well."""
     scored_from: int = 1
@@ -42,9 +42,9 @@ class Request:
     first_sample: int = 0
     """Index of its first sample: further ones of a row begin where those before it end."""
     part: int = 0
-    """Which of a row's requests it is, where a row has several."""
+    """Number of the request among those of a row that has several."""
     given_token: int | None = None
-    """What its one output token is, whatever the logits say: scoring asks how likely it was."""
+    """Its one output token, whatever the logits say: scoring asks how likely it was."""
     adapter: int = 0
     """Number of the adapter that the row runs through; 0 = the base model alone."""
 
@@ -87,15 +87,17 @@ class Request:
         return tuple(sorted(eos | set(self.params.stop_token_ids)))
 
     def named_stop(self, token_id: int) -> int | None:
-        """A stop token as a reason: as in vLLM, only one that the user named is."""
+        """The stop reason of a stop token: as in vLLM, only one that the user named is."""
         by_eos = token_id in self.eos_token_ids and not self.params.ignore_eos
         return None if by_eos else token_id
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one output position, from the model's unmodified logits; among the
-    tokens that the row's grammar allows, if it has one."""
+    """Log-probabilities at one output position, from the model's unmodified logits.
+
+    They are among the tokens that the row's grammar allows, if it has one.
+    """
 
     token_id: int
     logprob: float
@@ -116,16 +118,16 @@ class SampleOutput:
     stop_reason: int | str | None
     """The stop token id (None for an end-of-sequence token) or the stop string."""
     stop_match: StopMatch | None
-    """Where the text ends, if a stop string ended it."""
+    """End of the text, if a stop string ended it."""
     cumulative_logprob: float
     logprobs: list[TokenLogprobs] | None
     score: float | None = None
-    """What beams are ranked by; None without beam search."""
+    """Score that beams are ranked by; None without beam search."""
 
 
 @dataclass(slots=True)
 class RequestStats:
-    """What running a row took; times in milliseconds."""
+    """Statistics of a row; times in milliseconds."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -144,28 +146,33 @@ class RequestStats:
     swap_preemptions: int = 0
     """Preemptions after which what was computed was kept, on the host if need be."""
     deduplicated: int = 0
-    """1 for a row that took what an equal one came to, and nothing else."""
+    """1 for a row whose outputs are copied from an equal one, and nothing else."""
 
 
-def combined_stats(parts: Sequence[RequestStats]) -> RequestStats | None:
-    """What a row's requests took, as one. Blocks that they share count once, so the most that one
-    of them held is the least that the row did."""
-    if not parts:
+_COMBINE: Mapping[str, Callable[[Iterable[float]], float]] = {
+    "peak_blocks": max,
+    "queue_ms": min,
+    "prefill_ms": max,
+    "decode_ms": max,
+    "latency_ms": max,
+    "deduplicated": max,
+}
+"""How statistics of a row's requests make those of the row, where not by their sum."""
+
+
+def combined_stats(requests: Sequence[RequestStats]) -> RequestStats | None:
+    """Statistics of a row from those of its requests.
+
+    Blocks that they share count once, so the most that one of them held is the least that the row
+    did.
+    """
+    if not requests:
         return None
     return RequestStats(
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        output_tokens=sum(part.output_tokens for part in parts),
-        cached_tokens=sum(part.cached_tokens for part in parts),
-        recomputed_tokens=sum(part.recomputed_tokens for part in parts),
-        preemptions=sum(part.preemptions for part in parts),
-        swapped_blocks=sum(part.swapped_blocks for part in parts),
-        peak_blocks=max(part.peak_blocks for part in parts),
-        queue_ms=min(part.queue_ms for part in parts),
-        prefill_ms=max(part.prefill_ms for part in parts),
-        decode_ms=max(part.decode_ms for part in parts),
-        latency_ms=max(part.latency_ms for part in parts),
-        swap_preemptions=sum(part.swap_preemptions for part in parts),
-        deduplicated=max(part.deduplicated for part in parts),
+        **{
+            entry.name: _COMBINE.get(entry.name, sum)(getattr(one, entry.name) for one in requests)
+            for entry in fields(RequestStats)
+        }
     )
 
 
@@ -182,4 +189,4 @@ class Completion:
     error_message: str | None = None
     stats: RequestStats = field(default_factory=RequestStats)
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the tokens from ``request.scored_from`` on, if asked for and nothing failed."""
+    """Log-probabilities from ``request.scored_from`` on, if asked for and nothing failed."""

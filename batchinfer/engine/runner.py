@@ -1,4 +1,4 @@
-"""The border to the worker: a step is submitted now, its result is read later."""
+"""The interface of the worker: a step is submitted now, its result is read later."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from batchinfer.engine.step import Step, StepResult
 
 
 class OutOfMemory(Exception):  # noqa: N818
-    """The device, or the host for it, has no memory for a step. Told by a runner."""
+    """The device, or the host for it, has no memory for a step; raised by runners."""
 
 
 class Pending(Protocol):
     """A step that was submitted."""
 
     def result(self) -> StepResult:
-        """What its samples came to; waits until it is known.
+        """Wait for the step's result.
 
         Raises:
             OutOfMemory: the step failed for want of memory, and with it those submitted after it.
@@ -32,12 +32,12 @@ class Ready:
     value: StepResult
 
     def result(self) -> StepResult:
-        """What the step's samples came to."""
+        """The step's result."""
         return self.value
 
 
 class Runner(Protocol):
-    """Whatever computes steps: the worker, or a stand-in in tests.
+    """Computes steps: the worker, or a stand-in in tests.
 
     Steps run in the order they are submitted, each as if it began when the one before had ended.
     The engine relies on it: it gives a block to another sequence, and lets what a step writes be
@@ -48,6 +48,6 @@ class Runner(Protocol):
         """Start a step. ``step.previous_sample`` refers to the step submitted before.
 
         Raises:
-            OutOfMemory: there is none for this step; those submitted before it are not affected.
+            OutOfMemory: there is no memory for this step; those before it are not affected.
         """
         ...

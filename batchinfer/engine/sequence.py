@@ -1,4 +1,4 @@
-"""The running things: a row's state and its samples."""
+"""A request's state in the engine, and its samples as sequences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RequestState:
         self.request = request
         self.arrived_at = arrived_at
         self.arrival = arrival
-        """How many rows arrived before it."""
+        """Number of rows that arrived before it."""
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.skip_prefix_cache = False
@@ -47,11 +47,11 @@ class RequestState:
         self.finished: dict[int, SampleOutput] = {}
         self.search: BeamSearch | None = None
         self.scores: PromptScores | None = None
-        """What is known of the prompt's tokens, if that is asked for."""
+        """Scores of the prompt's tokens, if asked for."""
         self.stats = RequestStats(prompt_tokens=request.num_prompt_tokens)
 
     def restart(self) -> Sequence:
-        """Forget what the row came to so far.
+        """Drop the row's samples and outputs and begin anew.
 
         Returns:
             The sequence it begins with.
@@ -69,7 +69,7 @@ class RequestState:
         return PromptScores(num_top, request.logits_from, request.num_prompt_tokens - 1)
 
     def note_peak_blocks(self) -> None:
-        """Call before the row gives up blocks: between two such moments it only gains."""
+        """Update the peak of its blocks; call it before the row gives some up."""
         self.stats.peak_blocks = max(self.stats.peak_blocks, self._num_slots())
 
     def _num_slots(self) -> int:
@@ -122,7 +122,7 @@ class Sequence:
         self.released_blocks: list[Block] = []
         """Blocks it held until its last token, whose value is not known yet, was drawn."""
         self.num_evicted: tuple[int, ...] = ()
-        """Leading blocks that left its window, in each layer group that blocks have parts in."""
+        """Leading blocks that left its window, for each window slot of a block."""
         self.row = -1
         self.deferred = False
         """Whether it has let others go first for the sake of part of a block."""
@@ -173,11 +173,11 @@ class Sequence:
         return own if start >= len(prompt) else np.concatenate([prompt[start:], own])
 
     def key(self, start: int, stop: int) -> bytes:
-        """The same tokens as a prefix-index key."""
+        """Prefix-index key of the tokens at positions ``start`` to ``stop``."""
         return token_key(self.tokens(start, stop))
 
     def output(self, finish_reason: str, stop: int | str | StopMatch | None) -> SampleOutput:
-        """This sample, finished."""
+        """The finished sample."""
         match = stop if isinstance(stop, StopMatch) else None
         return SampleOutput(
             index=self.index,

@@ -1,4 +1,4 @@
-"""What a step did and how it filled the pool."""
+"""Statistics of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step. Blocks are counted when its tokens were computed, before finished rows left."""
+    """Statistics of one step; blocks are counted before rows leave that it finishes."""
 
     step: int
     t_s: float
@@ -39,7 +39,7 @@ class StepStats:
     """Lengths of all block tables but for what left a window, sharing not deducted."""
     kv_tokens_logical: int
     contiguous_blocks: int
-    """What reserving prompt + max_tokens for every running sequence would take."""
+    """Blocks that reserving prompt + max_tokens for every running sequence would take."""
     cow_copies: int
     swapped_in_blocks: int
     """Blocks copied from the host."""

@@ -1,4 +1,4 @@
-"""The one message each way between the control plane and the worker. Data only.
+"""The messages between the control plane and the worker. Data only.
 
 A ``Step`` says what one forward pass computes; a ``StepResult`` what it gave. Both are structs of
 numpy arrays. S = sequences in the step, T = tokens computed, R = rows of logits taken,
@@ -41,7 +41,7 @@ class SamplingColumns:
     num_logprobs: Int32  # alternatives wanted; -1 = no logprobs wanted at all
 
     DISTRIBUTION: ClassVar = ("temperature", "top_p", "top_k", "min_p")
-    """What samples of a row of logits have in common if they draw from one distribution."""
+    """Columns that samples of one row of logits must have in common to share a distribution."""
 
     @classmethod
     def zeros(cls, count: int) -> Self:
@@ -85,7 +85,7 @@ def _no_masks() -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch(SamplingColumns):
-    """How to draw the step's K samples from its R rows of logits."""
+    """Parameters of the K samples that a step draws from its R rows of logits."""
 
     logits_rows: Int32  # [K] which of the R rows of logits each sample draws from
     position: Int32  # [K] output tokens the sample had before this one
@@ -95,7 +95,7 @@ class SamplingBatch(SamplingColumns):
     bias_values: Float32  # [B]
     allowed_samples: Int32  # [A] samples in here may only take their token ids in here
     allowed_token_ids: Int32  # [A]
-    given_token_ids: Int32 | None = None  # [K] not drawn but told; -1 = drawn; None: all are drawn
+    given_token_ids: Int32 | None = None  # [K] not drawn but given; -1 = drawn; None: all drawn
     masked_rows: Int32 = field(default_factory=_no_rows)  # [M] of the R, limited by a grammar
     masks: Int32 = field(default_factory=_no_masks)  # [M, words] bit i % 32 of word i // 32: i may
 
@@ -104,14 +104,14 @@ class SamplingBatch(SamplingColumns):
 class ScoredTokens:
     """Tokens of prompts whose log-probabilities are asked for. P = such tokens in the step."""
 
-    rows: Int32  # [P] packed tokens whose logits they are judged by: those before them
+    rows: Int32  # [P] packed tokens before them, whose logits give their log-probabilities
     token_ids: Int32  # [P]
     num_logprobs: Int32  # [P] alternatives wanted
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Which sequences of a step begin with the same blocks: a tree, as an order of its leaves.
+    """Prefix tree of a step's sequences, as an order of its leaves.
 
     What is shared are whole blocks that were computed before the step, so that every token of the
     step sees all of what its sequence shares. Sequences i < j of the order share the least of
@@ -136,7 +136,7 @@ def _no_slots() -> Int64:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward pass computes, sequence after sequence in one packed row of tokens.
+    """The input of one forward pass, sequence after sequence in one packed row of tokens.
 
     Before it blocks are copied: ``swap_outs``, then ``swap_ins``, then ``block_copies``, each from
     its beginning. ``block_tables`` and ``slot_mapping`` are those of the model's first layer group,
@@ -158,22 +158,22 @@ class Step:
     swap_ins: Int32 = field(default_factory=_no_pairs)  # [I, 2] (host slot, device slot)
     other_tables: Int32 = field(default_factory=_no_tables)  # [G - 1, S, longest table]
     other_slots: Int64 = field(default_factory=_no_slots)  # [G - 1, T] as slot_mapping
-    scored: ScoredTokens | None = None  # None: nobody asks
+    scored: ScoredTokens | None = None  # None: none asked for
     adapters: Int32 | None = None  # [S] number of each sequence's adapter, 0 = none; None: all 0
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """S, the sequences in the step."""
         return len(self.context_lens)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the tokens computed."""
         return len(self.token_ids)
 
     @property
     def num_samples(self) -> int:
-        """K."""
+        """K, the samples drawn."""
         return len(self.sampling.logits_rows)
 
     def tables_of(self, group: int) -> Int32:
@@ -183,7 +183,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step's samples came to. L = most alternatives any sample asked for."""
+    """The K samples of a step. L = most alternatives any sample asked for."""
 
     token_ids: Int32  # [K]
     logprobs: Float32  # [K] of the token, from the unmodified logits
@@ -194,7 +194,7 @@ class StepResult:
     scored: StepResult | None = None  # of the step's P scored tokens, as if these were its samples
 
     def only(self, kept: Bool | slice) -> StepResult:
-        """Of some of the samples, by a mask or a slice; without scored tokens."""
+        """A subset of the samples, by a mask or a slice; without scored tokens."""
         ranks, top_ids, top_logprobs = self.ranks, self.top_token_ids, self.top_logprobs
         return StepResult(
             token_ids=self.token_ids[kept],

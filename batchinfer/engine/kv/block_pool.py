@@ -1,13 +1,13 @@
-"""The KV pool's blocks: who holds them, which are free, which can be reused, which are on the host.
+"""The KV pool: reference counts of blocks, their slots, reuse and eviction.
 
 Of a model with several layer groups a block has a slot in each: in the first group its own where
-that is full attention, in the others (all, where every layer has a window) its ``parts``. The tree
-of prefixes, references and copies are of blocks. A part is given up apart from its block: when it
-left the windows of all sequences that refer to the block, its slot can serve another. If the block
-is indexed that waits until the room is needed, because a prefix that ends within a window after it
-needs the part again. A prefix found whose last window lacks a part is found as far as none does
-(``hit.py``); what is computed again then takes the place in the index of what lacks it. Blocks of
-a model with windows have no host slots yet.
+that is full attention, in the others (all, where every layer has a window) its ``window_slots``.
+The tree of prefixes, references and copies are of blocks. A window slot is freed apart from its
+block: when it left the windows of all sequences that refer to the block, it can serve another. If
+the block is indexed that waits until the room is needed, because a prefix that ends within a window
+after it needs the slot again. A prefix whose last window lacks a slot is found as far as none does
+(``prefix_hit.py``); what is computed again then takes the place in the index of what lacks it.
+Blocks of a model with windows have no host slots yet.
 
 Blocks with reference counts and copy-on-write follow PagedAttention (Kwon et al. 2023,
 https://arxiv.org/abs/2309.06180).
@@ -25,7 +25,7 @@ from batchinfer.engine.kv.window_slots import WindowSlots, holds_more, live_slot
 
 
 class BlockPool:
-    """Every slot is free, cached (indexed, needed by nobody now) or used.
+    """Blocks in a fixed number of device slots, each free, cached (indexed, unreferenced) or used.
 
     Any free or cached slot serves any sequence and group, so ``k`` blocks are granted whenever
     ``num_available >= k * slots_per_block``. Cached blocks are evicted as ``EvictionOrder`` says.
@@ -37,7 +37,7 @@ class BlockPool:
         block_size: tokens per block.
         enable_prefix_caching: when false nothing is indexed and nothing is found.
         num_host_blocks: host slots.
-        windows: of each layer group; 0 is full attention and comes first.
+        windows: sliding window of each layer group; 0 is full attention and comes first.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BlockPool:
         )
         self.host = HostPool(num_host_blocks)
         self.block_copies = BlockCopies()
-        """What the step being built copies."""
+        """Copies that the step being built begins with."""
         self.pending = PendingBlocks()
 
     @property
@@ -101,7 +101,7 @@ class BlockPool:
 
         Args:
             block: number ``at`` of a table.
-            num_evicted: leading blocks of the table that left each part's window already.
+            num_evicted: leading blocks of the table that left each window already.
         """
         if block.ref_count == 0:
             if block.slot >= 0:
@@ -137,7 +137,7 @@ class BlockPool:
             self.block_copies.ins.append((source.host_slot, destination.slot))
 
     def take_copies(self) -> BlockCopies:
-        """What the step that was just built copies."""
+        """Copies of the step that was just built; the next one has none yet."""
         copies, self.block_copies = self.block_copies, BlockCopies()
         return copies
 
@@ -148,7 +148,7 @@ class BlockPool:
 
         Args:
             blocks: the table.
-            num_evicted: leading blocks that left each part's window already.
+            num_evicted: leading blocks that left each window already.
         """
         table = list(blocks)
         for at in range(len(table) - 1, -1, -1):
@@ -171,13 +171,13 @@ class BlockPool:
                 self._prune(block)
 
     def update_priority(self, block: Block) -> None:
-        """Whether a block is wanted may have changed."""
+        """Move a block in the eviction orders, after it may have become wanted or unwanted."""
         self.cached.update_priority(block)
         self.window_slots.update_priority(block)
         self.host.update_priority(block)
 
     def match(self, key: bytes, adapter: int = 0) -> PrefixMatch:
-        """Blocks holding the longest known prefix of ``key``, as an adapter computed it."""
+        """The longest indexed prefix of ``key``, as an adapter computed it."""
         return self.index.match(key, adapter)
 
     def insert_block(self, parent: Block, block: Block, key: bytes) -> Block | None:
@@ -200,19 +200,19 @@ class BlockPool:
         return entry
 
     def entry_below(self, blocks: list[Block], adapter: int = 0) -> Block | None:
-        """Where to index what follows an adapter's hit of ``blocks``; None: nothing is indexed."""
+        """The block to index below after a hit of ``blocks``; None: nothing is indexed."""
         if not self._caching:
             return None
         return blocks[-1] if blocks else self.index.root(adapter)
 
     def mark_filled(self, block: Block) -> None:
-        """What an entered block holds is there already."""
+        """Mark an indexed block as filled by a step before the one being built."""
         if block in self.pending.filled:
             self.index.settle(block)
             self.pending.mark_filled(block)
 
     def commit_fills(self) -> None:
-        """The step was submitted: what it fills is there for every step after it."""
+        """Make what a submitted step fills available to every step after it."""
         for block in self.pending.filled:
             if block.indexed:
                 self.index.settle(block)
@@ -220,11 +220,11 @@ class BlockPool:
         self.host.settle()
 
     def confirm(self) -> None:
-        """The oldest submitted step ran: what it filled or moved stays."""
+        """Keep what the oldest submitted step filled or moved: it ran."""
         self.pending.commit_oldest()
 
     def rollback(self) -> None:
-        """A step failed: what it and those after it were to fill or move must not be found."""
+        """Evict whatever a failed step, and those after it, were to fill or move."""
         for block in self.pending.drain():
             if block.indexed:
                 self.evict_subtree(block)
@@ -247,7 +247,7 @@ class BlockPool:
         return self.free.pop()
 
     def _free_unneeded(self, block: Block) -> None:
-        """A block left the index: what of it was kept to be found is free."""
+        """Free the slots of a block that left the index, if they were kept for hits alone."""
         if block in self.cached:
             self.cached.discard(block)
             self.free.append(block.slot)

@@ -1,4 +1,4 @@
-"""In which order blocks that nobody needs now give up their places."""
+"""Eviction order of unreferenced blocks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Generic, TypeVar
 from batchinfer.engine.kv.prefix_index import Block, WindowSlot
 
 Place = TypeVar("Place", Block, Block | WindowSlot)
-"""What holds one slot."""
+"""Holder of one slot."""
 
 
 class EvictionOrder(Generic[Place]):
-    """Blocks without a known future use first, then the others; least recently used within both."""
+    """Blocks with no known use first, then the others; least recently used first within both."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[Place, None] = OrderedDict()
@@ -30,26 +30,26 @@ class EvictionOrder(Generic[Place]):
         yield from self._wanted
 
     def add(self, block: Place) -> None:
-        """Put a block behind its like."""
+        """Add a block as the most recently used."""
         (self._wanted if block.wanted else self._idle)[block] = None
 
     def discard(self, block: Place) -> None:
-        """Take a block out, if it is there."""
+        """Remove a block, if it is there."""
         if block in self._idle:
             del self._idle[block]
         else:
             self._wanted.pop(block, None)
 
     def update_priority(self, block: Place) -> None:
-        """Whether a block is wanted may have changed."""
+        """Move a block, after it may have become wanted or unwanted."""
         if block in self:
             self.discard(block)
             self.add(block)
 
     def first(self) -> Place:
-        """The block to go next."""
+        """The block to evict next."""
         return next(iter(self))
 
     def first_idle(self) -> Place | None:
-        """The same, if nobody is known to want it."""
+        """The block to evict next, if it has no known use."""
         return next(iter(self._idle), None)

@@ -1,4 +1,4 @@
-"""Host slots: where blocks go that give up their device slot and are still wanted."""
+"""Host slots, for wanted blocks that lose their device slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchinfer.engine.kv.prefix_index import Block
 
 
 class HostPool:
-    """Which blocks have host slots, and which of these to give up next.
+    """Blocks with host slots, and the order in which they lose them.
 
     Every block with a host slot is indexed. One that is also on the device may lose its host slot
     at no loss; one that is not is lost with it.
@@ -21,7 +21,7 @@ class HostPool:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.changes = 0
-        """Counts whatever changes what is on the host alone."""
+        """Number of changes to what is on the host alone."""
         self._next = 0
         self._returned: list[int] = []
         self._alone: EvictionOrder[Block] = EvictionOrder()
@@ -48,7 +48,7 @@ class HostPool:
         return self._next - 1
 
     def return_slot(self, slot: int) -> None:
-        """A slot holds nothing any more."""
+        """Free a slot."""
         self._returned.append(slot)
 
     def candidate(self) -> Block | None:
@@ -59,23 +59,23 @@ class HostPool:
         return next(iter(self._copies), next(iter(self._alone), None))
 
     def keep_host_only(self, block: Block) -> None:
-        """An unreferenced block is on the host only from now on."""
+        """File an unreferenced block that lost its device slot."""
         self._copies.pop(block, None)
         self._alone.add(block)
         self.changes += 1
 
     def refer(self, block: Block) -> None:
-        """A block that is on the host only is referred to, and so kept."""
+        """Protect a block on the host only that is referred to now."""
         self._alone.discard(block)
         self.changes += 1
 
     def read(self, block: Block) -> None:
-        """The step being built brings a block back; its slot stays as it is until then."""
+        """Note a block that the step being built swaps in; its host slot stays until then."""
         self._read.append(block)
         self.changes += 1
 
     def settle(self) -> None:
-        """The step was submitted; blocks that came back keep their slots while there is room."""
+        """File blocks swapped in by a submitted step; they keep host slots while there is room."""
         for block in self._read:
             if block.slot >= 0 and block.host_slot >= 0:
                 self._copies[block] = None
@@ -84,11 +84,11 @@ class HostPool:
         self._read_last.clear()
 
     def update_priority(self, block: Block) -> None:
-        """Whether a block is wanted may have changed."""
+        """Move a block, after it may have become wanted or unwanted."""
         self._alone.update_priority(block)
 
     def drop(self, block: Block) -> None:
-        """Take a block's host slot."""
+        """Free a block's host slot."""
         self._copies.pop(block, None)
         self._alone.discard(block)
         if block.ref_count > 0 and block in self._read:

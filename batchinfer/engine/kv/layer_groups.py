@@ -1,4 +1,4 @@
-"""Layer groups: layers of one window, whose KV is given up together once it left that window.
+"""Layer groups: layers of one window, whose KV is freed together behind that window.
 
 A pool slot holds a block of one group's layers. All slots have equal bytes, so that one free list
 serves every group; kinds of layers of different counts are cut into groups of the size that leaves
@@ -29,7 +29,7 @@ class LayerGroup:
     """Layers whose blocks share a slot."""
 
     window: int
-    """A token sees so many, itself among them; 0: all before it."""
+    """Tokens that a token sees, itself among them; 0: all before it."""
     layers: tuple[int, ...]
 
 
@@ -39,7 +39,7 @@ def num_outside_window(num_tokens: int, window: int, block_size: int) -> int:
 
 
 def num_outside_windows(num_tokens: Int, window: int, block_size: int) -> Int:
-    """The same of many sequences."""
+    """[S] leading blocks that no token from positions ``num_tokens`` on sees."""
     if not window:
         return np.zeros_like(num_tokens)
     outside: Int = np.maximum(num_tokens - window + 1, 0) // block_size
@@ -58,7 +58,7 @@ def most_slots(windows: tuple[int, ...], block_size: int, num_tokens: int, num_n
         windows: of each layer group; 0 is full attention.
         block_size: tokens per block.
         num_tokens: computed in the end.
-        num_new: most of them computed in one step.
+        num_new: most tokens computed in one step.
     """
     blocks = -(-num_tokens // block_size)
     return sum(
@@ -106,7 +106,7 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 
 def _group_size(counts: list[int]) -> int | None:
-    """Layers of a group; None where the kinds' counts go too ill together."""
+    """Layers of a group; None where any size leaves too much of the pool unused."""
     best, least = None, _MOST_UNUSED
     for size in range(max(counts), 0, -1):
         groups = sum(-(-count // size) for count in counts)

@@ -1,4 +1,4 @@
-"""How many bytes the KV of a model takes, read from its config alone.
+"""Shape and bytes of a model's KV, read from its config alone.
 
 No torch: a plan, the pool and the worker compute with the same numbers.
 """
@@ -89,11 +89,11 @@ class KVLayout:
     block_size: int
     """Tokens per block."""
     element_bytes: int
-    """Of the model's dtype, which its KV has too unless it is ``fp8``."""
+    """Bytes of an element of the model's dtype, which its KV has too unless it is ``fp8``."""
     fp8: bool = False
     """Keys and values are stored as float8 e4m3fn, in one byte each."""
     groups: tuple[LayerGroup, ...] = ()
-    """None given: all layers are one group of full attention."""
+    """Layer groups; none: all layers are one group of full attention."""
 
     @classmethod
     def from_config(
@@ -145,7 +145,7 @@ class KVLayout:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of each layer group; 0 is full attention, which comes first."""
+        """Window of each layer group; 0 is full attention, which comes first."""
         return tuple(group.window for group in self.groups) or (0,)
 
     @property
@@ -154,7 +154,7 @@ class KVLayout:
         return max((len(group.layers) for group in self.groups), default=self.num_layers)
 
     def place(self, layer: int) -> tuple[int, int]:
-        """A layer's group, and where in its slots it is."""
+        """A layer's group, and its index in the group."""
         for at, group in enumerate(self.groups):
             if layer in group.layers:
                 return at, group.layers.index(layer)
@@ -194,13 +194,13 @@ class KVLayout:
 
         Args:
             num_tokens: computed in the end.
-            num_new: most of them computed in one step.
+            num_new: most tokens computed in one step.
         """
         return most_slots(self.windows, self.block_size, num_tokens, num_new)
 
 
 def text_config(config: Config) -> Config:
-    """The language model's part of a config that has parts."""
+    """The language model's config, which multimodal configs nest."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
@@ -236,7 +236,7 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def _unsupported(config: Config, family: str) -> str | None:
-    """Why this config cannot be run; None if nothing speaks against it."""
+    """Reason why a model cannot be run; None if it can."""
     if config.get("is_encoder_decoder") or config.get("cross_attention_layers"):
         return "it is an encoder-decoder; only decoder-only models are supported"
     if family in _RECURRENT_FAMILIES:
@@ -261,7 +261,10 @@ def _unsupported(config: Config, family: str) -> str | None:
 
 
 def _unsupported_rope(config: Config) -> str | None:
-    """`dynamic` scales by the longest row of a batch: a row's tokens would depend on company."""
+    """Reason why a model's rotary positions cannot be run; None if they can.
+
+    ``dynamic`` scales by the longest row of a batch: a row's tokens would depend on company.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]
     for entry in entries:

@@ -1,4 +1,4 @@
-"""What is pending for blocks: contents not yet confirmed, and copies the next step begins with.
+"""Pending work on blocks: contents not yet confirmed, copies that the next step begins with.
 
 A block's contents are not certain as long as no step is known to have put them there.
 """
@@ -15,33 +15,33 @@ Pairs = list[tuple[int, int]]
 
 
 class PendingBlocks:
-    """What the step being built, and those submitted before it, fill or move."""
+    """Blocks that the step being built, and those submitted before it, fill or move."""
 
     def __init__(self) -> None:
         self.filled: set[Block] = set()
         """Blocks that the step being built fills."""
         self.moved: set[Block] = set()
-        """Blocks that it takes to the host or back."""
+        """Blocks that it swaps out or in."""
         self._submitted: deque[set[Block]] = deque()
-        """Of each submitted step, oldest first."""
+        """Blocks that each submitted step fills or moves, oldest first."""
 
     def mark_filled(self, block: Block) -> None:
-        """A block is not filled by the step being built, but by one before it."""
+        """Count a block as filled by the step before the one being built."""
         self.filled.remove(block)
         if self._submitted:
             self._submitted[-1].add(block)
 
     def push_step(self) -> None:
-        """The step that was built is under way."""
+        """Turn the step that was built into the newest submitted one."""
         self._submitted.append(self.filled | self.moved)
         self.filled, self.moved = set(), set()
 
     def commit_oldest(self) -> None:
-        """The oldest submitted step ran."""
+        """Forget the oldest submitted step, which ran."""
         self._submitted.popleft()
 
     def drain(self) -> list[Block]:
-        """All of them, of steps that will not run; they are known no longer."""
+        """Remove and return the blocks of all steps; none of these will run."""
         blocks = [block for step in (*self._submitted, self.filled, self.moved) for block in step]
         self._submitted.clear()
         self.filled, self.moved = set(), set()
@@ -50,8 +50,10 @@ class PendingBlocks:
 
 @dataclass(slots=True)
 class BlockCopies:
-    """Done in this order, each list from its beginning: what leaves the device, what comes back,
-    what is copied on the device."""
+    """Copies before a step: swap-outs, then swap-ins, then copies on the device.
+
+    Each list is done from its beginning.
+    """
 
     outs: Pairs = field(default_factory=list)
     """From device slots to host slots."""

@@ -1,4 +1,4 @@
-"""The computed prefix that a sequence starts with."""
+"""Prefix hits: the computed prefixes that sequences start with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchinfer.engine.kv.prefix_index import Block, PrefixMatch
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Whole blocks to share, then part of one more to copy."""
+    """Indexed prefix of a sequence: whole blocks to share, then part of one more to copy."""
 
     blocks: list[Block]
     tail: Block | None
@@ -18,7 +18,7 @@ class PrefixHit:
     owns_tail: bool = False
     """Whether nobody else needs the tail: it leaves the index and is written on."""
     num_evicted: tuple[int, ...] = ()
-    """Leading blocks that are before each part's window."""
+    """Leading blocks before each window."""
 
     @property
     def num_shared(self) -> int:
@@ -27,7 +27,7 @@ class PrefixHit:
 
     @property
     def num_idle(self) -> int:
-        """How many fewer slots are available when the hit is taken, besides the table's own."""
+        """Cached slots that become used when the hit is acquired, besides those newly allocated."""
         left = self.num_evicted
         if not left:
             idle = sum(block.ref_count == 0 for block in self.blocks)
@@ -47,11 +47,11 @@ class PrefixHit:
 def find_prefix_hit(
     pool: BlockPool, match: PrefixMatch, *, with_tail: bool = True, least: int | None = None
 ) -> PrefixHit:
-    """The longest hit in a match whose last windows are there in all layer groups.
+    """The longest hit in a match that has its last windows in all layer groups.
 
     Args:
         pool: the KV pool's blocks.
-        match: what the index holds.
+        match: from the index.
         with_tail: whether part of a block may be copied.
         least: go on from so many tokens must be possible as well; None: from the hit's end alone.
     """
@@ -79,7 +79,7 @@ def find_prefix_hit(
 
 
 def _runs(blocks: list[Block], group: int) -> list[int]:
-    """[blocks + 1] how many blocks in a row before each place have a part."""
+    """[blocks + 1] consecutive blocks before each place with a slot in a group."""
     runs = [0]
     for block in blocks:
         runs.append(runs[-1] + 1 if block.window_slots[group].slot >= 0 else 0)
@@ -88,10 +88,10 @@ def _runs(blocks: list[Block], group: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class AcquiredPrefix:
-    """A hit that a sequence refers to."""
+    """A prefix hit whose blocks a sequence refers to."""
 
     blocks: list[Block]
-    """Of a table that holds the hit's tokens."""
+    """Block table that holds the hit's tokens."""
     sources: list[Block]
     """Referenced because they are copied; to be released when all blocks of the step are there."""
     num_swapped: int

@@ -1,4 +1,4 @@
-"""Which blocks hold which tokens: a tree of blocks, compared as tokens, never by a hash alone.
+"""The prefix index: a tree of blocks by their tokens, never by a hash alone.
 
 A block's place in the tree is (parent block, its token ids), so equal blocks after unequal
 prefixes are different entries. What an adapter computes stands in a tree of its own. The idea of
@@ -25,7 +25,7 @@ def token_key(token_ids: npt.ArrayLike) -> bytes:
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
-    """How many leading tokens two keys share."""
+    """Number of leading tokens that two keys share."""
     count = min(len(left), len(right)) // _TOKEN_BYTES
     if left[: count * _TOKEN_BYTES] == right[: count * _TOKEN_BYTES]:
         return count
@@ -62,13 +62,13 @@ class Block:
         self.window_slots: tuple[WindowSlot, ...] = ()
         """Its slots in layer groups that have a window, or come after the first."""
         self.serial: int
-        """Of a block with parts: tells it from others, also where it has no slot of its own."""
+        """Number of a block with window slots, unique also where it has no slot of its own."""
         self.host_slot = -1
         self.ref_count = 0
         self.waiters = 0
         """Waiting sequences that begin with it."""
         self.last_arrival = -1
-        """Of the rows that used it, the one that arrived last; it says ``used_later``."""
+        """Arrival number of the last row that used it, which decides ``used_later``."""
         self.used_later = False
         """Whether a row that has not arrived is known to begin with it."""
         self.row = -1
@@ -95,7 +95,7 @@ class Block:
 
 
 class WindowSlot:
-    """A block's device slot in one layer group, given up when no sequence's window is on it.
+    """A block's device slot in one layer group, freed when no sequence's window is on it.
 
     Of a block in the index it is kept as long as nobody needs the room: a prefix that ends behind
     it needs it again.
@@ -106,7 +106,7 @@ class WindowSlot:
     def __init__(self, block: Block, slot: int) -> None:
         self.block = block
         self.slot = slot
-        """-1 when it was given up."""
+        """-1 when it was freed."""
         self.readers = 1
         """Sequences whose windows are on it, or that will write to it."""
 
@@ -147,7 +147,7 @@ class _Children:
 
 
 def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
-    """Of sorted ``keys`` the one sharing most leading tokens with ``key``: it is adjacent."""
+    """The one of sorted ``keys`` that shares most leading tokens with ``key``: it is adjacent."""
     best, shared = b"", 0
     at = bisect_left(keys, key)
     for neighbour in keys[max(at - 1, 0) : at + 1]:
@@ -159,7 +159,7 @@ def _longest(keys: list[bytes], key: bytes) -> tuple[bytes, int]:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the index holds of a key: whole blocks, then part of one more."""
+    """Longest indexed prefix of a key: whole blocks, then part of one more."""
 
     blocks: list[Block]
     """Blocks of the step being built among them: every layer writes KV before it attends."""
@@ -177,7 +177,7 @@ class PrefixIndex:
         self._block_bytes = block_size * _TOKEN_BYTES
 
     def root(self, adapter: int) -> Block:
-        """What stands above all blocks of an adapter; it holds nothing itself."""
+        """Root of an adapter's tree, an empty block."""
         return self._roots.setdefault(adapter, Block(slot=-1))
 
     def is_root(self, block: Block) -> bool:
@@ -232,7 +232,7 @@ class PrefixIndex:
         parent.children.add(block)
 
     def settle(self, block: Block) -> None:
-        """The tokens of a block that was in flight are computed."""
+        """Mark a block in flight as computed."""
         assert block.parent is not None
         assert block.parent.children is not None
         block.parent.children.settle(block)
@@ -246,7 +246,7 @@ class PrefixIndex:
         return removed
 
     def blocks(self) -> Iterator[Block]:
-        """All indexed blocks."""
+        """The indexed blocks."""
         for root in self._roots.values():
             below = self._subtree(root)
             next(below)

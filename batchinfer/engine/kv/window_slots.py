@@ -1,4 +1,4 @@
-"""The parts of blocks: their slots in layer groups that have a window, or come after the first."""
+"""Window slots: blocks' slots in layer groups that have a window, or come after the first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from batchinfer.engine.kv.prefix_index import Block, WindowSlot
 
 
 class WindowSlots:
-    """Gives blocks their parts, and knows who needs them.
+    """Allocates the window slots of blocks and counts who reads them.
 
-    A sequence's ``num_evicted`` says of each part how many leading blocks of its table left the
-    window.
+    A sequence's ``num_evicted`` is the number of leading blocks of its table that left the window,
+    for each window slot of a block.
 
     Args:
         windows: of each layer group; 0 is full attention and comes first.
@@ -33,9 +33,9 @@ class WindowSlots:
     ) -> None:
         self._all_windows = windows
         self.windows = windows[1:] if windows[0] == 0 else windows
-        """Of each part."""
+        """Window of each window slot of a block; 0 is full attention."""
         self.num_shared = 0
-        """Parts that more than one sequence needs."""
+        """Window slots that more than one sequence needs."""
         self._block_size = block_size
         self._free_slots = free
         self._cached = cached
@@ -43,7 +43,7 @@ class WindowSlots:
         self._num_allocated = 0
 
     def num_evicted(self, num_tokens: int) -> tuple[int, ...]:
-        """Leading blocks that left each part's window when so many tokens are computed."""
+        """Leading blocks that left each window when so many tokens are computed."""
         return tuple(num_outside_window(num_tokens, w, self._block_size) for w in self.windows)
 
     def most_slots(self, num_tokens: int, num_new: int) -> int:
@@ -51,13 +51,13 @@ class WindowSlots:
         return most_slots(self._all_windows, self._block_size, num_tokens, num_new)
 
     def allocate(self, block: Block) -> None:
-        """Give a new block its parts."""
+        """Give a new block its window slots."""
         block.window_slots = tuple(WindowSlot(block, self._take_slot()) for _ in self.windows)
         block.serial = self._num_allocated
         self._num_allocated += 1
 
     def acquire(self, block: Block, at: int, num_evicted: tuple[int, ...]) -> None:
-        """A sequence refers to block ``at`` of its table."""
+        """Add a reader to the window slots that a sequence needs of block ``at`` of its table."""
         for window_slot in live_slots(block, at, num_evicted):
             assert window_slot.slot >= 0
             if window_slot.readers == 0:
@@ -66,7 +66,7 @@ class WindowSlots:
             self.num_shared += window_slot.readers == 2
 
     def release(self, window_slot: WindowSlot) -> None:
-        """A part left the window of a sequence that refers to its block, or the sequence does."""
+        """Drop a reader: the slot left the window of a sequence, or the sequence ended."""
         assert window_slot.readers > 0
         window_slot.readers -= 1
         if window_slot.readers == 1:
@@ -78,25 +78,25 @@ class WindowSlots:
                 self.free(window_slot)
 
     def free(self, window_slot: WindowSlot) -> None:
-        """Nobody needs a part any more."""
+        """Free a slot that nobody needs."""
         self._cached.discard(window_slot)
         self._free_slots.append(window_slot.slot)
         window_slot.slot = -1
 
     def free_unneeded(self, block: Block) -> None:
-        """A block left the index: what was kept of it to be found is free."""
+        """Free the slots of a block that left the index, if they were kept for hits alone."""
         for window_slot in block.window_slots:
             if window_slot in self._cached:
                 self.free(window_slot)
 
     def update_priority(self, block: Block) -> None:
-        """Whether a block is wanted may have changed."""
+        """Move a block's slots, after it may have become wanted or unwanted."""
         for window_slot in block.window_slots:
             self._cached.update_priority(window_slot)
 
 
 def live_slots(block: Block, at: int, num_evicted: tuple[int, ...]) -> Iterator[WindowSlot]:
-    """The parts that a sequence needs of block ``at`` of its table."""
+    """The window slots that a sequence needs of block ``at`` of its table."""
     if not num_evicted:
         return iter(block.window_slots)
     return (
@@ -107,7 +107,7 @@ def live_slots(block: Block, at: int, num_evicted: tuple[int, ...]) -> Iterator[
 
 
 def holds_more(block: Block, other: Block) -> bool:
-    """Whether a block has all parts that another of the same tokens has, and more."""
+    """Whether a block has all window slots that another of equal tokens has, and more."""
     pairs = list(zip(block.window_slots, other.window_slots, strict=True))
     return all(own.slot >= 0 or window_slot.slot < 0 for own, window_slot in pairs) and any(
         own.slot >= 0 > window_slot.slot for own, window_slot in pairs

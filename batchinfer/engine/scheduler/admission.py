@@ -1,4 +1,4 @@
-"""Which waiting sequences start, and what they find computed."""
+"""Admission: which waiting sequences start, and with which prefix hit."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Admission:
         schedule.append(rows, chunks)
 
     def _find_prefix(self, sequence: Sequence) -> tuple[PrefixHit, bool]:
-        """What the pool holds of a sequence, and whether waiting a step would find more.
+        """The prefix hit of a sequence, and whether waiting a step would find more.
 
         A token whose logits are needed, as the last one's are, is never part of a hit. A block that
         this step fills can be shared but not copied from, and a row that is computing a longer
@@ -97,7 +97,7 @@ class Admission:
         key = sequence.key(0, _max_prefix_hit(sequence))
         adapter = sequence.request.adapter
         match = pool.match(key, adapter)
-        hit = find_prefix_hit(pool, match, least=self._forking(sequence))
+        hit = find_prefix_hit(pool, match, least=self._fork_at(sequence))
         if self._reuse_hints.is_private_tail(sequence, hit.tail):
             hit = replace(hit, owns_tail=True)
         start = len(hit.blocks) * size
@@ -117,8 +117,8 @@ class Admission:
         sequence.deferred |= defers
         return hit, defers
 
-    def _forking(self, sequence: Sequence) -> int | None:
-        """What must be left in windows for its group to fork; None: no more than for itself."""
+    def _fork_at(self, sequence: Sequence) -> int | None:
+        """Tokens from which its group has to go on; None: it is alone or has no windows."""
         if not self._pool.window_slots.windows or len(sequence.group) == 1:
             return None
         return first_fork(sequence)
@@ -147,7 +147,7 @@ class Admission:
                 return None
             # Alone in a pool that just holds it, a sequence cannot spare the copy's source.
             match = PrefixMatch(hit.blocks, None, 0, 0)
-            hit = find_prefix_hit(self._pool, match, least=self._forking(sequence))
+            hit = find_prefix_hit(self._pool, match, least=self._fork_at(sequence))
 
     def _start(
         self,
@@ -175,8 +175,7 @@ class Admission:
 
 
 def _max_prefix_hit(sequence: Sequence) -> int:
-    """Tokens it may find computed: not the last to compute, nor any before which logits are
-    needed."""
+    """Most tokens of a prefix hit: not the last to compute, nor one whose logits are needed."""
     scores, all_but_last = sequence.state.scores, num_tokens_to_compute(sequence) - 1
     if scores is None or scores.next >= scores.stop:
         return all_but_last

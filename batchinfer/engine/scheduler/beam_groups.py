@@ -1,4 +1,4 @@
-"""Sequences that run, pause and come back together: a row's beams.
+"""Beam groups: sequences that run, pause and come back together.
 
 A group is ``Sequence.group``; what follows from it for a step is derived here, nothing is stored.
 The group's beams have one admission number between them, so that they are neighbours in the
@@ -69,7 +69,7 @@ class BeamGroups:
         """Why a search can never run: error code and message.
 
         Args:
-            blocks: what one beam may come to. In the worst case the beams share the prompt alone.
+            blocks: most of one beam. In the worst case the beams share the prompt alone.
         """
         width, pool = request.group_size, self._pool
         if width > self._most:
@@ -89,7 +89,7 @@ class BeamGroups:
         return None
 
     def join(self) -> None:
-        """Start the rest of groups that came back, beside leaders that have computed enough.
+        """Start the rest of groups that came back, once their leaders have computed enough.
 
         Each shares what it has in common with the leader, or takes up the blocks it left if these
         hold more and there is room. Its row was kept free.
@@ -113,12 +113,12 @@ class BeamGroups:
             table.pending_forks[row] = leader.request.group_size - len(leader.group)
 
     def replace(self, present: list[Sequence], next_beams: list[tuple[Sequence, int]]) -> None:
-        """Let the next beams take the places of the present ones.
+        """Run the next beams in place of the present ones.
 
         Args:
             present: the running group.
-            heirs: the next group: each beam, with its last token, and which of the present ones it
-                continues. The first to continue one is that one itself, the others are new.
+            next_beams: each beam of the next group, with its last token, and which of the present
+                ones it continues. The first to continue one is that one itself, others are new.
         """
         table = self._table
         continuing = {beam for beam, _ in next_beams}
@@ -137,7 +137,7 @@ class BeamGroups:
     def _resume_from_blocks(
         self, leader: Sequence, beam: Sequence, key: bytes, num_common: int
     ) -> bool:
-        """Let a beam go on from blocks it left, if they hold more than ``common`` tokens of it.
+        """Resume a beam from blocks it left, if they hold over ``num_common`` tokens of it.
 
         None of them is copied on the device: before the step that would do it is submitted, the
         beam may be preempted again.
@@ -156,7 +156,7 @@ class BeamGroups:
         return True
 
     def _share_admission(self, beam: Sequence, other: Sequence) -> None:
-        """Let a beam that begins to run be as old as the group."""
+        """Give a beam that begins to run the group's admission number."""
         self._table.admission[other.row] = self._table.admission[beam.row]
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
@@ -165,7 +165,7 @@ class BeamGroups:
         self._share_admission(parent, child)
 
     def trim_to_whole_groups(self, rows: Rows, num_new: Int) -> Int:
-        """[S] ``num_new``, such that a group's beams come to their last tokens in one step.
+        """[S] ``num_new``, such that a group's beams reach their last tokens in one step.
 
         Where some of them cannot yet, the others stop one token before.
         """

@@ -1,4 +1,4 @@
-"""How long outputs will be, and whether the pool will hold them: the packing rule of admission.
+"""The packing rule of admission: forecasts of output lengths and of the pool.
 
 Reserving ``max_tokens`` for every sequence leaves half the pool idle; admitting until the pool is
 full preempts much of what was admitted. In between lies a forecast: every running sequence is
@@ -30,7 +30,7 @@ _GOLDEN = 0.6180339887498949
 
 
 class OutputLengths:
-    """What this job has shown of its output lengths.
+    """Distribution of the job's output lengths, as far as it has shown.
 
     A discrete hazard per output length: sequences that stopped there over sequences that came
     that far (Kaplan & Meier 1958; running sequences are censored, not ignored, so early finishers
@@ -50,7 +50,7 @@ class OutputLengths:
         self._cumulative: Float | None = None
 
     def observe(self, lengths: Int, stopped: npt.NDArray[np.bool_]) -> None:
-        """Sequences came to ``lengths`` output tokens; those ``stopped`` ended there by choice."""
+        """Count sequences that reached ``lengths`` output tokens, ``stopped`` of them by choice."""
         bins = len(self._stopped)
         at = np.minimum(lengths // self._width, bins - 1)
         self._reached += np.bincount(at, minlength=bins)
@@ -105,7 +105,7 @@ class PoolForecast:
     Args:
         pool: the KV pool's blocks.
         table: the running sequences.
-        lengths: what the job has shown of its output lengths.
+        lengths: predicts output lengths.
     """
 
     def __init__(self, pool: BlockPool, table: SequenceTable, lengths: OutputLengths) -> None:
@@ -204,7 +204,7 @@ class PoolForecast:
         return float(exact.sum())
 
     def _growing(self, ends: Float, tokens: Float, shared_blocks: Float) -> tuple[Float, Float]:
-        """In how many groups each sequence grows to its end, and what it holds in the others."""
+        """Layer groups in which each sequence grows to its end, and its blocks in the others."""
         growing, constant = np.full(len(ends), float(self._full)), np.zeros(len(ends))
         final = np.ceil((tokens + ends - 1) / self._table.block_size) - shared_blocks
         for most in self._most_in_windows:

@@ -1,4 +1,4 @@
-"""The blocks of running sequences: given as they grow, freed behind windows, cached for reuse."""
+"""Blocks of running sequences: allocated as they grow, freed behind windows, cached for reuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.engine.sequence import Sequence
 
 
 class KVManager:
-    """Gives running sequences blocks and takes back those they need no longer.
+    """Allocates, shares, frees and indexes the blocks of running sequences.
 
     Other rows share a prompt's blocks; an output's are found again by the row itself alone. So a
     block of a prompt is indexed when the step that fills it is scheduled, and those of an output
@@ -91,7 +91,7 @@ class KVManager:
             table.append_block(row, pool.allocate())
 
     def free_outside_window(self, rows: Rows, num_new: Int) -> None:
-        """Free slots that no later token of a sequence sees, when a step was submitted.
+        """Free slots behind the windows of sequences whose step was just submitted.
 
         The step reads them before a later one writes to them, as steps run in order (see
         ``Runner``). A sequence that others will fork from, before where it is, keeps them.

@@ -1,4 +1,4 @@
-"""What preemption does with a sequence's blocks: recompute them or swap them out, by their reuse.
+"""Preemption: recompute or swap a sequence's blocks, evicted by their known reuse.
 
 Nothing is kept for a known future use (a sequence that waits, a row to come); it only orders
 eviction, and says what is worth a place on the host.
@@ -18,7 +18,7 @@ from batchinfer.engine.sequence import Sequence
 Preemption = Literal["auto", "recompute", "swap"]
 
 _WEIGHT = 0.2
-"""Of a step against those before it."""
+"""Weight of a step against those before it."""
 _MOSTLY = 0.8
 """A step with at least this share of prompt tokens says how long one takes."""
 _FIRST_TOKEN_S = 1e-4
@@ -26,14 +26,14 @@ _FIRST_TOKEN_S = 1e-4
 
 
 class PreemptionPolicy:
-    """Chooses for each victim what takes less time.
+    """Chooses swapping or recomputing for each victim, whichever takes less time.
 
     To swap is to move its blocks to the host and back: the bytes over the copies' bandwidth. To
     recompute is to compute their tokens again, at the speed of this run's prompts. Blocks that
-    others hold as well are not given up and cost nothing.
+    others hold as well are not freed and cost nothing.
 
     Args:
-        preemption: ``auto``, or what to do without looking.
+        preemption: ``auto``, or the one to take always.
         block_copy_s: seconds to copy a block one way.
     """
 
@@ -44,7 +44,7 @@ class PreemptionPolicy:
         """Seconds to compute a token of a prompt."""
 
     def observe(self, seconds: float, prefill_tokens: int, decode_tokens: int) -> None:
-        """A step took so long for so many tokens."""
+        """Update the estimate of ``token_s`` by a step's time."""
         tokens = prefill_tokens + decode_tokens
         if prefill_tokens < _MOSTLY * tokens or tokens == 0:
             return
@@ -61,7 +61,7 @@ class PreemptionPolicy:
 
 
 class ReuseHints:
-    """Tells blocks who will need them.
+    """Marks blocks with their known future use.
 
     Args:
         pool: the KV pool's blocks.
@@ -87,11 +87,11 @@ class ReuseHints:
         return self._num_swapped
 
     def add(self, sequence: Sequence, blocks: Iterable[Block]) -> None:
-        """A sequence waits that begins with ``blocks``, which are indexed."""
+        """Mark the indexed ``blocks`` that a waiting sequence begins with."""
         self.remove(sequence)
         self._waiting[sequence] = list(blocks)
         self._counted_at = -1
-        for block in reversed(self._waiting[sequence]):  # the last first, as in ``forget``
+        for block in reversed(self._waiting[sequence]):  # the last first, as in ``remove``
             block.waiters += 1
             if block.waiters == 1:
                 self._pool.update_priority(block)
@@ -109,7 +109,7 @@ class ReuseHints:
         )
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence waits no longer."""
+        """Unmark the blocks of a sequence that waits no longer."""
         blocks = self._waiting.pop(sequence, None)
         if blocks is None:
             return
@@ -120,12 +120,12 @@ class ReuseHints:
                 self._pool.update_priority(block)
 
     def remove_all(self) -> None:
-        """Nothing waits any longer."""
+        """Unmark the blocks of all waiting sequences."""
         for sequence in list(self._waiting):
             self.remove(sequence)
 
     def note_use(self, sequence: Sequence) -> None:
-        """A running sequence is done with its prompt's blocks: are there rows that need them?
+        """Mark which prompt blocks of a sequence that is done rows to come need.
 
         The row that arrived last of those that used a block says so.
         """
@@ -138,7 +138,7 @@ class ReuseHints:
             self._note(block, state.arrival, used_later=at < shared)
 
     def note_copied(self, source: Block, sequence: Sequence) -> None:
-        """A sequence took its own copy of an unreferenced block's first tokens.
+        """Unmark a block whose first tokens a sequence copied.
 
         Rows after it that need these find them there.
         """
@@ -147,5 +147,5 @@ class ReuseHints:
     def _note(self, block: Block, arrival: int, *, used_later: bool) -> None:
         if arrival >= block.last_arrival:
             block.last_arrival, block.used_later = arrival, used_later
-            if block.window_slots:  # some may have been given up before
+            if block.window_slots:  # some may have been freed before
                 self._pool.update_priority(block)

@@ -1,4 +1,4 @@
-"""What the next step computes, as the scheduler says it."""
+"""The schedule of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.engine.step import Bool, Int32
 
 @dataclass(slots=True)
 class Schedule:
-    """What the next step computes; what is not given when it is made, ``complete`` says."""
+    """Rows and tokens that the next step computes; ``complete`` derives the rest."""
 
     rows: Rows
     """[S] table rows; those that compute one token first."""
@@ -31,12 +31,12 @@ class Schedule:
     """Prompt tokens found in the index, of rows admitted for the first time."""
 
     def append(self, rows: list[int], num_new: list[int]) -> None:
-        """Let further rows compute as many tokens."""
+        """Add rows and the tokens each computes."""
         self.rows = np.concatenate([self.rows, np.asarray(rows, dtype=np.intp)])
         self.num_new = np.concatenate([self.num_new, np.asarray(num_new, dtype=np.int32)])
 
     def complete(self, table: SequenceTable, copies: BlockCopies) -> None:
-        """Put decodes first and say what is sampled and copied, when all rows are in.
+        """Put decodes first and derive which rows are sampled, when all rows are in.
 
         A row's first token is drawn for all its samples at once, from the same logits.
         """

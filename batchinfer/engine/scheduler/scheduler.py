@@ -1,4 +1,4 @@
-"""Who runs next: one rule, ``num_computed`` chases ``num_tokens``.
+"""Scheduling by one rule: ``num_computed`` chases ``num_tokens``.
 
 There are no phases. A prompt computed in chunks, a prefix hit, a sequence that comes back after
 preemption and plain decode differ only in how far the one number is behind the other (the rule is
@@ -36,7 +36,7 @@ class Scheduler:
         pool: the KV pool's blocks.
         table: rows for running sequences.
         max_num_batched_tokens: most tokens in a step.
-        preemption_policy: says what becomes of what a preempted sequence computed.
+        preemption_policy: swaps or recomputes what a preempted sequence computed.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Scheduler:
         return schedule
 
     def advance(self, schedule: Schedule, now: float) -> StepStats:
-        """The step was submitted: for every step after it, its tokens are computed and drawn.
+        """Count a submitted step's tokens as computed and drawn, for every step after it.
 
         Args:
-            schedule: what it computes.
+            schedule: the step's.
             now: the engine's clock, in seconds.
 
         Returns:
@@ -126,7 +126,7 @@ class Scheduler:
         return stats
 
     def forecast(self) -> PoolForecast:
-        """The pool's future with what runs now."""
+        """Forecast of the pool with the sequences that run now."""
         return PoolForecast(self.pool, self.table, self.output_lengths)
 
     def fork(self, parent: Sequence, child: Sequence, forecast: PoolForecast) -> None:
@@ -148,13 +148,13 @@ class Scheduler:
         self._kv_manager.share_blocks(parent, child, computed)
 
     def finish(self, sequence: Sequence) -> None:
-        """Give up a running sequence's row and blocks."""
+        """Free a running sequence's row and blocks."""
         sequence.state.note_peak_blocks()
         self.reuse_hints.note_use(sequence)
         self.pool.release(self.table.remove(sequence), sequence.num_evicted)
 
     def drop(self, sequence: Sequence) -> None:
-        """Give up an unfinished sequence; none of its blocks must be found again."""
+        """Drop an unfinished sequence; none of its blocks must be found again."""
         self.reuse_hints.remove(sequence)
         for block in (*sequence.blocks, *sequence.released_blocks):
             if block.indexed:
@@ -210,9 +210,9 @@ class Scheduler:
         return len(running)
 
     def _retire(self, sampled: Rows) -> None:
-        """Give up the rows whose last token, by length, was just submitted.
+        """Free the rows whose last token, by length, was just submitted.
 
-        The token is taken back from the sequence, which needs no row for it. The step reads the
+        Processing the token takes the sequence, but no row for it. The step reads the
         blocks before a later one writes to them (see ``Runner``).
         """
         table = self.table
@@ -222,7 +222,7 @@ class Scheduler:
             self.finish(sequence)
 
     def _continue_running(self) -> Schedule | None:
-        """Tokens and blocks for running sequences, preempting the newest where blocks lack.
+        """Schedule of the running sequences, the newest preempted where blocks lack.
 
         None where the step in flight is better read first: when too many sequences would sit
         out otherwise, and before any is preempted, as one that ended may free the blocks.

@@ -1,4 +1,4 @@
-"""The running sequences' numbers, one row each, as numpy arrays.
+"""Columns of the running sequences, one row each, as numpy arrays.
 
 A step touches every running sequence; with the numbers in arrays it does so without a Python
 loop. Waiting sequences have no row.
@@ -60,7 +60,7 @@ class SequenceTable:
         """Whether the sequence surely runs to ``max_total``."""
         self.last_token = np.zeros(rows, dtype=np.int32)
         self.sample_at = np.full(rows, -1, dtype=np.int32)
-        """Which sample of the step in flight the last token is; -1 = ``last_token`` has it."""
+        """Sample of the step in flight that the last token is; -1 = ``last_token`` has it."""
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.num_shared_blocks = np.zeros(rows, dtype=np.int32)
         """Leading blocks that somebody else refers to as well; not given back at the end."""
@@ -88,7 +88,7 @@ class SequenceTable:
         self.scores_prompt = np.zeros(rows, dtype=np.bool_)
         """Whether log-probabilities of its prompt's tokens are asked for."""
         self.given_token = np.full(rows, -1, dtype=np.int32)
-        """What its output token is told to be; -1 = it is drawn."""
+        """The output token that is given; -1 = it is drawn."""
         self.adapter = np.zeros(rows, dtype=np.int32)
         """Number of the adapter the sequence runs through; 0 = the base model alone."""
         self.has_grammar = np.zeros(rows, dtype=np.bool_)
@@ -128,13 +128,10 @@ class SequenceTable:
         return sequence
 
     def num_evicted(self, num_tokens: Int) -> npt.NDArray[np.integer]:
-        """[G, S] leading blocks that left each group's window.
+        """Leading blocks that left each layer group's window, broadcastable to [G, S].
 
         Args:
             num_tokens: [S] computed of each sequence.
-
-        Returns:
-            What broadcasts to that.
         """
         if not self._has_windows:
             return self._none_evicted
@@ -207,7 +204,7 @@ class SequenceTable:
         self.num_blocks[row] = len(blocks)
 
     def _note_shared(self, block: Block, count: int) -> None:
-        """The first ``count`` blocks of the sequence that ``block`` was made for are now shared."""
+        """Count the first ``count`` blocks of the row that ``block`` was made for as shared."""
         maker = self.sequences[block.row]
         if maker is not None and count <= len(maker.blocks) and maker.blocks[count - 1] is block:
             self.num_shared_blocks[block.row] = max(self.num_shared_blocks[block.row], count)
@@ -269,4 +266,4 @@ class SequenceTable:
 def _slots(block: Block, windows: tuple[int, ...]) -> list[int]:
     """A block's slot in each layer group; 0 where it has none."""
     own = [] if windows[0] else [block.slot]
-    return own + [max(part.slot, 0) for part in block.window_slots]
+    return own + [max(window_slot.slot, 0) for window_slot in block.window_slots]

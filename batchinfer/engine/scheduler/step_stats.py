@@ -1,4 +1,4 @@
-"""Counts what a step computes and how it fills the pool."""
+"""Statistics of a step: its tokens, and how it fills the pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.engine.stats import StepStats
 
 
 def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> tuple[int, int, int]:
-    """Count a scheduled step's tokens by why they are computed, for the step and its requests.
+    """Tokens of a scheduled step by why they are computed, counted for its requests too.
 
     Call it before the step's tokens count as computed.
 
@@ -42,18 +42,18 @@ def step_stats(
     num_waiting: int,
     num_swapped: int,
 ) -> StepStats:
-    """A step's statistics, without its times: they are known when its samples are taken back.
+    """Statistics of a step without its times, which are known when its result is read.
 
     Call it when the step's tokens count as computed and no row that it ends has left yet.
 
     Args:
         table: the running sequences.
         pool: the KV pool's blocks.
-        schedule: what the step computes.
-        tokens: what ``note_tokens`` counted.
+        schedule: the step's.
+        tokens: from ``note_tokens``.
         step: its number.
-        num_waiting: as in ``StepStats``.
-        num_swapped: as in ``StepStats``.
+        num_waiting: sequences in the queue.
+        num_swapped: those of them with blocks on the host only.
     """
     rows = table.rows()
     live = _live_tokens(table, pool, rows)

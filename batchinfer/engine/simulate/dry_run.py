@@ -1,4 +1,4 @@
-"""An engine that computes nothing: the same schedule, on a clock that a roofline sets."""
+"""Dry runs: a real engine's schedule over a runner that only adds up roofline times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from batchinfer.engine.simulate.roofline import (
 from batchinfer.engine.step import Float32, Int32, Step, StepResult
 
 END_TOKEN = 2**31 - 1
-"""What samples end with that end before ``max_tokens``; no model has such a token."""
+"""Last token of samples that end before ``max_tokens``; no model has such a token."""
 _FILLER = 2**30  # and up: tokens that no prompt has
 # Log-probabilities of made-up beams: what a beam's next tokens may lose against another beam's,
 # what the next best loses against the best, and what nobody goes on with.
@@ -45,7 +45,7 @@ class DryRunner:
     Args:
         model: what a token costs.
         device: what it runs on.
-        end_after: samples draw ``END_TOKEN`` when they come to so many tokens; None: never.
+        end_after: tokens after which samples draw ``END_TOKEN``; None: never.
         block_copy_s: seconds a block takes to the host or back.
     """
 
@@ -59,7 +59,7 @@ class DryRunner:
         self.seconds = 0.0
         """Time of all steps, on a well-built engine; the engine's clock."""
         self.bound_s = 0.0
-        """The same at the device's limits."""
+        """Time of all steps at the device's limits."""
         self.samples_drawn = 0
         """Output tokens so far."""
         self._model = model
@@ -68,7 +68,7 @@ class DryRunner:
         self._block_copy_s = block_copy_s
 
     def submit(self, step: Step) -> Pending:
-        """Let the step's time pass."""
+        """Add the step's time and draw its tokens."""
         work = StepWork.of(step)
         self.seconds += self._step_seconds(work)
         self.seconds += self._block_copy_s * (len(step.swap_outs) + len(step.swap_ins))

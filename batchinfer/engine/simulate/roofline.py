@@ -1,4 +1,4 @@
-"""How long a step takes at best, and on a well-built engine: a roofline model. No torch.
+"""Roofline model of a step's time: at best, and on a well-built engine. No torch.
 
 A step's operators run one after another; each takes the longer of its arithmetic at the device's
 peak and its memory traffic at the device's bandwidth (Williams, Waterman & Patterson 2009,
@@ -51,7 +51,7 @@ def matrix_bytes(config: Mapping[str, Any], quantization: str | None, element_by
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device can do: measured, or its data sheet's numbers cut to what is reached."""
+    """Limits of a device: measured, or its data sheet's numbers cut to what is reached."""
 
     name: str
     bandwidth: float
@@ -59,7 +59,7 @@ class Device:
     flops: Mapping[int, float]
     """Multiplications and additions per second in matrix products, by bytes of an element."""
     memory_bytes: int | None
-    """What the driver reports as the whole; None: the memory of the machine at hand."""
+    """Whole memory as the driver reports it; None: the memory of the machine at hand."""
     reserved_bytes: int = 0
     """Taken before a model is loaded: the driver's context and libraries."""
     kernel_s: float = 0.0
@@ -93,7 +93,7 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What is reached of the device's numbers, by operator."""
+    """Share of the device's limits that is reached, by operator."""
 
     gemm_bandwidth: float = 1.0
     gemm_flops: float = 1.0
@@ -113,7 +113,7 @@ WELL_BUILT = Efficiency(0.8, 0.8, 0.8, 0.5, 0.75, kernels_per_layer=10, kernels_
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What computing a token costs, in numbers of one model; P counts parameters."""
+    """Costs of a token, in numbers of one model; P counts parameters."""
 
     layers: int
     hidden: int
@@ -220,7 +220,7 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes, in numbers."""
+    """Work of a step, in numbers."""
 
     tokens: int
     logits_rows: int
@@ -231,11 +231,11 @@ class StepWork:
     chunk_context: int = 0
     """Sum of their context lengths."""
     chunk_pairs: int = 0
-    """(query, key) pairs of these."""
+    """(query, key) pairs of their attention."""
 
     @classmethod
     def of(cls, step: Step) -> StepWork:
-        """The work of an engine's step."""
+        """Work of an engine's step."""
         new = np.diff(step.query_starts).astype(np.int64)
         context = step.context_lens.astype(np.int64)
         one, scored = new == 1, step.scored

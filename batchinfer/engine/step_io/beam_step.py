@@ -1,4 +1,4 @@
-"""Takes a step's candidates back to the searches that wait for them."""
+"""Beam search over a step's result: candidates to their searches, beams to the next step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ States = dict[RequestState, None]
 def process_beams(
     scheduler: Scheduler, sampled: SampledRows, result: StepResult, now: float
 ) -> tuple[States, States]:
-    """Let each search go on by a token.
+    """Advance each search by a token.
 
-    A group's beams are all drawn in one step (see ``BeamGroups.trim_to_whole_groups``), and none is
+    A group's beams are all drawn in one step (by ``BeamGroups.trim_to_whole_groups``), and none is
     in the step after it.
 
     Args:
         scheduler: after the step was submitted.
-        drawn: the step's beams.
-        result: as many samples, each with its beam's candidates.
+        sampled: the step's beams.
+        result: a sample of each, with its candidates.
         now: the engine's clock, in seconds.
 
     Returns:
@@ -56,7 +56,7 @@ def process_beams(
 def _advance(
     state: RequestState, at: Int64, result: StepResult, *, at_limit: bool
 ) -> list[Continuation]:
-    """Hand the search the candidates of its beams, which are the samples ``at`` [B]."""
+    """The search's next beams, from the candidates of samples ``at`` [B]."""
     assert state.search is not None
     assert result.top_token_ids is not None
     assert result.top_logprobs is not None
@@ -89,7 +89,7 @@ def _replace(scheduler: Scheduler, state: RequestState, continuations: list[Cont
 
 
 def _end(scheduler: Scheduler, state: RequestState) -> None:
-    """Give back what the beams hold and keep the search's outputs."""
+    """Free the beams' rows and blocks and keep the search's outputs."""
     assert state.search is not None
     for beam in state.samples:
         if beam.row >= 0:

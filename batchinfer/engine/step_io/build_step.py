@@ -1,4 +1,4 @@
-"""Turns a schedule into the arrays of a step."""
+"""A schedule to the arrays of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class BuiltStep:
-    """A step, and what is remembered of it until its result is there."""
+    """A step for the runner, with what processing its result takes."""
 
     step: Step
     sampled: SampledRows
@@ -36,7 +36,7 @@ def build_step(
     Args:
         table: the running sequences.
         schedule: rows, tokens and copies.
-        prefixes: finds what the rows share; None: nothing is to be found.
+        prefixes: finds shared prefixes; None: none are looked for.
     """
     spans = scored_spans(table, schedule)
     shared = None if prefixes is None else prefixes.of_step(schedule.rows)
@@ -86,7 +86,7 @@ def _step(
 
 
 def _places(slots: Int32, positions: Int32, block_size: int) -> Int64:
-    """Where in the pool the tokens at ``positions`` go, whose blocks have these slots."""
+    """Places in the pool of tokens at ``positions``, whose blocks have these slots."""
     return slots.astype(np.int64) * block_size + positions % block_size
 
 
@@ -95,14 +95,14 @@ def _pairs(pairs: Pairs) -> Int32:
 
 
 def _previous_sample(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
-    """Where the value of a row's only token is not known yet: the sample it will be."""
+    """[T] sample of the step before that a token's value is; -1 = the value is known."""
     previous = np.full(starts[-1], -1, dtype=np.int32)
     previous[starts[:-1]] = table.sample_at[schedule.rows]
     return previous
 
 
 def _token_ids(table: SequenceTable, schedule: Schedule, starts: Int32) -> Int32:
-    """The tokens each row computes: its last one, or the next chunk of what it knows."""
+    """[T] token ids: each row's last one, or the next chunk of those it knows."""
     rows, num_new = schedule.rows, schedule.num_new
     token_ids = np.empty(starts[-1], dtype=np.int32)
     token_ids[starts[:-1]] = table.last_token[rows]

@@ -1,4 +1,4 @@
-"""What the engine remembers of a step while it waits for its result."""
+"""Steps in flight: submitted, their results not read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from batchinfer.engine.step_io.scored_prompts import ScoredSpan
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The sequences a step draws samples for, [R] of each.
+    """Columns of the R rows that a step samples, as they are when it is submitted.
 
     By the time the samples are known the step after may be under way, and a sequence may have
-    left its row, so what taking them back needs is noted when the step is submitted.
+    left its row.
     """
 
     rows: Rows
@@ -39,13 +39,13 @@ class SampledRows:
     has_grammar: Bool
 
     def only(self, chosen: Bool | Rows) -> SampledRows:
-        """Those sequences, by a mask or by their places."""
+        """A subset of the rows, by a mask or by their places."""
         return SampledRows(*(getattr(self, entry.name)[chosen] for entry in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step that was submitted and not read."""
+    """A submitted step whose result is not read."""
 
     pending: Pending
     sampled: SampledRows

@@ -1,8 +1,8 @@
 """A step's result: tokens to their sequences, stops, forks, completions.
 
 The step after it may be under way already. A sequence that ends by choice is seen one step late
-then: it gives up its row and blocks here, which no step submitted so far is given (see ``Runner``),
-and the token that the step under way draws for it is dropped when that step is taken back.
+then: its row and blocks are freed here, which no step submitted so far is given (see ``Runner``),
+and the token that the step under way draws for it is dropped when that step is processed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _NAN: Failure = ("nan_logits", "the logits hold NaN or infinity, or bans leave n
 def find_stops(
     table: SequenceTable, samples: SampledRows, sequences: list[Sequence], result: StepResult
 ) -> StopResult:
-    """Which of K samples end, with the token drawn or with one that it forces.
+    """Stops of K samples, by the token drawn or by one that it forces.
 
     Args:
         table: the running sequences.
-        samples: [K] what they were drawn for.
-        sequences: [K] these, with the tokens drawn; gets those that are forced.
-        result: the tokens.
+        samples: [K] the rows they were drawn for.
+        sequences: [K] with the tokens drawn; forced tokens are appended.
+        result: the K tokens.
     """
     stop_result = StopResult(
         _stops(samples, sequences, result), samples.at_limit.copy(), samples.lengths.copy()
@@ -48,7 +48,7 @@ def find_stops(
 def _stops(
     samples: SampledRows, sequences: list[Sequence], result: StepResult
 ) -> dict[int, int | StopMatch]:
-    """The samples that end by choice with this token: the stop token or stop string that did it."""
+    """Stop token or stop string of each sample that ends by choice with this token."""
     tokens, may_stop = result.token_ids, samples.may_stop
     by_token = (samples.stop_ids == tokens[:, None]).any(axis=1) & may_stop
     stops: dict[int, int | StopMatch] = {
@@ -71,7 +71,7 @@ def process_result(
     Args:
         scheduler: after the step was submitted, and perhaps the one after it.
         step: what it drew samples for; K = sum of ``samples_per_row``.
-        result: the K samples, and what is told of prompts.
+        result: the K samples and the scored tokens of prompts.
         now: the engine's clock, in seconds.
 
     Returns:
@@ -129,11 +129,11 @@ def process_result(
 def _without_ended(
     table: SequenceTable, sampled: SampledRows, result: StepResult
 ) -> tuple[SampledRows, StepResult, Bool]:
-    """Leave out samples of sequences that ended before the step was read.
+    """The sampled rows and results of sequences that had not ended before the step was read.
 
     Returns:
-        What is left, and which of the R sequences left are in their rows: all but those whose
-        end by length was known.
+        Both, and which of the R sequences left are in their rows: all but those whose end by
+        length was known.
     """
     running = table.active[sampled.rows] & (table.admission[sampled.rows] == sampled.admission)
     alive = running.copy()
@@ -147,7 +147,7 @@ def _without_ended(
 
 
 def _with_new_samples(sampled: SampledRows) -> list[Sequence]:
-    """[K] the sequence of each sample; a row's further samples come to be here."""
+    """[K] sequence of each sample; a row's further samples are made here."""
     leaders: list[Sequence] = sampled.sequences.tolist()
     if len(leaders) == sampled.samples_per_row.sum():
         return leaders
@@ -164,7 +164,7 @@ def _with_new_samples(sampled: SampledRows) -> list[Sequence]:
 def _note_last_tokens(
     table: SequenceTable, sampled: SampledRows, running: Bool, result: StepResult
 ) -> None:
-    """Tell the table what is known now: the last token of rows that no later step has sampled."""
+    """Write the last tokens of rows that no later step has sampled to the table."""
     last = running & (table.num_tokens[sampled.rows] == sampled.num_tokens)
     rows, first = sampled.rows[last], np.cumsum(sampled.samples_per_row) - sampled.samples_per_row
     table.last_token[rows] = result.token_ids[first[last]]
@@ -197,7 +197,7 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
 
 
 def _prompt_has_nan(samples: SampledRows, sequences: list[Sequence]) -> Bool:
-    """[K] whether logits of the prompt, which are all known by its first sample, held NaN."""
+    """[K] whether logits of the prompt held NaN; all are known by its first sample."""
     spoilt = np.zeros(len(sequences), dtype=np.bool_)
     for at in np.flatnonzero(samples.scores_prompt & (samples.lengths == 1)):
         scores = sequences[at].state.scores
@@ -224,7 +224,7 @@ def _fork(
 
 
 def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | None) -> None:
-    """Give back what a finished sample holds and keep its output."""
+    """Free a finished sample's row and blocks and keep its output."""
     state = sequence.state
     if sequence.row >= 0:
         scheduler.finish(sequence)
@@ -236,7 +236,7 @@ def _finish(scheduler: Scheduler, sequence: Sequence, stop: int | StopMatch | No
 
 
 def _fail_request(scheduler: Scheduler, state: RequestState, *, may_be_others: bool) -> None:
-    """Stop a row that failed.
+    """Fail a row, or start it over if blocks of another row may be to blame.
 
     What it computed must not be found again. If its logits are not numbers and it used blocks that
     another row computed, those may be to blame (a NaN that one token causes spreads to the whole

@@ -1,4 +1,4 @@
-"""Builds the part of a step that says how its samples are drawn."""
+"""The sampling batch of a step: how its samples are drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.engine.step_io.structured_output import grammar_masks
 
 
 def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBatch:
-    """How the samples of a scheduled step are drawn.
+    """The sampling batch of a scheduled step.
 
     The samples of one row follow each other, with sample indices counting up from its own.
     """
@@ -65,7 +65,7 @@ class _Entries:
 
 
 def _add_biases(sequence: Sequence, position: int, sample: int, bias: _Entries) -> None:
-    """The row's own biases, and bans: bad words about to complete, stops before min_tokens."""
+    """Add logit biases, and bans: bad words about to complete, stops before min_tokens."""
     request, params = sequence.request, sequence.request.params
     if params.logit_bias:
         bias.add(sample, list(params.logit_bias), list(params.logit_bias.values()))
@@ -99,7 +99,7 @@ def _penalties(samples: list[int], sequences: list[Sequence]) -> Penalties | Non
 
 
 def _padded(rows: Items[Int32 | list[int]]) -> Int32:
-    """Rows of token ids, filled up with -1."""
+    """[rows, longest] token ids, padded with -1."""
     padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int32)
     for row, token_ids in zip(padded, rows, strict=True):
         row[: len(token_ids)] = token_ids

@@ -1,4 +1,4 @@
-"""What a step tells of the tokens that prompts hold: asked for, and given to each prompt."""
+"""Log-probabilities of prompt tokens: asked for in a step, given to each prompt."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from batchinfer.engine.step import ScoredTokens, StepResult
 
 @dataclass(frozen=True, slots=True)
 class ScoredSpan:
-    """Neighbouring positions of one prompt whose logits a step takes."""
+    """Consecutive positions of one prompt whose logits a step takes."""
 
     state: RequestState
     start: int
     stop: int
     packed: int
-    """Where in the step's row of tokens the first of them is."""
+    """Index of the first in the step's packed tokens."""
 
 
 def scored_spans(table: SequenceTable, schedule: Schedule) -> list[ScoredSpan]:
-    """What a step is to tell of prompts. Call it before its tokens count as computed."""
+    """Spans of prompts that a step scores. Call it before its tokens count as computed."""
     rows, num_new = schedule.rows, schedule.num_new
     computed = table.num_computed[rows]
     asking = table.scores_prompt[rows] & (computed < table.num_prompt[rows] - 1)
@@ -42,7 +42,7 @@ def scored_spans(table: SequenceTable, schedule: Schedule) -> list[ScoredSpan]:
 
 
 def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
-    """The same as a step has it; None where there is nothing."""
+    """The tokens of spans as a step's arrays; None without spans."""
     if not spans:
         return None
     lengths = [span.stop - span.start for span in spans]
@@ -59,11 +59,11 @@ def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
 
 
 def process_scores(spans: list[ScoredSpan], result: StepResult | None) -> None:
-    """Give every prompt what a step told of it.
+    """Give every prompt its scores.
 
     Args:
-        spans: of the step, in its order.
-        result: of the tokens of ``scored_tokens``, one after the other.
+        spans: the step's, in its order.
+        result: log-probabilities of the tokens of ``scored_tokens``, in their order.
     """
     at = 0
     for span in spans:

@@ -1,4 +1,4 @@
-"""Which sequences of a step begin with the same blocks, so that attention reads those once.
+"""Shared prefixes of a step's sequences: blocks that attention reads once for several.
 
 Sequences that share blocks form a tree: all below a common prompt, the samples of one row below
 its prompt, and so on. Put in an order in which the leaves of every branch stand side by side, the
@@ -14,12 +14,13 @@ from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.step import Int32, SharedPrefixes
 
 MIN_SHARED_TOKENS = 64
-"""Less is not told. It is what the CPU's kernel takes at a time, and about where sharing begins to
-pay there (measured: even at 64 shared tokens of 128, 1.9 times the speed at 512 of 576)."""
+"""Shorter prefixes are not shared. It is what the CPU's kernel takes at a time, and about where
+sharing begins to pay there (measured: even at 64 shared tokens of 128, 1.9 times the speed at 512
+of 576)."""
 
 
 class PrefixTree:
-    """The prefixes shared by the sequences of one step after the other.
+    """Shared prefixes of one step after the other.
 
     Args:
         table: the running sequences.
@@ -33,7 +34,7 @@ class PrefixTree:
         self._shared_blocks: Int32 = np.empty(0, dtype=np.int32)
 
     def of_step(self, rows: Rows) -> SharedPrefixes | None:
-        """What a step's sequences share, of what was computed before it; None: nothing.
+        """Prefixes that a step's sequences share, computed before it; None: there are none.
 
         Args:
             rows: [S] table rows of the step's sequences.
@@ -54,7 +55,7 @@ class PrefixTree:
 
 
 def order_by_blocks(tables: Int, num_blocks: Int32) -> tuple[Int32, Int32]:
-    """Order sequences such that those with a common prefix stand side by side.
+    """An order of sequences in which those with a common prefix stand side by side.
 
     Args:
         tables: [S, longest table] numbers that tell blocks apart; anything past a sequence's last.

@@ -1,4 +1,4 @@
-"""Sequences whose text has a grammar: what may be drawn for them, and what must follow it."""
+"""Structured output: token masks from grammars, and the tokens that grammars force."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from batchinfer.protocols import GrammarState, StopMatch
 
 
 def grammar_masks(table: SequenceTable, rows: Rows) -> tuple[Int32, Int32]:
-    """What grammars allow next, made in one call.
+    """Token masks of the rows with a grammar, made in one call.
 
     Args:
         table: the running sequences.
-        rows: [R] those that samples are drawn for.
+        rows: [R] the rows that samples are drawn for.
 
     Returns:
         [M] which of the R have a grammar, and [M, words] their masks (see ``Grammar``). The samples
@@ -40,7 +40,7 @@ def grammar_masks(table: SequenceTable, rows: Rows) -> tuple[Int32, Int32]:
 
 
 def _forbid_ends(mask: Int32, stop_token_ids: Items[int]) -> None:
-    """Take the ends out of a mask, unless nothing else can follow."""
+    """Take stop tokens out of a mask, unless nothing else can follow."""
     others = mask.view(np.uint32).copy()
     for token_id in stop_token_ids:
         others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
@@ -50,15 +50,15 @@ def _forbid_ends(mask: Int32, stop_token_ids: Items[int]) -> None:
 
 @dataclass(slots=True)
 class StopResult:
-    """Which of a step's K samples end, and how; forced tokens are counted as they are added."""
+    """Stops of a step's K samples; forced tokens are counted as they are added."""
 
     stops: dict[int, int | StopMatch]
-    """By choice: the stop token or the stop string that did it."""
+    """The stop token or stop string of each sample that ends by choice."""
     at_limit: Bool
     lengths: Int32
     """Output tokens so far."""
     broken: dict[int, str] = field(default_factory=dict)
-    """Samples whose grammars gave up, and why."""
+    """Errors of grammars, by sample."""
 
 
 def add_forced_tokens(
@@ -68,17 +68,17 @@ def add_forced_tokens(
     result: StepResult,
     stop_result: StopResult,
 ) -> None:
-    """Tell grammars what was drawn, and add the tokens that they leave no choice about.
+    """Advance grammars by the tokens drawn, and append the tokens that they force.
 
     These are computed in the next step, as a chunk is. Nothing was drawn for them: their
     log-probability among the tokens allowed is 0.
 
     Args:
         table: the running sequences.
-        samples: [K] what they were drawn for.
-        sequences: [K] these, with the tokens drawn.
-        result: the tokens.
-        ends: gets the ends that this brings.
+        samples: [K] the rows they were drawn for.
+        sequences: [K] with the tokens drawn.
+        result: the K tokens.
+        stop_result: gets the stops that this brings.
     """
     tokens, continues = (
         result.token_ids.tolist(),
@@ -102,7 +102,7 @@ def add_forced_tokens(
 def _add(
     sequence: Sequence, forced: list[int], at: int, stop_result: StopResult, table: SequenceTable
 ) -> None:
-    """Add tokens to a sequence, up to the one that ends it."""
+    """Append forced tokens to a sequence, up to the one that ends it."""
     request, before = sequence.request, len(sequence.output_ids)
     max_output_tokens = table.total_limit(sequence) - request.num_prompt_tokens
     for token in forced:
@@ -124,7 +124,7 @@ def _add(
 
 
 def _stop(sequence: Sequence, token: int) -> int | StopMatch | None:
-    """What ends a sequence with the token added last, if it is not the limit."""
+    """Stop token or stop string that ends a sequence with its last token, if any."""
     request, checker = sequence.request, sequence.stop_checker
     if token in request.eos_token_ids:  # whatever min_tokens says: the text is complete
         return token

@@ -1,6 +1,6 @@
-"""Which samples are worked on together, decided on the host from the batch alone.
+"""Groups of samples that are worked on together, made on the host from the batch alone.
 
-D = distributions in a part: samples that draw from the same row of logits with the same
+D = distributions in a group: samples that draw from the same row of logits with the same
 parameters share one.
 """
 
@@ -16,7 +16,7 @@ from batchinfer.engine.step import Bool, Int64, SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """Samples that need the same kind of work, few enough for the workspace if they take one."""
+    """Samples of the same kind of work, few enough for the workspace if they take one."""
 
     samples: Int64  # [k] index into the batch's K samples
     distributions: Int64  # [k] which of the D each draws from, ascending
@@ -24,7 +24,7 @@ class SampleGroup:
     greedy: bool
     """Whether the samples take the most likely token."""
     filtered: bool
-    """Whether any has top-k or top-p; not told of what is drawn in place."""
+    """Whether any has top-k or top-p; False where they are drawn in place."""
     in_place: bool
     """Whether they are drawn from the logits where these are, without a workspace."""
 
@@ -32,15 +32,15 @@ class SampleGroup:
 def group_samples(
     batch: SamplingBatch, edited: Bool, vocab: int, max_distributions: int, *, in_place: bool
 ) -> Iterator[SampleGroup]:
-    """Parts that together hold every sample but the plain.
+    """Groups that together hold every sample but the plain.
 
-    The plain ones take the most likely token of an unedited row, which needs no part.
+    The plain ones take the most likely token of an unedited row, which needs no work.
 
     Args:
         batch: the samples.
-        edited: [K] see ``edited_samples``.
+        edited: [K] from ``edited_samples``.
         vocab: tokens.
-        most: distributions in a part that needs a workspace.
+        max_distributions: most in a group that needs a workspace.
         in_place: whether others than the edited are drawn without one.
     """
     greedy = batch.temperature == 0
@@ -75,7 +75,7 @@ def group_samples(
 
 
 def _starts_distribution(batch: SamplingBatch, edited: Bool, samples: Int64) -> Bool:
-    """[k] whether a sample differs from the one before it; a row's samples are neighbours."""
+    """[k] whether a sample's distribution differs from that of the one before it."""
     first = np.ones(len(samples), np.bool_)
     same = ~edited[samples[1:]] & ~edited[samples[:-1]]
     for name in ("logits_rows", *batch.DISTRIBUTION):

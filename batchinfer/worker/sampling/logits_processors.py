@@ -1,4 +1,4 @@
-"""Changes to the logits before temperature, in vLLM's order: masks, biases, bans, penalties.
+"""Logits processors before temperature, in vLLM's order: masks, biases, bans, penalties.
 
 Bias (with the bans, which are biases of -inf), allowed token ids, penalties: vLLM's
 ``v1/sample/sampler.py`` and ``model_executor/layers/utils.py`` are the reference for meaning and
@@ -32,11 +32,11 @@ def edited_samples(batch: SamplingBatch) -> Bool:
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch, heads: Int64) -> None:
-    """Change ``logits`` in place as the samples ``heads`` ask.
+    """Apply all processors to ``logits``, in place.
 
     Args:
         logits: float32 [D, V]; row d belongs to sample ``heads[d]``.
-        batch: every sample's wishes; those of samples not in ``heads`` are passed over.
+        batch: parameters of all samples; those of samples not in ``heads`` are passed over.
         heads: [D].
     """
     rows = np.full(len(batch.logits_rows), -1)
@@ -78,7 +78,7 @@ def _penalised_samples(batch: SamplingBatch) -> Int32:
 
 
 def _penalise(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
-    """Apply the three penalties.
+    """Apply repetition, frequency and presence penalties.
 
     Repetition (Keskar et al. 2019, arXiv:1909.05858) divides positive and multiplies other
     logits of tokens in the prompt or the output. Then, as in the OpenAI API, a token that is c
@@ -129,7 +129,7 @@ LOGITS_PROCESSORS: tuple[tuple[_Samples, _Change], ...] = (
 def _rewrite(
     logits: Tensor, rows: Tensor, token_ids: Tensor, change: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Replace logits by what ``change(ids, logits at the ids)`` gives.
+    """Replace logits by ``change(ids, logits at the ids)``.
 
     A token listed twice is written twice with the same value, so the order of writes is free.
 
@@ -182,7 +182,9 @@ def forbid_masked(logits: Tensor, rows: Int32, masks: Int32, chunk: int) -> None
 
 @cache
 def _forbidden_of_bytes(device: torch.device) -> Tensor:
-    """int64 [256]: of each byte of a mask, eight bools in one number, true where its bit is not
-    set; looking them up is the fastest way to unpack bits that torch has."""
+    """int64 [256]: eight bools in one number for each byte of a mask, true where a bit is not set.
+
+    Looking them up is the fastest way to unpack bits that torch has.
+    """
     absent = np.unpackbits(~np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(absent.view(np.int64)[:, 0].copy()).to(device)

@@ -1,4 +1,4 @@
-"""Log-probabilities of what the model said, before anything was changed.
+"""Log-probabilities from the model's unmodified logits.
 
 R = rows of logits, K = samples.
 """
@@ -20,7 +20,7 @@ from batchinfer.worker.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """What one pass over the raw logits gives."""
+    """Statistics of rows of logits, from one pass over them."""
 
     maximum: Tensor  # float32 [R]; NaN or infinite where the row is not usable
     max_logprob: Tensor  # float32 [R] log-probability of the most likely token
@@ -37,11 +37,11 @@ def row_stats(logits: Tensor, chunk: int, *, want_argmax: bool) -> RowStats:
     if logits.is_cuda or native.supports(logits.dtype):
         return _row_stats_by_kernel(logits)
     starts = range(0, len(logits), chunk)
-    parts = [_chunk_stats(logits[low : low + chunk].float(), want_argmax) for low in starts]
+    chunks = [_chunk_stats(logits[low : low + chunk].float(), want_argmax) for low in starts]
     return RowStats(
-        maximum=torch.cat([part.maximum for part in parts]),
-        max_logprob=torch.cat([part.max_logprob for part in parts]),
-        argmax=torch.cat([part.argmax for part in parts if part.argmax is not None])
+        maximum=torch.cat([stats.maximum for stats in chunks]),
+        max_logprob=torch.cat([stats.max_logprob for stats in chunks]),
+        argmax=torch.cat([stats.argmax for stats in chunks if stats.argmax is not None])
         if want_argmax
         else None,
     )
@@ -70,7 +70,7 @@ def _row_stats_by_kernel(logits: Tensor) -> RowStats:
 
 
 def token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chunk: int) -> Tensor:
-    """1 + how many tokens have a larger logit; 0 for samples that asked for no logprobs.
+    """Ranks of the chosen tokens, 1 = most likely; 0 for samples without logprobs.
 
     Args:
         logits: [R, V].

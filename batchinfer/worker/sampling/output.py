@@ -12,7 +12,7 @@ from batchinfer.worker.transfer import HostCopy
 
 
 class SampleHandle:
-    """What a step drew. Its copy to the host starts here; ``result`` waits for no more than that.
+    """Samples of a step, whose copy to the host starts here; ``result`` waits for it alone.
 
     Args:
         token_ids: int64 [K], on any device.
@@ -37,7 +37,7 @@ class SampleHandle:
 
     @classmethod
     def nothing(cls, device: torch.device) -> SampleHandle:
-        """The samples of a step that draws none."""
+        """Samples of a step that draws none."""
         none = torch.zeros(0, device=device)
         return cls(none.long(), none, none)
 
@@ -45,7 +45,7 @@ class SampleHandle:
         """The samples as arrays on the host.
 
         Raises:
-            OutOfMemory: the device says only now that it had none for the step.
+            OutOfMemory: the device reports only now that it had no memory for the step.
         """
         packed = raise_out_of_memory(self._packed.wait).view(np.int32)
         floats = packed.view(np.float32)

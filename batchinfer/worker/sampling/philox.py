@@ -1,4 +1,4 @@
-"""Counter-based random numbers: what a sample draws depends on its key and nothing else.
+"""Counter-based random numbers: a sample's draw depends on its key and nothing else.
 
 Philox-4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
 (SC 2011): four 32-bit words of counter and two of key give four random words. Words are held in

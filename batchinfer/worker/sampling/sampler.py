@@ -134,7 +134,7 @@ def _choose_all(
 
 
 def _rows_of(logits: Tensor, rows: Int32) -> Tensor:
-    """Those rows in float32; neighbours in a float32 tensor are not copied."""
+    """Rows of logits in float32; neighbours in a float32 tensor are not copied."""
     if (np.diff(rows) == 1).all():
         return logits[int(rows[0]) : int(rows[-1]) + 1].float()
     on = to_device({"rows": rows}, logits.device)
@@ -146,7 +146,7 @@ def _draws_natively(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _random_bits(batch: SamplingBatch, *, natively: bool) -> Int64:
-    """[K] uniform in [0, 2**RANDOM_BITS); the same either way."""
+    """[K] uniform in [0, 2**RANDOM_BITS), equal whether drawn natively or not."""
     keys = batch.seed, batch.stream, batch.sample_index, batch.position
     if not natively:
         return random_bits(*keys)
@@ -166,14 +166,17 @@ def _draw_natively(
     group: SampleGroup,
     bits: Int64,
 ) -> Tensor:
-    """Token ids [k], one row at a time in C: what ``_weights`` and ``_draw`` give, at a tenth of
-    the time. ``exp`` differs in its last bit, which moves one token in some millions.
+    """Token ids [k], drawn in C, one row at a time.
+
+    They are those of ``_weights`` and ``_draw``, at a tenth of the time. ``exp`` differs in its
+    last bit, which moves one token in some millions.
 
     Args:
         logits: [R, V].
         maximum: [R] of each row.
         rows: [D] which of the R each distribution is of.
-        batch, part: the samples.
+        batch: all samples.
+        group: those to draw.
         bits: [k] uniform in [0, 2**RANDOM_BITS).
     """
     chosen = torch.zeros(len(group.samples), dtype=torch.int64)
@@ -208,7 +211,7 @@ def _draw(weights: Tensor, group: SampleGroup, bits: Int64) -> Tensor:
 
     Args:
         weights: int64 [D, V].
-        part: the k samples.
+        group: the k samples.
         bits: [k] u in units of 2**-RANDOM_BITS.
 
     Returns:

@@ -23,7 +23,7 @@ _ID_MASK = 2**32 - 1
 
 
 def keep_most_likely(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> None:
-    """Set to 0, in place, the weights of tokens outside of top-k and then of top-p.
+    """Set the weights of tokens outside of top-k, then of top-p, to 0, in place.
 
     Top-p keeps the smallest set of most likely tokens whose share of what top-k left reaches
     ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
@@ -69,12 +69,11 @@ def _last_among(
 
 
 def _last_of_all(logits: Tensor, weights: Tensor, share: Tensor) -> Tensor:
-    """Ids [d, 1] of the last tokens kept by top-p alone, however many are kept; ``weights`` is
-    overwritten.
+    """Ids [d, 1] of the last tokens kept by top-p alone; ``weights`` is overwritten.
 
     A radix selection by mass: find the upper digit of the last kept logit, then the next among
     the tokens that share it, and so on, then the id among those of equal logits. Each time the
-    answer is the first whose cumulative mass is not below the goal.
+    answer is the first whose cumulative mass is not below the target.
     """
     target = share * weights.sum(1, keepdim=True).double()
     more_likely = _keep_equals_of_last(logits, weights, target)
@@ -85,7 +84,7 @@ def _keep_equals_of_last(logits: Tensor, weights: Tensor, target: Tensor) -> Ten
     """Set the weights of all logits to 0 but those equal to the last kept.
 
     Returns:
-        What the more likely ones weighed together, int64 [d, 1].
+        int64 [d, 1] the sum of the weights of the more likely ones.
     """
     order = _HIGHEST_INT32 - _ascending(logits).long()  # the most likely is the lowest, from 0
     digits = torch.empty_like(order)
@@ -101,7 +100,7 @@ def _keep_equals_of_last(logits: Tensor, weights: Tensor, target: Tensor) -> Ten
 
 
 def _first_reaching(target: Tensor, weights: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """The first column where ``before`` and the weights up to it reach the goal, and their sum.
+    """The first column where ``before`` and the weights up to it reach the target, and their sum.
 
     All are [d, 1] but the weights, int64 [d, any].
     """
