@@ -122,31 +122,31 @@ class Engine:
         outcome = StepOutcome(self._refused)
         self._refused = []
         try:
-            self._submit_and_read(outcome, began)
+            self._submit_and_process(outcome, began)
         except OutOfMemory as error:
             outcome.recovered = recover(self.scheduler, self._in_flight, error)
             self._in_flight.clear()
         self._num_unfinished -= len(outcome.completions)
         return outcome
 
-    def _submit_and_read(self, outcome: StepOutcome, began: float) -> None:
+    def _submit_and_process(self, outcome: StepOutcome, began: float) -> None:
         completions = outcome.completions
         schedule = self.scheduler.schedule()
         if schedule is None and self._in_flight:
-            outcome.stats = self._read(completions)
+            outcome.stats = self._process(completions)
             schedule = self.scheduler.schedule()
         if schedule is not None:
             try:
                 self._in_flight.append(self._submit(schedule, began))
             except OutOfMemory:
                 if self._in_flight:  # it ran before
-                    outcome.stats = self._read(completions)
+                    outcome.stats = self._process(completions)
                 raise
         if len(self._in_flight) > self._steps_ahead:
-            outcome.stats = self._read(completions)
+            outcome.stats = self._process(completions)
         if self._num_unfinished == len(completions) and self._in_flight:
             # Nothing but the next tokens of sequences that ended: nobody waits for its figures.
-            self._read(completions)
+            self._process(completions)
 
     def _submit(self, schedule: Schedule, began: float) -> InFlight:
         """Start a step; from here on it counts as computed."""
@@ -155,7 +155,7 @@ class Engine:
         stats = self.scheduler.advance(schedule, began)
         return InFlight(pending, built.sampled, built.scored, stats, began)
 
-    def _read(self, completions: list[Completion]) -> StepStats:
+    def _process(self, completions: list[Completion]) -> StepStats:
         """Wait for the oldest step in flight and process its result.
 
         A step that failed stays in flight.

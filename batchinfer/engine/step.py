@@ -45,25 +45,28 @@ class SamplingColumns:
 
     @classmethod
     def zeros(cls, count: int) -> Self:
-        """Columns of so many zeros."""
-        dtypes = {name: get_args(get_args(hint)[1]) for name, hint in _column_types().items()}
-        return cls(**{name: np.zeros(count, dtype) for name, (dtype,) in dtypes.items()})
+        """Columns of ``count`` zeros."""
+        return cls(**{name: np.zeros(count, dtype) for name, dtype in _column_dtypes().items()})
 
     def set_row(self, row: int, params: object, **derived: float) -> None:
         """Fill a row with ``derived``, and with the attributes of ``params`` of the other names."""
-        for name in _column_types():
+        for name in _column_dtypes():
             value = derived[name] if name in derived else getattr(params, name)
             getattr(self, name)[row] = value
 
     def take(self, rows: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
         """The values of some rows, by the names of their columns."""
-        return {name: getattr(self, name)[rows] for name in _column_types()}
+        return {name: getattr(self, name)[rows] for name in _column_dtypes()}
 
 
 @cache
-def _column_types() -> dict[str, Any]:
+def _column_dtypes() -> dict[str, Any]:
+    """The dtype of each of ``SamplingColumns``, as its annotation says."""
     types = get_type_hints(SamplingColumns)
-    return {entry.name: types[entry.name] for entry in fields(SamplingColumns)}
+    return {
+        column.name: get_args(get_args(types[column.name])[1])[0]
+        for column in fields(SamplingColumns)
+    }
 
 
 @dataclass(frozen=True, slots=True)

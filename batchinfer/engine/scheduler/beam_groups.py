@@ -66,7 +66,7 @@ class BeamGroups:
         self._most = min(len(table.sequences), max_num_batched_tokens)
 
     def refusal(self, request: Request, blocks: int) -> tuple[str, str] | None:
-        """Why a search can never run: error code and message.
+        """Error code and message of a search that can never run; None: it can.
 
         Args:
             blocks: most of one beam. In the worst case the beams share the prompt alone.
