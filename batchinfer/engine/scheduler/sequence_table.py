@@ -221,7 +221,8 @@ class SequenceTable:
         return replaced
 
     def _set_slots(self, row: int, at: int, block: Block) -> None:
-        self.block_table[row, at], *others = _slots(block, self.windows)
+        slots = [max(window_slot.slot, 0) for window_slot in block.window_slots]
+        self.block_table[row, at], *others = slots if self.windows[0] else [block.slot, *slots]
         self.other_tables[:, row, at] = others
         if len(self._serials):
             self._serials[row, at] = block.serial
@@ -261,9 +262,3 @@ class SequenceTable:
             or params.allowed_token_ids is not None
             or (params.min_tokens > 0 and stop_ids)
         )
-
-
-def _slots(block: Block, windows: tuple[int, ...]) -> list[int]:
-    """A block's slot in each layer group; 0 where it has none."""
-    own = [] if windows[0] else [block.slot]
-    return own + [max(window_slot.slot, 0) for window_slot in block.window_slots]
