@@ -28,14 +28,13 @@ class PrefixHit:
     @property
     def num_idle(self) -> int:
         """Cached slots that become used when the hit is acquired, besides those newly allocated."""
-        left = self.num_evicted
-        if not left:
+        if not self.num_evicted:
             idle = sum(block.ref_count == 0 for block in self.blocks)
         else:
             idle = sum(block.ref_count == 0 <= block.slot for block in self.blocks)
             idle += sum(
                 block.window_slots[at].readers == 0
-                for at, gone in enumerate(left)
+                for at, gone in enumerate(self.num_evicted)
                 for block in self.blocks[gone:]
             )
         if self.tail is None or self.owns_tail:
@@ -45,7 +44,7 @@ class PrefixHit:
 
 
 def find_prefix_hit(
-    pool: BlockPool, match: PrefixMatch, *, with_tail: bool = True, least: int | None = None
+    pool: BlockPool, match: PrefixMatch, *, with_tail: bool = True, fork_at: int | None = None
 ) -> PrefixHit:
     """The longest hit in a match that has its last windows in all layer groups.
 
@@ -53,7 +52,7 @@ def find_prefix_hit(
         pool: the KV pool's blocks.
         match: from the index.
         with_tail: whether part of a block may be copied.
-        least: go on from so many tokens must be possible as well; None: from the hit's end alone.
+        fork_at: tokens from which others must be able to go on too; None: from the hit's end alone.
     """
     blocks, size = match.blocks, pool.block_size
     tail = match.tail if with_tail and match.tail_tokens else None
@@ -61,18 +60,18 @@ def find_prefix_hit(
     if not pool.window_slots.windows:
         return PrefixHit(blocks, tail, end + (match.tail_tokens if tail else 0))
 
-    def left(num_tokens: int) -> tuple[int, ...]:
+    def num_evicted(num_tokens: int) -> tuple[int, ...]:
         return pool.window_slots.num_evicted(
-            num_tokens if least is None else min(num_tokens, least)
+            num_tokens if fork_at is None else min(num_tokens, fork_at)
         )
 
     runs = [_runs(blocks, group) for group in range(len(pool.window_slots.windows))]
     if tail is not None and all(window_slot.slot >= 0 for window_slot in tail.window_slots):
-        gone = left(end + match.tail_tokens)
+        gone = num_evicted(end + match.tail_tokens)
         if all(len(blocks) - first <= run[-1] for first, run in zip(gone, runs, strict=True)):
             return PrefixHit(blocks, tail, end + match.tail_tokens, num_evicted=gone)
     for count in range(len(blocks), -1, -1):
-        gone = left(count * size)
+        gone = num_evicted(count * size)
         if all(count - first <= run[count] for first, run in zip(gone, runs, strict=True)):
             break
     return PrefixHit(blocks[:count], None, count * size, num_evicted=gone)

@@ -97,7 +97,7 @@ class Admission:
         key = sequence.key(0, _max_prefix_hit(sequence))
         adapter = sequence.request.adapter
         match = pool.match(key, adapter)
-        hit = find_prefix_hit(pool, match, least=self._fork_at(sequence))
+        hit = find_prefix_hit(pool, match, fork_at=self._fork_at(sequence))
         if self._reuse_hints.is_private_tail(sequence, hit.tail):
             hit = replace(hit, owns_tail=True)
         start = len(hit.blocks) * size
@@ -147,7 +147,7 @@ class Admission:
                 return None
             # Alone in a pool that just holds it, a sequence cannot spare the copy's source.
             match = PrefixMatch(hit.blocks, None, 0, 0)
-            hit = find_prefix_hit(self._pool, match, least=self._fork_at(sequence))
+            hit = find_prefix_hit(self._pool, match, fork_at=self._fork_at(sequence))
 
     def _start(
         self,

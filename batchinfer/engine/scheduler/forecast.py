@@ -142,7 +142,7 @@ class PoolForecast:
 
         Args:
             sequence: without a row.
-            joined: blocks it would share.
+            shared_blocks: of its table, also held by others.
         """
         return self._admit(sequence.num_tokens, self._remaining(sequence), shared_blocks)
 

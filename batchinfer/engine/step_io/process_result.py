@@ -244,11 +244,11 @@ def _fail_request(scheduler: Scheduler, state: RequestState, *, may_be_others: b
     numbers are the same.
     """
     state.note_peak_blocks()
-    joined = may_be_others and state.stats.cached_tokens > 0 and not state.skip_prefix_cache
+    may_be_shared = may_be_others and state.stats.cached_tokens > 0 and not state.skip_prefix_cache
     for sample in state.samples:
         scheduler.drop(sample)
     state.samples.clear()
-    if joined:
+    if may_be_shared:
         state.skip_prefix_cache = True
         leader = state.restart()
         leader.computed_once = state.request.num_prompt_tokens

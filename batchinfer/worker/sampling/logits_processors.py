@@ -46,20 +46,20 @@ def edit_logits(logits: Tensor, batch: SamplingBatch, heads: Int64) -> None:
 
 
 def _add_bias(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
-    mine = rows[batch.bias_samples] >= 0
-    if not mine.any():
+    applies = rows[batch.bias_samples] >= 0
+    if not applies.any():
         return
-    at = _entries(logits, rows[batch.bias_samples[mine]], batch.bias_token_ids[mine])
-    values = to_device({"values": batch.bias_values[mine]}, logits.device)["values"]
+    at = _entries(logits, rows[batch.bias_samples[applies]], batch.bias_token_ids[applies])
+    values = to_device({"values": batch.bias_values[applies]}, logits.device)["values"]
     logits.index_put_(at, values, accumulate=True)
 
 
 def _keep_allowed(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
-    mine = rows[batch.allowed_samples] >= 0
-    if not mine.any():
+    applies = rows[batch.allowed_samples] >= 0
+    if not applies.any():
         return
-    owners = rows[batch.allowed_samples[mine]]
-    at = _entries(logits, owners, batch.allowed_token_ids[mine])
+    owners = rows[batch.allowed_samples[applies]]
+    at = _entries(logits, owners, batch.allowed_token_ids[applies])
     kept = logits[at]
     restricted = to_device({"rows": np.unique(owners)}, logits.device)["rows"]
     logits.index_fill_(0, restricted, -torch.inf)
@@ -85,17 +85,17 @@ def _penalise(logits: Tensor, batch: SamplingBatch, rows: Int64) -> None:
     times in the output loses ``frequency * c``, and ``presence`` if c > 0.
     """
     samples = _penalised_samples(batch)
-    mine = rows[samples] >= 0
-    if batch.penalties is None or not mine.any():
+    applies = rows[samples] >= 0
+    if batch.penalties is None or not applies.any():
         return
-    samples = samples[mine]
+    samples = samples[applies]
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "rows": rows[samples, None],
         "presence": batch.presence_penalty[samples, None],
         "frequency": batch.frequency_penalty[samples, None],
         "repetition": batch.repetition_penalty[samples, None],
-        "prompt": batch.penalties.prompt_token_ids[mine],
-        "output": batch.penalties.output_token_ids[mine],
+        "prompt": batch.penalties.prompt_token_ids[applies],
+        "output": batch.penalties.output_token_ids[applies],
     }
     on = to_device(arrays, logits.device)
     output = on["output"].long()
@@ -165,15 +165,15 @@ def forbid_masked(logits: Tensor, rows: Int32, masks: Int32, chunk: int) -> None
     lacking = max(words - masks.shape[1], 0)
     masks = np.pad(masks, ((0, 0), (0, lacking)))[:, :words]
     for low in range(0, len(rows), chunk):
-        mine = slice(low, low + chunk)
+        span = slice(low, low + chunk)
         on = to_device(
-            {"bytes": masks[mine].view(np.uint8), "rows": rows[mine].astype(np.int64)},
+            {"bytes": masks[span].view(np.uint8), "rows": rows[span].astype(np.int64)},
             logits.device,
         )
         table = _forbidden_of_bytes(logits.device)
         forbidden = table[on["bytes"].int()].view(torch.bool)[:, : logits.shape[1]]
-        first, last = int(rows[mine][0]), int(rows[mine][-1])
-        if last - first + 1 == len(rows[mine]):  # most often: nothing is copied
+        first, last = int(rows[span][0]), int(rows[span][-1])
+        if last - first + 1 == len(rows[span]):  # most often: nothing is copied
             logits[first : last + 1].masked_fill_(forbidden, -torch.inf)
         else:
             kept = logits.index_select(0, on["rows"]).masked_fill_(forbidden, -torch.inf)

@@ -106,10 +106,10 @@ def top_logits(logits: Tensor, rows: Int32, wanted: Int32, chunk: int) -> tuple[
     asking = np.flatnonzero(wanted > 0)
     distinct, row_of = np.unique(rows[asking], return_inverse=True)
     for low in range(0, len(distinct), chunk):
-        mine = (row_of >= low) & (row_of < low + chunk)
+        in_chunk = (row_of >= low) & (row_of < low + chunk)
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            "samples": asking[mine],
-            "row_of": row_of[mine] - low,
+            "samples": asking[in_chunk],
+            "row_of": row_of[in_chunk] - low,
             "rows": distinct[low : low + chunk],
         }
         on = to_device(arrays, logits.device)

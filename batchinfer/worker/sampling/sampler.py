@@ -112,8 +112,8 @@ def _choose_all(
         on = to_device(arrays, logits.device)
         heads = batch.logits_rows[group.heads]
         if group.in_place:
-            drawn = _draw_natively(logits, stats.maximum, heads, batch, group, bits[group.samples])
-            token_ids[on["samples"]] = drawn
+            chosen = _draw_natively(logits, stats.maximum, heads, batch, group, bits[group.samples])
+            token_ids[on["samples"]] = chosen
             continue
         own = _rows_of(logits, heads)
         if edited[group.heads].any():

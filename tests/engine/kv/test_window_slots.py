@@ -135,7 +135,7 @@ def test_a_hit_that_lacks_its_window_is_shortened_then_healed(windows: tuple[int
     check_pool(pool, [])
     assert find_prefix_hit(pool, pool.match(token_key(prompt))).num_tokens == 32
     assert find_prefix_hit(pool, pool.match(token_key(prompt[:31]))).num_tokens == 20
-    assert find_prefix_hit(pool, pool.match(token_key(prompt)), least=30).num_tokens == 20
+    assert find_prefix_hit(pool, pool.match(token_key(prompt)), fork_at=30).num_tokens == 20
     rows = [make_request(row, [*prompt[:28], 99, row], max_tokens=3) for row in (1, 2, 3)]
     completions, steps = run_all(engine, rows)
     assert sum(step.prefill_tokens for step in steps) == 10 + 1 + 1
