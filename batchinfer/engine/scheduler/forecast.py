@@ -125,16 +125,14 @@ class PoolForecast:
         remaining, tokens = lengths.remaining(table, rows), table.num_tokens[rows]
         full_blocks = table.num_prompt[rows] // table.block_size
         ends = np.concatenate([remaining, np.repeat(remaining, forks)])
+        known = np.concatenate([tokens, np.repeat(tokens, forks)])
+        shared = np.concatenate([shared_blocks, np.repeat(full_blocks, forks)])
         order = np.argsort(ends)
         self._ends: Float = ends[order]
         """Output tokens each is predicted to add, ascending."""
-        self._tokens: Float = np.concatenate([tokens, np.repeat(tokens, forks)])[order].astype(
-            float
-        )
+        self._tokens: Float = known[order].astype(np.float64)
         """Tokens known of each; the newest has no KV yet."""
-        self._shared_blocks: Float = np.concatenate([shared_blocks, np.repeat(full_blocks, forks)])[
-            order
-        ].astype(float)
+        self._shared_blocks: Float = shared[order].astype(np.float64)
         """Blocks of each that are also somebody else's; not given back when it ends."""
 
     def admit(self, sequence: Sequence, shared_blocks: int) -> bool:
@@ -161,10 +159,8 @@ class PoolForecast:
         """Count on the samples that will fork from a row just admitted, as far as they fit."""
         if leader.output_ids:
             return
-        remaining, full_blocks = (
-            self._remaining(leader),
-            leader.num_tokens // self._table.block_size,
-        )
+        remaining = self._remaining(leader)
+        full_blocks = leader.num_tokens // self._table.block_size
         for _ in range(leader.request.num_draws - 1):
             if not self._admit(leader.num_tokens, remaining, full_blocks):
                 break

@@ -111,10 +111,9 @@ class KVManager:
                 continue
             sequence.state.note_peak_blocks()
             num_evicted = window_slots.num_evicted(int(table.num_computed[row]))
-            for group, (gone, now) in enumerate(
-                zip(sequence.num_evicted, num_evicted, strict=True)
-            ):
-                for block in sequence.blocks[gone:now]:
+            leaving = zip(sequence.num_evicted, num_evicted, strict=True)
+            for group, (start, stop) in enumerate(leaving):
+                for block in sequence.blocks[start:stop]:
                     window_slots.release(block.window_slots[group])
             sequence.num_evicted = num_evicted
 
