@@ -194,10 +194,7 @@ class SequenceTable:
             self.block_table = np.pad(self.block_table, more)
             self.other_tables = np.pad(self.other_tables, ((0, 0), *more))
             self._serials = np.pad(self._serials, more)
-        if block.window_slots:
-            self._set_slots(row, len(blocks), block)
-        else:
-            self.block_table[row, len(blocks)] = block.slot
+        self._set_slots(row, len(blocks), block)
         if block.row < 0:
             block.row = row
         blocks.append(block)
@@ -214,13 +211,14 @@ class SequenceTable:
         blocks = self.sequence(row).blocks
         replaced, blocks[-1] = blocks[-1], block
         self.version += 1
-        if block.window_slots:
-            self._set_slots(row, len(blocks) - 1, block)
-        else:
-            self.block_table[row, len(blocks) - 1] = block.slot
+        self._set_slots(row, len(blocks) - 1, block)
         return replaced
 
     def _set_slots(self, row: int, at: int, block: Block) -> None:
+        """Write a block's slots at place ``at`` of a row's tables."""
+        if not block.window_slots:
+            self.block_table[row, at] = block.slot
+            return
         slots = [max(window_slot.slot, 0) for window_slot in block.window_slots]
         self.block_table[row, at], *others = slots if self.windows[0] else [block.slot, *slots]
         self.other_tables[:, row, at] = others
