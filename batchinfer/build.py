@@ -28,8 +28,8 @@ from batchinfer.worker.model.config import check_config
 from batchinfer.worker.model.tokenizer import load_tokenizer
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.products.choice import KernelChoice, KernelWish
-from batchinfer.worker.row_bits import check_row_bits
 from batchinfer.worker.sampling.sampler import Sampler
+from batchinfer.worker.self_check import check_row_bits
 from batchinfer.worker.threads.governor import ThreadGovernor
 from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
 from batchinfer.worker.threads.threads import TORCH_THREADS, ThreadCount, choose_threads

@@ -96,7 +96,6 @@ ROOMS = [
     Room("worker.transfer", "arrays to the device and back"),
     Room("worker.ops", "row-wise operations on any device", ("kernels",)),
     Room("worker.kv_cache", "the pool's tensor", ("errors", "kernels", "engine", "worker.ops")),
-    Room("worker.probe_step", "steps of a few tokens", ("engine.kv", "engine.step")),
     Room("worker.adapter_batch", "which rows use which adapter", ("engine.step",)),
     Room("worker.product_kernels", "what can multiply by a weight on a CPU", ("kernels",)),
     Room(
@@ -115,6 +114,7 @@ ROOMS = [
         ("kernels", "engine.step", "worker.attention", "worker.kv_cache"),
     ),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),
+    Room("worker.probe", "a few tokens before a job", ("engine.kv", "engine.step", "worker")),
     Room(
         "worker.sampling",
         "Logits to tokens: processors, filters, draws, log-probabilities.",
@@ -122,7 +122,6 @@ ROOMS = [
     ),
     Room("worker.prompt_logprobs", "scores of a prompt's tokens", ("engine.step", "worker")),
     Room("worker.self_check", "a forward pass after loading", ("errors", "engine", "worker")),
-    Room("worker.row_bits", "rows that depend on no other row", ("errors", "engine.kv", "worker")),
     Room(
         "worker.model",
         "A model's folder: config, checkpoint, weights, tokenizer.",

@@ -40,7 +40,7 @@ def forward(
         Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype.
     """
     adapters = step_adapters(step)
-    arrays = _device_arrays(step)
+    arrays = device_arrays(step)
     if adapters is not None:
         arrays["adapter_tokens"] = adapters.tokens
     tensors = to_device(arrays, cache.pool.device)
@@ -74,7 +74,7 @@ def _input_ids(
     return torch.where(sample >= 0, prev_token_ids[sample.clamp(min=0)], token_ids)
 
 
-def _device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
+def device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
     """The arrays a forward pass reads, in the integer types torch indexes with."""
     shared = step.shared_prefixes
     tree: dict[str, npt.NDArray[np.generic]] = {}

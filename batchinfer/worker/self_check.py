@@ -1,34 +1,28 @@
-"""A forward pass of four tokens, after loading: does this model do what paged attention needs?
+"""Checks of a loaded model by a few tokens: does it do what paged attention needs?
 
 Two equal sequences of two tokens stand side by side in one packed row. Every layer must ask for
 paged attention once, in order, with the layout's shapes and the window its config says; and both
 sequences must get the same logits, which they do not where a model ignores the positions it is
-given or mixes neighbours (a convolution, recurrent state, a bias by distance).
+given or mixes neighbours (a convolution, recurrent state, a bias by distance). For
+``engine.deterministic`` they must be the same to the last bit, whatever stands beside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from batchinfer.engine.kv.layer_groups import layer_windows
 from batchinfer.engine.kv.layout import KVLayout, text_config
-from batchinfer.engine.step import Step
 from batchinfer.errors import ModelError
-from batchinfer.worker.attention.attention import (
-    AttentionBackend,
-    UnsupportedAttentionError,
-    make_backend,
-)
-from batchinfer.worker.attention.variant import AttentionVariant
-from batchinfer.worker.forward import forward
-from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.probe_step import probe_step
+from batchinfer.worker.attention.attention import UnsupportedAttentionError
+from batchinfer.worker.probe import AttentionRecorder, Probe
 
 _TOKENS = (3, 7)
+_ROW_BITS_STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
+"""Tokens of a sequence, and how many equal sequences a step has."""
 _RELATIVE_TOLERANCE = 2e-2  # of the largest logit: enough for 16-bit weights
 
 
@@ -54,16 +48,17 @@ def check_model(model: torch.nn.Module, layout: KVLayout) -> None:
 
 def _probe(model: torch.nn.Module, layout: KVLayout) -> tuple[torch.Tensor, list[int]]:
     """Logits [4, vocabulary] of the two sequences, and each layer's window."""
-    weight = next(model.parameters())
-    step = probe_step(_TOKENS, 2, layout, range(len(_TOKENS)))
-    cache = KVCache(layout, step.block_tables.size, weight.device, weight.dtype)
-    recorder = _Recorder(make_backend(cache))
-    logits = forward(model, cache, recorder, step)
-    if len(recorder.windows) != layout.num_layers:
+    probe = Probe(model, layout, _TOKENS, num_sequences=2)
+    attention = AttentionRecorder(probe.backend)
+    logits = probe.logits(attention)
+    for expected, (layer, _, _) in enumerate(attention.calls):
+        if layer != expected:
+            raise UnsupportedAttentionError(f"its layers do not attend in order (layer {layer})")
+    if len(attention.calls) != layout.num_layers:
         raise UnsupportedAttentionError(
-            f"{len(recorder.windows)} of its {layout.num_layers} layers ask for paged attention"
+            f"{len(attention.calls)} of its {layout.num_layers} layers ask for paged attention"
         )
-    return logits, recorder.windows
+    return logits, [call.variant.sliding_window for call in attention.calls]
 
 
 def _check_windows(windows: list[int], config: Any) -> None:
@@ -94,23 +89,24 @@ def _check_logits(logits: torch.Tensor) -> None:
         )
 
 
-@dataclass
-class _Recorder:
-    """Notes each call of a backend on its way."""
+def check_row_bits(model: torch.nn.Module, layout: KVLayout) -> None:
+    """Compare a sequence's logits alone and beside others; a model on the CPU.
 
-    backend: AttentionBackend
-    windows: list[int] = field(default_factory=list)
+    Args:
+        layout: of the pool that the model will run over.
 
-    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.backend.begin_step(step, tensors)
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        variant: AttentionVariant,
-    ) -> torch.Tensor:
-        if layer != len(self.windows):
-            raise UnsupportedAttentionError(f"its layers do not attend in order (layer {layer})")
-        self.windows.append(variant.sliding_window)
-        return self.backend.attend(layer, query, variant)
+    Raises:
+        ModelError: they differ.
+    """
+    for tokens, counts in _ROW_BITS_STEPS:
+        alone = Probe(model, layout, tokens).logits()
+        for count in counts:
+            beside = Probe(model, layout, tokens, count).logits()
+            if not torch.equal(beside, alone.repeat(count, 1)):
+                config: Any = model.config
+                raise ModelError(
+                    "engine.deterministic is true, but in models of the family "
+                    f"{config.model_type!r} some layers compute a row's last bits in another way "
+                    "when other rows stand beside it",
+                    hint="set engine.deterministic: false",
+                )

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.worker.fusion.compare import Call, ModuleComparison, rows_agree
 from batchinfer.worker.fusion.layers import fuse_layers
 from batchinfer.worker.fusion.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
-from batchinfer.worker.fusion.probe import Call, Probe, rows_agree
 from batchinfer.worker.model.quantization import is_plain
 
 _NORM_OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
@@ -44,29 +44,29 @@ def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
         Whether the model's logits are what they were. If not, the model is to be loaded again.
     """
     weight = next(model.parameters())
-    probe = Probe(model, layout, max_model_len)
+    comparison = ModuleComparison(model, layout, max_model_len)
     with torch.inference_mode():
-        before = probe.run(lambda module: bool(_recipes(module)))
-        _fuse_children(model, "", probe)
+        before = comparison.run(lambda module: bool(_recipes(module)))
+        _fuse_children(model, "", comparison)
         if weight.is_cuda:
             fuse_layers(model, layout)
-        after = probe.run(lambda module: False)
+        after = comparison.run(lambda module: False)
         return rows_agree(after, before, _LOGITS_TOLERANCE[weight.dtype])
 
 
-def _fuse_children(parent: nn.Module, prefix: str, probe: Probe) -> None:
+def _fuse_children(parent: nn.Module, prefix: str, comparison: ModuleComparison) -> None:
     """From the outside in: what is swapped whole takes its parts along."""
     for name, child in list(parent.named_children()):
         full_name = f"{prefix}.{name}" if prefix else name
-        call = probe.calls.get(full_name)
-        fused = None if call is None else _fused(child, call, probe)
+        call = comparison.calls.get(full_name)
+        fused = None if call is None else _fused(child, call, comparison)
         if fused is None:
-            _fuse_children(child, full_name, probe)
+            _fuse_children(child, full_name, comparison)
         else:
             setattr(parent, name, fused)
 
 
-def _fused(module: nn.Module, call: Call, probe: Probe) -> nn.Module | None:
+def _fused(module: nn.Module, call: Call, comparison: ModuleComparison) -> nn.Module | None:
     """A fused module that computes what ``module`` does, if there is one."""
     dtypes = {tensor.dtype for tensor in (*module.parameters(), *call.float_tensors())}
     if len(dtypes) > 1:
@@ -75,7 +75,7 @@ def _fused(module: nn.Module, call: Call, probe: Probe) -> nn.Module | None:
     for recipe in _recipes(module):
         try:
             candidate = recipe(twin, call)
-            same = all(probe.agree(candidate, twin, call, scale) for scale in _SCALES)
+            same = all(comparison.agree(candidate, twin, call, scale) for scale in _SCALES)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # it is made, or called, in another way than what was fused

@@ -16,13 +16,10 @@ from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels.cpu import gemm
-from batchinfer.worker.attention.attention import ForwardContext, forward_context, make_backend
 from batchinfer.worker.fusion.modules import keep_plain_attributes
-from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.model.quantization import is_plain
-from batchinfer.worker.probe_step import probe_step
+from batchinfer.worker.probe import ModuleCall, Probe, record_calls
 from batchinfer.worker.products.linear import PackedLinear
-from batchinfer.worker.transfer import to_device
 
 _TOKENS = (3, 7, 5, 3)
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -107,57 +104,31 @@ def swap_layers(model: nn.Module, layout: KVLayout, make: Callable[[Any], nn.Mod
     Returns:
         The number of layers swapped.
     """
-    weight = next(model.parameters())
-    step = probe_step(_TOKENS, 1, layout, range(len(_TOKENS)))
-    cache = KVCache(layout, step.block_tables.size, weight.device, weight.dtype)
-    names = ("query_starts", "context_lens", "block_tables", "slot_mapping")
-    tensors = to_device({name: getattr(step, name) for name in names}, weight.device)
-    backend = make_backend(cache)
-    backend.begin_step(step, tensors)
-    token_ids = torch.tensor([_TOKENS], device=weight.device)
-    count = 0
-    with (
-        torch.inference_mode(),
-        forward_context(ForwardContext(cache, backend, tensors)),
-    ):
-        calls = _calls(model, token_ids)
+    probe, count = Probe(model, layout, _TOKENS), 0
+    with record_calls(filter(_has_the_shape, model.modules())) as calls:
+        probe.logits()
+    recorded = {call.module: call for call in calls}
+    with torch.inference_mode(), probe.in_forward():
         for parent in list(model.modules()):
             for name, layer in list(parent.named_children()):
-                swapped = make(layer) if layer in calls else None
-                if swapped is not None and _does_the_same(swapped, *calls[layer]):
+                swapped = make(layer) if layer in recorded else None
+                if swapped is not None and _does_the_same(swapped, recorded[layer]):
                     setattr(parent, name, swapped)
                     count += 1
     return count
-
-
-def _calls(model: nn.Module, token_ids: torch.Tensor) -> dict[nn.Module, tuple[Any, Any, Any]]:
-    """Run the model once: the input, the options and the output of each layer that may do."""
-    calls: dict[nn.Module, tuple[Any, Any, Any]] = {}
-
-    def note(layer: nn.Module, arguments: Any, options: Any, output: Any) -> None:
-        if len(arguments) == 1 and isinstance(output, torch.Tensor):
-            calls[layer] = (arguments[0].clone(), options, output.clone())
-
-    layers = [module for module in model.modules() if _has_the_shape(module)]
-    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
-        model(input_ids=token_ids, position_ids=positions[None], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
 
 
 def _has_the_shape(module: Any) -> bool:
     return {name for name, _ in module.named_children()} == _PARTS
 
 
-def _does_the_same(
-    swapped: nn.Module, hidden: torch.Tensor, options: Any, output: torch.Tensor
-) -> bool:
+def _does_the_same(swapped: nn.Module, call: ModuleCall) -> bool:
+    output = call.output
+    if len(call.arguments) != 1 or not isinstance(output, torch.Tensor):
+        return False
     try:
-        difference = (swapped(hidden, **options) - output).float().abs().max()
+        hidden = call.arguments[0].clone()  # to be changed in place
+        difference = (swapped(hidden, **call.options) - output).float().abs().max()
     except (AssertionError, RuntimeError, TypeError):
         return False  # the layer's parts are called in another way
     return bool(difference <= _TOLERANCE[output.dtype] * output.float().abs().max())

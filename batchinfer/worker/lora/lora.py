@@ -11,23 +11,19 @@ Adapters go into a loaded model whatever its layers were merged into.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ModelError
-from batchinfer.worker.attention.attention import current_context, make_backend
-from batchinfer.worker.forward import forward
+from batchinfer.worker.attention.attention import current_context
 from batchinfer.worker.fusion.layers import FusedDecoderLayer
 from batchinfer.worker.fusion.modules import keep_plain_attributes
 from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
-from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.lora.checkpoint import Adapter
-from batchinfer.worker.probe_step import probe_step
+from batchinfer.worker.probe import Probe
 from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.products.linear import PackedLinear, packs
 
@@ -196,15 +192,11 @@ def _find(model: nn.Module, name: str) -> tuple[Any, int]:
     return module, 0
 
 
-@torch.inference_mode()
 def _try(model: nn.Module, layout: KVLayout, number: int, adapter: Adapter) -> None:
     """Run a few tokens through an adapter: are its layers called with a step's rows?"""
-    weight = next(model.parameters())
-    step = probe_step(_TOKENS, 2, layout, range(len(_TOKENS)))
-    step = replace(step, adapters=np.array([number, 0], dtype=np.int32))
-    cache = KVCache(layout, step.block_tables.size, weight.device, weight.dtype)
+    probe = Probe(model, layout, _TOKENS, num_sequences=2, adapters=(number, 0))
     try:
-        forward(model, cache, make_backend(cache), step)
+        probe.logits()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model's own code does with its layers

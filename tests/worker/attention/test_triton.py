@@ -15,7 +15,7 @@ from batchinfer.kernels import decode_work
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.attention.variant import AttentionVariant
-from batchinfer.worker.forward import _device_arrays
+from batchinfer.worker.forward import device_arrays
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.transfer import to_device
 from tests.worker.on_triton import traced
@@ -54,7 +54,7 @@ def begin(step: Step, *, fp8: bool = False) -> tuple[CudaAttention, Any, torch.T
         blocks = by_position.key(layer)[:32], by_position.value(layer)[:32]
         rows = [block.float().transpose(1, 2).flatten(0, 1) for block in blocks]
         own.write(layer, *rows, torch.arange(len(rows[0])))
-    tensors = to_device(_device_arrays(step), torch.device("cpu"))
+    tensors = to_device(device_arrays(step), torch.device("cpu"))
     backends = CudaAttention(by_position), make_backend(own)
     for backend in backends:
         backend.begin_step(step, tensors)

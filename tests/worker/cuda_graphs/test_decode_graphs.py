@@ -20,7 +20,7 @@ from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.cuda_graphs.capture import SyncWatch
 from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs, Run, batch_sizes
 from batchinfer.worker.cuda_graphs.inputs import DecodeInputs
-from batchinfer.worker.forward import _device_arrays, forward
+from batchinfer.worker.forward import device_arrays, forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.memory import graph_bytes
@@ -84,7 +84,7 @@ class Bench:
 
     def replayed(self, step: Any) -> torch.Tensor:
         assert self.graphs.takes(step)
-        return self.graphs.logits(step, to_device(_device_arrays(step), torch.device("cpu")))
+        return self.graphs.logits(step, to_device(device_arrays(step), torch.device("cpu")))
 
 
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
@@ -122,7 +122,7 @@ def test_launches_fix_nothing_that_changes_from_step_to_step(
         sequences = bench.prefilled(lengths)
         step = bench.maker.step([(sequence, 1) for sequence in sequences])
         bench.replayed(step)  # captures
-        tensors = to_device(_device_arrays(step), torch.device("cpu"))
+        tensors = to_device(device_arrays(step), torch.device("cpu"))
         bench.graphs._inputs.load(tensors, 8)
         with traced(monkeypatch) as trace:
             bench.graphs._replays[8, False]()
@@ -282,7 +282,7 @@ def test_inputs_stay_where_they_are() -> None:
     bench = Bench(fused=False)
     step = bench.maker.step([(s, 1) for s in bench.prefilled([5, 40, 3])])
     tree = SharedPrefixes(np.array([2, 0, 1], np.int32), np.array([0, 64, 64], np.int32))
-    arrays = _device_arrays(replace(step, shared_prefixes=tree))
+    arrays = device_arrays(replace(step, shared_prefixes=tree))
     inputs.load(to_device(arrays, torch.device("cpu")), 4)
     views = inputs.of(4)
     assert {name: tensor.data_ptr() for name, tensor in views.items()} == before

@@ -21,7 +21,7 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.probe_step import probe_step
+from batchinfer.worker.probe import probe_step
 from tests.models import FAMILIES, VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker
 

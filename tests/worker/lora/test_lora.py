@@ -334,12 +334,12 @@ def test_experts_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", ["batchinfer.worker.lora.lora._linear", "batchinfer.worker.lora.lora.forward"]
+    "at", ["batchinfer.worker.lora.lora._linear", "batchinfer.worker.lora.lora.Probe"]
 )
 def test_an_adapter_that_does_not_fit_is_named(
     sound: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(at, fail)

@@ -1,4 +1,4 @@
-"""Runs a model's modules, and what might take their place, on the same few tokens."""
+"""Compares what modules compute on the same few tokens, at what is asked of them in a model."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ import torch
 from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.engine.step import Step
-from batchinfer.worker.attention.attention import (
-    AttentionBackend,
-    ForwardContext,
-    forward_context,
-    make_backend,
-)
 from batchinfer.worker.attention.variant import AttentionVariant
-from batchinfer.worker.forward import forward
-from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.probe_step import probe_step
+from batchinfer.worker.probe import AttentionRecorder, Probe, record_calls
 
 _TOKENS = (3, 7, 5, 3)
 _MODERATE = 1.0
@@ -55,8 +46,8 @@ class Call(NamedTuple):
         return tuple(map(changed, self.arguments)), options
 
 
-class Probe:
-    """Four tokens at positions from the first to the last, and a cache of one sequence for them.
+class ModuleComparison:
+    """Four tokens at positions from the first to the last, and caches of one sequence for them.
 
     Args:
         layout: of a pool for the model.
@@ -64,91 +55,47 @@ class Probe:
     """
 
     def __init__(self, model: nn.Module, layout: KVLayout, max_model_len: int) -> None:
-        positions = (0, 1, max_model_len // 2, max_model_len - 1)
-        weight = next(model.parameters())
-        self._model = model
-        self._step = probe_step(_TOKENS, 1, layout, positions)
         assert layout.block_size >= len(_TOKENS)
-
-        def cache(dtype: torch.dtype) -> KVCache:
-            return KVCache(layout, self._step.block_tables.size, weight.device, dtype)
-
-        self._own, self._float32 = _Watcher(cache(weight.dtype)), _Watcher(cache(torch.float32))
+        positions = (0, 1, max_model_len // 2, max_model_len - 1)
+        self._model = model
+        self._own = Probe(model, layout, _TOKENS, positions=positions)
+        self._float32 = Probe(model, layout, _TOKENS, positions=positions, dtype=torch.float32)
         self.calls: dict[str, Call] = {}
         """Calls of the modules that were wanted, by their names."""
 
     def run(self, wanted: Callable[[nn.Module], bool]) -> torch.Tensor:
         """Logits [4, vocabulary] of the model as it is now; notes the calls of wanted modules."""
-        hooks = [
-            module.register_forward_hook(self._note(name), with_kwargs=True)
-            for name, module in self._model.named_modules()
-            if wanted(module)
-        ]
-        try:
-            return forward(self._model, self._own.cache, self._own, self._step)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        names = {module: name for name, module in self._model.named_modules() if wanted(module)}
+        attention = AttentionRecorder(self._own.backend)
+        with record_calls(names) as calls:
+            logits = self._own.logits(attention)
+        variants = {asked.layer: asked.variant for asked in attention.calls}
+        for module, arguments, options, _ in calls:
+            variant = variants.get(getattr(module, "layer_idx", -1))
+            self.calls[names[module]] = Call(arguments, options, variant)
+        return logits
 
     def agree(self, ours: nn.Module, theirs: nn.Module, call: Call, scale: float) -> bool:
         """Whether two float32 modules do the same in the place of a call, its input scaled."""
         arguments, options = call.scaled(scale)
-        watcher = self._float32
-        watcher.begin_again(self._own)
-        with forward_context(watcher.context):
-            effects = [
-                watcher.effect(module(*arguments, **options), with_output=scale <= _MODERATE)
-                for module in (ours, theirs)
-            ]
+        attention = AttentionRecorder(self._float32.backend)
+        effects = []
+        with self._float32.in_forward(attention):
+            for module in (ours, theirs):
+                output = module(*arguments, **options)
+                effects.append(self._effect(output, attention, with_output=scale <= _MODERATE))
         return len(effects[0]) == len(effects[1]) and all(map(_elements_agree, *effects))
 
-    def _note(self, name: str) -> Callable[..., None]:
-        def note(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
-            asked = self._own.take() if hasattr(module, "layer_idx") else None
-            self.calls[name] = Call(arguments, options, None if asked is None else asked.variant)
-
-        return note
-
-
-class _Asked(NamedTuple):
-    layer: int
-    query: torch.Tensor
-    variant: AttentionVariant
-
-
-class _Watcher:
-    """A backend that notes what it was asked last."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-        self._backend: AttentionBackend = make_backend(cache)
-        self._asked: _Asked | None = None
-
-    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._begun = step, tensors
-        self._backend.begin_step(step, tensors)
-        self.context = ForwardContext(self.cache, self, tensors)
-
-    def begin_again(self, other: _Watcher) -> None:
-        """Take the step that another was given."""
-        self.begin_step(*other._begun)
-
-    def attend(self, layer: int, query: torch.Tensor, variant: AttentionVariant) -> torch.Tensor:
-        self._asked = _Asked(layer, query.clone(), variant)
-        return self._backend.attend(layer, query, variant)
-
-    def take(self) -> _Asked | None:
-        """What was asked since the last time."""
-        asked, self._asked = self._asked, None
-        return asked
-
-    def effect(self, output: Any, *, with_output: bool) -> list[torch.Tensor]:
-        """What a module came to: its output; of attention also query, keys and values."""
+    def _effect(
+        self, output: Any, attention: AttentionRecorder, *, with_output: bool
+    ) -> list[torch.Tensor]:
+        """A module's output; of attention also the query, keys and values."""
         given = output[0] if isinstance(output, tuple) else output
-        asked = self.take()
-        if asked is None:
+        if not attention.calls:
             return [given]
-        written = [block[:, : len(_TOKENS)] for block in self.cache.read(asked.layer, 0)]
+        asked = attention.calls[-1]
+        attention.calls.clear()
+        written = [block[:, : len(_TOKENS)] for block in self._float32.cache.read(asked.layer, 0)]
         return [asked.query, *written, *([given] if with_output else [])]
 
 
