@@ -12,14 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.bench_options import BenchOptions
-from batchinfer.config import SamplingParams
+from batchinfer.config import EngineConfig, SamplingParams, field_names
 from batchinfer.errors import DataError, JobError, RowError, StorageError, UsageError
+from batchinfer.options import BenchOptions
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
 
 _COLUMNS = ("prompt_token_ids", "token_ids", "prompt", "text")
-
-_ENGINE_KEYS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
 
 
 def read_dataset(path: Path, limit: int) -> list[str | list[int]]:
@@ -98,7 +96,8 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
         given = read_dataset(options.dataset, options.num_prompts)
     from batchinfer.llm import LLM  # imports torch, which takes seconds
 
-    keys = {name: value for name in _ENGINE_KEYS if (value := getattr(options, name)) is not None}
+    given_keys = ((name, getattr(options, name, None)) for name in field_names(EngineConfig))
+    keys = {name: value for name, value in given_keys if value is not None}
     try:
         llm = LLM(options.model, dtype=options.dtype, **keys)
     except ValueError as error:

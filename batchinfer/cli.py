@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from batchinfer.errors import ExitCode, NotYetError
-from batchinfer.program import print_stdout, run_program, to_json
+from batchinfer.options import BatchOptions, BenchOptions
+from batchinfer.program import crash_directory, print_stdout, run_program, to_json
 
 if TYPE_CHECKING:
     from batchinfer.job.spec.spec import JobSpec
+
+_Options = TypeVar("_Options", BatchOptions, BenchOptions)
 
 app = typer.Typer(
     help="Run a language model over a whole Parquet dataset.",
@@ -57,6 +63,23 @@ def _read_job(
     )
 
 
+def _takes(
+    record: type[_Options],
+) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
+    """Make a command of the fields of ``record`` out of one that takes the record."""
+
+    def decorate(command: Callable[[_Options], None]) -> Callable[..., None]:
+        @wraps(command)
+        def take(**values: Any) -> None:
+            command(record(**values))
+
+        take.__annotations__ = get_type_hints(record, include_extras=True)
+        take.__signature__ = signature(record, eval_str=True)  # type: ignore[attr-defined]
+        return take
+
+    return decorate
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
@@ -98,8 +121,6 @@ def run(
     """Run a job; run it again to go on where it stopped."""
     if shard is not None:
         raise NotYetError("--shard")
-    from batchinfer.program import crash_directory
-
     spec = _read_job(job, overrides, variables, output, limit)
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
@@ -119,75 +140,15 @@ def run(
 
 
 @app.command("run-batch")
-def run_batch(
-    input_file: Annotated[str, typer.Option("-i", "--input-file", help="Requests, one a line.")],
-    output_file: Annotated[str, typer.Option("-o", "--output-file", help="Answers and errors.")],
-    model: Annotated[str, typer.Option("--model", help="Hub id or local directory.")],
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What requests call the model; default: --model.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Of requests that set none; default: to the end."),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Hub id or local directory.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(min=1)] = None,
-    chat_template: Annotated[str | None, typer.Option(help="A file, or none.")] = None,
-    default_chat_template_kwargs: Annotated[
-        str | None, typer.Option(metavar="JSON", help="E.g. '{\"enable_thinking\": false}'.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of requests that bring none.")] = 0,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1)] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    block_size: Annotated[int | None, typer.Option(min=1)] = None,
-    gpu_memory_utilization: Annotated[float | None, typer.Option()] = None,
-    num_kv_blocks: Annotated[int | None, typer.Option(min=1)] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="auto or fp8.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start afresh, whatever was answered before.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-) -> None:
+@_takes(BatchOptions)
+def run_batch(options: BatchOptions) -> None:
     """Answer an OpenAI batch file; run it again to go on where it stopped."""
-    from batchinfer.job.run.batch_options import BatchOptions, json_object, state_directory
-    from batchinfer.program import crash_directory
-
-    options = BatchOptions(
-        input_file,
-        output_file,
-        model,
-        tuple(served_model_name or ()),
-        max_tokens,
-        {
-            "revision": revision,
-            "tokenizer": tokenizer,
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-        },
-        {
-            "chat_template": chat_template,
-            "chat_template_kwargs": json_object(
-                default_chat_template_kwargs, "--default-chat-template-kwargs"
-            ),
-        },
-        {"seed": seed},
-        {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "block_size": block_size,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "num_kv_blocks": num_kv_blocks,
-            "kv_cache_dtype": kv_cache_dtype,
-        },
-    )
-    if quiet:
+    if options.quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
-    with crash_directory(state_directory(output_file) / "_batchinfer"):
+    with crash_directory(options.state_directory / "_batchinfer"):
         from batchinfer.job.run.run_batch import run_batch
 
-        code = run_batch(options, overwrite=overwrite, quiet=quiet)
+        code = run_batch(options)
     raise typer.Exit(int(code))
 
 
@@ -318,42 +279,9 @@ def init(
 
 
 @app.command()
-def bench(
-    model: Annotated[str, typer.Option("--model", help="Hub id or local directory.")],
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens per synthetic prompt.")] = 1024,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to run.")] = 1000,
-    n: Annotated[int, typer.Option("--n", min=1, help="Samples per prompt.")] = 1,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and of sampling.")] = 0,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1)] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    block_size: Annotated[int | None, typer.Option(min=1)] = None,
-    num_kv_blocks: Annotated[int | None, typer.Option(min=1)] = None,
-    dataset: Annotated[
-        Path | None,
-        typer.Option("--dataset", help="Parquet file of prompts or token ids to run instead."),
-    ] = None,
-    output_json: Annotated[Path | None, typer.Option(help="Write the result here.")] = None,
-) -> None:
+@_takes(BenchOptions)
+def bench(options: BenchOptions) -> None:
     """Measure throughput on synthetic or given prompts."""
-    from batchinfer.bench_options import BenchOptions
-
-    options = BenchOptions(
-        model=model,
-        input_len=input_len,
-        output_len=output_len,
-        num_prompts=num_prompts,
-        n=n,
-        dtype=dtype,
-        seed=seed,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        num_kv_blocks=num_kv_blocks,
-        dataset=dataset,
-        output_json=output_json,
-    )
     from batchinfer.bench import run_bench
 
     run_bench(options, show=print_stdout)

@@ -45,6 +45,7 @@ class Room:
 # it here. So there is no circle, and a new room is put below all that it needs.
 ROOMS = [
     Room("errors", "errors that a user can cause and mend, with their exit codes"),
+    Room("options", "options of run-batch and bench", ("errors",)),
     Room("protocols", "what the engine asks of the text plane"),
     Room("cpus", "how many cores a process may use"),
     Room("openmp", "how long idle OpenMP threads spin"),
@@ -205,7 +206,7 @@ ROOMS = [
     Room(
         "job.run",
         "``batchinfer run``: four threads, the engine's loop, and what is said of it.",
-        ("errors", "process", "console", "engine", "requests", "build", "job"),
+        ("config", "errors", "options", "process", "console", "engine", "requests", "build", "job"),
     ),
     Room(
         "report",
@@ -218,13 +219,12 @@ ROOMS = [
         ("config", "errors", "process", "console", "engine", "text", "requests", "build", "report"),
     ),
     Room("__init__", "the names of the Python API", ("openmp", "config", "llm")),
-    Room("bench_options", "options of a benchmark", ("errors",)),
-    Room("bench", "throughput", ("config", "errors", "worker.model", "bench_options", "llm")),
+    Room("bench", "throughput", ("config", "errors", "worker.model", "options", "llm")),
     Room("program", "exit codes, messages, crash logs", ("errors", "process")),
     Room(
         "cli",
         "options",
-        ("errors", "console", "job", "report", "bench_options", "bench", "program"),
+        ("errors", "console", "job", "report", "options", "bench", "program"),
     ),
     Room("__main__", "the program", ("openmp", "cli")),
 ]

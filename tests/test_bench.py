@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.bench import run_bench
-from batchinfer.bench_options import BenchOptions
 from batchinfer.errors import DataError
+from batchinfer.options import BenchOptions
 from tests.models import make_text_model
 
 

@@ -16,7 +16,6 @@ import pytest
 
 from batchinfer import cli
 from batchinfer.__main__ import UNUSED
-from batchinfer.bench_options import BenchOptions
 from batchinfer.errors import (
     DataError,
     DeviceError,
@@ -28,6 +27,7 @@ from batchinfer.errors import (
 )
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.options import BenchOptions
 from batchinfer.report.write import report_at_end
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

@@ -17,10 +17,10 @@ from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.batch_options import BatchOptions, state_directory
 from batchinfer.job.run.run import run_job
 from batchinfer.job.run.run_batch import run_batch
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.options import BatchOptions
 from tests.models import make_text_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -240,8 +240,8 @@ def test_run_batch_puts_all_lines_into_one_file_in_order(model: Path, tmp_path: 
     rows = [good(0), bad, good(3), request("long", messages=HELLO, temperature=0)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     target = tmp_path / "output.jsonl"  # as one of the files in the folder beside it
-    options = BatchOptions(str(source), str(target), str(model), model_keys={"max_model_len": 64})
-    assert run_batch(options, quiet=True) is ExitCode.OK
+    options = BatchOptions(str(source), str(target), str(model), max_model_len=64, quiet=True)
+    assert run_batch(options) is ExitCode.OK
     written = target.read_bytes()
     found = lines(target)
     assert [line["custom_id"] for line in found] == ["request-0", "bad", "request-3", "long"]
@@ -250,7 +250,7 @@ def test_run_batch_puts_all_lines_into_one_file_in_order(model: Path, tmp_path: 
     assert usage["total_tokens"] <= 64
     choice = found[3]["response"]["body"]["choices"][0]
     assert choice["finish_reason"] == "length" if usage["total_tokens"] == 64 else "stop"
-    assert (state_directory(str(target)) / "openai" / "errors.jsonl").exists()
+    assert (options.state_directory / "openai" / "errors.jsonl").exists()
     target.unlink()
-    assert run_batch(options, quiet=True) is ExitCode.OK
+    assert run_batch(options) is ExitCode.OK
     assert target.read_bytes() == written

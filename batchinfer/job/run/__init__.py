@@ -3,5 +3,5 @@
 ``run`` is the command, ``pipeline`` its threads (``threads``), ``engine_loop`` the one that has the
 engine, ``reporter`` what is said of it.
 
-May import: errors, process, console, engine, requests, build, job.
+May import: config, errors, options, process, console, engine, requests, build, job.
 """

@@ -7,20 +7,22 @@ What the job needs to go on after an interruption is in a folder beside the outp
 from __future__ import annotations
 
 import os.path
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from batchinfer.config import EngineConfig, field_names
 from batchinfer.console.format import printable
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.run.batch_options import BatchOptions, state_directory
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.load import checked_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.yaml import YamlText
 from batchinfer.job.storage.urls import is_url
+from batchinfer.options import BatchOptions
 
+_MODEL_KEYS = ("revision", "tokenizer", "dtype", "max_model_len")
 _TO_THE_END = 2**31 - 1
 """As ``max_tokens``: all that the model's length leaves after the prompt."""
 
@@ -42,34 +44,40 @@ def batch_job(options: BatchOptions) -> JobSpec:
 
 def _keys(options: BatchOptions) -> dict[str, Any]:
     """The job as its file would have it."""
-    sampling = {"max_tokens": options.max_tokens or _TO_THE_END}
+    prompt = {
+        "chat_template": options.chat_template,
+        "chat_template_kwargs": options.chat_template_kwargs(),
+    }
     return {
         "name": os.path.basename(options.output_file),
         "model": {
             "name": options.model,
-            "served_model_name": list(options.served_model_name) or options.model,
-            **_given(options.model_keys),
+            "served_model_name": options.served_model_name or options.model,
+            **_given(options, _MODEL_KEYS),
         },
         "input": {"path": options.input_file, "format": "openai-batch"},
-        "prompt": _given(options.prompt_keys),
-        "sampling": {**sampling, **_given(options.sampling_keys)},
-        "engine": _given(options.engine_keys),
-        "output": {"path": str(state_directory(options.output_file)), "format": "openai-batch"},
+        "prompt": {name: value for name, value in prompt.items() if value is not None},
+        "sampling": {"max_tokens": options.max_tokens or _TO_THE_END, "seed": options.seed},
+        "engine": _given(options, field_names(EngineConfig)),
+        "output": {"path": str(options.state_directory), "format": "openai-batch"},
         "errors": {"max_error_rate": 1.0},  # each is in the output, as a line of its own
     }
 
 
-def run_batch(options: BatchOptions, *, overwrite: bool = False, quiet: bool = False) -> ExitCode:
+def _given(options: BatchOptions, names: Iterable[str]) -> dict[str, Any]:
+    values = ((name, getattr(options, name, None)) for name in names)
+    return {name: value for name, value in values if value is not None}
+
+
+def run_batch(options: BatchOptions) -> ExitCode:
     """Answer a batch file; again: go on where that stopped.
 
     Raises:
         JobError: as ``run_job``.
     """
-    combined_output = Path(os.path.abspath(options.output_file))
     return run_job(
-        batch_job(options), overwrite=overwrite, quiet=quiet, combined_output=combined_output
+        batch_job(options),
+        overwrite=options.overwrite,
+        quiet=options.quiet,
+        combined_output=Path(os.path.abspath(options.output_file)),
     )
-
-
-def _given(keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in keys.items() if value is not None}

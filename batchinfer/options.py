@@ -1,0 +1,126 @@
+"""Options of ``batchinfer run-batch`` and ``batchinfer bench``: a field each, listed once.
+
+Read before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from batchinfer.errors import StorageError, UsageError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+Model = Annotated[str, typer.Option("--model", help="Hub id or local directory.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Count = Annotated[int | None, typer.Option(min=1)]
+"""None: the engine's or the model's own."""
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """A batch file, a model, and keys of the job that answers it; None: the default of its key."""
+
+    input_file: Annotated[str, typer.Option("-i", "--input-file", help="Requests, one a line.")]
+    output_file: Annotated[str, typer.Option("-o", "--output-file", help="Answers and errors.")]
+    model: Model
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What requests call the model; default: --model.")
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Of requests that set none; default: to the end."),
+    ] = None
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None
+    tokenizer: Annotated[str | None, typer.Option(help="Hub id or local directory.")] = None
+    dtype: Dtype = "auto"
+    max_model_len: Count = None
+    chat_template: Annotated[str | None, typer.Option(help="A file, or none.")] = None
+    default_chat_template_kwargs: Annotated[
+        str | None, typer.Option(metavar="JSON", help="E.g. '{\"enable_thinking\": false}'.")
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Of requests that bring none.")] = 0
+    max_num_seqs: Count = None
+    max_num_batched_tokens: Count = None
+    block_size: Count = None
+    gpu_memory_utilization: Annotated[float | None, typer.Option()] = None
+    num_kv_blocks: Count = None
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="auto or fp8.")] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start afresh, whatever was answered before.")
+    ] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False
+
+    @property
+    def state_directory(self) -> Path:
+        """The output directory of the job behind ``output_file``."""
+        return Path(self.output_file + ".batchinfer")
+
+    def chat_template_kwargs(self) -> dict[str, Any] | None:
+        """The object that ``default_chat_template_kwargs`` gives as JSON.
+
+        Raises:
+            UsageError: it is none.
+        """
+        text, option = self.default_chat_template_kwargs, "--default-chat-template-kwargs"
+        try:
+            value = None if text is None else json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"{option} is not JSON: {error}") from None
+        if value is not None and not isinstance(value, dict):
+            raise UsageError(f'{option} must be an object, like {{"enable_thinking": false}}')
+        return value
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """A model, the prompts to run through it, and the engine keys that matter for throughput.
+
+    Names are those of ``vllm bench throughput``. End-of-sequence tokens are ignored.
+
+    Raises:
+        UsageError: an unknown dtype.
+        StorageError: ``output_json`` cannot be written.
+    """
+
+    model: Model
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens per synthetic prompt.")] = 1024
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to run.")] = 1000
+    n: Annotated[int, typer.Option("--n", min=1, help="Samples per prompt.")] = 1
+    dtype: Dtype = "auto"
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and of sampling.")] = 0
+    max_num_seqs: Count = None
+    max_num_batched_tokens: Count = None
+    block_size: Count = None
+    num_kv_blocks: Count = None
+    dataset: Annotated[
+        Path | None,
+        typer.Option("--dataset", help="Parquet file of prompts or token ids to run instead."),
+    ] = None
+    output_json: Annotated[Path | None, typer.Option(help="Write the result here.")] = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UsageError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
+        if self.output_json is not None:
+            _check_writable(self.output_json)
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before measuring, and leave no trace of that."""
+    problem = None
+    if path.is_dir():
+        problem = "is a folder"
+    elif not path.parent.is_dir():
+        problem = "is in a folder that does not exist"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "cannot be written: no permission, or a read-only file system"
+    if problem is not None:
+        raise StorageError(f"--output-json {path} {problem}")
