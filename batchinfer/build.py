@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from batchinfer.config import EngineConfig, sized_for
+from batchinfer.config import EngineConfig, ModelConfig, sized_for
 from batchinfer.cpus import cpu_limits
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
-from batchinfer.engine.kv.layout import text_config
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.runner import Runner
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
@@ -22,8 +22,8 @@ from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.loader import LoadedModel, load_model
-from batchinfer.worker.memory import model_bytes, plan_memory
+from batchinfer.worker.loader import LoadedModel, ModelDescription, load_model
+from batchinfer.worker.memory import MemoryPlan, model_bytes, plan_memory
 from batchinfer.worker.model.config import check_config
 from batchinfer.worker.model.tokenizer import load_tokenizer
 from batchinfer.worker.model_runner import ModelRunner
@@ -33,25 +33,6 @@ from batchinfer.worker.self_check import check_row_bits
 from batchinfer.worker.threads.governor import ThreadGovernor
 from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
 from batchinfer.worker.threads.threads import TORCH_THREADS, ThreadCount, choose_threads
-
-
-class ModelChoice(Protocol):
-    """Which model to load, and how; keys of the job file's ``model`` section."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def revision(self) -> str | None: ...
-    @property
-    def tokenizer(self) -> str | None: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def max_model_len(self) -> int | None: ...
-    @property
-    def quantization(self) -> str | None: ...
-    @property
-    def adapters(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +58,7 @@ class EngineContext:
 
 
 def build_engine(
-    model: ModelChoice,
+    model: ModelConfig,
     engine: EngineConfig,
     *,
     log: Callable[[str], None],
@@ -106,16 +87,8 @@ def build_engine(
     threads = _set_threads(device, engine, log)
     check_config(model.name, model.revision)
     tokenizer = make_tokenizer(model)
-    loaded = load_model(
-        model.name,
-        revision=model.revision,
-        dtype=model.dtype,
-        device=device,
-        max_model_len=model.max_model_len,
-        quantization=model.quantization,
-        adapters=model.adapters,
-        kernels=KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before or {}),
-    )
+    wish = KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before or {})
+    loaded = load_model(model, device=device, kernels=wish)
     log(str(loaded.kernels))
     if "int8" in loaded.kernel_names:
         log(f"products of the layers by {loaded.kernel_names['int8']}")
@@ -162,18 +135,25 @@ def build_engine(
             runs_ahead=device.type == "cuda",
         ),
         tokenizer=tokenizer,
-        eos_token_ids=loaded.eos_token_ids,
-        max_model_len=loaded.max_model_len,
-        vocab_size=int(text_config(loaded.config)["vocab_size"]),
-        adapters=loaded.adapters,
-        block_size=engine.block_size,
-        num_blocks=memory.num_blocks,
-        bytes_per_block=layout.bytes_per_block,
+        **known_of(loaded, layout, memory),
         device=describe(device),
         model_facts=loaded.facts,
         kernels=loaded.kernel_names,
         device_bytes=runner.device_bytes,
     )
+
+
+def known_of(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> dict[str, Any]:
+    """The fields of ``EngineContext`` that follow from a model and its pool."""
+    return {
+        "eos_token_ids": model.eos_token_ids,
+        "max_model_len": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "adapters": model.adapters,
+        "block_size": layout.block_size,
+        "num_blocks": memory.num_blocks,
+        "bytes_per_block": layout.bytes_per_block,
+    }
 
 
 def _set_threads(
@@ -208,7 +188,7 @@ def _graphs(loaded: LoadedModel, cache: KVCache, engine: EngineConfig) -> Decode
     )
 
 
-def make_tokenizer(model: ModelChoice) -> Tokenizer:
+def make_tokenizer(model: ModelConfig) -> Tokenizer:
     """The model's tokenizer, or the one chosen for it.
 
     Raises:

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer.build import EngineContext, ModelChoice, choose_device, describe, make_tokenizer
-from batchinfer.config import EngineConfig, sized_for
-from batchinfer.engine.kv.layout import KVLayout, text_config
+from batchinfer.build import EngineContext, choose_device, describe, known_of, make_tokenizer
+from batchinfer.config import EngineConfig, ModelConfig, sized_for
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.simulate.dry_run import DryRunner, make_dry_engine
 from batchinfer.engine.simulate.roofline import DEVICES, Device, ModelCost
 from batchinfer.errors import DeviceError, UsageError
-from batchinfer.worker.loader import choose_max_model_len
-from batchinfer.worker.lora.checkpoint import read_adapters
+from batchinfer.worker.loader import describe_model
 from batchinfer.worker.memory import DeviceMemory, fit_memory, free_host_bytes
-from batchinfer.worker.model.checkpoint import CONFIG_FILES, resolve_folder
-from batchinfer.worker.model.config import load_config
-from batchinfer.worker.model.quantization import check_quantization
-from batchinfer.worker.model.tokenizer import eos_token_ids
-from batchinfer.worker.model.weights import choose_dtype
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class SimulatedEngine(EngineContext):
 
 
 def build_dry_engine(
-    model: ModelChoice, engine: EngineConfig, device: Device, *, end_after: int | None = None
+    model: ModelConfig, engine: EngineConfig, device: Device, *, end_after: int | None = None
 ) -> SimulatedEngine:
     """Make the engine that would run a model on a device.
 
@@ -51,22 +45,11 @@ def build_dry_engine(
         DeviceError: the model or the pool does not fit the device.
     """
     engine = sized_for("cuda" if device.is_gpu else "cpu", engine)
-    folder = resolve_folder(model.name, model.revision, CONFIG_FILES)
-    loaded_config = load_config(folder)
-    config = loaded_config.to_dict()
-    check_quantization(config, model.quantization, "cuda" if device.is_gpu else "cpu")
-    adapters = read_adapters(model.adapters, loaded_config)
-    longest = choose_max_model_len(config, model.max_model_len)
-    dtype = choose_dtype(model.dtype, config, {})
-    layout = KVLayout.from_config(
-        config,
-        block_size=engine.block_size,
-        dtype=dtype,
-        kv_cache_dtype=engine.kv_cache_dtype,
-        max_model_len=longest,
-    )
-    cost = ModelCost.from_config(config, dtype, engine.kv_cache_dtype, model.quantization)
-    adapter_bytes = sum(adapter.nbytes(cost.element_bytes) for adapter in adapters)
+    described = describe_model(model, "cuda" if device.is_gpu else "cpu")
+    config, longest = described.config, described.max_model_len
+    layout = described.layout(engine.block_size, engine.kv_cache_dtype)
+    cost = ModelCost.from_config(config, described.dtype, engine.kv_cache_dtype, model.quantization)
+    adapter_bytes = sum(adapter.nbytes(cost.element_bytes) for adapter in described.lora)
     weight_bytes = cost.weight_bytes + adapter_bytes
     memory = fit_memory(
         engine,
@@ -87,21 +70,14 @@ def build_dry_engine(
         end_after=end_after,
         windows=layout.windows,
     )
-    vocab_size = int(text_config(config)["vocab_size"])
     return SimulatedEngine(
         engine=dry,
         tokenizer=make_tokenizer(model),
-        eos_token_ids=eos_token_ids(folder, config, vocab_size),
-        max_model_len=longest,
-        vocab_size=vocab_size,
-        adapters={adapter.name: number for number, adapter in enumerate(adapters, start=1)},
-        block_size=engine.block_size,
-        num_blocks=memory.num_blocks,
-        bytes_per_block=layout.bytes_per_block,
+        **known_of(described, layout, memory),
         device=device.name,
         model_facts={
             "name": model.name,
-            "dtype": dtype,
+            "dtype": described.dtype,
             "weight_bytes": cost.weight_bytes,
             "adapter_bytes": adapter_bytes,
         },

@@ -23,7 +23,7 @@ import torch
 from models import make_small
 from workloads import FIRST_ID, LAST_ID
 
-from batchinfer.config import SamplingParams
+from batchinfer.config import ModelConfig, SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Request
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     model = make_small(args.folder / f"small-{MAX_LEN}", max_positions=MAX_LEN)
-    loaded = load_model(str(model), dtype=args.dtype, device=torch.device("cpu"))
+    loaded = load_model(ModelConfig(str(model), dtype=args.dtype), device=torch.device("cpu"))
     run(loaded, 1, shares=True)
     on, off = [], []
     for _ in range(args.rounds):

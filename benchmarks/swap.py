@@ -24,7 +24,7 @@ import torch
 from models import VOCAB_SIZE, make_small
 from workloads import FIRST_ID, LAST_ID
 
-from batchinfer.config import SamplingParams
+from batchinfer.config import ModelConfig, SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Request
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     model = make_small(args.folder / "small")
-    loaded = load_model(str(model), dtype=args.dtype, device=torch.device("cpu"))
+    loaded = load_model(ModelConfig(str(model), dtype=args.dtype), device=torch.device("cpu"))
     rows = requests(args.rows)
     run(loaded, rows[:2], 1.0, "recompute")
     runs: dict[Preemption, list[Run]] = {choice: [] for choice in get_args(Preemption)}

@@ -144,7 +144,7 @@ ROOMS = [
         ("errors", "engine.kv", "worker"),
     ),
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
-    Room("worker.loader", "a model, loaded and made ready", ("errors", "engine", "worker")),
+    Room("worker.loader", "a model, made ready", ("config", "errors", "engine", "worker")),
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
     Room(
         "build", "an engine put together", ("config", "cpus", "errors", "engine", "text", "worker")

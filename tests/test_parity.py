@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.config import SamplingParams
+from batchinfer.config import ModelConfig, SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Completion, Request
@@ -70,7 +70,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
     @functools.cache
     def load(family: str) -> LoadedModel:
         folder = make_checkpoint(family, tmp_path_factory.mktemp(family))
-        return load_model(str(folder), device=CPU)
+        return load_model(ModelConfig(str(folder)), device=CPU)
 
     return load
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.config import SamplingParams
+from batchinfer.config import ModelConfig, SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Completion, Request
@@ -53,7 +53,7 @@ def requests() -> list[Request]:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder: Path = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), **WIDE)
-    return load_model(str(folder), device=CPU)
+    return load_model(ModelConfig(str(folder)), device=CPU)
 
 
 def run(

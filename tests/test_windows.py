@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.config import SamplingParams
+from batchinfer.config import ModelConfig, SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Request
@@ -46,7 +46,7 @@ def test_a_long_row_holds_what_its_windows_see(family: str, tmp_path: Path) -> N
     full, windowed = FAMILIES[family]
     changes = CHANGES.get(family, {}) | ({} if full != windowed else {"num_hidden_layers": 4})
     folder = make_checkpoint(family, tmp_path, **changes)
-    loaded = load_model(str(folder), device=CPU)
+    loaded = load_model(ModelConfig(str(folder)), device=CPU)
     layout = loaded.layout(SIZE)
     assert layout.windows == (0,) * full + (WINDOW,) * windowed
     num_blocks = layout.slots_for(PROMPT + OUTPUT - 1, CHUNK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from batchinfer.config.engine import QUANTIZATIONS, EngineConfig, sized_for
+from batchinfer.config.model import ModelConfig
 from batchinfer.config.prompt import SCORING, AcceptConfig, PromptConfig, ScoreConfig
 from batchinfer.config.sampling import (
     HUGE,
@@ -26,6 +27,7 @@ __all__ = [
     "SCORING",
     "AcceptConfig",
     "EngineConfig",
+    "ModelConfig",
     "PromptConfig",
     "SamplingParams",
     "ScoreConfig",
@@ -39,6 +41,7 @@ def field_names(
     record: type[SamplingParams]
     | type[PromptConfig]
     | type[EngineConfig]
+    | type[ModelConfig]
     | type[ScoreConfig]
     | type[AcceptConfig],
 ) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
         return None
     began = time.perf_counter()
     log: list[str] = []
-    context = build(job.spec.model, job.spec.engine, log=log.append)
+    context = build(job.spec.model.config(), job.spec.engine, log=log.append)
     grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
     reader = _row_reader(job, context, grammars)
     task = TASKS[job.spec.task].load(job.spec, context, grammars)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from batchinfer.config import QUANTIZATIONS, EngineConfig, field_names
-from batchinfer.config.types import coerce_fields
+from batchinfer.config import QUANTIZATIONS, EngineConfig, ModelConfig, field_names
 from batchinfer.errors import NotYetError
 
 _NOT_YET: Mapping[str, object] = {
@@ -60,39 +59,24 @@ _ELSEWHERE: Mapping[str, str] = {
 """Arguments of vLLM for what is had in another way."""
 
 
-@dataclass(frozen=True)
-class ModelArguments:
-    """Which model to load, and how.
+def model_config(model: Any, **keys: Any) -> ModelConfig:
+    """The model's configuration, from arguments that may be paths.
 
     Raises:
+        NotYetError: there is no such quantization.
         TypeError: naming the argument, when it is of another type.
         ValueError: ``max_model_len`` is not positive.
     """
-
-    model: str
-    tokenizer: str | None
-    revision: str | None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    max_model_len: int | None
-    quantization: str | None
-    adapters: Mapping[str, str]
-
-    def __post_init__(self) -> None:
-        for name in ("model", "tokenizer"):
-            object.__setattr__(self, name, _as_text(getattr(self, name)))
-        if isinstance(self.adapters, Mapping):
-            paths = {name: _as_text(path) for name, path in self.adapters.items()}
-            object.__setattr__(self, "adapters", paths)
-        coerce_fields(self)
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            raise NotYetError(f"LLM(quantization={self.quantization!r})")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ValueError(f"max_model_len is {self.max_model_len}; it must be 1 or more")
-
-    @property
-    def name(self) -> str:
-        """The model's hub id or local directory."""
-        return self.model
+    name, adapters, quantization = _as_text(model), keys["adapters"], keys["quantization"]
+    if not isinstance(name, str):
+        raise TypeError(f"model is {reprlib.repr(name)}; it must be a text")
+    if isinstance(adapters, Mapping):
+        adapters = {adapter: _as_text(path) for adapter, path in adapters.items()}
+    keys |= {"tokenizer": _as_text(keys["tokenizer"]), "adapters": adapters}
+    config = ModelConfig(name, **keys)
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise NotYetError(f"LLM(quantization={quantization!r})")
+    return config
 
 
 def _as_text(path: Any) -> Any:

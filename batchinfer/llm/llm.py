@@ -18,7 +18,7 @@ from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.console.progress import Meter
 from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
-from batchinfer.llm.arguments import ModelArguments, engine_config, refuse_others
+from batchinfer.llm.arguments import engine_config, model_config, refuse_others
 from batchinfer.llm.calls import Calls, OneCall
 from batchinfer.llm.outputs import BeamSearchParams, RequestOutput, Stats, finished, refused
 from batchinfer.llm.prompts import (
@@ -83,14 +83,14 @@ class LLM:
         if tensor_parallel_size != 1:
             raise NotYetError(f"LLM(tensor_parallel_size={tensor_parallel_size})")
         engine = engine_config(engine_keys)
-        choice = ModelArguments(
-            model,  # type: ignore[arg-type]  # checked there, as the others
-            tokenizer,  # type: ignore[arg-type]
-            revision,
-            dtype,  # type: ignore[arg-type]
-            max_model_len,
-            quantization,
-            adapters or {},  # type: ignore[arg-type]
+        choice = model_config(
+            model,
+            tokenizer=tokenizer,
+            revision=revision,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            quantization=quantization,
+            adapters=adapters or {},
         )
         # A revision is one of the model's repository.
         self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
@@ -228,7 +228,7 @@ class LLM:
         check_installed()
         from batchinfer.report.page import page
 
-        findings = self._calls.findings(str(self._settings["model"]["model"]), self._settings)
+        findings = self._calls.findings(str(self._settings["model"]["name"]), self._settings)
         Path(path).write_bytes(page(findings, price_per_hour).encode())
         return Path(path)
 

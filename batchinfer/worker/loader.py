@@ -12,15 +12,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from batchinfer.engine.kv.layout import KVLayout, max_positions
+from batchinfer.config import ModelConfig
+from batchinfer.engine.kv.layout import KVLayout, max_positions, text_config
 from batchinfer.errors import ModelError
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.native_join import join_native_layers
 from batchinfer.worker.fusion.native_layers import fuse_native_layers
-from batchinfer.worker.lora.checkpoint import read_adapters
+from batchinfer.worker.lora.checkpoint import Adapter, read_adapters
 from batchinfer.worker.lora.lora import add_adapters
 from batchinfer.worker.memory import model_bytes
-from batchinfer.worker.model.checkpoint import check_weights, resolve_folder
+from batchinfer.worker.model.checkpoint import (
+    ALL_FILES,
+    CONFIG_FILES,
+    check_weights,
+    resolve_folder,
+)
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.quantization import check_quantization, saved_quantization
 from batchinfer.worker.model.rope import fix_longrope
@@ -39,26 +45,29 @@ from batchinfer.worker.self_check import check_model
 _ANY_KERNELS = KernelWish()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model on its device, and what the other planes need to know about it."""
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model as its folder describes it; no weights are read for this."""
 
-    model: torch.nn.Module
+    folder: Path
+    pretrained: PreTrainedConfig
     config: Mapping[str, Any]
     """The config with its family's defaults filled in."""
     max_model_len: int
     """Longest sequence, prompt and output together, in tokens."""
     eos_token_ids: frozenset[int]
     dtype: str
-    adapters: Mapping[str, int]
-    """Number of each adapter, from 1."""
-    adapter_bytes: int
-    kernels: KernelChoice
-    """What multiplies by the weights that are not quantised."""
-    kernel_names: Mapping[str, str]
-    """What multiplies, by the dtype of the weights."""
-    facts: Mapping[str, Any]
-    """For the summary: name, revision, family, parameters, bytes."""
+    lora: tuple[Adapter, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(text_config(self.config)["vocab_size"])
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Number of each adapter, from 1."""
+        return {adapter.name: number for number, adapter in enumerate(self.lora, start=1)}
 
     def layout(self, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
         """How the model's KV is laid out in blocks of ``block_size`` tokens."""
@@ -71,84 +80,109 @@ class LoadedModel:
         )
 
 
+@dataclass(frozen=True)
+class LoadedModel(ModelDescription):
+    """A model on its device, and what the other planes need to know about it."""
+
+    model: torch.nn.Module
+    adapter_bytes: int
+    kernels: KernelChoice
+    """What multiplies by the weights that are not quantised."""
+    kernel_names: Mapping[str, str]
+    """What multiplies, by the dtype of the weights."""
+    facts: Mapping[str, Any]
+    """For the summary: name, revision, family, parameters, bytes."""
+
+
+def describe_model(
+    model: ModelConfig, device_type: str, *, weights_too: bool = False
+) -> ModelDescription:
+    """Read and check a model folder (or hub id), all but its weights.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``, where the model is to run.
+        weights_too: fetch them, check their headers, and take their dtype where the config has
+            none; else that is float32.
+
+    Raises:
+        ModelError: in one line with what to do; nothing from the folder is executed.
+    """
+    folder = resolve_folder(model.name, model.revision, ALL_FILES if weights_too else CONFIG_FILES)
+    pretrained = load_config(folder)
+    values = pretrained.to_dict()
+    check_quantization(values, model.quantization, device_type)
+    longest = choose_max_model_len(values, model.max_model_len)
+    _check_vocabulary(folder, pretrained)
+    return ModelDescription(
+        folder=folder,
+        pretrained=pretrained,
+        config=values,
+        max_model_len=longest,
+        lora=read_adapters(model.adapters, pretrained),
+        eos_token_ids=eos_token_ids(folder, values, pretrained.get_text_config().vocab_size),
+        dtype=choose_dtype(model.dtype, values, check_weights(folder) if weights_too else {}),
+    )
+
+
 def load_model(
-    name: str,
-    *,
-    revision: str | None = None,
-    dtype: str = "auto",
-    device: torch.device,
-    max_model_len: int | None = None,
-    quantization: str | None = None,
-    adapters: Mapping[str, str] | None = None,
-    kernels: KernelWish = _ANY_KERNELS,
+    choice: ModelConfig, *, device: torch.device, kernels: KernelWish = _ANY_KERNELS
 ) -> LoadedModel:
     """Check a model folder (or hub id), load its weights and try four tokens.
 
     Args:
-        dtype: ``auto`` keeps the dtype the weights are saved in.
-        max_model_len: None takes what the model's config allows.
-        quantization: how to quantise the weights; None: as they are saved.
-        adapters: folder or hub id of LoRA adapters by name; rows run through them by number, in
-            this order from 1.
         kernels: what is to multiply, on a CPU.
 
     Raises:
         ModelError: in one line with what to do; nothing from the folder is executed.
         DeviceError: the weights do not fit the device, or no such kernels are there.
     """
-    folder = resolve_folder(name, revision)
-    config = load_config(folder)
-    values = config.to_dict()
-    check_quantization(values, quantization, device.type)
-    longest = choose_max_model_len(values, max_model_len)
-    _check_vocabulary(folder, config)
-    found = read_adapters(adapters or {}, config)
-    end_ids = eos_token_ids(folder, values, config.get_text_config().vocab_size)
-    dtype = choose_dtype(dtype, values, check_weights(folder))
-    load = partial(load_weights, folder, config, dtype, device, quantization)
+    described = describe_model(choice, device.type, weights_too=True)
+    dtype, torch_dtype = described.dtype, getattr(torch, described.dtype)
+    quantization = choice.quantization
+    load = partial(
+        load_weights, described.folder, described.pretrained, dtype, device, quantization
+    )
     model = load()
     num_parameters = sum(p.numel() for p in model.parameters())
-    layout = KVLayout.from_config(values, block_size=16, dtype=dtype)
+    layout = KVLayout.from_config(described.config, block_size=16, dtype=dtype)
+    longest = described.max_model_len
     fix_longrope(model, longest)
     check_model(model, layout)
     if not fuse(model, layout, longest):
         model = load()
         fix_longrope(model, longest)
-    choice, names = TORCH_MULTIPLIES, {}
+    product, names = TORCH_MULTIPLIES, {}
     if device.type == "cpu":
         if quantization == "int8":
-            names["int8"] = quantize_packed(model, getattr(torch, dtype)).name
-        choice = choose_kernel(model, getattr(torch, dtype), kernels)
-        if choice.kernel is not None:
-            pack_linears(model, choice.kernel, getattr(torch, dtype))
+            names["int8"] = quantize_packed(model, torch_dtype).name
+        product = choose_kernel(model, torch_dtype, kernels)
+        if product.kernel is not None:
+            pack_linears(model, product.kernel, torch_dtype)
         _let_go_of_file(model)
         fuse_native_layers(model, layout)
     else:
         torch.cuda.empty_cache()  # merged weights left holes of the size of their parts
     weight_bytes = model_bytes(model)
-    if found:
-        add_adapters(model, layout, found, choice.kernel)
+    if described.lora:
+        add_adapters(model, layout, described.lora, product.kernel)
     elif device.type == "cpu":
         join_native_layers(model, layout)
+    adapter_bytes = model_bytes(model) - weight_bytes
     return LoadedModel(
+        **vars(described),
         model=model,
-        config=values,
-        max_model_len=longest,
-        eos_token_ids=end_ids,
-        dtype=dtype,
-        adapters=MappingProxyType({one.name: at for at, one in enumerate(found, start=1)}),
-        adapter_bytes=model_bytes(model) - weight_bytes,
-        kernels=choice,
-        kernel_names=MappingProxyType({dtype: choice.name, **names}),
+        adapter_bytes=adapter_bytes,
+        kernels=product,
+        kernel_names=MappingProxyType({dtype: product.name, **names}),
         facts={
-            "name": name,
-            "revision": revision,
-            "family": config.model_type,
+            "name": choice.name,
+            "revision": choice.revision,
+            "family": described.pretrained.model_type,
             "dtype": dtype,
-            "quantization": quantization or saved_quantization(values),
+            "quantization": quantization or saved_quantization(described.config),
             "parameters": num_parameters,
             "weight_bytes": weight_bytes,
-            "adapter_bytes": model_bytes(model) - weight_bytes,
+            "adapter_bytes": adapter_bytes,
             "max_model_len": longest,
         },
     )

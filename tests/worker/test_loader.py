@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from batchinfer.config import ModelConfig
 from batchinfer.errors import ExitCode, ModelError
 from batchinfer.worker import loader
 from batchinfer.worker.loader import LoadedModel, load_model
@@ -21,7 +22,7 @@ _ATTENTION = "model.layers.0.self_attn"
 
 
 def load(folder: Path, **options: Any) -> LoadedModel:
-    return load_model(str(folder), device=CPU, **options)
+    return load_model(ModelConfig(str(folder), **options), device=CPU)
 
 
 def change_json(path: Path, **changes: Any) -> None:
@@ -237,14 +238,14 @@ def test_nothing_in_the_folder_is_executed(llama: Path, tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_named() -> None:
     with pytest.raises(ModelError, match=r"there is no folder \./nowhere"):
-        load_model("./nowhere", device=CPU)
+        load_model(ModelConfig("./nowhere"), device=CPU)
 
 
 def test_a_hub_id_offline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="some-org/some-model is no local folder"):
-        load_model("some-org/some-model", device=CPU)
+        load_model(ModelConfig("some-org/some-model"), device=CPU)
 
 
 def test_a_model_that_fused_layers_change_is_loaded_again(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.config import SamplingParams
+from batchinfer.config import ModelConfig, SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Request
@@ -103,7 +103,7 @@ def logits_of(loaded: LoadedModel, setup: Setup) -> dict[tuple[int, int, int], b
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), **WIDE)
-    return load_model(str(folder), dtype=request.param, device=CPU, kernels=OWN)
+    return load_model(ModelConfig(str(folder), dtype=request.param), device=CPU, kernels=OWN)
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
@@ -115,7 +115,9 @@ def test_logits_do_not_depend_on_how_a_row_is_run(llama: LoadedModel, other: Set
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral", "olmo2"])
 def test_other_families(family: str, tmp_path: Path) -> None:
-    loaded = load_model(str(make_checkpoint(family, tmp_path, **WIDE)), device=CPU, kernels=OWN)
+    loaded = load_model(
+        ModelConfig(str(make_checkpoint(family, tmp_path, **WIDE))), device=CPU, kernels=OWN
+    )
     usual = logits_of(loaded, Setup())
     for other in OTHERS.values():
         changed = logits_of(loaded, other)
@@ -124,7 +126,9 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_any_width_where_all_of_a_layer_is_fused(family: str, tmp_path: Path) -> None:
-    loaded = load_model(str(make_checkpoint(family, tmp_path, **ODD)), device=CPU, kernels=OWN)
+    loaded = load_model(
+        ModelConfig(str(make_checkpoint(family, tmp_path, **ODD))), device=CPU, kernels=OWN
+    )
     usual = logits_of(loaded, Setup())
     for other in OTHERS.values():
         changed = logits_of(loaded, other)
@@ -167,7 +171,7 @@ def test_where_products_depend_on_company_bits_do(
 ) -> None:
     """Guards the tests above: they can fail."""
     monkeypatch.setattr(choice, "product_kernels", lambda dtype: (OF_COMPANY,))
-    loaded = load_model(str(make_checkpoint("llama", tmp_path, **WIDE)), device=CPU)
+    loaded = load_model(ModelConfig(str(make_checkpoint("llama", tmp_path, **WIDE))), device=CPU)
     usual = logits_of(loaded, Setup())
     alone = logits_of(loaded, replace(Setup(), rows=(4,)))
     assert {key: usual[key] for key in alone} != alone

@@ -132,4 +132,4 @@ def _token_texts(model: ModelSpec) -> Callable[[int], str]:
 def _load_tokenizer(model: ModelSpec) -> Any:
     from batchinfer.build import make_tokenizer  # imports torch
 
-    return make_tokenizer(model)
+    return make_tokenizer(model.config())

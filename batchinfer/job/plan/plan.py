@@ -60,7 +60,7 @@ def plan_job(
     from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
 
     context = build_dry_engine(
-        spec.model,
+        spec.model.config(),
         spec.engine,
         chosen or device_of(spec.engine),
         end_after=expect_output_tokens,

@@ -18,9 +18,11 @@ from batchinfer.config import (
     QUANTIZATIONS,
     AcceptConfig,
     EngineConfig,
+    ModelConfig,
     PromptConfig,
     SamplingParams,
     ScoreConfig,
+    field_names,
 )
 from batchinfer.console.format import printable
 from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec, check_task
@@ -105,6 +107,10 @@ class ModelSpec(_Section):
         if self.served_model_name == ():
             raise ValueError("served_model_name is an empty list; name the model, or leave it out")
         return self
+
+    def config(self) -> ModelConfig:
+        """What of the section says which model is loaded, and how."""
+        return ModelConfig(**{name: getattr(self, name) for name in field_names(ModelConfig)})
 
     @property
     def served_names(self) -> tuple[str, ...]:

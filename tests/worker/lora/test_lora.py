@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from batchinfer.config import ModelConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.request import Completion
@@ -75,7 +76,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapted
             )
             names = {"one": str(folder / "one"), "two": str(folder / "two")}
             model = make_checkpoint(family, folder / "model")
-            loaded = load_model(str(model), device=CPU, adapters=names)
+            loaded = load_model(ModelConfig(str(model), adapters=names), device=CPU)
             made[family] = Adapted(loaded, [tiny_model(family), one, two])
         return made[family]
 
@@ -201,7 +202,7 @@ def test_16_bit_adapters_run_in_the_models_dtype(tmp_path: Path) -> None:
     expected = make_adapter(tiny_model("llama"), tmp_path / "a", seed=1, **FIRST)
     model = make_checkpoint("llama", tmp_path / "model")
     loaded = load_model(
-        str(model), dtype="bfloat16", device=CPU, adapters={"a": str(tmp_path / "a")}
+        ModelConfig(str(model), dtype="bfloat16", adapters={"a": str(tmp_path / "a")}), device=CPU
     )
     cache = KVCache(loaded.layout(16), 16, CPU, torch.bfloat16)
     maker, ids = StepMaker(16, 16), list(range(2, 22))
@@ -268,7 +269,9 @@ def test_an_adapter_that_cannot_be_run_is_refused_before_weights_load(
     change_adapter(tmp_path / "a", config, rename)
     monkeypatch.setattr("batchinfer.worker.loader.load_weights", _not_reached)
     with pytest.raises(ModelError, match=message) as caught:
-        load_model(str(sound / "model"), device=CPU, adapters={"mine": str(tmp_path / "a")})
+        load_model(
+            ModelConfig(str(sound / "model"), adapters={"mine": str(tmp_path / "a")}), device=CPU
+        )
     assert "model.adapters.mine: " in str(caught.value)
 
 
@@ -282,7 +285,9 @@ def test_an_adapter_of_another_model_is_refused(sound: Path, tmp_path: Path) -> 
     make_adapter(wide, tmp_path / "wide", seed=1, target_modules=["q_proj"], r=4)
     for name in ("other", "wide"):
         with pytest.raises(ModelError, match="is not an adapter of this model") as caught:
-            load_model(str(sound / "model"), device=CPU, adapters={name: str(tmp_path / name)})
+            load_model(
+                ModelConfig(str(sound / "model"), adapters={name: str(tmp_path / name)}), device=CPU
+            )
         assert f"model.adapters.{name}: " in str(caught.value)
 
 
@@ -315,22 +320,30 @@ def test_a_damaged_adapter_is_refused(
     shutil.copytree(sound / "adapter", tmp_path / "a")
     spoil(tmp_path / "a")
     with pytest.raises(ModelError, match=message):
-        load_model(str(sound / "model"), device=CPU, adapters={"mine": str(tmp_path / "a")})
+        load_model(
+            ModelConfig(str(sound / "model"), adapters={"mine": str(tmp_path / "a")}), device=CPU
+        )
 
 
 def test_the_output_head_is_refused(sound: Path, tmp_path: Path) -> None:
     make_adapter(tiny_model("llama"), tmp_path / "a", seed=1, target_modules=["lm_head"])
     with pytest.raises(ModelError, match="it changes lm_head, the output head, which is not"):
-        load_model(str(sound / "model"), device=CPU, adapters={"a": str(tmp_path / "a")})
+        load_model(
+            ModelConfig(str(sound / "model"), adapters={"a": str(tmp_path / "a")}), device=CPU
+        )
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:
     make_checkpoint("qwen3_moe", tmp_path / "model")
     make_adapter(tiny_model("qwen3_moe"), tmp_path / "a", seed=1, target_modules=["q_proj"])
-    load_model(str(tmp_path / "model"), device=CPU, adapters={"a": str(tmp_path / "a")})
+    load_model(
+        ModelConfig(str(tmp_path / "model"), adapters={"a": str(tmp_path / "a")}), device=CPU
+    )
     make_adapter(tiny_model("qwen3_moe"), tmp_path / "b", seed=1, target_modules="all-linear")
     with pytest.raises(ModelError, match="target_parameters is set"):
-        load_model(str(tmp_path / "model"), device=CPU, adapters={"b": str(tmp_path / "b")})
+        load_model(
+            ModelConfig(str(tmp_path / "model"), adapters={"b": str(tmp_path / "b")}), device=CPU
+        )
 
 
 @pytest.mark.parametrize(
@@ -344,7 +357,9 @@ def test_an_adapter_that_does_not_fit_is_named(
 
     monkeypatch.setattr(at, fail)
     with pytest.raises(DeviceError, match=r"model\.adapters\.mine does not fit the device"):
-        load_model(str(sound / "model"), device=CPU, adapters={"mine": str(sound / "adapter")})
+        load_model(
+            ModelConfig(str(sound / "model"), adapters={"mine": str(sound / "adapter")}), device=CPU
+        )
 
 
 # Which layers a configuration names: as peft has it

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
+from batchinfer.config import ModelConfig
 from batchinfer.engine.simulate.roofline import ModelCost
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.attention.attention import make_backend
@@ -102,7 +103,7 @@ def test_logits_are_those_of_transformers(
     checkpoint: Callable[[str], Path], family: str, method: str, dtype: str
 ) -> None:
     folder = checkpoint(family)
-    loaded = load_model(str(folder), dtype=dtype, device=CPU, quantization=method)
+    loaded = load_model(ModelConfig(str(folder), dtype=dtype, quantization=method), device=CPU)
     config = TorchAoConfig(theirs(method))
     wanted = logits_of_transformers(folder, dtype, quantization_config=config)
     assert_alike(logits_of(loaded), wanted, 1e-4 if dtype == "float32" else 3e-2)
@@ -131,12 +132,12 @@ def test_a_quantised_checkpoint_is_loaded_as_it_was_saved(
     model.save_pretrained(tmp_path)
     with torch.inference_mode():
         wanted = model(input_ids=torch.tensor([IDS])).logits[0]
-    loaded = load_model(str(tmp_path), device=CPU)
+    loaded = load_model(ModelConfig(str(tmp_path)), device=CPU)
     # Activations that are rounded to 8 bits fall to the other side for the least of reasons.
     assert_alike(logits_of(loaded), wanted, 5e-2 if "Dynamic" in name else 1e-4)
     assert loaded.facts["quantization"] == name
     with pytest.raises(ModelError, match="weights are quantised already; leave the key out"):
-        load_model(str(tmp_path), device=CPU, quantization="int8_weight_only")
+        load_model(ModelConfig(str(tmp_path), quantization="int8_weight_only"), device=CPU)
 
 
 @pytest.mark.skipif(int8_kernel(torch.float32) is None, reason="no C compiler here")
@@ -146,7 +147,7 @@ def test_int8_of_our_own_rounds_weights_and_rows(
     checkpoint: Callable[[str], Path], family: str, dtype: str
 ) -> None:
     folder = checkpoint(family)
-    loaded = load_model(str(folder), dtype=dtype, device=CPU, quantization="int8")
+    loaded = load_model(ModelConfig(str(folder), dtype=dtype, quantization="int8"), device=CPU)
     plain, wanted = logits_of_transformers(folder, "float32"), logits_of_rounded(folder)
     ours = logits_of(loaded)
     noise = (wanted - plain).norm()
@@ -165,7 +166,7 @@ def test_int8_of_our_own_rounds_weights_and_rows(
 def test_int8_of_our_own_is_fused_and_small(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    loaded = load_model(str(checkpoint("llama")), device=CPU, quantization="int8")
+    loaded = load_model(ModelConfig(str(checkpoint("llama")), quantization="int8"), device=CPU)
     kinds = {type(module).__name__ for module in loaded.model.modules()}
     assert "NativeDecoderLayers" in kinds
     config = json.loads((checkpoint("llama") / "config.json").read_text())
@@ -173,12 +174,14 @@ def test_int8_of_our_own_is_fused_and_small(
     assert loaded.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.15)
     assert model_bytes(loaded.model) == loaded.facts["weight_bytes"]
     with pytest.raises(DeviceError, match=r"needs a C compiler \(cc, or \$CC\), and model.dtype"):
-        load_model(str(checkpoint("llama")), dtype="float16", device=CPU, quantization="int8")
+        load_model(
+            ModelConfig(str(checkpoint("llama")), dtype="float16", quantization="int8"), device=CPU
+        )
     with pytest.raises(ModelError, match=r"not yet: model\.quantization: int8 is for CPUs"):
         check_quantization({}, "int8", "cuda")
     make_checkpoint("gpt2", tmp_path)
     with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantised"):
-        load_model(str(tmp_path), device=CPU, quantization="int8")
+        load_model(ModelConfig(str(tmp_path), quantization="int8"), device=CPU)
 
 
 def test_bytes_are_counted_as_they_are_kept(checkpoint: Callable[[str], Path]) -> None:
@@ -192,7 +195,7 @@ def test_bytes_are_counted_as_they_are_kept(checkpoint: Callable[[str], Path]) -
         ("int8_weight_only", matrices + rows * (4 + 1)),
         ("int4_weight_only", matrices // 2 + matrices // 32 * 2 * 4),
     ):
-        loaded = load_model(str(folder), device=CPU, quantization=method)
+        loaded = load_model(ModelConfig(str(folder), quantization=method), device=CPU)
         rest = loaded.facts["weight_bytes"] - 4 * (embeddings + norms)
         frequencies = rest - wanted
         assert 0 <= frequencies < 400, "and the rotary frequencies"
@@ -206,7 +209,9 @@ def test_bytes_are_counted_as_they_are_kept(checkpoint: Callable[[str], Path]) -
 def test_what_is_not_quantised_is_packed_and_fused_as_ever(
     checkpoint: Callable[[str], Path],
 ) -> None:
-    loaded = load_model(str(checkpoint("llama")), device=CPU, quantization="int8_weight_only")
+    loaded = load_model(
+        ModelConfig(str(checkpoint("llama")), quantization="int8_weight_only"), device=CPU
+    )
     kinds = {type(module).__name__ for module in loaded.model.modules()}
     assert {"PackedLinear", "FusedRMSNorm", "Linear"} <= kinds
     assert not kinds & {"FusedAttention", "FusedGatedMLP", "NativeDecoderLayers"}
@@ -218,10 +223,12 @@ def test_adapters_are_added_to_quantised_layers(
     base = tiny_model("llama", **WIDE)
     make_adapter(base, tmp_path / "a", seed=1, r=4, target_modules=["q_proj", "down_proj"])
     loaded = load_model(
-        str(checkpoint("llama")),
+        ModelConfig(
+            str(checkpoint("llama")),
+            quantization="int8_weight_only",
+            adapters={"a": str(tmp_path / "a")},
+        ),
         device=CPU,
-        quantization="int8_weight_only",
-        adapters={"a": str(tmp_path / "a")},
     )
     with torch.inference_mode():
         wanted = base(input_ids=torch.tensor([IDS])).logits[0]  # peft has put the adapter into it
@@ -275,7 +282,7 @@ def test_other_ways_to_quantise_are_refused_by_name_before_weights_load(
     (tmp_path / "model.safetensors").symlink_to(checkpoint("llama") / "model.safetensors")
     monkeypatch.setattr("batchinfer.worker.loader.load_weights", _not_reached)
     with pytest.raises(ModelError, match=message):
-        load_model(str(tmp_path), device=CPU)
+        load_model(ModelConfig(str(tmp_path)), device=CPU)
 
 
 def _not_reached(*_: Any) -> None:
@@ -285,10 +292,10 @@ def _not_reached(*_: Any) -> None:
 def test_models_and_widths_that_do_not_go_are_refused(tmp_path: Path) -> None:
     make_checkpoint("gpt2", tmp_path / "gpt2")
     with pytest.raises(ModelError, match="'gpt2' have no linear layers that can be quantised"):
-        load_model(str(tmp_path / "gpt2"), device=CPU, quantization="int8_weight_only")
+        load_model(ModelConfig(str(tmp_path / "gpt2"), quantization="int8_weight_only"), device=CPU)
     make_checkpoint("llama", tmp_path / "odd", intermediate_size=48)
     with pytest.raises(ModelError, match="int4_weight_only needs widths divisible by 32"):
-        load_model(str(tmp_path / "odd"), device=CPU, quantization="int4_weight_only")
+        load_model(ModelConfig(str(tmp_path / "odd"), quantization="int4_weight_only"), device=CPU)
 
 
 def test_without_torchao_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from batchinfer.config import ModelConfig
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.loader import load_model
@@ -187,7 +188,9 @@ def test_a_rows_bits_are_tried_on_the_model(
         monkeypatch.setattr(kernel_choice, "product_kernels", lambda dtype: (claims,))
     widths = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
     folder = make_checkpoint("llama", tmp_path, **widths)
-    loaded = load_model(str(folder), device=CPU, kernels=KernelWish(deterministic=True))
+    loaded = load_model(
+        ModelConfig(str(folder)), device=CPU, kernels=KernelWish(deterministic=True)
+    )
     if keeps:
         check_row_bits(loaded.model, loaded.layout(16))
     else:

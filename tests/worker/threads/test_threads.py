@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from batchinfer import build
-from batchinfer.config import EngineConfig
+from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.cpus import CpuLimits
 from batchinfer.engine.runner import Pending, Ready
 from batchinfer.engine.step import Step
-from batchinfer.llm.arguments import ModelArguments
 from batchinfer.worker.threads.governor import ThreadGovernor
 from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
 from batchinfer.worker.threads.threads import TorchThreads, choose_threads
@@ -141,12 +140,12 @@ def test_numbers_set_in_another_thread_are_not_taken_for_the_callers() -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelArguments:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     path = make_text_model(tmp_path_factory.mktemp("model"))
-    return ModelArguments(str(path), None, None, "float32", None, None, {})
+    return ModelConfig(str(path), dtype="float32")
 
 
-def built_with(model: ModelArguments, **engine: int) -> tuple[str, str, int]:
+def built_with(model: ModelConfig, **engine: int) -> tuple[str, str, int]:
     """An engine's line about threads, its device, and torch's number."""
     lines: list[str] = []
     config = EngineConfig(device="cpu", num_kv_blocks=8, **engine)  # type: ignore[arg-type]
@@ -155,7 +154,7 @@ def built_with(model: ModelArguments, **engine: int) -> tuple[str, str, int]:
 
 
 def test_engines_of_one_process_choose_each_for_itself(
-    model: ModelArguments, monkeypatch: pytest.MonkeyPatch
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -173,7 +172,7 @@ def test_engines_of_one_process_choose_each_for_itself(
 
 @pytest.mark.parametrize("kind", ["own", "torch"])
 def test_only_kernels_that_keep_a_rows_bits_are_governed(
-    model: ModelArguments, kind: str, monkeypatch: pytest.MonkeyPatch
+    model: ModelConfig, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)

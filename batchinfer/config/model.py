@@ -1,0 +1,40 @@
+"""Which model is run, checked when it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from batchinfer.config.types import coerce_fields
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model to load, and how: keys of the job file's ``model`` section.
+
+    Raises:
+        TypeError: naming the key, when a value is of another type.
+        ValueError: ``max_model_len`` is not positive.
+    """
+
+    name: str
+    """Hub id or local directory."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    tokenizer: str | None = None
+    """Hub id or local directory; None: the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: as the weights are saved."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and output together, in tokens; None: what the model allows."""
+    quantization: str | None = None
+    """One of ``QUANTIZATIONS``; None: the weights stay as they are saved."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Folder or hub id of LoRA adapters by name; rows run through them by number, in this order
+    from 1."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ValueError(f"max_model_len is {self.max_model_len}; it must be 1 or more")
