@@ -56,10 +56,11 @@ class ModelRunner:
             OutOfMemory: there is none for it.
         """
         tokens = step.scored
-        if tokens is None:
-            self._previous = raise_out_of_memory(lambda: self._start(step))
-            return self._previous
-        self._previous, scored = raise_out_of_memory(lambda: self._start_scoring(step, tokens))
+        with raise_out_of_memory():
+            if tokens is None:
+                self._previous = self._start(step)
+                return self._previous
+            self._previous, scored = self._start_scoring(step, tokens)
         return ScoredHandle(self._previous, scored)
 
     def _start(self, step: Step) -> SampleHandle:

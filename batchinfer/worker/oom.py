@@ -1,15 +1,15 @@
-"""Knows when a step failed for want of memory, and lets go of what it had."""
+"""Errors for want of memory, told from others, and what a failed step held let go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import clear_frames
 
 import torch
 
 from batchinfer.engine.runner import OutOfMemory
 
-_T = TypeVar("_T")
 _MESSAGES = (
     "can't allocate memory",  # torch's allocator on the CPU, on Linux
     "not enough memory",  # on other systems
@@ -20,22 +20,24 @@ _MESSAGES = (
 _LONGEST_REASON = 200  # characters; torch goes on to explain its allocator
 
 
-def raise_out_of_memory(compute: Callable[[], _T]) -> _T:
-    """What ``compute`` returns.
+@contextmanager
+def raise_out_of_memory() -> Iterator[None]:
+    """Within, an error for want of memory becomes ``OutOfMemory``, and what was computed is let go.
 
     Raises:
-        OutOfMemory: there was too little memory. The tensors of the attempt are gone by then, and
-            torch keeps no CUDA memory that nothing uses.
+        OutOfMemory: there was too little memory. The tensors of the functions that failed are gone
+            by then, and torch keeps no CUDA memory that nothing uses.
     """
     try:
-        return compute()
+        yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
-    # Only past the handler are the frames that failed, and with them their tensors, let go.
-    torch.cuda.empty_cache()
-    raise OutOfMemory(reason)
+        clear_frames(error.__traceback__)  # they hold their tensors for as long as the error lives
+        error.__context__ = error.__cause__ = None
+        torch.cuda.empty_cache()
+        raise OutOfMemory(reason) from None
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -32,16 +32,16 @@ def raises(error: Exception) -> Callable[[], None]:
     ids=["torch", "numpy", "c_kernel", "cuda", "pinned"],
 )
 def test_a_lack_of_memory_is_told_in_a_line(compute: Callable[[], object]) -> None:
-    with pytest.raises(OutOfMemory) as told:
-        raise_out_of_memory(compute)
+    with pytest.raises(OutOfMemory) as told, raise_out_of_memory():
+        compute()
     assert 0 < len(str(told.value)) <= 200
     assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("memory")])
 def test_other_failures_are_left_alone(error: Exception) -> None:
-    with pytest.raises(type(error)) as told:
-        raise_out_of_memory(raises(error))
+    with pytest.raises(type(error)) as told, raise_out_of_memory():
+        raise error
     assert told.value is error
 
 
@@ -53,10 +53,26 @@ def test_the_tensors_of_the_attempt_are_gone() -> None:
         kept.append(weakref.ref(activations))
         return activations + torch.empty(TOO_MUCH)
 
-    with pytest.raises(OutOfMemory):
-        raise_out_of_memory(compute)
-    assert kept[0]() is None
+    with pytest.raises(OutOfMemory) as told, raise_out_of_memory():
+        compute()
+    assert kept[0]() is None, f"{told.value} keeps them"
 
 
-def test_what_there_is_memory_for_is_returned() -> None:
-    assert raise_out_of_memory(lambda: 7) == 7
+def test_the_tensors_of_an_earlier_failure_are_gone() -> None:
+    """Those of the error that the one for want of memory was raised in place of."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def fail() -> None:
+        activations = torch.zeros(3)
+        kept.append(weakref.ref(activations))
+        raise ValueError("once more")
+
+    def compute() -> None:
+        try:
+            fail()
+        except ValueError:
+            torch.empty(TOO_MUCH)
+
+    with pytest.raises(OutOfMemory) as told, raise_out_of_memory():
+        compute()
+    assert kept[0]() is None, f"{told.value} keeps them"

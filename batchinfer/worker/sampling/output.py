@@ -47,7 +47,8 @@ class SampleHandle:
         Raises:
             OutOfMemory: the device reports only now that it had no memory for the step.
         """
-        packed = raise_out_of_memory(self._packed.wait).view(np.int32)
+        with raise_out_of_memory():
+            packed = self._packed.wait().view(np.int32)
         floats = packed.view(np.float32)
         ranks = top_token_ids = top_logprobs = None
         if self._has_alternatives:
