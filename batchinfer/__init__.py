@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.config import SamplingParams
-from batchinfer.openmp import bound_spinning
+from batchinfer.process import bound_spinning
 
 if TYPE_CHECKING:
     from batchinfer.llm import LLM, BeamSearchParams, RequestOutput

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from batchinfer.openmp import bound_spinning
+from batchinfer.process import bound_spinning
 
 UNUSED = ("accelerate", "scipy")
 """Packages that transformers imports for every model wherever they are installed: for models spread

@@ -48,8 +48,7 @@ ROOMS = [
     Room("options", "options of run-batch and bench", ("errors",)),
     Room("protocols", "what the engine asks of the text plane"),
     Room("cpus", "how many cores a process may use"),
-    Room("openmp", "how long idle OpenMP threads spin"),
-    Room("process", "signals and the garbage collector of a job's process", ("errors",)),
+    Room("process", "signals, garbage collector and threads of a job's process", ("errors",)),
     Room("config", "records of what a user may ask for, checked when made"),
     Room("kernels", "tensors and numbers only: Triton, C, and their twins in torch"),
     Room("engine.step", "the message each way between engine and worker"),
@@ -218,7 +217,7 @@ ROOMS = [
         "The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.",
         ("config", "errors", "process", "console", "engine", "text", "requests", "build", "report"),
     ),
-    Room("__init__", "the names of the Python API", ("openmp", "config", "llm")),
+    Room("__init__", "the names of the Python API", ("process", "config", "llm")),
     Room("bench", "throughput", ("config", "errors", "worker.model", "options", "llm")),
     Room("program", "exit codes, messages, crash logs", ("errors", "process")),
     Room(
@@ -226,7 +225,7 @@ ROOMS = [
         "options",
         ("errors", "console", "job", "report", "options", "bench", "program"),
     ),
-    Room("__main__", "the program", ("openmp", "cli")),
+    Room("__main__", "the program", ("process", "cli")),
 ]
 BY_NAME = {room.name: room for room in ROOMS}
 LEVEL = {room.name: level for level, room in enumerate(ROOMS)}

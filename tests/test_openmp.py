@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from batchinfer.openmp import SPIN_COUNT
+from batchinfer.process import SPIN_COUNT
 
 
 def environment_after(code: str, **given: str) -> dict[str, str]:
@@ -23,7 +23,7 @@ def environment_after(code: str, **given: str) -> dict[str, str]:
     return {name: after[name] for name in names if name in after}
 
 
-BOUND = "from batchinfer.openmp import bound_spinning\nbound_spinning()"
+BOUND = "from batchinfer.process import bound_spinning\nbound_spinning()"
 TORCH_LOADED = "import sys; sys.modules['torch'] = None\n"
 
 

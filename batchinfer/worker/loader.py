@@ -29,7 +29,6 @@ from batchinfer.worker.model.checkpoint import (
 )
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.quantization import check_quantization, saved_quantization
-from batchinfer.worker.model.rope import fix_longrope
 from batchinfer.worker.model.tokenizer import eos_token_ids, num_tokenizer_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights
 from batchinfer.worker.products.choice import (
@@ -38,8 +37,7 @@ from batchinfer.worker.products.choice import (
     KernelWish,
     choose_kernel,
 )
-from batchinfer.worker.products.int8 import quantize_packed
-from batchinfer.worker.products.linear import pack_linears
+from batchinfer.worker.products.linear import pack_linears, quantize_packed
 from batchinfer.worker.self_check import check_model
 
 _ANY_KERNELS = KernelWish()
@@ -138,19 +136,15 @@ def load_model(
     """
     described = describe_model(choice, device.type, weights_too=True)
     dtype, torch_dtype = described.dtype, getattr(torch, described.dtype)
-    quantization = choice.quantization
-    load = partial(
-        load_weights, described.folder, described.pretrained, dtype, device, quantization
-    )
+    longest, quantization = described.max_model_len, choice.quantization
+    files = described.folder, described.pretrained
+    load = partial(load_weights, *files, dtype, device, longest, quantization)
     model = load()
     num_parameters = sum(p.numel() for p in model.parameters())
     layout = KVLayout.from_config(described.config, block_size=16, dtype=dtype)
-    longest = described.max_model_len
-    fix_longrope(model, longest)
     check_model(model, layout)
     if not fuse(model, layout, longest):
         model = load()
-        fix_longrope(model, longest)
     product, names = TORCH_MULTIPLIES, {}
     if device.type == "cpu":
         if quantization == "int8":

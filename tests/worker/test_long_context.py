@@ -18,7 +18,7 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, 
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.model.rope import fix_longrope
+from batchinfer.worker.model.weights import fix_longrope
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker
 

@@ -1,4 +1,4 @@
-"""Loads a model's weights, and checks that config.json and the weight files belong together."""
+"""Loads a model's weights, checks them against config.json, and fixes its rotary positions."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ def load_weights(
     config: PreTrainedConfig,
     dtype: str,
     device: torch.device,
+    max_model_len: int,
     quantization: str | None = None,
 ) -> torch.nn.Module:
     """transformers' own model of the config, filled from the folder, on the device.
 
     Args:
+        max_model_len: longest sequence in tokens, by which a LongRoPE model's positions are chosen.
         quantization: a name of ``model.quantization``.
 
     Raises:
@@ -88,6 +90,7 @@ def load_weights(
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{folder}: the weights cannot be loaded: {reason}") from error
     assert isinstance(model, torch.nn.Module)
+    fix_longrope(model, max_model_len)
     return model
 
 
@@ -146,3 +149,47 @@ def _some(names: Collection[str]) -> str:
 
 def _shape(size: Collection[int]) -> str:
     return " x ".join(map(str, size)) or "a single number"
+
+
+def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
+    """Choose each LongRoPE set of frequencies from ``max_model_len``, in tokens, and keep it.
+
+    transformers chooses by the longest position in the batch, so that what stands beside a row
+    would change its tokens. Call it on any model; those without LongRoPE stay as they are.
+
+    Raises:
+        ModelError: the model chooses in a way that cannot be fixed.
+    """
+    fixed = 0
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope" and hasattr(module, "inv_freq"):
+            _fix(module, max_model_len)
+            fixed += 1
+    if fixed == 0 and uses_longrope(getattr(model, "config", None)):
+        raise ModelError("the model's rotary positions (longrope) are not where they are expected")
+
+
+def _fix(module: torch.nn.Module, max_model_len: int) -> None:
+    frequencies = module.inv_freq
+    assert isinstance(frequencies, torch.Tensor)
+    like = frequencies.new_zeros(1)
+    alone = torch.tensor([[0, 1]], device=frequencies.device)
+    beside_last = torch.tensor([[0, 1, max_model_len - 1]], device=frequencies.device)
+    # One call with the last position makes transformers choose; under another name it stays.
+    module(like, position_ids=beside_last)
+    module.rope_type = "default"  # type: ignore[assignment]
+    beside = module(like, position_ids=beside_last)
+    for got, expected in zip(module(like, position_ids=alone), beside, strict=True):
+        if not torch.equal(got, expected[:, :2]):
+            raise ModelError(
+                f"{type(module).__name__} chooses its rotary positions by the longest row in the "
+                "batch (longrope) and cannot be fixed; the model cannot be run"
+            )
+
+
+def uses_longrope(config: Any) -> bool:
+    """Whether the text part of a config asks for LongRoPE."""
+    text = getattr(config, "get_text_config", lambda: config)()
+    rope = getattr(text, "rope_parameters", None) or {}
+    entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]
+    return any(entry.get("rope_type") == "longrope" for entry in entries)

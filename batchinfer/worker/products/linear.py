@@ -3,18 +3,19 @@
 ``torch.nn.functional.linear`` has oneDNN or BLAS rearrange the weight in every call. The project's
 own kernel is up to 1.7 times oneDNN's packed speed at 8 to 32 rows and as fast at 64 on a processor
 with AVX-512, and oneDNN's packed product 1.3 to 2.4 times ``linear``; which is best elsewhere is
-measured (``kernel_choice``).
+measured (``choice``).
 """
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
+from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.model.quantization import is_plain
-from batchinfer.worker.product_kernels import OwnPacked, ProductKernel
+from batchinfer.worker.product_kernels import OwnPacked, ProductKernel, int8_kernel
 
 
 class PackedLinear(nn.Module):
@@ -83,6 +84,40 @@ def pack_linears(
                 setattr(parent, name, PackedLinear(child, kernel))
                 count += 1
     return count
+
+
+def quantize_packed(model: Any, dtype: torch.dtype) -> ProductKernel:
+    """Round the weights of a model's linear layers to int8 and pack them, but the output head's.
+
+    ``model.quantization: int8``; call it when the layers are fused. A weight has a scale for each
+    output, a row one that is taken when it is multiplied, both symmetric: the largest number
+    becomes 127. (torchao's ``Int8DynamicActivationInt8WeightConfig`` has it become 127.5 before it
+    is rounded, so that results differ by as much as either rounds.)
+
+    Args:
+        model: one of transformers' for text.
+        dtype: of its weights.
+
+    Returns:
+        What multiplies by them.
+
+    Raises:
+        DeviceError: there is no kernel for ``dtype`` here.
+        ModelError: the model has no such layers.
+    """
+    kernel = int8_kernel(dtype)
+    if kernel is None:
+        raise DeviceError(
+            "model.quantization: int8 needs a C compiler (cc, or $CC), and model.dtype: float32 or "
+            "bfloat16",
+            hint="install one, choose another model.dtype, or take int8_weight_only",
+        )
+    if not pack_linears(model, kernel, dtype, but=model.get_output_embeddings()):
+        raise ModelError(
+            f"model.quantization: models of the family {model.config.model_type!r} have no linear "
+            "layers that can be quantised"
+        )
+    return kernel
 
 
 def packs(linear: object, kernel: ProductKernel, dtype: torch.dtype) -> TypeGuard[nn.Linear]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.rope import fix_longrope
+from batchinfer.worker.model.weights import fix_longrope
 from tests.models import tiny_model
 
 LONGROPE: dict[str, Any] = {
