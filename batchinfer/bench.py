@@ -58,7 +58,7 @@ def _is_list_of_ids(kind: pa.DataType) -> bool:
 def _prompt(
     path: Path, column: str, row: int, value: bytes | list[int | None] | None
 ) -> str | list[int]:
-    """A cell as a prompt.
+    """A prompt from a cell.
 
     Raises:
         DataError: naming the row whose cell is none.
@@ -136,7 +136,7 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
 
 
 def _nothing_measured(options: BenchOptions, errors: Sequence[RowError]) -> JobError:
-    """None of the prompts could be run."""
+    """The error for a run in which no prompt could be run."""
     problem = f"none of the {len(errors)} prompts could be run; the first: {errors[0]}"
     if options.dataset is not None:
         return DataError(problem, hint=f"give shorter prompts than those of {options.dataset}")

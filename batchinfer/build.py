@@ -169,7 +169,7 @@ def _set_threads(
 
 
 def _on_threads(runner: Runner, threads: ThreadCount, kernels: KernelChoice) -> Runner:
-    """Have steps compute on so many threads, or on fewer where that changes no row's bits."""
+    """Have a runner's steps compute on so many threads, or on fewer where no row's bits change."""
     keeps_bits = kernels.kernel is not None and kernels.kernel.keeps_row_bits
     if threads.pinned or threads.count == 1 or not keeps_bits:
         return PinnedThreads(runner, threads.count)
@@ -189,7 +189,7 @@ def _graphs(loaded: LoadedModel, cache: KVCache, engine: EngineConfig) -> Decode
 
 
 def make_tokenizer(model: ModelConfig) -> Tokenizer:
-    """The model's tokenizer, or the one chosen for it.
+    """Load the model's tokenizer, or the one named in its place.
 
     Raises:
         ModelError: there is none that can be used.
@@ -209,7 +209,7 @@ def make_tokenizer(model: ModelConfig) -> Tokenizer:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device that ``engine.device`` means.
+    """The torch device for ``engine.device``.
 
     Raises:
         DeviceError: CUDA is asked for and not there.
@@ -224,7 +224,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """The device in words, for the summary."""
+    """The device's name, for the summary."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads of {os.cpu_count()})"

@@ -20,7 +20,7 @@ from batchinfer.worker.memory import DeviceMemory, fit_memory, free_host_bytes
 
 @dataclass(frozen=True)
 class SimulatedEngine(EngineContext):
-    """What ``build_engine`` would return, over a runner that computes nothing."""
+    """A simulated engine in the place of a real one: its runner computes nothing."""
 
     runner: DryRunner
     num_host_blocks: int
@@ -29,7 +29,7 @@ class SimulatedEngine(EngineContext):
 def build_dry_engine(
     model: ModelConfig, engine: EngineConfig, device: Device, *, end_after: int | None = None
 ) -> SimulatedEngine:
-    """Make the engine that would run a model on a device.
+    """Make the simulated engine for a model on a device.
 
     Weights are taken to be as many as the model's family has by its config. With ``dtype: auto``
     they are taken to be saved as the config says, or else in float32.
@@ -89,7 +89,7 @@ def build_dry_engine(
 
 
 def _most_blocks(engine: EngineConfig, layout: KVLayout, max_model_len: int) -> int:
-    """Blocks that running sequences can fill, and as many for what they leave behind.
+    """Blocks that running sequences can fill, and as many for cached ones.
 
     More would change nothing but the time a step takes to count them: a small model has millions
     of blocks on a large device.
@@ -99,7 +99,7 @@ def _most_blocks(engine: EngineConfig, layout: KVLayout, max_model_len: int) -> 
 
 
 def device_of(engine: EngineConfig) -> Device:
-    """The device that ``engine.device`` means on this machine.
+    """The simulated device for ``engine.device`` on this machine.
 
     Raises:
         DeviceError: CUDA is asked for and not there.

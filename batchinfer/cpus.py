@@ -21,7 +21,7 @@ _PLACES = ("OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 @dataclass(frozen=True)
 class CpuLimits:
-    """What bounds the cores of this process."""
+    """Bounds on the cores of this process."""
 
     machine: int
     """Cores that are online."""
@@ -44,7 +44,7 @@ def available_cpus() -> int:
 
 
 def cpu_limits(root: str = "/") -> CpuLimits:
-    """What bounds the cores of this process now.
+    """Read the bounds on the cores of this process.
 
     Args:
         root: folder that holds ``proc`` and the mount points named there.

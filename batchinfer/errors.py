@@ -37,7 +37,7 @@ class UsageError(JobError):
 
 
 class NotYetError(UsageError):
-    """The contract names it, this version does not build it."""
+    """A feature that the contract names and this version does not build."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not yet: {what} is not supported by this version")

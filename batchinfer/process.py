@@ -27,7 +27,7 @@ _TOLD_BY = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def leave_on_signals() -> None:
-    """From now on SIGINT, SIGTERM and SIGUSR1 end the process at once: nothing is in flight yet.
+    """End the process at once on SIGINT, SIGTERM and SIGUSR1: nothing is in flight yet.
 
     No exception is raised for them: one that meets an import leaves half a module behind.
     """
@@ -35,7 +35,7 @@ def leave_on_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """From now on SIGINT, SIGTERM and SIGUSR1 do nothing: the process is on its way out."""
+    """Ignore SIGINT, SIGTERM and SIGUSR1 from here on: the process is on its way out."""
     _handle_with(signal.SIG_IGN)
 
 
@@ -53,7 +53,7 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """Within, SIGINT, SIGTERM and SIGUSR1 set the event; a second SIGINT ends the process at once.
+    """Set an event on SIGINT, SIGTERM and SIGUSR1; a second SIGINT ends the process at once.
 
     Where ``leave_on_signals`` held before, signals are ignored afterwards, as by
     ``ignore_signals``: what was asked for is done or was given up, and no moment is left in which
@@ -80,7 +80,7 @@ def stop_signals() -> Iterator[threading.Event]:
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Inside, collections do not look at what exists already.
+    """Keep what exists already out of garbage collections.
 
     A full one walks every object of torch, transformers and the model: a quarter of a second, in
     the middle of a run. Nothing is lost: afterwards collections look at everything again. Where a
@@ -98,7 +98,7 @@ def gc_frozen() -> Iterator[None]:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Inside, nothing is collected.
+    """Pause garbage collections.
 
     Importing torch and transformers and loading a model makes a million objects that all stay: to
     look at them again and again takes a fifth of the time of a start.
@@ -114,7 +114,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def _make_old() -> None:
-    """Let what exists pass for what has survived collections: else the next one walks it all."""
+    """Move what exists to the oldest generation: else the next collection walks it all."""
     if not gc.get_freeze_count():
         gc.freeze()
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""What a program does around its commands: it prints, ends with an exit code, keeps tracebacks.
+"""The program around its commands: output, exit codes, crash logs.
 
 The traceback of a bug goes to a file, so that the screen keeps one line.
 """
@@ -65,7 +65,7 @@ def _bug(error: Exception) -> str:
 
 
 def to_json(data: Any) -> str:
-    """Data as commands print it."""
+    """Data as the JSON text that commands print."""
     import json
 
     return json.dumps(data, indent=2)
@@ -96,7 +96,7 @@ class CrashError(Exception):
 
 @contextmanager
 def crash_directory(directory: Path) -> Iterator[None]:
-    """Have a bug met inside logged in ``directory``, if that exists by then.
+    """Log a bug met inside to ``directory``, if that exists by then.
 
     Raises:
         CrashError: from whatever was raised inside that is not a ``JobError``.

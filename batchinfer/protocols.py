@@ -1,4 +1,4 @@
-"""What the engine asks of the text plane, so that neither imports the other."""
+"""Protocols between the engine and the text plane, so that neither imports the other."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string was met: which, and how many characters of the text to keep."""
+    """A stop string that was met, and how many characters of the text to keep."""
 
     stop: str
     text_end: int
 
 
 class StopChecker(Protocol):
-    """The text plane's eye on one sample: told each token, says when its text must end."""
+    """Stop-string checker of one sample."""
 
     def on_token(self, token_id: int, *, may_stop: bool) -> StopMatch | None:
-        """Take the sample's next token.
+        """Advance by the sample's next token.
 
         Args:
             token_id: the token just sampled.
@@ -33,15 +33,15 @@ class StopChecker(Protocol):
 
 
 class GrammarState(Protocol):
-    """A grammar's eye on one sample: told each token, says which may come next."""
+    """Matcher of one sample: which tokens may come next."""
 
     @property
     def error(self) -> str | None:
-        """Why nothing can be said any more: the grammar took more work than it may."""
+        """Why the matcher has given up (the grammar took more work than it may), or None."""
         ...
 
     def take(self, token_id: int) -> list[int]:
-        """Take the sample's next token, one that the mask allowed.
+        """Advance by the sample's next token, one that the mask allowed.
 
         Returns:
             The tokens that must follow, taken as well; the last is an end-of-sequence token where
@@ -51,14 +51,14 @@ class GrammarState(Protocol):
 
 
 class Grammar(Protocol):
-    """What the text of a row's samples must look like."""
+    """Constraint on the text of a row's samples."""
 
     def begin(self) -> GrammarState:
-        """A sample without tokens."""
+        """A matcher for a new sample."""
         ...
 
     def masks(self, states: Sequence[GrammarState]) -> npt.NDArray[np.int32]:
-        """What may come next in samples of this grammar, or of others for the same model.
+        """Token masks of samples of this grammar, or of others for the same model.
 
         Returns:
             [len(states), words]: bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may

@@ -25,7 +25,7 @@ from batchinfer.kernels.launch import OPTIONS
 
 
 def chunk_config(group: int, widths: int, element_size: int) -> LaunchConfig:
-    """128 rows, or one token's heads where a group has more; 64 where heads are wide.
+    """Launch shape: 128 rows, or one token's heads where a group has more; 64 where heads are wide.
 
     A tile of keys and values then makes 128 products per element loaded: at 350 TFLOP/s the
     multiprocessors of an H200 read 2.7 TB/s from its L2, with 64 rows 5.4.
@@ -42,7 +42,7 @@ def chunk_config(group: int, widths: int, element_size: int) -> LaunchConfig:
 def attend_chunks(
     shared: dict[str, Any], num_tokens: int, num_sequences: int, element_size: int
 ) -> None:
-    """Launch; `shared` are the arguments of both kinds of programs."""
+    """Attend in chunks; `shared` are the arguments of both kinds of programs."""
     widths = shared["KEY_BLOCK"] + shared["VALUE_BLOCK"]
     config = chunk_config(shared["GROUP"], widths, element_size)
     tokens = config.rows // shared["GROUP"]

@@ -35,7 +35,8 @@ _PROGRAMS_EACH = 2  # that the registers of a multiprocessor have room for
 
 
 def decode_config(group: int, widths: int, element_size: int) -> LaunchConfig:
-    """One query token: the rows are a group's heads, and 16 is the least that `tl.dot` takes."""
+    """Launch shape of one query token: the rows are a group's heads, and 16 is the least that
+    `tl.dot` takes."""
     tile = tile_tokens(widths, element_size)
     return LaunchConfig(rows=padded(group), tile=tile, num_warps=4, num_stages=5)
 

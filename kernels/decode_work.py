@@ -33,7 +33,7 @@ _SHARED_ROWS = 64  # of a tile of a shared piece: the least that a Hopper warp g
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """A step's work list for one window, and room for what its pieces come to."""
+    """A step's work list for one window, and room for its pieces' results."""
 
     items: torch.Tensor  # [S * max_pieces, 2] int32: sequence, or first of a tile in order; piece
     counters: torch.Tensor  # [2, 1 + num_launches] int32: items, then taken items of each launch;

@@ -1,4 +1,4 @@
-"""What the launches in this folder share: where a kernel can run, and how it is compiled."""
+"""Launches of this folder's kernels: where one can run, and how it is compiled."""
 
 import torch
 import triton

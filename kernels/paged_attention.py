@@ -127,7 +127,7 @@ def _shared_arguments(
     sliding_window: int,
     softcap: float,
 ) -> dict[str, Any]:
-    """The arguments that both attention kernels take, by name."""
+    """Arguments of both attention kernels, by name."""
     _, num_kv_heads, block_size, key_width = key_cache.shape
     value_width = value_cache.shape[3]
     strides = {

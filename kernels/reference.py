@@ -1,4 +1,4 @@
-"""The kernels of this folder once more, in plain torch: these define what is correct.
+"""Reference kernels in plain torch: these define what is correct.
 
 Simple before fast: loops over sequences, float64 inside. They run on any device, and read nothing
 that the kernels may not read: a stale slot or a table entry past a sequence's blocks stays unread.
@@ -72,7 +72,7 @@ def visible(
     key_positions: torch.Tensor,  # [K]
     sliding_window: int,
 ) -> torch.Tensor:  # [Q, K] bool
-    """Position p sees the positions up to itself; with a window w only those in (p - w, p]."""
+    """Positions that each position sees: all up to itself; with a window w those in (p - w, p]."""
     distance = positions[:, None] - key_positions[None, :]
     mask = distance >= 0
     return mask & (distance < sliding_window) if sliding_window else mask
@@ -120,8 +120,8 @@ def kv_write(
 
 
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As the cache holds it: what float8 e4m3fn cannot hold is its largest number, with the sign,
-    where older versions of torch would make it NaN."""
+    """Values as the cache holds them: what float8 e4m3fn cannot hold is its largest number, with
+    the sign, where older versions of torch would make it NaN."""
     if dtype == torch.float8_e4m3fn:
         x = x.clamp(-448.0, 448.0)
     return x.to(dtype)

@@ -2,7 +2,7 @@
 # ruff: noqa: N803
 # (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
 # the comment behind each. Compile-time constants are written as constants.)
-"""From the q/k/v product to attention: norms, rotary positions and the KV write in one launch.
+"""Norms, rotary positions and the KV write of a q/k/v product, in one launch.
 
 Formula, for every token and every query and key head x (Su et al. 2021, arXiv:2104.09864, in the
 arrangement of GPT-NeoX), where R is the rotated width and x is first normalised as in `rms_norm` if

@@ -2,7 +2,7 @@
 # ruff: noqa: N803
 # (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
 # the comment behind each. Compile-time constants are written as constants.)
-"""What sampling asks of every row of logits, in one pass over them.
+"""Statistics that sampling asks for of every row of logits, in one pass over them.
 
 Formula, for every row x:
 

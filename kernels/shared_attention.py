@@ -25,7 +25,7 @@ from batchinfer.kernels.launch import OPTIONS
 
 
 def shared_config(group: int, widths: int, element_size: int) -> LaunchConfig:
-    """64 rows, or one token's heads where a group has more.
+    """Launch shape: 64 rows, or one token's heads where a group has more.
 
     Pieces of a small tree then cost little more than reading them; a large one is read from the L2
     once for every tile.

@@ -1,4 +1,4 @@
-"""How values and texts are shown in messages: short, on one line, harmless."""
+"""Values and texts in messages: short, on one line, harmless."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 def counted_rows(count: int) -> str:
-    """So many rows, in words."""
+    """A number of rows, with the word."""
     return f"{count:,} row" if count == 1 else f"{count:,} rows"
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it."""
+    """A duration with its unit."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""What the user sees while a job runs: a bar, or a line now and then."""
+"""Progress of a running job: a bar on a terminal, or a line now and then."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows [{elapsed}<{r
 
 
 class Progress(Protocol):
-    """Told what each step finished."""
+    """Display of a job's progress, updated with each step."""
 
     def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
-        """Take the rows a step finished, the output tokens it made, and how it filled the pool."""
+        """Add the rows a step finished and its output tokens, and show the pool's use."""
         ...
 
     def close(self) -> None:
-        """Leave the screen in order."""
+        """End the display and leave the screen in order."""
         ...
 
 
 def make_progress(total: int, *, quiet: bool) -> Progress:
-    """A bar on a terminal, lines elsewhere, nothing if ``quiet``; all to stderr.
+    """Progress display: a bar on a terminal, lines elsewhere, nothing if ``quiet``; all to stderr.
 
     Args:
         total: rows to run.
@@ -60,7 +60,7 @@ class _Silence:
 
 
 class Meter:
-    """Rows and tokens so far, and the pool as it is.
+    """Counts of rows and tokens so far, and the pool's use now.
 
     Args:
         total: rows to run.
@@ -77,7 +77,7 @@ class Meter:
         self._began = clock()
 
     def add(self, rows: int, tokens: int, stats: StepStats | None) -> None:
-        """Take a step, as ``Progress.update`` does."""
+        """Add a step; arguments as for ``Progress.update``."""
         self.rows += rows
         self.tokens += tokens
         if stats is not None:
@@ -86,7 +86,7 @@ class Meter:
 
     @property
     def elapsed_s(self) -> float:
-        """Time since the beginning."""
+        """Seconds since the beginning."""
         return max(self._clock() - self._began, 1e-9)
 
     @property
@@ -111,7 +111,7 @@ class _Bar:
 
 
 class Lines:
-    """A plain line every ``LINE_EVERY_S`` seconds.
+    """Progress as a plain line every ``LINE_EVERY_S`` seconds.
 
     Args:
         total: rows to run.
@@ -130,7 +130,6 @@ class Lines:
         self._next_s = LINE_EVERY_S
 
     def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
-        """See ``Progress``."""
         counter = self._counter
         counter.add(rows, tokens, stats)
         elapsed = counter.elapsed_s
@@ -142,5 +141,4 @@ class Lines:
                 line += f", about {duration(left)} left"
             self._write(line)
 
-    def close(self) -> None:
-        """See ``Progress``."""
+    def close(self) -> None: ...

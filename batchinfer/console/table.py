@@ -1,4 +1,4 @@
-"""What commands say about a job: a table on a terminal, plain lines elsewhere."""
+"""Facts about a job: a table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLES = {"good": "green", "bad": "red", "": "bold"}
 
 @dataclass(frozen=True)
 class SummaryLine:
-    """One line of what is said. Texts of unknown content are ``printable`` already."""
+    """A fact with its label. Texts of unknown content are ``printable`` already."""
 
     label: str
     value: str
@@ -46,7 +46,7 @@ def plain(facts: Iterable[SummaryLine]) -> Iterator[str]:
 def render_table(
     title: str, facts: Iterable[SummaryLine], lines: Iterable[str] | None = None
 ) -> str:
-    """The facts as they are shown on stdout: a table if it is a terminal, else plain lines.
+    """Facts for stdout: a table if it is a terminal, else plain lines.
 
     ``NO_COLOR`` is respected.
 
@@ -89,7 +89,7 @@ def _draws(stream: TextIO | None) -> bool:
 
 
 def _beside(note: str) -> str:
-    """A note in a column of its own: without what joined it to what it follows."""
+    """A note for a column of its own: without what joined it to the text before."""
     text = note.strip(",; ")
     return text[1:-1] if text.startswith("(") and text.endswith(")") else text
 

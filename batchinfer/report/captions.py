@@ -1,4 +1,4 @@
-"""A report's numbers in words: the headline, the figures, the captions."""
+"""A report's words: headline, key figures and captions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORTH_SAYING = 0.01
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its name, and what to hold it against."""
+    """A number with its name, and what to compare it with."""
 
     label: str
     value: str
@@ -23,7 +23,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a bar."""
+    """A part of a stacked bar."""
 
     label: str
     amount: float
@@ -33,7 +33,7 @@ class Slice:
 
 
 def headline(found: Findings) -> str:
-    """The memory story in one sentence."""
+    """The headline: what paging and sharing did to memory, in one sentence."""
     peak = found.timeline.peak
     if not peak.running or not peak.pool_bytes:
         return "Nothing has run yet." if not found.rows_done else "No row came to run."
@@ -54,7 +54,7 @@ def headline(found: Findings) -> str:
 
 
 def pool(found: Findings) -> str:
-    """How large the pool is."""
+    """The size of the KV pool, in words."""
     if not found.kv:
         return ""
     blocks, block_bytes = found.kv["num_blocks"], found.kv["bytes_per_block"]
@@ -65,7 +65,7 @@ def pool(found: Findings) -> str:
 
 
 def figures(found: Findings, price_per_hour: float | None) -> Iterator[Figure]:
-    """The numbers to know before any chart."""
+    """Key figures, shown before any chart."""
     totals, sums = found.timeline.totals, found.lengths.sums
     done = f"of {found.rows_total:,}; " if found.rows_done < found.rows_total else ""
     failed = f"{found.rows_failed:,} failed" if found.rows_failed else "none failed"
@@ -102,7 +102,7 @@ def figures(found: Findings, price_per_hour: float | None) -> Iterator[Figure]:
 
 
 def time_slices(found: Findings) -> list[Slice]:
-    """Where the time went, in seconds."""
+    """Engine time by activity, in seconds."""
     totals, span = found.timeline.totals, found.timeline.span_s
     prompt, answer = totals.prompt_ms / 1e3, totals.answer_ms / 1e3
     between = max(span - prompt - answer, 0.0)
@@ -118,7 +118,7 @@ def time_slices(found: Findings) -> list[Slice]:
 
 
 def prompt_slices(found: Findings) -> list[Slice]:
-    """What became of the prompt tokens."""
+    """Prompt tokens computed, and found in the pool."""
     sums = found.lengths.sums
     cached = sums["cached_tokens"]
     parts = [
@@ -129,7 +129,7 @@ def prompt_slices(found: Findings) -> list[Slice]:
 
 
 def memory_slices(found: Findings) -> list[Slice]:
-    """What sharing saved of the memory, in bytes."""
+    """Memory held, and saved by sharing, in bytes."""
     states = found.timeline.states
     used = float(states("kv_blocks_used").mean())
     saved = max(float(states("kv_logical_blocks").mean()) - used, 0.0)
@@ -138,7 +138,7 @@ def memory_slices(found: Findings) -> list[Slice]:
 
 
 def sharing_caption(found: Findings) -> str:
-    """How much of what could be shared was."""
+    """Prefix reuse in words: of what could be shared, how much was."""
     if not found.lengths.sums["prompt_tokens"]:
         return "No prompt has been computed yet."
     said = f"{_percent(found.prefix_hit_rate)} of the prompt tokens did not have to be computed"
@@ -154,7 +154,7 @@ def sharing_caption(found: Findings) -> str:
 
 
 def pressure_caption(found: Findings) -> str:
-    """What happened when memory was short."""
+    """Preemption in words: what happened when memory was short."""
     sums = found.lengths.sums
     said = (
         f"On average {found.timeline.totals.mean('mean_running'):,.0f} ran side by side, "
@@ -182,7 +182,7 @@ def pressure_caption(found: Findings) -> str:
 
 
 def waits(found: Findings) -> list[tuple[str, ...]]:
-    """What a row waits for: name, median, 95 of 100, the slowest."""
+    """Latency by phase: name, median, 95th percentile, maximum."""
     names = {
         "queue_ms": "In the queue",
         "prefill_ms": "Prompt",
@@ -197,7 +197,7 @@ def waits(found: Findings) -> list[tuple[str, ...]]:
 
 
 def size(count: float) -> str:
-    """Bytes as people say them."""
+    """A number of bytes with its unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return (

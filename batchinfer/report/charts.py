@@ -70,7 +70,7 @@ def chart_rules() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Values over time."""
+    """A series over time."""
 
     colour: str
     values: Float
@@ -78,7 +78,7 @@ class Layer:
 
 
 def memory_for_the_rows(timeline: Timeline, shape: tuple[int, int]) -> str:
-    """What the running rows took, and would have taken, one drawn over the other."""
+    """Chart of the memory that running rows took and would have taken, one drawn over the other."""
     states = timeline.states
     layers = [
         Layer("contiguous", states("contiguous_blocks")),
@@ -97,7 +97,7 @@ def pool_is_drawn(timeline: Timeline) -> bool:
 
 
 def inside_the_pool(timeline: Timeline, shape: tuple[int, int]) -> str:
-    """What the pool's blocks are used for, one above the other."""
+    """Chart of the pool's blocks by use, stacked."""
     states = timeline.states
     used, waste = states("kv_blocks_used"), states("waste_blocks")
     # What is shared are full blocks nearly always; where it is not, its empty slots are waste.
@@ -114,20 +114,20 @@ def inside_the_pool(timeline: Timeline, shape: tuple[int, int]) -> str:
 
 
 def running(timeline: Timeline, shape: tuple[int, int]) -> str:
-    """Sequences that run, and that wait with their blocks on the host."""
+    """Chart of the sequences that run, and of those whose blocks are on the host."""
     states = timeline.states
     layers = [Layer("used", states("num_running")), Layer("swapped", states("num_swapped"))]
     return _over_time(timeline, _stacked(layers), shape, "sequences that run")
 
 
 def waiting(timeline: Timeline, shape: tuple[int, int]) -> str:
-    """Rows in the engine's queue."""
+    """Chart of the rows in the engine's queue."""
     layers = [Layer("cached", timeline.states("num_waiting"))]
     return _over_time(timeline, layers, shape, "rows in the queue")
 
 
 def tokens_per_second(timeline: Timeline, shape: tuple[int, int]) -> str:
-    """Tokens computed: of prompts, again, of answers."""
+    """Chart of tokens per second: of prompts, recomputed, of answers."""
     again = timeline.rate("recomputed_tokens")
     layers = [
         Layer("used", timeline.rate("decode_tokens")),
@@ -138,7 +138,7 @@ def tokens_per_second(timeline: Timeline, shape: tuple[int, int]) -> str:
 
 
 def histogram(bars: Bars, colour: str, shape: tuple[int, int], label: str) -> str:
-    """Rows by length."""
+    """Histogram of rows by length."""
     rows = [
         {"from": start, "to": start + bars.width, "rows": count}
         for start, count in zip(bars.starts, bars.counts, strict=True)
@@ -167,7 +167,7 @@ def histogram(bars: Bars, colour: str, shape: tuple[int, int], label: str) -> st
 
 
 def _stacked(layers: Sequence[Layer]) -> list[Layer]:
-    """Each above those before it; the highest is drawn first."""
+    """Layers stacked, each on those before it; the highest is drawn first."""
     tops = np.cumsum([np.maximum(layer.values, 0) for layer in layers], axis=0)
     return [Layer(layer.colour, top) for layer, top in zip(layers, tops, strict=True)][::-1]
 

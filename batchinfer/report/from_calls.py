@@ -1,4 +1,4 @@
-"""What the calls of an ``LLM`` did, kept as they run, and as a report's findings."""
+"""A log of an ``LLM``'s calls, and the report's findings on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _CHUNK_ROWS = 1024
 
 
 class _Rows:
-    """Rows of numbers. One thread adds, any may read meanwhile: what is being added is left out."""
+    """A growing table of numbers. One thread adds, any may read meanwhile: what is being added is
+    left out."""
 
     def __init__(self, width: int) -> None:
         self._chunks: list[Float] = []
@@ -49,7 +50,7 @@ class CallLog:
         self._requests = _Rows(len(REQUEST_COLUMNS))
 
     def add(self, step: StepStats | None, rows: Sequence[RequestStats], seconds: float) -> None:
-        """Take a step and the rows that it finished.
+        """Add a step and the rows that it finished.
 
         Args:
             step: what it did.
@@ -65,7 +66,7 @@ class CallLog:
     def findings(
         self, model: str, device: str, kv: Mapping[str, int], settings: Mapping[str, Any]
     ) -> Findings:
-        """What a report on the calls so far is about.
+        """Findings of a report on the calls so far.
 
         Args:
             model: its name.

@@ -1,4 +1,4 @@
-"""What an output directory says of its job: running, stopped or finished."""
+"""The report's findings on a job from its output directory: running, stopped or finished."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def _records(out: OutputDir, plan: Manifest) -> Iterator[tuple[Part, PartRecord]
 
 
 def _state(status: Status, job: Mapping[str, Any], merged: bool) -> str:
-    """A run that has written all but ``_SUCCESS`` writes the report before it ends."""
+    """The job's state in words; a run that has written all but ``_SUCCESS`` writes the report
+    before it ends."""
     if not (merged or status.state == "finished_with_errors"):
         return status.state
     limit = (job.get("errors") or {}).get("max_error_rate", _MAX_ERROR_RATE)

@@ -1,4 +1,4 @@
-"""What rows took, however many, as histograms of bounded size."""
+"""Histograms of bounded size over rows, however many."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Bars:
 
 @dataclass
 class Lengths:
-    """Collects rows."""
+    """Collector of rows' lengths and times."""
 
     rows: int = 0
     sums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
@@ -54,7 +54,7 @@ class Lengths:
         self._times = {name: np.zeros(decades * _STEPS_PER_DECADE + 1, np.int64) for name in TIMES}
 
     def add(self, requests: Mapping[str, Float]) -> None:
-        """Take rows: ``COLUMNS`` by name."""
+        """Add rows: ``COLUMNS`` by name."""
         self.rows += len(requests["prompt_tokens"])
         for name in SUMS:
             self.sums[name] += int(requests[name].sum())

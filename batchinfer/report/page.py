@@ -117,10 +117,10 @@ def _environment() -> Environment:
 
 
 def _cleaned(value: Any) -> Any:
-    """Whatever text comes to the page, but for what this program has written itself."""
+    """Text made fit for the page, but for markup that this program has written itself."""
     return sanitize(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _as_json(value: Any) -> str:
-    """A key's value as a job file would have it."""
+    """A key's value as a job file has it."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

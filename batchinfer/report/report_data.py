@@ -1,4 +1,4 @@
-"""What a report is about: numbers and texts, wherever they came from."""
+"""The findings that a report shows: numbers and texts, wherever they came from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchinfer.report.timeline import Timeline
 
 @dataclass(frozen=True)
 class Example:
-    """A row to look at. Texts are as they were found: the page cleans them."""
+    """An example row. Texts are as they were found: the page cleans them."""
 
     row_id: int
     inputs: Sequence[tuple[str, str]]
@@ -48,7 +48,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a page shows."""
+    """All that a report's page shows."""
 
     title: str
     state: str
@@ -78,12 +78,12 @@ class Findings:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """As in ``summary.json``."""
+        """Output tokens per second, as in ``summary.json``."""
         return self.lengths.sums["output_tokens"] / self.engine_s if self.engine_s else 0.0
 
     @property
     def prefix_hit_rate(self) -> float:
-        """As in ``summary.json``."""
+        """Share of the prompt tokens found in the pool, as in ``summary.json``."""
         return _share(self.lengths.sums["cached_tokens"], self.lengths.sums["prompt_tokens"])
 
     @property

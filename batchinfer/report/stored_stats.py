@@ -27,7 +27,7 @@ UNREADABLE = (OSError, pa.ArrowException, KeyError, ValueError)
 def batches(
     out: OutputDir, path: PurePath, columns: Sequence[str], rows: int = _BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """Some columns of a Parquet file, as far as it can be read."""
+    """Batches of some columns of a Parquet file, as far as it can be read."""
     try:
         with out.files.open(path) as file:
             reader = pq.ParquetFile(file, pre_buffer=False)
@@ -39,7 +39,7 @@ def batches(
 def read_timeline(
     out: OutputDir, files: Sequence[PurePath], runs: Sequence[Run], merged: bool
 ) -> Timeline:
-    """The steps of all runs, one run after the other.
+    """Timeline of the steps of all runs, one run after the other.
 
     Args:
         out: the output directory.
@@ -94,7 +94,7 @@ class FinishedRows:
 def read_lengths(
     out: OutputDir, files: Iterable[PurePath], segments: Iterable[PurePath], done: FinishedRows
 ) -> Lengths:
-    """What rows took: those of finished parts, by ``files``, and the others of segments."""
+    """Lengths and times of rows: of finished parts, by ``files``, and of others by segments."""
     lengths = Lengths()
     for path in files:
         for batch in batches(out, path, REQUEST_COLUMNS):

@@ -1,4 +1,4 @@
-"""Steps, however many, as a few hundred points over time.
+"""Steps over time as a few hundred points, however many there are.
 
 A step's states are taken to hold from the end of the step before it to its own end, and what it
 computed is spread evenly over that time. Every point is then the exact mean of its slice of time,
@@ -64,7 +64,7 @@ class Totals:
 
 
 class Timeline:
-    """Collects steps.
+    """Collector of steps.
 
     Args:
         span_s: when the last step ends; steps end at times from 0 to this.
@@ -86,7 +86,7 @@ class Timeline:
         block_size: int,
         block_bytes: int,
     ) -> None:
-        """Take steps of one run, in order.
+        """Add steps of one run, in order.
 
         Args:
             steps: ``COLUMNS`` by name.
@@ -113,7 +113,7 @@ class Timeline:
         return self._sums[name] / np.diff(self._edges)
 
     def rate(self, name: str) -> Float:
-        """A flow per second, in each slice of time."""
+        """A flow per second in each slice of time."""
         return self.states(name)
 
     @property
@@ -122,7 +122,7 @@ class Timeline:
         return (self._edges[1:] + self._edges[:-1]) / 2
 
     def _spread(self, times: Float, amounts: Float) -> Float:
-        """What falls into each slice, of amounts that accrue evenly between ``times``."""
+        """Amounts in each slice of time, where they accrue evenly between ``times``."""
         so_far = np.concatenate([[0.0], np.cumsum(amounts)])
         # Two steps may end at one time: the amount of the second is then in the first that lasts.
         at_edges = np.interp(self._edges, times, so_far)

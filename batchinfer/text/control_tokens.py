@@ -48,7 +48,7 @@ class ControlTokens:
 
 
 class Marks:
-    """The marks of one row: which character stands for which piece of its text."""
+    """Marks of one row: which character stands for which piece of its text."""
 
     def __init__(self, tokens: ControlTokens, texts: Iterable[str]) -> None:
         """``texts``: all texts of the row, whose own characters are not used as marks."""

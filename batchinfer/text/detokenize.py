@@ -36,7 +36,7 @@ class IncrementalDetokenizer:
         replacement for a character whose bytes are not all there."""
 
     def push(self, token_id: int) -> str:
-        """Take the next token; returns the text that has settled since the last call."""
+        """Add the next token; returns the text that has settled since the last call."""
         newly_settled = self._settle()
         if token_id not in self._skipped and self._tokenizer.token(token_id) is not None:
             self._window.append(token_id)
@@ -84,7 +84,7 @@ class IncrementalDetokenizer:
 
 
 class StopStringChecker:
-    """Watches one sample for its stop strings, which may straddle tokens.
+    """Checker of one sample for its stop strings, which may straddle tokens.
 
     Of several matches the one that ends first in the text counts; of those that end together,
     the first in the list.
@@ -109,11 +109,6 @@ class StopStringChecker:
         self._not_before = 0  # matches end after this position
 
     def on_token(self, token_id: int, *, may_stop: bool) -> StopMatch | None:
-        """Take the sample's next token (see ``StopChecker``).
-
-        ``text_end`` counts characters of ``output_text``'s text; the stop string is included in
-        it if the output shall include it.
-        """
         self._extend(self._detokenizer.push(token_id))
         text = self._before + self._detokenizer.tail
         if not may_stop:
@@ -142,7 +137,7 @@ class StopStringChecker:
 def make_stop_checker_factory(
     tokenizer: Tokenizer, params: SamplingParams
 ) -> Callable[[], StopChecker] | None:
-    """What makes a stop checker for each sample of a row; None without stop strings."""
+    """A factory of stop checkers, one for each sample of a row; None without stop strings."""
     if not params.stop:
         return None
     return lambda: StopStringChecker(
@@ -161,7 +156,7 @@ def output_text(
     *,
     drop_last_token: bool = False,
 ) -> str:
-    """A sample's text.
+    """The output text of a sample.
 
     Args:
         token_ids: all of the sample's tokens, the one that ended it included.

@@ -12,7 +12,7 @@ from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """A row's text before tokenizing."""
+    """A row's text before it is tokenized."""
 
     text: str
     """With marks in place of the row's own control-token texts, where ``marks`` is given."""
@@ -51,7 +51,7 @@ class TextEncoder:
         return [self._with_one_bos(result) for result in results if result is not None]
 
     def _encode_whole(self, group: Sequence[RenderedText]) -> list[TokenIds]:
-        """Exactly as transformers does."""
+        """Token ids of whole texts, exactly as transformers encodes them."""
         encoded = self._tokenizer.encode_batch(
             [item.text for item in group],
             add_special_tokens=group[0].add_special_tokens,
@@ -80,7 +80,7 @@ class TextEncoder:
         return found > 0 and found > len(self._tokenizer.control.pattern.findall(item.text))
 
     def _with_one_bos(self, result: TokenIds | RowError) -> TokenIds | RowError:
-        """BOS is never doubled: a raw text may begin with its own."""
+        """Drop a doubled BOS: a raw text may begin with its own."""
         bos = self._tokenizer.bos_token_id
         if isinstance(result, RowError) or bos is None or len(result) < 2:
             return result

@@ -44,7 +44,7 @@ class GrammarError(ValueError):
 
 
 class CompiledGrammar:
-    """A grammar for one model (see ``Grammar``).
+    """A grammar compiled for one model's tokenizer.
 
     Args:
         matcher: at the beginning of a text; copied for each sample.
@@ -62,11 +62,10 @@ class CompiledGrammar:
         self._num_words = num_words
 
     def begin(self) -> GrammarState:
-        """A sample without tokens."""
         return _State(self._matcher, self._eos_token_id)
 
     def masks(self, states: Sequence[GrammarState]) -> npt.NDArray[np.int32]:
-        """What may come next in each sample, [len(states), words] (see ``Grammar``)."""
+        """Token masks of samples, [len(states), words]."""
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
         masks = np.zeros((len(states), self._num_words), dtype=np.int32)
@@ -83,8 +82,7 @@ class CompiledGrammar:
 
 
 class _State:
-    """What a sample has come to. Its matcher is made when it is first looked at: rows that wait
-    need none."""
+    """Matcher of one sample, made when it is first looked at: rows that wait need none."""
 
     __slots__ = ("_beginning", "_eos_token_id", "_matcher")
 
@@ -104,7 +102,6 @@ class _State:
         return _error_of(self.matcher)
 
     def take(self, token_id: int) -> list[int]:
-        """See ``GrammarState``."""
         matcher = self.matcher
         matcher.consume_token(token_id)
         forced = matcher.compute_ff_tokens()
@@ -114,7 +111,7 @@ class _State:
 
 
 class GrammarCompiler:
-    """Compiles ``structured_outputs`` for one model. Thread-safe.
+    """Compiler of ``structured_outputs`` for one model. Thread-safe.
 
     Args:
         tokenizer: the model's.

@@ -1,4 +1,4 @@
-"""Where a row's prompt comes from: a column, a template, or a conversation of templates.
+"""Sources of a row's prompt: a column, a template, or a conversation of templates.
 
 Also which settings of it contradict each other, whatever the data and the model.
 """
@@ -20,13 +20,13 @@ _DEFAULT_COLUMNS = ("messages", "prompt")
 
 
 class Source(Protocol):
-    """Makes a row's values (decoded text) into one text, or into a conversation."""
+    """Source of a row's text or conversation."""
 
     columns: frozenset[str]
     """The input columns it reads."""
 
     def read(self, values: Mapping[str, Any]) -> str | list[Message]:
-        """The prompt.
+        """The text or conversation of a row.
 
         Raises:
             RowError: ``empty_prompt``, ``template_error``, ``unsupported_content``.
@@ -183,7 +183,7 @@ def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_chat(config: PromptConfig) -> dict[str, bool]:
-    """What only a chat template can honour, and whether it is given."""
+    """Settings that only a chat template can honour, and whether each is given."""
     return {
         "system": config.system is not None,
         "messages": config.messages is not None,
@@ -192,7 +192,7 @@ def _of_chat(config: PromptConfig) -> dict[str, bool]:
 
 
 def _of_text(config: PromptConfig) -> dict[str, bool]:
-    """What makes text of a row, or tokens of a text, and whether it is given."""
+    """Settings that turn a row into text, or text into tokens, and whether each is given."""
     return {
         "system": config.system is not None,
         "chat_template": config.chat_template not in ("auto", "none"),

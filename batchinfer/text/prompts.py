@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A row, ready for the engine."""
+    """A tokenized row, ready for the engine."""
 
     token_ids: TokenIds
     text: str | None
@@ -47,7 +47,7 @@ class PromptTooLongError(RowError):
 
 
 class PromptBuilder:
-    """Makes prompts of rows, as ``PromptConfig`` says. Thread-safe."""
+    """Builder of prompts from rows, as ``PromptConfig`` says. Thread-safe."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a row's columns hold, as text: strict UTF-8, conversations checked."""
+"""Values of a row's columns as text: strict UTF-8, conversations checked."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def as_messages(value: list[Any], column: str) -> list[Message]:
 
 
 def require_content(messages: list[Message], where: str) -> None:
-    """Check that somebody says something.
+    """Check that a conversation has content besides a system message.
 
     Raises:
         RowError: ``empty_prompt``.

@@ -1,4 +1,4 @@
-"""Judges finished samples: which of them pass, and which of those are kept."""
+"""Verdicts on finished samples: which of them pass, and which of those are kept."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MAX_BACKTRACKS = 1_000_000
 
 
 class AcceptError(ValueError):
-    """What is to be accepted cannot be judged: why, in a line."""
+    """An ``accept`` section that cannot be judged by: why, in a line."""
 
 
 class Verdict(Enum):
-    """What becomes of a sample."""
+    """Verdict on a sample."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
@@ -33,14 +33,14 @@ class Verdict(Enum):
 
 @dataclass
 class RowVerdicts:
-    """The verdicts on a row's samples, in order."""
+    """Verdicts on a row's samples, in order."""
 
     wanted: int
     verdicts: list[Verdict] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
 
     def count(self, verdict: Verdict) -> int:
-        """Samples that it was passed on."""
+        """Number of samples with a verdict."""
         return self.verdicts.count(verdict)
 
     @property
@@ -51,7 +51,7 @@ class RowVerdicts:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What became of a row's samples that ``accept`` judged; without it, nothing is counted."""
+    """Counts of a row's samples by verdict; zeros without ``accept``."""
 
     samples_tried: int = 0
     """The sum of the others."""
@@ -64,7 +64,7 @@ class Tally:
 
 
 class Judge:
-    """Judges samples as ``accept`` says.
+    """Judge of samples by the rules of ``accept``.
 
     Raises:
         AcceptError: the schema is none, or its package is not installed.
@@ -114,7 +114,7 @@ class Judge:
 
 
 def _no_json(constant: str) -> Any:
-    """Python reads NaN and Infinity, which JSON does not have."""
+    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{constant} is no JSON")
 
 

@@ -43,7 +43,7 @@ class TemplateCostError(jinja2.TemplateRuntimeError):
 
 @dataclass(slots=True)
 class _Budget:
-    """What one render may still spend."""
+    """Budget of one render: loop turns, characters and processor time."""
 
     steps: int = field(default_factory=lambda: MAX_STEPS)
     chars: int = _MAX_CHARS_HANDLED
@@ -258,7 +258,7 @@ def _call(name: str, args: Iterable[nodes.Expr], lineno: int) -> nodes.Call:
 
 @pass_context
 def _charge_output(context: Context, value: Any) -> Any:
-    """Every ``{{ }}`` passes here, wherever its text then goes."""
+    """Charge the text of a ``{{ }}``, wherever it then goes."""
     size = size_bounds.text_size(value)
     _require_small(size)
     _budget.get().spend(size)
@@ -266,7 +266,7 @@ def _charge_output(context: Context, value: Any) -> Any:
 
 
 def render_bounded(template: jinja2.Template, variables: Mapping[str, object], what: str) -> str:
-    """The text of ``template``.
+    """Render ``template`` within its budget.
 
     Raises:
         RowError: ``template_error``, saying what failed in ``what`` (e.g. ``prompt.template``).

@@ -39,12 +39,12 @@ class ScoredPrompt(Prompt):
 
     @property
     def num_tokens_after(self) -> int:
-        """Of each completion all but the last: nothing comes after that."""
+        """Tokens computed after the prompt: of each completion all but the last."""
         return sum(len(completion) - 1 for completion in self.completions)
 
 
 class ScoringBuilder:
-    """Makes prompts with completions of rows. Thread-safe.
+    """Builder of prompts with completions from rows. Thread-safe.
 
     Args:
         completions_column: holds the completions; None: prompts themselves are scored.
@@ -140,7 +140,7 @@ class ScoringBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row before tokenizing: texts, and what becomes of their token ids."""
+    """A row before tokenizing: its texts, and what becomes of their token ids."""
 
     texts: list[RenderedText]
     """Of a prompt of text, itself first; then the completions, where they are text."""
@@ -154,7 +154,7 @@ class _Draft:
     """The prompt's text with the whitespace that completions take over."""
 
     def prompt(self, ids: list[TokenIds]) -> ScoredPrompt:
-        """The prompt, of the token ids of ``texts``."""
+        """The prompt with the token ids of ``texts``."""
         text, has_control = self.whole, any(text.has_control_text for text in self.texts)
         if self.ids is not None:
             completions = self.completion_ids or tuple(ids)
@@ -174,7 +174,7 @@ class _Drafts(Protocol):
 
 
 class _OfText:
-    """Prompts that are text."""
+    """Drafts of prompts that are text."""
 
     def __init__(
         self, renderer: RowRenderer, prefix: int | None, completions: _Completions | None
@@ -199,7 +199,7 @@ class _OfText:
 
 
 class _OfTokenIds:
-    """Prompts that are token ids; completions that are text are tokenized by themselves."""
+    """Drafts of prompts that are token ids; completions that are text are tokenized apart."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class _OfTokenIds:
 
 
 class _Completions:
-    """The cells of a column of completions."""
+    """Reader of a column of completions."""
 
     def __init__(self, column: str, vocab_size: int) -> None:
         self.column = column

@@ -19,7 +19,8 @@ def _environment() -> BoundedEnvironment:
 
 @functools.cache
 def _name_environment() -> BoundedEnvironment:
-    """For finding names only: without globals, a column may be called ``range`` or ``dict``."""
+    """An environment that finds names only: without globals, a column may be called ``range`` or
+    ``dict``."""
     environment = BoundedEnvironment(undefined=jinja2.StrictUndefined)
     environment.globals.clear()
     return environment

@@ -82,7 +82,7 @@ class Tokenizer:
 
     @functools.cached_property
     def prefix_token_id(self) -> int | None:
-        """Id of what a text is put behind so that its first token can be judged: the
+        """Id of a token to put before a text so that its first token can be scored: the
         beginning-of-sequence token, else the end-of-sequence token."""
         bos = self.bos_token_id
         return self._special_id("eos_token") if bos is None else bos

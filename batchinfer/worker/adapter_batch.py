@@ -1,4 +1,4 @@
-"""Which rows of a step run through which adapter."""
+"""Adapters of a step: which rows run through which."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepAdapters:
         self._spans = list(zip(used.tolist(), starts.tolist(), stops, strict=True))
 
     def each(self, tokens: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each adapter with its tokens.
+        """Each adapter with the indices of its tokens.
 
         Args:
             tokens: ``self.tokens`` on the device.

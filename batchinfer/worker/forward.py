@@ -25,7 +25,7 @@ def forward(
     prev_token_ids: torch.Tensor | None = None,
     graphs: DecodeGraphs | None = None,
 ) -> torch.Tensor:
-    """Copy the step's blocks, write the KV of its tokens, attend.
+    """Compute a step's logits: copy its blocks, write the KV of its tokens, attend.
 
     Args:
         model: the model, with paged attention.
@@ -65,7 +65,7 @@ def forward(
 def _input_ids(
     step: Step, tensors: Mapping[str, torch.Tensor], prev_token_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """[T] the step's tokens; those the host does not know yet are put in on the device."""
+    """The step's tokens [T]; those the host does not know yet are put in on the device."""
     token_ids = tensors["token_ids"]
     if not (step.previous_sample >= 0).any():
         return token_ids
@@ -75,7 +75,7 @@ def _input_ids(
 
 
 def device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
-    """The arrays a forward pass reads, in the integer types torch indexes with."""
+    """Arrays that a forward pass reads, in the integer types torch indexes with."""
     shared = step.shared_prefixes
     tree: dict[str, npt.NDArray[np.generic]] = {}
     if shared is not None:

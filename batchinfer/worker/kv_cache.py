@@ -157,7 +157,7 @@ class KVCache:
         return self.pool.nbytes
 
     def group(self, layer: int) -> int:
-        """The layer group whose block tables and slots are a layer's."""
+        """Number of a layer's group, by which block tables and slots are found."""
         return self._places[layer][0]
 
     def key(self, layer: int) -> torch.Tensor:
@@ -217,7 +217,7 @@ class KVCache:
         slot_mapping: torch.Tensor,  # [T] int64
         norms: HeadNorms | None,
     ) -> None:
-        """Turn queries in place by their rotary positions; store turned keys, and values."""
+        """Rotate queries in place by their positions; store rotated keys, and values."""
         caches = self.key(layer), self.value(layer)
         rotary_write(qkv, cos, sin, *caches, slot_mapping, norms)
 

@@ -183,7 +183,7 @@ def load_model(
 
 
 def _let_go_of_file(model: torch.nn.Module) -> None:
-    """Copy what was not packed out of the mapped weight files: one tensor keeps all of a file."""
+    """Copy unpacked tensors out of the mapped weight files: one tensor keeps all of a file."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and not tensor.is_inference():  # merged: not the file's
             tensor.data = tensor.data.clone()

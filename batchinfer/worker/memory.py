@@ -40,7 +40,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def activation_elements(config: Mapping[str, Any]) -> int:
-    """Elements of one token, its logits not among them."""
+    """Elements of one token's activations, its logits not among them."""
     text = text_config(config)
     hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
     inner = int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
@@ -50,7 +50,8 @@ def activation_elements(config: Mapping[str, Any]) -> int:
 def graph_bytes(
     layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """An upper estimate. All graphs share one pool of memory, as large as the largest needs."""
+    """Bytes of all decode graphs, an upper estimate. They share one pool, as large as the largest
+    needs."""
     logits = LOGITS_COPIES * int(text_config(config)["vocab_size"])
     elements = activation_elements(config) + logits
     tables = 4 * len(layout.windows) * max_num_seqs * layout.blocks_for(max_model_len)
@@ -61,7 +62,7 @@ def graph_bytes(
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a device, when the weights are loaded."""
+    """Memory of a device when the weights are loaded, in bytes."""
 
     kind: str
     """``cpu`` or ``cuda``."""
@@ -73,7 +74,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose."""
+    """Plan of a device's memory: bytes by purpose."""
 
     num_blocks: int
     weight_bytes: int
@@ -93,7 +94,7 @@ class MemoryPlan:
     """Of the host, for blocks that were given up; on a CPU touched as it is used."""
 
     def lines(self) -> list[str]:
-        """A table for the log."""
+        """The plan as a table, for the log."""
         rows = (
             ("weights", self.weight_bytes),
             *([("adapters", self.adapter_bytes)] if self.adapter_bytes else []),
@@ -118,7 +119,7 @@ def plan_memory(
     max_model_len: int,
     adapter_bytes: int = 0,
 ) -> MemoryPlan:
-    """``fit_memory`` to a device at hand. Call it when the weights are loaded."""
+    """Size the pool for a device at hand. Call it when the weights are loaded."""
     if device.type == "cuda":
         memory = DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free_host_bytes())
     else:

@@ -23,7 +23,7 @@ Sample = Callable[[torch.Tensor, SamplingBatch], SampleHandle]
 
 
 class ModelRunner:
-    """The data plane as the engine sees it: steps go in, what their samples came to comes out.
+    """Runner of steps on a model: the data plane as the engine sees it.
 
     On CUDA everything a step does is queued on the current stream, nothing waits for it, and the
     next step takes its tokens from the device; so steps run in order, as ``Runner`` asks. On the
@@ -73,7 +73,7 @@ class ModelRunner:
         return self._sample(logits, step.sampling)
 
     def _start_scoring(self, step: Step, tokens: ScoredTokens) -> tuple[SampleHandle, SampleHandle]:
-        """Samples first: their logits are gone before those of the prompts are taken."""
+        """Sample, then score: the samples' logits are gone before the prompts' are taken."""
         with self._scorer.body_output() as output:
             sampled = self._start(step)
         return sampled, self._scorer(output, tokens)

@@ -22,7 +22,8 @@ _LONGEST_REASON = 200  # characters; torch goes on to explain its allocator
 
 @contextmanager
 def raise_out_of_memory() -> Iterator[None]:
-    """Within, an error for want of memory becomes ``OutOfMemory``, and what was computed is let go.
+    """Raise ``OutOfMemory`` for an error inside for want of memory, and let go of what was
+    computed.
 
     Raises:
         OutOfMemory: there was too little memory. The tensors of the functions that failed are gone

@@ -30,7 +30,7 @@ class HeadNorms:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
-    """[..., W], weight [W], to [..., W].
+    """Root mean square norm of [..., W] by a weight [W].
 
     Raises:
         ValueError: the weight is of another width or dtype.
@@ -51,7 +51,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, 2 * W], gate and up side by side, to [T, W]; rows need not follow each other."""
+    """SwiGLU's gate: [T, 2 * W], gate and up side by side, to [T, W]; rows need not follow each
+    other."""
     if gate_up.is_cuda:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         from batchinfer.kernels.silu_mul import silu_mul as triton_silu_mul
@@ -72,7 +73,8 @@ def rotary_write(
     slot_mapping: torch.Tensor,  # [T] int64
     norms: HeadNorms | None,
 ) -> None:
-    """Turn the queries of ``qkv`` in place, and put its keys and values into their slots.
+    """Rotate the queries of ``qkv`` in place, and store its rotated keys and its values in their
+    slots.
 
     Raises:
         ValueError: the shapes or dtypes are not those of a q/k/v product, its positions and norms.
@@ -89,7 +91,7 @@ def rotary_write(
 
 
 def head_norm_options(norms: HeadNorms | None) -> dict[str, Any]:
-    """The norms as the kernels' ``rotary_write`` takes them."""
+    """Arguments of the kernels' ``rotary_write`` for the norms."""
     if norms is None:
         return {"q_norm": None, "k_norm": None, "eps": 0.0, "offset": 0.0}
     return {
@@ -108,7 +110,7 @@ def _check_rotary_write(
     value_cache: torch.Tensor,
     norms: HeadNorms | None,
 ) -> None:
-    """The kernels follow pointers; a module from elsewhere may hand over anything."""
+    """Check what the kernels' pointers go to: a module from elsewhere may hand over anything."""
     tokens, width, rotary_width = len(qkv), key_cache.shape[3], cos.shape[-1]
     weights = [] if norms is None else [norms.query, norms.key]
     fits = (

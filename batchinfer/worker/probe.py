@@ -67,7 +67,7 @@ class Probe:
 
     @contextmanager
     def in_forward(self, backend: AttentionBackend | None = None) -> Iterator[None]:
-        """Within, modules of the model can be called by themselves, as in the probe's own step."""
+        """Open the probe's step, so that modules of the model can be called by themselves."""
         backend = backend or self.backend
         tensors = to_device(device_arrays(self._step), self.cache.pool.device)
         backend.begin_step(self._step, tensors)
@@ -86,7 +86,7 @@ class ModuleCall(NamedTuple):
 
 @contextmanager
 def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Within, each call of one of the modules is put into the list when it has returned."""
+    """Record each call of one of the modules inside, when it has returned."""
     calls: list[ModuleCall] = []
     hooks = [
         module.register_forward_hook(

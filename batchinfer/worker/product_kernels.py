@@ -26,10 +26,10 @@ _TRIED_WIDTH, _TRIED_OUTPUTS = 32, 48
 
 
 class Packed(Protocol):
-    """A weight [out, in] as a kernel reads it."""
+    """A weight [out, in] packed for a kernel."""
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[M, in] to [M, out]."""
+        """Product of rows [M, in]: [M, out]."""
         ...
 
 
@@ -69,7 +69,6 @@ class OwnPacked:
         self.weight = pack(weight)
 
     def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[M, in] to [M, out]."""
         out = rows.new_empty(len(rows), self._out_features)
         gemm.gemm(rows, self.weight, bias, out=out)
         return out

@@ -28,7 +28,7 @@ where ``engine.max_num_seqs`` is less."""
 
 
 class PromptScorer:
-    """Judges tokens by a model's own head, with whatever its class does to logits.
+    """Scorer of given tokens by a model's own head, with whatever its class does to logits.
 
     Args:
         model: one of transformers' causal language models: a body, then a head on the rows of
@@ -42,7 +42,7 @@ class PromptScorer:
 
     @contextmanager
     def body_output(self) -> Iterator[list[Any]]:
-        """Within, what the model's body gives is put into the list."""
+        """Record the outputs of the model's body, called inside."""
         outputs: list[Any] = []
         hook = _body(self._model).register_forward_hook(lambda *call: outputs.append(call[2]))
         try:
@@ -52,7 +52,7 @@ class PromptScorer:
 
     @torch.inference_mode()
     def __call__(self, outputs: list[Any], tokens: ScoredTokens) -> SampleHandle:
-        """Judge the tokens of a step.
+        """Score the tokens of a step.
 
         Args:
             outputs: of the model's body, as ``body_output`` gave them.
@@ -103,14 +103,14 @@ def _score_tokens(logits: Tensor, ids: Tensor, wanted: Int32) -> tuple[Tensor, .
 
 
 def _body(model: torch.nn.Module) -> torch.nn.Module:
-    """What gives the hidden states that the model's head is applied to."""
+    """The part of a model that gives hidden states to its head."""
     body: torch.nn.Module = getattr(model, str(model.base_model_prefix))
     return body
 
 
 @contextmanager
 def _body_gives(body: torch.nn.Module, output: Any) -> Iterator[None]:
-    """Within, calling the body computes nothing."""
+    """Replace what the body computes, inside, by an output."""
     body.forward = lambda *_, **__: output
     try:
         yield
@@ -120,13 +120,13 @@ def _body_gives(body: torch.nn.Module, output: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ScoredHandle:
-    """A step that also judges tokens of prompts."""
+    """Handle of a step that also scores tokens of prompts."""
 
     sampled: SampleHandle
     scored: SampleHandle
 
     def result(self) -> StepResult:
-        """The samples and the judged tokens on the host.
+        """The samples and the scored tokens on the host.
 
         Raises:
             OutOfMemory: the device says only now that it had none for the step.

@@ -27,7 +27,7 @@ _RELATIVE_TOLERANCE = 2e-2  # of the largest logit: enough for 16-bit weights
 
 
 def check_model(model: torch.nn.Module, layout: KVLayout) -> None:
-    """Run the check on the device the model is on.
+    """Check a loaded model on the device it is on.
 
     Raises:
         ModelError: naming the family and what it does differently.
@@ -71,7 +71,7 @@ def _check_windows(windows: list[int], config: Any) -> None:
 
 
 def _check_grouping(windows: list[int], config: Mapping[str, Any]) -> None:
-    """No layer may see further back than the blocks it is kept."""
+    """Check that no layer sees further back than the blocks it is kept."""
     for layer, kept in enumerate(layer_windows(text_config(config), len(windows))):
         if kept and windows[layer] != kept:
             raise UnsupportedAttentionError(

@@ -15,7 +15,7 @@ from batchinfer.kernels.cpu.row_ops import RMSNormArgs, RotaryWriteArgs, SiluMul
 
 
 class LayerArgs(ctypes.Structure):
-    """What each part is called with, in the order in which they run.
+    """Arguments of a layer's parts, in the order in which they run.
 
     The products ``o`` and ``down`` add onto the hidden state that the norms read.
     """
@@ -34,7 +34,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """What ``LayerArgs`` hold of a step: the C function puts it into those of every layer."""
+    """Arguments of a step: the C function puts them into those of every layer."""
 
     _fields_ = (
         *((name, POINTER) for name in ("hidden", "cos", "sin", "slot_mapping", "block_tables")),
@@ -50,12 +50,12 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def array_of_layers(layers: Sequence[LayerArgs]) -> ctypes.Array[LayerArgs]:
-    """What ``decoder_layers`` takes: a copy."""
+    """Layers as ``decoder_layers`` takes them: a copy."""
     return (LayerArgs * len(layers))(*layers)
 
 
 def array_of_steps(steps: Sequence[StepArgs]) -> ctypes.Array[Any]:
-    """What ``decoder_layers`` takes: pointers, so that what is changed later counts."""
+    """Steps as ``decoder_layers`` takes them: pointers, so that what is changed later counts."""
     return (ctypes.POINTER(StepArgs) * len(steps))(*map(ctypes.pointer, steps))
 
 

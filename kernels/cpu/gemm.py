@@ -56,19 +56,20 @@ def available(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def instructions(dtype: torch.dtype) -> str:
-    """By what products of ``dtype`` are computed, unless ``pack`` is told otherwise."""
+    """Instructions of products of ``dtype``, unless ``pack`` is given others."""
     return available(dtype)[0]
 
 
 def instructions_of(packed: torch.Tensor) -> str:
-    """By what a packed weight is multiplied; "int8" whatever does it, as the bits are the same."""
+    """Instructions that a packed weight is for; "int8" for all of its kind, as their bits are the
+    same."""
     number, is_int8 = packed[: 8 // packed.element_size()].view(torch.int32).tolist()
     kernels = kernels_of(load(), "gemm", packed.dtype)
     return "int8" if is_int8 else next(name for name in kernels if kernels[name] == number)
 
 
 def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
-    """[out, in] to a flat tensor that tells by what it is multiplied, and holds panels of outputs.
+    """Pack [out, in] into a flat tensor: panels of outputs, and by what they are multiplied.
 
     Args:
         instructions: of those ``available``; the fastest where it is None.
@@ -81,7 +82,8 @@ def pack(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
 
 
 def pack_int8(weight: torch.Tensor, instructions: str | None = None) -> torch.Tensor:
-    """The same, rounded to int8 with a scale for each output: ``gemm`` rounds rows to int8, too.
+    """Pack [out, in] rounded to int8, with a scale for each output: ``gemm`` rounds rows to int8,
+    too.
 
     Symmetric, the largest of an output (of a row) becoming 127. Sums are exact, so that all
     instructions give the same bits; those ``available(torch.int8)`` differ in speed alone.
@@ -136,7 +138,7 @@ def gemm_args(
     out: torch.Tensor,
     adds: bool,
 ) -> GemmArgs:
-    """What the C function is called with; arguments as for ``gemm``."""
+    """Arguments of the C function, from those of ``gemm``."""
     return GemmArgs(
         *(x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr()),
         *(out.data_ptr(), len(x), x.stride(0), x.shape[1], out.shape[1]),

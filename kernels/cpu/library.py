@@ -69,8 +69,8 @@ _KERNELS = 1, 0  # TILES and VECTORS of arguments.h, the fastest first
 
 
 def kernels_of(library: ctypes.CDLL | None, operation: str, dtype: torch.dtype) -> dict[str, int]:
-    """By what instructions "gemm" or "attend" can be computed, the fastest first: names for people,
-    and the numbers they have in C. Equal names give equal bits."""
+    """Kernels of "gemm" or "attend" by instructions, the fastest first: names for people, and the
+    numbers they have in C. Equal names give equal bits."""
     suffix = "int8" if dtype == torch.int8 else SUFFIX[dtype]
     function = getattr(library, f"{operation}_instructions_{suffix}")
     function.restype = ctypes.c_char_p
@@ -79,7 +79,7 @@ def kernels_of(library: ctypes.CDLL | None, operation: str, dtype: torch.dtype) 
 
 
 def chosen(kernels: dict[str, int], instructions: str | None) -> int:
-    """The number of ``instructions``, of the fastest where they are None.
+    """The number of ``instructions``; of the fastest where they are None.
 
     Raises:
         ValueError: they are not among ``kernels``.
@@ -122,7 +122,7 @@ def _built(compiler: str) -> Path:
 
 
 def for_this_processor() -> tuple[str, ...]:
-    """Flags by which a compiler uses all that this processor has."""
+    """Compiler flags for all that this processor has."""
     return _FOR_THIS_PROCESSOR.get(platform.machine(), ())
 
 
@@ -163,7 +163,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def processor() -> bytes:
-    """What ``native`` means to the compiler."""
+    """The processor as the compiler sees it with ``native``."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

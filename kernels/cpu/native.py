@@ -61,12 +61,12 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def available(dtype: torch.dtype) -> tuple[str, ...]:
-    """The instructions that can attend in ``dtype`` here, the fastest first (see ``gemm``)."""
+    """Instructions that can attend in ``dtype`` here, the fastest first; names as of ``gemm``."""
     return tuple(kernels_of(load(), "attend", dtype))
 
 
 def kernel_of(dtype: torch.dtype, instructions: str | None = None) -> int:
-    """The number of what attends in ``dtype`` by ``instructions``; None: by the fastest.
+    """The number of the kernel that attends in ``dtype`` by ``instructions``; None: by the fastest.
 
     All of them read the same pool. Other instructions give other bits.
 
@@ -140,7 +140,7 @@ def attention_args(
     shared_lens: torch.Tensor | None,
     kernel: int,
 ) -> AttentionArgs:
-    """What the C function is called with; arguments as for ``paged_attention``."""
+    """Arguments of the C function, from those of ``paged_attention``."""
     return AttentionArgs(
         *(t.data_ptr() for t in (query, out, key_cache, value_cache)),
         *(t.data_ptr() for t in (block_tables, query_starts, context_lens)),

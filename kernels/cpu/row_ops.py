@@ -1,4 +1,4 @@
-"""What a layer does to each token on its own, in C, called through ctypes.
+"""Row-wise operations of a decoder layer, in C, called through ctypes.
 
 float32 or bfloat16, float32 arithmetic, rounded once; twins of the same names: ``reference``.
 """
@@ -77,7 +77,7 @@ def rms_norm(
 def rms_norm_args(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, out: torch.Tensor
 ) -> RMSNormArgs:
-    """What the C function is called with; arguments as for ``rms_norm``."""
+    """Arguments of the C function, from those of ``rms_norm``."""
     return RMSNormArgs(
         *(x.data_ptr(), weight.data_ptr(), out.data_ptr()),
         *(len(x), x.stride(0), out.stride(0), x.shape[1], torch.get_num_threads()),
@@ -95,7 +95,7 @@ def silu_mul(
 
 
 def silu_mul_args(gate_up: torch.Tensor, *, out: torch.Tensor) -> SiluMulArgs:
-    """What the C function is called with; arguments as for ``silu_mul``."""
+    """Arguments of the C function, from those of ``silu_mul``."""
     return SiluMulArgs(
         *(gate_up.data_ptr(), out.data_ptr()),
         *(len(gate_up), gate_up.stride(0), out.stride(0), out.shape[1]),
@@ -110,7 +110,7 @@ def row_stats(
     max_logprob: torch.Tensor,  # [R] float32
     argmax: torch.Tensor,  # [R] int64
 ) -> None:
-    """What one look at each row gives; NaN where a row holds one."""
+    """Statistics of each row in one pass; NaN where a row holds one."""
     arguments = _RowStatsArgs(
         *(tensor.data_ptr() for tensor in (logits, maximum, max_logprob, argmax)),
         *(len(logits), logits.stride(0), logits.shape[1], torch.get_num_threads()),
@@ -170,7 +170,7 @@ def rotary_write_args(
     eps: float,
     offset: float,
 ) -> RotaryWriteArgs:
-    """What the C function is called with; arguments as for ``rotary_write``."""
+    """Arguments of the C function, from those of ``rotary_write``."""
     _, num_kv_heads, block_size, width = key_cache.shape
     assert width <= MAX_HEAD_WIDTH
     return RotaryWriteArgs(

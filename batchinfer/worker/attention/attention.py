@@ -54,7 +54,8 @@ class AttentionBackend(Protocol):
 
 
 def make_backend(cache: KVCache, like: ProductKernel | None = None) -> AttentionBackend:
-    """The backend for the device the pool is on; on a CPU the C kernels where they can be built.
+    """Make the attention backend for the pool's device; on a CPU the C kernels where they can be
+    built.
 
     Args:
         like: what multiplies by the model's weights (see ``NativeAttention``).
@@ -68,7 +69,7 @@ def make_backend(cache: KVCache, like: ProductKernel | None = None) -> Attention
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What the attention layers of one forward pass need."""
+    """Context of one forward pass for its attention layers."""
 
     cache: KVCache
     backend: AttentionBackend
@@ -78,7 +79,7 @@ class ForwardContext:
     """None: the step has no rows with adapters."""
 
     def slot_mapping(self, layer: int) -> torch.Tensor:
-        """[T] int64: where a layer's keys and values of each token go."""
+        """Slots of a layer's keys and values of each token, [T] int64."""
         group = self.cache.group(layer)
         if group == 0:
             return self.tensors["slot_mapping"]
@@ -91,7 +92,7 @@ current_context = _context.get
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Let the attention layers of the models called inside use ``context``."""
+    """Set the context that attention layers called inside use."""
     token = _context.set(context)
     try:
         yield
@@ -109,7 +110,8 @@ def paged_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every attention layer; returns [1, T, Hq, Dv] and no weights.
+    """Paged attention as transformers calls it in every layer; returns [1, T, Hq, Dv] and no
+    weights.
 
     Raises:
         UnsupportedAttentionError: when the model asks for a mask, a bias or sparse attention.

@@ -1,4 +1,4 @@
-"""Which blocks a step's queries read, cut into a few rectangles for batched matrix products.
+"""Gather plan of a step: the blocks its queries read, cut into rectangles for batched products.
 
 The queries of a step become tiles of 1, 16 or 64 tokens of one sequence. Tiles of one size and of
 about the same context go into one bucket, padded to the longest of them; the padding is bounded,
@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiles as columns. Positions count from the start of the sequence."""
+    """Tiles of queries as columns. Positions count from the start of the sequence."""
 
     sequence: Ints
     token: Ints  # first packed token

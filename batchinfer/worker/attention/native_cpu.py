@@ -32,7 +32,6 @@ class NativeAttention:
         """The number of the C kernel."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the step that the following calls belong to, and its arrays as tensors."""
         self._lens = [tensors[name].contiguous() for name in ("query_starts", "context_lens")]
         self._tables = [tensors["block_tables"].contiguous(), *tensors.get("other_tables", ())]
         self._order, self._shared_lens = tensors.get("order"), tensors.get("shared_lens")
@@ -43,7 +42,6 @@ class NativeAttention:
         query: torch.Tensor,  # [T, Hq, Dk]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        """Attend over what is in the cache; returns [T, Hq, Dv]."""
         query = query if query.stride(-1) == 1 else query.contiguous()
         out = query.new_empty(*query.shape[:2], self._cache.layout.value_width)
         native.paged_attention(query, *self._context(layer), out=out, **self._options(variant))
@@ -57,12 +55,12 @@ class NativeAttention:
         *,
         out: torch.Tensor,  # [T, Hq, Dv], last two contiguous
     ) -> native.AttentionArgs:
-        """What the C function is called with. It holds the address of ``out`` and ``query``."""
+        """Arguments of the C function. They hold the addresses of ``out`` and ``query``."""
         options = self._options(variant)
         return native.attention_args(query, *self._context(layer), out=out, **options)
 
     def point_to_step(self, group: int, arguments: StepArgs) -> None:
-        """Say what a layer group's attention is called with in this step."""
+        """Point a layer group's attention to this step's arrays."""
         tables, (starts, lens) = self._tables[group], self._lens
         arguments.block_tables, arguments.query_starts = tables.data_ptr(), starts.data_ptr()
         arguments.context_lens = lens.data_ptr()

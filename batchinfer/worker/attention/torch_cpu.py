@@ -28,7 +28,6 @@ class CpuAttention:
         """By layer group and window."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the step that the following calls belong to, and its arrays as tensors."""
         self._step = step
         self._plans.clear()
 
@@ -38,7 +37,6 @@ class CpuAttention:
         query: torch.Tensor,  # [T, Hq, Dk]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        """Attend over what is in the cache; returns [T, Hq, Dv]."""
         window, softcap = variant.sliding_window, variant.softcap
         layout = self._cache.layout
         group = self._cache.group(layer)

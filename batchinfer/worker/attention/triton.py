@@ -21,7 +21,6 @@ class CudaAttention:
         self._cache = cache
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the step that the following calls belong to, and its arrays on the device."""
         query_lens = np.diff(step.query_starts)
         self._begin(
             tensors,
@@ -34,7 +33,7 @@ class CudaAttention:
     def begin_decode(
         self, tensors: Mapping[str, torch.Tensor], max_context_len: int, *, shares: bool
     ) -> None:
-        """Take a step of one token a sequence at most, as the device's arrays have it.
+        """Begin a step of one token a sequence at most, from the device's arrays alone.
 
         Nothing is read from them here, so that what follows can be replayed with others.
 
@@ -60,7 +59,6 @@ class CudaAttention:
         query: torch.Tensor,  # [T, Hq, Dk]
         variant: AttentionVariant,
     ) -> torch.Tensor:
-        """Attend over what is in the cache; returns [T, Hq, Dv]."""
         from batchinfer.kernels.paged_attention import paged_attention
 
         out = query.new_empty(*query.shape[:2], self._cache.layout.value_width)
@@ -87,7 +85,7 @@ class CudaAttention:
         return self._tensors["other_tables"][group - 1] if group else self._tensors["block_tables"]
 
     def _decode_work(self, layer: int, num_heads: int, window: int) -> Any:
-        """The list of the step's decodes, made once for the layers of a window."""
+        """Work list of the step's decodes, made once for the layers of a window."""
         from batchinfer.kernels.decode_work import plan_decode
 
         if self._bounds["min_query_len"] > 1:

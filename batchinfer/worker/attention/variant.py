@@ -1,4 +1,4 @@
-"""What differs between the attention of one layer and another."""
+"""The variant of attention that a layer computes."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class CudaCapture:
 
 
 class _Memory:
-    """Where a tensor lies, without owning it (NumPy's CUDA array interface, version 3)."""
+    """A tensor's memory without its ownership (NumPy's CUDA array interface, version 3)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {

@@ -42,7 +42,7 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Logits of decode steps by replay.
+    """CUDA graphs of decode steps, by batch size.
 
     A model whose forward pass waits for the device (some mixtures of experts do) cannot be
     captured; that is noticed in its first step, and ``takes`` is false from then on.
@@ -75,7 +75,7 @@ class DecodeGraphs:
 
     @property
     def num_captured(self) -> int:
-        """Graphs that are replayed."""
+        """Number of graphs captured so far."""
         return len(self._replays)
 
     def takes(self, step: Step) -> bool:
@@ -92,7 +92,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def logits(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Write the KV of a step's tokens, attend.
+        """Compute a decode step by replay: write the KV of its tokens, attend.
 
         Args:
             step: one that ``takes`` is true of. Its block copies are made.
@@ -155,6 +155,6 @@ class DecodeGraphs:
         return logits
 
     def _nothing(self) -> dict[str, torch.Tensor]:
-        """The arrays of a step without sequences."""
+        """Arrays of a step without sequences."""
         tensors = self._inputs.of(0)
         return tensors | {"query_starts": torch.zeros_like(self._inputs.of(0)["query_starts"])}

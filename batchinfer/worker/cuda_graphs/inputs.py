@@ -1,4 +1,4 @@
-"""The arrays that a captured decode step reads: always at the same place, of the same shapes."""
+"""Arrays that a captured decode step reads: always at the same place, of the same shapes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class DecodeInputs:
         into.copy_(tables, non_blocking=True)
 
     def of(self, padded: int) -> dict[str, torch.Tensor]:
-        """The arrays of a step of ``padded`` sequences: views that stay where they are."""
+        """Arrays of a step of ``padded`` sequences: views that stay where they are."""
         views = {name: tensor[:padded] for name, tensor in self._tensors.items()}
         views |= {name: tensor[:, :padded] for name, tensor in self._others.items()}
         return views | {"query_starts": self._tensors["query_starts"][: padded + 1]}

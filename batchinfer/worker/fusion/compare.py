@@ -1,4 +1,4 @@
-"""Compares what modules compute on the same few tokens, at what is asked of them in a model."""
+"""Modules compared by what they compute in a model, on the same few tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODERATE = 1.0
 
 
 class Call(NamedTuple):
-    """How a module was called, and what it asked of paged attention if it did."""
+    """Arguments of a module's call, and what it asked of paged attention if it did."""
 
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class ModuleComparison:
-    """Four tokens at positions from the first to the last, and caches of one sequence for them.
+    """Comparison of modules on four tokens, at positions from the first to the last.
 
     Args:
         layout: of a pool for the model.
@@ -64,7 +64,7 @@ class ModuleComparison:
         """Calls of the modules that were wanted, by their names."""
 
     def run(self, wanted: Callable[[nn.Module], bool]) -> torch.Tensor:
-        """Logits [4, vocabulary] of the model as it is now; notes the calls of wanted modules."""
+        """Logits [4, vocabulary] of the model as it is now; records the calls of wanted modules."""
         names = {module: name for name, module in self._model.named_modules() if wanted(module)}
         attention = AttentionRecorder(self._own.backend)
         with record_calls(names) as calls:
@@ -89,7 +89,7 @@ class ModuleComparison:
     def _effect(
         self, output: Any, attention: AttentionRecorder, *, with_output: bool
     ) -> list[torch.Tensor]:
-        """A module's output; of attention also the query, keys and values."""
+        """Results of a call: the output; of attention also the query, keys and values."""
         given = output[0] if isinstance(output, tuple) else output
         if not attention.calls:
             return [given]
@@ -100,7 +100,7 @@ class ModuleComparison:
 
 
 def rows_agree(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
-    """Whether no row [..., width] is further off than ``tolerance`` times its length."""
+    """Whether no row [..., width] is further off than ``tolerance`` times its norm."""
     ours, theirs = ours.float(), theirs.float()
     finite = theirs.isfinite().all(dim=-1)  # weights that overflow: each row finds out by itself
     off = (ours - theirs).norm(dim=-1)[finite]

@@ -34,7 +34,7 @@ _Recipe = Callable[[Any, Call], nn.Module]
 
 
 def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
-    """Swap what can be swapped, one module after the other.
+    """Swap a model's modules for fused ones, one after the other.
 
     Args:
         layout: of a pool for this model.
@@ -55,7 +55,7 @@ def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
 
 
 def _fuse_children(parent: nn.Module, prefix: str, comparison: ModuleComparison) -> None:
-    """From the outside in: what is swapped whole takes its parts along."""
+    """Swap modules from the outside in: what is swapped whole takes its parts along."""
     for name, child in list(parent.named_children()):
         full_name = f"{prefix}.{name}" if prefix else name
         call = comparison.calls.get(full_name)
@@ -86,7 +86,7 @@ def _fused(module: nn.Module, call: Call, comparison: ModuleComparison) -> nn.Mo
 
 
 def _recipes(module: Any) -> list[_Recipe]:
-    """What might take the place of a module with such parts."""
+    """Recipes for fused modules in the place of a module with such parts."""
     if _is_attention(module):
         offsets = _NORM_OFFSETS if hasattr(module, "q_norm") else _NORM_OFFSETS[:1]
         return [partial(_attention, offset) for offset in offsets]

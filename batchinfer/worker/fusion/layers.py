@@ -28,7 +28,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 class AddLinear(nn.Module):
-    """Adds ``x @ weight.T`` to ``residual``, which whoever calls for it sets before."""
+    """Adds ``x @ weight.T`` to ``residual``, which the caller sets before."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class AddLinear(nn.Module):
         self.residual: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to the residual [T, out_features]."""
+        """Add the product of x [..., in_features] to the residual [T, out_features]."""
         residual, self.residual = self.residual, None
         assert residual is not None
         return residual.addmm_(x.reshape(-1, x.shape[-1]), self.weight.t())
 
 
 class AddPackedLinear(nn.Module):
-    """The same over a weight that the project's own kernel multiplies by."""
+    """Adds ``x @ weight.T`` of a packed weight to ``residual``, which the caller sets before."""
 
     def __init__(self, linear: PackedLinear) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class AddPackedLinear(nn.Module):
         self.residual: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to the residual [T, out_features]."""
+        """Add the product of x [..., in_features] to the residual [T, out_features]."""
         residual, self.residual = self.residual, None
         own = self.linear.own
         assert residual is not None
@@ -73,7 +73,7 @@ class FusedDecoderLayer(nn.Module):
         self.mlp = _with_part(mlp, "down_proj", _adding(mlp.down_proj))
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-        """[1, T, hidden], which is changed, and returned."""
+        """Run the layer on [1, T, hidden], which is changed, and returned."""
         residual = hidden_states[0]
         attended = self.input_layernorm(hidden_states)
         self.self_attn.o_proj.residual = residual
@@ -85,7 +85,7 @@ class FusedDecoderLayer(nn.Module):
 
 
 def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
-    """Swap the layers that give the same with their products added in place.
+    """Swap layers for ones that add their products in place, where those compute the same.
 
     Call it after ``fuse``, and where linear layers keep their weights as they are (not packed).
 
@@ -96,7 +96,7 @@ def fuse_layers(model: nn.Module, layout: KVLayout) -> int:
 
 
 def swap_layers(model: nn.Module, layout: KVLayout, make: Callable[[Any], nn.Module | None]) -> int:
-    """Swap pre-norm layers for what ``make`` makes of them, where that gives the same.
+    """Swap pre-norm layers for what ``make`` makes of them, where that computes the same.
 
     Args:
         make: what may take a layer's place, and leaves the layer as it is; None where nothing may.
@@ -146,7 +146,7 @@ def _adding(linear: Any) -> nn.Module:
 
 
 def _with_part(module: nn.Module, name: str, part: nn.Module) -> Any:
-    """A module like ``module``, of the same parts but one."""
+    """A shallow copy of a module with one part exchanged."""
     other = copy.copy(module)
     other._modules = {**module._modules, name: part}
     return other

@@ -78,7 +78,7 @@ class FusedGatedMLP(nn.Module):
         self.down_proj = mlp.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] to the same."""
+        """[..., hidden] to [..., hidden]."""
         gate_up = self.gate_up_proj(x.reshape(-1, x.shape[-1]))
         out: torch.Tensor = self.down_proj(silu_mul(gate_up)).view(x.shape)
         return out
@@ -93,12 +93,12 @@ class FusedRMSNorm(nn.Module):
         self.weight, self.eps, self.offset = norm.weight, norm_eps(norm), offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., width] to the same."""
+        """[..., width] to [..., width]."""
         return rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
 
 
 def starts_of(parent: Any, merged_name: str, names: tuple[str, ...]) -> dict[str, tuple[str, int]]:
-    """Where the outputs of ``parent``'s linear layers begin when they are merged, in this order.
+    """First outputs of ``parent``'s linear layers when they are merged, in this order.
 
     Returns:
         By name: the merged layer's name, and the first output.
@@ -116,7 +116,8 @@ def norm_eps(norm: Any) -> float:
 
 
 def keep_plain_attributes(fused: nn.Module, original: nn.Module) -> None:
-    """Layers ask their modules for settings: ``layer_idx``, ``is_sliding``, ``head_dim``."""
+    """Copy the settings that layers ask their modules for: ``layer_idx``, ``is_sliding``,
+    ``head_dim``."""
     for name, value in vars(original).items():
         if not name.startswith("_") and isinstance(value, bool | int | float | str | None):
             setattr(fused, name, value)

@@ -16,7 +16,7 @@ _TOKENS = (3, 7, 5, 3)
 
 @torch.inference_mode()
 def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
-    """Make all layers one call where all were swapped, and the model calls them as that would.
+    """Join all layers into one call where all were swapped, and the model calls them as that would.
 
     That is with the same rotary positions, each with what the one before it gave; and the model
     gives the same bits when they are joined.

@@ -35,7 +35,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class NativeDecoderLayers(nn.Module):
-    """Pre-norm layers that follow each other, one call: else Python takes a tenth of a decode step.
+    """Consecutive pre-norm layers as one call: else Python takes a tenth of a decode step.
 
     Every number is computed as in the layers they were made of, but that the two products are added
     to the hidden state before they are rounded. Over a pool that the C kernels do not read (of
@@ -61,7 +61,7 @@ class NativeDecoderLayers(nn.Module):
         position_embeddings: Rotary,
         **options: Any,
     ) -> torch.Tensor:
-        """[1, T, hidden], in the memory of ``hidden_states``."""
+        """Run the layers on [1, T, hidden], in the memory of ``hidden_states``."""
         context, workspace = current_context(), self.workspace
         if not isinstance(context.backend, NativeAttention):
             options["position_embeddings"] = position_embeddings
@@ -83,7 +83,8 @@ class NativeDecoderLayers(nn.Module):
         return hidden_states
 
     def _make_arguments(self, hidden: torch.Tensor, context: ForwardContext) -> None:
-        """For every step over this pool and workspace; what differs is in ``StepArgs``."""
+        """Make the C function's arguments for all steps over this pool and workspace; what differs
+        is in ``StepArgs``."""
         layers: list[Any] = [*self.layers]
         numbers = [layer.self_attn.layer for layer in layers]
         groups = [context.cache.group(number) for number in numbers]
@@ -95,8 +96,8 @@ class NativeDecoderLayers(nn.Module):
         self._steps = array_of_steps(steps)
 
     def _arguments_of(self, layer: Any, hidden: torch.Tensor, context: ForwardContext) -> LayerArgs:
-        """Of whole buffers: of one row torch tells no stride that rows of a longer step lie at, and
-        a step with more rows than a buffer has makes another."""
+        """A layer's arguments, over whole buffers: of one row torch tells no stride that rows of a
+        longer step lie at, and a step with more rows than a buffer has makes another."""
         cache, backend = context.cache, context.backend
         assert isinstance(backend, NativeAttention)
         attention, mlp = layer.self_attn, layer.mlp
@@ -129,7 +130,7 @@ class NativeDecoderLayers(nn.Module):
 
 
 class Workspace:
-    """What layers compute on the way, in memory that the next layer and step use again.
+    """Buffers of a layer's intermediate results, which the next layer and step use again.
 
     Args:
         dtype: of all of it.
@@ -148,7 +149,7 @@ class Workspace:
         self._told: set[int] = set()  # groups whose steps are of this step
 
     def begin_step(self, context: ForwardContext, position_embeddings: Rotary) -> None:
-        """Make room, unless layers before have done so in this step."""
+        """Begin a step and make room for it, unless layers before have done so."""
         if self._of and self._of[0] is context and self._of[1] is position_embeddings:
             return
         cos, sin = position_embeddings
@@ -158,7 +159,7 @@ class Workspace:
         self._of = context, position_embeddings
 
     def step_of(self, group: int, layer: int) -> StepArgs:
-        """What the layers of a group are called with: always the same object, told of each step.
+        """Step arguments of a layer group: always the same object, updated once a step.
 
         Args:
             group: of layers that have their blocks in common.
@@ -193,20 +194,20 @@ class Workspace:
         self._of = None
 
     def take(self, name: str, width: int) -> torch.Tensor:
-        """Uninitialised, contiguous [rows, width]; the same to everyone who asks for it."""
+        """An uninitialised, contiguous buffer [rows, width], the same for equal arguments."""
         if (name, width) not in self._buffers:
             self._buffers[name, width] = self._empty.new_empty(self._num_rows, width)
         return self._buffers[name, width]
 
     def take_factor(self, name: str, width: int) -> torch.Tensor:
-        """The same, but laid out to be multiplied by a weight (see ``rows_apart``)."""
+        """A buffer as of ``take``, laid out to be multiplied by a weight (``rows_apart``)."""
         if (name, width) not in self._buffers:
             self._buffers[name, width] = gemm.rows_apart(self._num_rows, width, self._empty)
         return self._buffers[name, width]
 
 
 def fuse_native_layers(model: nn.Module, layout: KVLayout) -> int:
-    """Swap the layers that give the same as one call, each by itself.
+    """Swap layers for native ones, each by itself, where those compute the same.
 
     Call it after ``fuse`` and ``pack_linears``.
 

@@ -1,4 +1,4 @@
-"""What of adapter_config.json says which layers an adapter changes, and by how much.
+"""An adapter_config.json: which layers the adapter changes, and by how much.
 
 Names match as peft has them match (peft/tuners/tuners_utils.py, peft/utils/other.py). The folder
 may come from anywhere: patterns in it are matched with a time limit.
@@ -92,12 +92,12 @@ class LoraConfig:
         return int(rank)
 
     def scale(self, module: str) -> float:
-        """What a layer's product of factors is multiplied by."""
+        """The factor of a layer's product."""
         alpha, rank = self._of(module, "alpha_pattern", "lora_alpha", 8), self.rank(module)
         return alpha / (math.sqrt(rank) if self._values.get("use_rslora") else rank)
 
     def targets(self, linears: Collection[str], head: str) -> Iterator[str]:
-        """Those of a model's ``linears`` that the adapter was made for.
+        """The ``linears`` of a model that the adapter was made for.
 
         Args:
             head: the one that gives the logits; all-linear leaves it out.

@@ -1,4 +1,4 @@
-"""LoRA adapters in a loaded model: how they get into it, and what they add to its linear layers.
+"""LoRA adapters in a loaded model: added to its linear layers, and computed there.
 
 The method is that of Hu et al. 2021 (https://arxiv.org/abs/2106.09685). A layer computes
 ``x @ weight.T`` for every row of a step as it would without adapters, from whatever its weight is
@@ -31,7 +31,7 @@ _TOKENS = (3, 7)
 
 
 class Factors(NamedTuple):
-    """What one adapter adds to a slice of a layer's outputs."""
+    """One adapter's factors for a slice of a layer's outputs."""
 
     down: torch.Tensor  # [rank, in], A
     up: torch.Tensor  # [out, rank], B times the adapter's scale
@@ -54,7 +54,7 @@ class _OfOne(nn.Module):
         ]
 
     def add(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Add to ``rows`` [n] of ``out`` [T, out] what they come to of ``x`` [T, in]."""
+        """Add the product of the factors and ``x`` [T, in] to ``rows`` [n] of ``out`` [T, out]."""
         lowered = self._down(x.index_select(0, rows))
         for up, (inner, outer) in zip(self._ups, self._slices, strict=True):
             out[:, outer].index_add_(0, rows, up(lowered[:, inner]))
@@ -73,7 +73,7 @@ class LoraSum(nn.Module):
         self._by_adapter: dict[int, _OfOne] = {}
 
     def put(self, adapter: int, factors: list[Factors]) -> None:
-        """Take an adapter's factors."""
+        """Add an adapter's factors."""
         one = _OfOne(factors, self._kernel)
         self._by_adapter[adapter] = one
         self.add_module(str(adapter), one)
@@ -179,7 +179,8 @@ def _add(
 
 
 def _find(model: nn.Module, name: str) -> tuple[Any, int]:
-    """What computes a linear layer of transformers' model now, and from which output on."""
+    """The module that computes a linear layer of transformers' model now, and its first output
+    there."""
     module: Any = model
     for part in name.split("."):
         if isinstance(module, LayerInParts):
@@ -193,7 +194,7 @@ def _find(model: nn.Module, name: str) -> tuple[Any, int]:
 
 
 def _try(model: nn.Module, layout: KVLayout, number: int, adapter: Adapter) -> None:
-    """Run a few tokens through an adapter: are its layers called with a step's rows?"""
+    """Check, on a few tokens, that an adapter's layers are called with a step's rows."""
     probe = Probe(model, layout, _TOKENS, num_sequences=2, adapters=(number, 0))
     try:
         probe.logits()

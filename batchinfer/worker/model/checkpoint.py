@@ -1,4 +1,4 @@
-"""What is checked about a model before its weights load: files, headers, config, family."""
+"""Checks of a model's folder before its weights load: files, headers, config, family."""
 
 from __future__ import annotations
 

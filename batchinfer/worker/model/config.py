@@ -61,7 +61,8 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, on one line; of a validator's report on every type, the first sentence."""
+    """The reason of a failure, on one line; of a validator's report on every type, the first
+    sentence."""
     text = " ".join(str(error).split())
     return _PREAMBLE.sub("", text).partition(". Errors:")[0]
 

@@ -1,4 +1,4 @@
-"""Quantised weights: made of a checkpoint's own when it is loaded, or loaded as they were saved.
+"""Quantised weights: quantised as they are loaded, or loaded as they were saved.
 
 torchao quantises, and multiplies by what it made: the modules stay transformers' own, with weights
 of another kind, so that logits are those of transformers' model with the same quantisation. The
@@ -128,12 +128,12 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
 
 
 def is_plain(linear: object) -> TypeGuard[nn.Linear]:
-    """Whether it is a linear layer with numbers for weights, not what they were quantised to."""
+    """Whether a module is a linear layer with plain numbers for weights."""
     return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor, or those that a quantised one is made of."""
+    """The tensor itself, or those that a quantised one is made of."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:

@@ -19,7 +19,7 @@ _MARKUP = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What the text plane needs of a tokenizer."""
+    """The parts of a tokenizer that the text plane needs."""
 
     backend: Tokenizer
     chat_template: str | None
@@ -79,7 +79,8 @@ def load_tokenizer(
 
 
 def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """Every id of generation_config.json, else of the config, else the tokenizer's.
+    """End-of-sequence token ids: those of generation_config.json, else of the config, else the
+    tokenizer's.
 
     Raises:
         ModelError: naming file and key, where they are no token ids of the model.
@@ -127,7 +128,7 @@ def _backend(folder: Path) -> Tokenizer | None:
 
 
 def _chat_template(template: Any) -> str | None:
-    """A tokenizer may have several templates by name; the one called default is meant."""
+    """The chat template; of several by name the one called default."""
     if isinstance(template, Mapping):
         template = template.get("default")
     return template if isinstance(template, str) else None

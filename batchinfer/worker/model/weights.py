@@ -51,7 +51,7 @@ def load_weights(
     max_model_len: int,
     quantization: str | None = None,
 ) -> torch.nn.Module:
-    """transformers' own model of the config, filled from the folder, on the device.
+    """Load transformers' own model of the config from the folder, onto the device.
 
     Args:
         max_model_len: longest sequence in tokens, by which a LongRoPE model's positions are chosen.
@@ -121,7 +121,7 @@ def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
 
 
 def _check_complete(folder: Path, found: Mapping[str, Any], unused: Collection[str]) -> None:
-    """Every parameter is filled, and nothing that belongs in the model is left over."""
+    """Check that every parameter is filled, and nothing that belongs in the model is left over."""
     remedy = "take config.json and the safetensors files from the same model, or fetch it again"
     mismatched = sorted(found["mismatched_keys"])
     missing = found["missing_keys"] - {name for name, *_ in mismatched}  # they are in both lists

@@ -1,4 +1,4 @@
-"""Chooses what multiplies by a model's weights on a CPU.
+"""Choice of the kernel that multiplies by a model's weights on a CPU.
 
 Processors differ: what is fastest on one is half as fast on another. So it is measured, on the
 shapes of the model; but rows that were computed by one kernel do not go on with another, and a
@@ -28,7 +28,7 @@ _WORTH_MEASURING = 1 << 22
 
 @dataclass(frozen=True)
 class KernelWish:
-    """What is asked of the kernels."""
+    """Requirements on a kernel."""
 
     kind: str = "auto"
     """``engine.cpu_kernels``."""
@@ -41,7 +41,7 @@ class KernelWish:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What multiplies, and why."""
+    """The kernel that multiplies, and why."""
 
     kernel: ProductKernel | None
     """None: linear layers stay as they are, and torch multiplies."""
@@ -67,7 +67,7 @@ TORCH_MULTIPLIES = KernelChoice(None, "as on any CUDA device", {})
 
 
 def choose_kernel(model: nn.Module, dtype: torch.dtype, wish: KernelWish) -> KernelChoice:
-    """Choose what multiplies by the weights of a model on the CPU.
+    """Choose the kernel for the weights of a model on the CPU.
 
     Raises:
         DeviceError: no kernel here is of the kind that is asked for, or keeps a row's bits, or
@@ -120,7 +120,7 @@ def fastest(kernels: Iterable[ProductKernel], gflops: Mapping[str, float]) -> Pr
 def _allowed(
     kernels: Iterable[ProductKernel], dtype: torch.dtype, wish: KernelWish
 ) -> list[ProductKernel]:
-    """Those that do what is asked for.
+    """Kernels that meet the requirements.
 
     Raises:
         DeviceError: there are none.

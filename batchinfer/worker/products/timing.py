@@ -37,7 +37,7 @@ _WEIGHT_ELEMENTS = 1 << 19
 
 
 def linear_shapes(model: nn.Module, dtype: torch.dtype) -> Counter[Shape]:
-    """How often the linear layers of a model have each shape."""
+    """Number of a model's linear layers by shape."""
     weights = (child.weight for child in model.modules() if is_plain(child))
     return Counter(
         (int(weight.shape[0]), int(weight.shape[1])) for weight in weights if weight.dtype == dtype
@@ -132,7 +132,7 @@ def _place(
 
 
 def _read(place: Path | None, names: set[str]) -> dict[str, float] | None:
-    """What is known; None: nothing, or nothing whole."""
+    """Stored speeds; None: nothing, or nothing whole."""
     if place is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Fewer threads while other processes use the cores, and all of them again afterwards.
+"""Thread governor: fewer threads while other processes use the cores, and all of them afterwards.
 
 Every product waits for its slowest thread, so one that lacks a core holds up all. What tells that
 threads lack cores is the time that they were ready to run and did not (run delay, the second number
@@ -55,7 +55,7 @@ def run_delay(tasks: str = "/proc/self/task") -> float | None:
 
 @dataclass
 class _Window:
-    """Steps that are judged together."""
+    """A window of steps, judged together."""
 
     seconds: float = 0.0
     paces: dict[int, list[float]] = field(default_factory=dict)
@@ -75,13 +75,13 @@ class _Window:
 
 
 def _ratio(now: Mapping[int, float], before: Mapping[int, float]) -> float | None:
-    """Time that steps take now over what those of equal size took before; None without any."""
+    """Ratio of the time of steps now to that of equal ones before; None without any."""
     ratios = [pace / before[size] for size, pace in now.items() if before.get(size)]
     return median(ratios) if ratios else None
 
 
 class ThreadGovernor:
-    """Chooses the number of threads for the next step from how the steps before went.
+    """Governor of the number of threads, by the time of the steps before.
 
     Args:
         most: threads to begin with, and never more.
@@ -110,14 +110,14 @@ class ThreadGovernor:
         self._num_told = 0
 
     def begin(self) -> int:
-        """Threads for the step that begins now."""
+        """The number of threads for the step that begins now."""
         # What was delayed while no step ran, between calls, is no concern of the steps.
         if self._most > 1 and not self._window.paces:
             self._delay = self._read_delay()
         return self.count
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Take what a step of ``tokens`` took on ``count`` threads, since ``begin``."""
+        """Record the time since ``begin`` for a step of ``tokens`` on ``count`` threads."""
         if self._most == 1:
             return
         self._window.add(tokens, seconds)
@@ -187,7 +187,7 @@ class ThreadGovernor:
             self._pause = min(2 * self._pause, _LAST_PAUSE)
 
     def _tell(self) -> None:
-        """Say that threads step down, and that they are back; once each."""
+        """Log that threads step down, and that they are back; once each."""
         if self.count < self._most and self._num_told == 0:
             self._num_told = 1
             _LOG.warning(

@@ -21,7 +21,7 @@ _VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 @dataclass(frozen=True)
 class ThreadCount:
-    """Threads that compute, at most."""
+    """The most threads that compute, and why."""
 
     count: int
     why: str
@@ -36,7 +36,7 @@ class ThreadCount:
 def choose_threads(
     asked: int | None, limits: CpuLimits, torch_count: int, environ: Mapping[str, str] = os.environ
 ) -> ThreadCount:
-    """The number of threads for this process.
+    """Choose the number of threads for this process.
 
     Args:
         asked: ``engine.num_threads``; wins.
@@ -69,7 +69,7 @@ def _reason(limits: CpuLimits) -> str:
 
 
 class TorchThreads:
-    """torch's number of threads, which outlives an engine: what it was before one set it."""
+    """torch's number of threads, which outlives an engine: as it was found, and as it is set."""
 
     def __init__(self) -> None:
         self._found = 0
@@ -79,7 +79,7 @@ class TorchThreads:
         """What they set last in each of Python's threads, for which torch has a number each."""
 
     def found(self) -> int:
-        """The number as it would be without engines."""
+        """The number of threads as it would be without engines."""
         count = torch.get_num_threads()
         if count != getattr(self._here, "last", self._last):
             self._found = count
