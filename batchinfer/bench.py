@@ -83,7 +83,6 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
     Weights are loaded and one prompt is run before the clock starts.
 
     Args:
-        options: what to run.
         show: takes the lines to show.
 
     Raises:

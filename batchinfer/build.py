@@ -67,8 +67,6 @@ def build_engine(
     """Load a model and make the engine that runs it.
 
     Args:
-        model: which one.
-        engine: how it uses its device.
         log: told, line by line, how many threads compute, what multiplies, and where the device's
             memory goes.
         kernels_before: ``EngineContext.kernels`` of the runs whose work this one goes on with.

@@ -35,8 +35,6 @@ def build_dry_engine(
     they are taken to be saved as the config says, or else in float32.
 
     Args:
-        model: which one.
-        engine: how it would use the device.
         device: where; a CPU has the memory that is free on this machine.
         end_after: samples end by choice at so many tokens, where ``END_TOKEN`` ends them.
 

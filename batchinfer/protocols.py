@@ -25,7 +25,6 @@ class StopChecker(Protocol):
         """Advance by the sample's next token.
 
         Args:
-            token_id: the token just sampled.
             may_stop: false while the sample is shorter than ``min_tokens``; a stop string that
                 is complete by then does not count, now or later.
         """

@@ -33,7 +33,6 @@ def make_progress(total: int, *, quiet: bool) -> Progress:
 
     Args:
         total: rows to run.
-        quiet: show nothing.
     """
     if quiet or sys.stderr is None:
         return _Silence()

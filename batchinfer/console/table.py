@@ -52,7 +52,6 @@ def render_table(
 
     Args:
         title: what they are about; ``printable`` already.
-        facts: what is said.
         lines: the plain lines, where they say the same in another way.
     """
     if not _draws(sys.stdout):

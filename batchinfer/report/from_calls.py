@@ -53,8 +53,6 @@ class CallLog:
         """Add a step and the rows that it finished.
 
         Args:
-            step: what it did.
-            rows: what the rows took.
             seconds: time the engine has run; what passes between calls does not count.
         """
         if step is not None:
@@ -69,8 +67,6 @@ class CallLog:
         """Findings of a report on the calls so far.
 
         Args:
-            model: its name.
-            device: what it runs on.
             kv: ``block_size``, ``num_blocks`` and ``bytes_per_block``.
             settings: sections, their keys and values.
         """

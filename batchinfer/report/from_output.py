@@ -29,7 +29,6 @@ def from_output(out: OutputDir, now: float) -> Findings:
     """Read all that is finished in ``out``, a batch at a time.
 
     Args:
-        out: the output directory.
         now: seconds since 1970.
 
     Raises:

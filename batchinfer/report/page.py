@@ -24,7 +24,6 @@ def page(found: Findings, price_per_hour: float | None = None) -> str:
     """The report on ``found``, as HTML.
 
     Args:
-        found: what to show.
         price_per_hour: of the machine, in whatever currency; None: no cost is given.
     """
     timeline = found.timeline

@@ -42,9 +42,7 @@ def read_timeline(
     """Timeline of the steps of all runs, one run after the other.
 
     Args:
-        out: the output directory.
         files: of steps, in order.
-        runs: the runs' records.
         merged: whether the steps that runs have not put into files are in ``files``.
     """
     rest = [] if merged else [run.unsampled for run in runs if run.unsampled is not None]

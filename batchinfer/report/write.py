@@ -43,7 +43,6 @@ def write_report(
     """Write the report on the job in ``out``; it may be running.
 
     Args:
-        out: the output directory.
         now: seconds since 1970.
         price_per_hour: of the machine.
         to: where to write it; None: ``report.html`` in ``out``.
@@ -74,7 +73,6 @@ def report_at_end(out: OutputDir, tell: Callable[[str], None]) -> bool:
     """Write the report on a job that has just ended.
 
     Args:
-        out: its output directory.
         tell: told, in a line, why there is no report.
 
     Returns:

@@ -114,8 +114,6 @@ class GrammarCompiler:
     """Compiler of ``structured_outputs`` for one model. Thread-safe.
 
     Args:
-        tokenizer: the model's.
-        eos_token_ids: the model's.
         vocab_size: the model's token ids are below it.
     """
 

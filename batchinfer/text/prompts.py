@@ -65,7 +65,6 @@ class PromptBuilder:
 
         Args:
             max_model_len: most tokens of prompt and output together.
-            columns: names of the data's columns.
             conversation_columns: those of them that hold conversations, if that is known; then
                 a missing chat template is found here, not in every row.
             chat_template_source: content of the file that ``config.chat_template`` names.

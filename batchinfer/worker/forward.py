@@ -28,10 +28,6 @@ def forward(
     """Compute a step's logits: copy its blocks, write the KV of its tokens, attend.
 
     Args:
-        model: the model, with paged attention.
-        cache: the KV pool.
-        backend: attends over the pool.
-        step: what to compute.
         prev_token_ids: int64 [K of the step before], on the pool's device, what
             ``step.previous_sample`` refers to.
         graphs: take the steps they can.

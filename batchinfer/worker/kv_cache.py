@@ -130,9 +130,7 @@ class KVCache:
         """Make an uninitialised pool; past its first part, memory is touched as it is written.
 
         Args:
-            layout: where what lies.
             num_blocks: slots beside the null slot.
-            device: where the pool is.
             dtype: the model's; the pool has it unless the layout says float8.
 
         Raises:

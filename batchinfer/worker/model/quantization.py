@@ -33,7 +33,6 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
     """Check what a model's config.json says of quantisation, before anything of it is made.
 
     Args:
-        config: of the model.
         wanted: ``model.quantization``.
         device_type: ``cpu`` or ``cuda``, where the model is to run.
 
