@@ -90,18 +90,18 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
             run, or the result cannot be written.
     """
     read_config(resolve_folder(options.model, None, CONFIG_FILES))
-    given: list[str | list[int]] = []
+    dataset_prompts: list[str | list[int]] = []
     if options.dataset is not None:
-        given = read_dataset(options.dataset, options.num_prompts)
+        dataset_prompts = read_dataset(options.dataset, options.num_prompts)
     from batchinfer.llm import LLM  # imports torch, which takes seconds
 
-    given_keys = ((name, getattr(options, name, None)) for name in field_names(EngineConfig))
-    keys = {name: value for name, value in given_keys if value is not None}
+    keys_given = ((name, getattr(options, name, None)) for name in field_names(EngineConfig))
+    keys = {name: value for name, value in keys_given if value is not None}
     try:
         llm = LLM(options.model, dtype=options.dtype, **keys)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    prompts = given or _synthetic(options, llm.vocab_size)
+    prompts = dataset_prompts or _synthetic(options, llm.vocab_size)
     params = SamplingParams(
         max_tokens=options.output_len,
         n=options.n,

@@ -23,7 +23,7 @@ from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, ModelDescription, load_model
-from batchinfer.worker.memory import MemoryPlan, model_bytes, plan_memory
+from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory, model_bytes
 from batchinfer.worker.model.config import check_config
 from batchinfer.worker.model.tokenizer import load_tokenizer
 from batchinfer.worker.model_runner import ModelRunner
@@ -93,12 +93,13 @@ def build_engine(
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
     if engine.deterministic:
         check_row_bits(loaded.model, layout)
-    memory = plan_memory(
+    loaded_bytes = model_bytes(loaded.model)
+    memory = fit_memory(
         engine,
         layout,
         loaded.config,
-        device=device,
-        weight_bytes=model_bytes(loaded.model) - loaded.adapter_bytes,
+        device_memory(device, loaded_bytes),
+        weight_bytes=loaded_bytes - loaded.adapter_bytes,
         adapter_bytes=loaded.adapter_bytes,
         max_model_len=loaded.max_model_len,
     )
@@ -133,7 +134,7 @@ def build_engine(
             runs_ahead=device.type == "cuda",
         ),
         tokenizer=tokenizer,
-        **known_of(loaded, layout, memory),
+        **context_fields(loaded, layout, memory),
         device=describe(device),
         model_facts=loaded.facts,
         kernels=loaded.kernel_names,
@@ -141,7 +142,7 @@ def build_engine(
     )
 
 
-def known_of(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> dict[str, Any]:
+def context_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> dict[str, Any]:
     """The fields of ``EngineContext`` that follow from a model and its pool."""
     return {
         "eos_token_ids": model.eos_token_ids,
@@ -212,13 +213,13 @@ def choose_device(wanted: str) -> torch.device:
     Raises:
         DeviceError: CUDA is asked for and not there.
     """
-    found = torch.cuda.is_available()
-    if wanted == "cuda" and not found:
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
         raise DeviceError(
             "engine.device is cuda, but torch finds no CUDA device",
             hint="set engine.device to auto or cpu, or install a torch built for CUDA",
         )
-    return torch.device("cuda" if found and wanted != "cpu" else "cpu")
+    return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
 
 
 def describe(device: torch.device) -> str:

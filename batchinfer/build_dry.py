@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer.build import EngineContext, choose_device, describe, known_of, make_tokenizer
+from batchinfer.build import EngineContext, choose_device, context_fields, describe, make_tokenizer
 from batchinfer.config import EngineConfig, ModelConfig, sized_for
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.simulate.dry_run import DryRunner, make_dry_engine
@@ -71,7 +71,7 @@ def build_dry_engine(
     return SimulatedEngine(
         engine=dry,
         tokenizer=make_tokenizer(model),
-        **known_of(described, layout, memory),
+        **context_fields(described, layout, memory),
         device=device.name,
         model_facts={
             "name": model.name,
@@ -105,12 +105,12 @@ def device_of(engine: EngineConfig) -> Device:
     """
     hint = f"plan for another device: --device {', '.join(DEVICES)}"
     try:
-        found = choose_device(engine.device)
+        torch_device = choose_device(engine.device)
     except DeviceError as error:
         raise DeviceError(str(error).splitlines()[0], hint=hint) from None
-    if found.type == "cpu":
+    if torch_device.type == "cpu":
         return DEVICES["cpu"]
-    name = describe(found)
+    name = describe(torch_device)
     for key, device in DEVICES.items():
         if key.partition("-")[0].upper() in name.upper():
             return device

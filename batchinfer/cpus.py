@@ -51,8 +51,8 @@ def cpu_limits(root: str = "/") -> CpuLimits:
     """
     machine = os.cpu_count() or 1
     # A bound thread tells the one place that it got, not where the process may run.
-    told = hasattr(os, "sched_getaffinity") and not openmp_binds()
-    affinity = len(os.sched_getaffinity(0)) if told else machine
+    says_affinity = hasattr(os, "sched_getaffinity") and not openmp_binds()
+    affinity = len(os.sched_getaffinity(0)) if says_affinity else machine
     return CpuLimits(machine, affinity, cgroup_quota(root))
 
 
@@ -61,10 +61,10 @@ def openmp_binds(environ: Mapping[str, str] = os.environ) -> bool:
 
     OMP_PROC_BIND of the OpenMP specification, and "Environment Variables" of libgomp's manual.
     """
-    asked = environ.get("OMP_PROC_BIND", "").strip().lower()
-    if asked == "false":
+    proc_bind = environ.get("OMP_PROC_BIND", "").strip().lower()
+    if proc_bind == "false":
         return False
-    return bool(asked) or any(environ.get(name) for name in _PLACES)
+    return bool(proc_bind) or any(environ.get(name) for name in _PLACES)
 
 
 def cgroup_quota(root: str = "/") -> float | None:
@@ -124,16 +124,16 @@ def _groups(text: str) -> dict[int, str]:
 
 def _mounts(text: str) -> Iterator[_Mount]:
     for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        place, kind = before.split(" "), after.split(" ")
-        if len(place) < 6 or len(kind) < 3:
+        mount_part, _, filesystem_part = line.partition(" - ")
+        mount, filesystem = mount_part.split(" "), filesystem_part.split(" ")
+        if len(mount) < 6 or len(filesystem) < 3:
             continue
-        root, point = (_unescaped(field) for field in place[3:5])
+        root, point = (_unescaped(field) for field in mount[3:5])
         if not root.startswith("/") or not point.startswith("/"):
             continue
-        if kind[0] == "cgroup2":
+        if filesystem[0] == "cgroup2":
             yield _Mount(2, root, point)
-        elif kind[0] == "cgroup" and "cpu" in kind[2].split(","):
+        elif filesystem[0] == "cgroup" and "cpu" in filesystem[2].split(","):
             yield _Mount(1, root, point)
 
 

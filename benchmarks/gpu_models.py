@@ -19,7 +19,7 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.memory import model_bytes, plan_memory
+from batchinfer.worker.memory import device_memory, fit_memory, model_bytes
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
 
@@ -120,12 +120,13 @@ def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineC
         model = random_model(name, device, dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    memory = plan_memory(
+    weight_bytes = model_bytes(model)
+    memory = fit_memory(
         settings,
         layout,
         config,
-        device=device,
-        weight_bytes=model_bytes(model),
+        device_memory(device, weight_bytes),
+        weight_bytes=weight_bytes,
         max_model_len=MAX_MODEL_LEN,
     )
     cache = KVCache(layout, memory.num_blocks, device, dtype)

@@ -25,11 +25,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as Fast
 
 from batchinfer.build import build_engine
-from batchinfer.config import EngineConfig, SamplingParams
+from batchinfer.config import EngineConfig, ModelConfig, SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.step import Step
-from batchinfer.job.spec.spec import ModelSpec
 from batchinfer.worker.kv_cache import KVCache
 
 VOCAB_SIZE = 64
@@ -151,7 +150,7 @@ def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=1,
         num_kv_blocks=-(-(args.tokens + args.outputs) // args.block_size),
     )
-    model = ModelSpec(name=str(folder), max_model_len=args.tokens + args.outputs)
+    model = ModelConfig(str(folder), max_model_len=args.tokens + args.outputs)
     built = build_engine(model, settings, log=table.append)
     runner = Watched(built.engine._runner)
     built.engine._runner = runner

@@ -141,14 +141,14 @@ def sharing_caption(found: Findings) -> str:
     """Prefix reuse in words: of what could be shared, how much was."""
     if not found.lengths.sums["prompt_tokens"]:
         return "No prompt has been computed yet."
-    said = f"{_percent(found.prefix_hit_rate)} of the prompt tokens did not have to be computed"
+    caption = f"{_percent(found.prefix_hit_rate)} of the prompt tokens did not have to be computed"
     if found.planned_rate:
-        said += f", of {_percent(found.planned_rate)} that rows have in common"
+        caption += f", of {_percent(found.planned_rate)} that rows have in common"
     if equal := found.lengths.sums["deduplicated"]:
-        said += f". {_count(equal, 'rows')} took what equal ones came to"
+        caption += f". {_count(equal, 'rows')} took what equal ones came to"
     copies = found.timeline.totals.cow_copies
-    said += ". Rows that begin alike, and the samples of a row, hold the same blocks"
-    return said + (
+    caption += ". Rows that begin alike, and the samples of a row, hold the same blocks"
+    return caption + (
         f"; {_count(copies, 'blocks')} had to be copied when they parted." if copies else "."
     )
 
@@ -156,12 +156,12 @@ def sharing_caption(found: Findings) -> str:
 def pressure_caption(found: Findings) -> str:
     """Preemption in words: what happened when memory was short."""
     sums = found.lengths.sums
-    said = (
+    caption = (
         f"On average {found.timeline.totals.mean('mean_running'):,.0f} ran side by side, "
         f"at most {found.timeline.peak.running:,}."
     )
     if not sums["preemptions"]:
-        said += " None had to give up its memory."
+        caption += " None had to give up its memory."
     else:
         then = [
             f"{_count(sums[name], unit)} {what}"
@@ -171,14 +171,16 @@ def pressure_caption(found: Findings) -> str:
             )
             if sums[name]
         ]
-        said += f" {_count(sums['preemptions'], 'times')} one gave up its memory to let others end"
-        said += f": {', '.join(then)}." if then else "."
+        caption += (
+            f" {_count(sums['preemptions'], 'times')} one gave up its memory to let others end"
+        )
+        caption += f": {', '.join(then)}." if then else "."
     if found.out_of_memory:
-        said += (
+        caption += (
             f" In {_count(found.out_of_memory, 'steps')} the device had no memory left, and the "
             "step was cut smaller."
         )
-    return said
+    return caption
 
 
 def waits(found: Findings) -> list[tuple[str, ...]]:

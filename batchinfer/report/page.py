@@ -64,8 +64,8 @@ def _charts(timeline: Timeline) -> dict[str, Any]:
         "tokens": charts.tokens_per_second(timeline, narrow),
         "waiting": charts.waiting(timeline, narrow),
     }
-    whole = {name: Markup(svg) for name, svg in drawn.items()}  # numbers alone
-    return {**whole, "pool_is_drawn": charts.pool_is_drawn(timeline)}
+    svgs = {name: Markup(svg) for name, svg in drawn.items()}  # numbers alone
+    return {**svgs, "pool_is_drawn": charts.pool_is_drawn(timeline)}
 
 
 def _histograms(found: Findings) -> Iterator[dict[str, Any]]:
@@ -76,12 +76,12 @@ def _histograms(found: Findings) -> Iterator[dict[str, Any]]:
     ):
         bars = found.lengths.bars(name)
         if bars is not None:
-            said = f"Rows by {'tokens of the prompt' if colour == 'shared' else per_row}."
-            said += f" Half have at most {bars.median:,}, the longest has {bars.most:,}"
+            caption = f"Rows by {'tokens of the prompt' if colour == 'shared' else per_row}."
+            caption += f" Half have at most {bars.median:,}, the longest has {bars.most:,}"
             beyond = bars.most >= bars.starts[-1] + bars.width
-            said += "; those beyond the scale are in the last bar." if beyond else "."
+            caption += "; those beyond the scale are in the last bar." if beyond else "."
             svg = charts.histogram(bars, colour, charts.NARROW, title.lower())
-            yield {"title": title, "caption": said, "svg": Markup(svg)}
+            yield {"title": title, "caption": caption, "svg": Markup(svg)}
 
 
 def _state_class(state: str) -> str:

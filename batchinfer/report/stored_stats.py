@@ -100,8 +100,8 @@ def read_lengths(
     for path in segments:
         for batch in batches(out, path, ["row_id", REQUEST_COLUMN]):
             ran = done.left_out(batch).column(REQUEST_COLUMN).drop_null()
-            taken = pa.RecordBatch.from_struct_array(ran)
-            lengths.add({name: _column(taken, name) for name in REQUEST_COLUMNS})
+            requests = pa.RecordBatch.from_struct_array(ran)
+            lengths.add({name: _column(requests, name) for name in REQUEST_COLUMNS})
     return lengths
 
 

@@ -157,8 +157,11 @@ class Timeline:
             ("sharing_saving", 1 - _ratio(used, logical), logical),
             ("mean_running", steps["num_running"], weights),
         ):
-            there = defined > 0
-            sums = {name: value[there] @ weights[there], f"{name} ms": weights[there].sum()}
+            is_defined = defined > 0
+            sums = {
+                name: value[is_defined] @ weights[is_defined],
+                f"{name} ms": weights[is_defined].sum(),
+            }
             for key, amount in sums.items():
                 totals.weighted[key] = totals.weighted.get(key, 0.0) + float(amount)
 

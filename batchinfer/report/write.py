@@ -69,7 +69,7 @@ def write_report(
     return out.report
 
 
-def report_at_end(out: OutputDir, tell: Callable[[str], None]) -> bool:
+def report_at_end(out: OutputDir, log: Callable[[str], None]) -> bool:
     """Write the report on a job that has just ended.
 
     Args:
@@ -81,7 +81,7 @@ def report_at_end(out: OutputDir, tell: Callable[[str], None]) -> bool:
     try:
         check_installed()
     except UsageError as error:
-        tell(f"no report: {': '.join(str(error).splitlines())}")
+        log(f"no report: {': '.join(str(error).splitlines())}")
         return False
     command = [sys.executable, "-P", "-m", "batchinfer", "report", str(out.root)]
     paths = [str(_PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -95,10 +95,10 @@ def report_at_end(out: OutputDir, tell: Callable[[str], None]) -> bool:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
     except (OSError, subprocess.SubprocessError) as error:
-        tell(f"no report: {printable(str(error))}")
+        log(f"no report: {printable(str(error))}")
         return False
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        reason = said[0] if said else f"its process ended with {done.returncode}"
-        tell(f"no report: {printable(reason)}")
+        stderr_lines = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = stderr_lines[0] if stderr_lines else f"its process ended with {done.returncode}"
+        log(f"no report: {printable(reason)}")
     return done.returncode == 0

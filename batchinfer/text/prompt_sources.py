@@ -172,17 +172,17 @@ def conflicts(config: PromptConfig) -> Iterator[tuple[str, str]]:
             f"cannot hold {', '.join(taken)}, which every job sets itself",
         )
     if config.token_ids_column is not None:
-        for name, given in _of_text(config).items():
+        for name, given in _text_settings(config).items():
             if given:
                 why = "cannot be combined with prompt.token_ids_column, which brings finished ids"
                 yield f"prompt.{name}", why
     elif config.chat_template == "none":
-        for name, given in _of_chat(config).items():
+        for name, given in _chat_settings(config).items():
             if given:
                 yield f"prompt.{name}", "needs a chat template, but prompt.chat_template is none"
 
 
-def _of_chat(config: PromptConfig) -> dict[str, bool]:
+def _chat_settings(config: PromptConfig) -> dict[str, bool]:
     """Settings that only a chat template can honour, and whether each is given."""
     return {
         "system": config.system is not None,
@@ -191,7 +191,7 @@ def _of_chat(config: PromptConfig) -> dict[str, bool]:
     }
 
 
-def _of_text(config: PromptConfig) -> dict[str, bool]:
+def _text_settings(config: PromptConfig) -> dict[str, bool]:
     """Settings that turn a row into text, or text into tokens, and whether each is given."""
     return {
         "system": config.system is not None,

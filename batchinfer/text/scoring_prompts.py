@@ -78,7 +78,7 @@ class ScoringBuilder:
         if config.token_ids_column is not None:
             require_column(config.token_ids_column, "prompt.token_ids_column", columns)
             control = None if config.parse_special_tokens else tokenizer
-            drafts = _OfTokenIds(config.token_ids_column, vocab_size, control, completions)
+            drafts = _TokenIdDrafts(config.token_ids_column, vocab_size, control, completions)
         else:
             renderer = RowRenderer(
                 config,
@@ -89,7 +89,7 @@ class ScoringBuilder:
                 now=now or datetime.now(),
                 beside=() if completions_column is None else (completions_column,),
             )
-            drafts = _OfText(renderer, tokenizer.prefix_token_id, completions)
+            drafts = _TextDrafts(renderer, tokenizer.prefix_token_id, completions)
         self._drafts = drafts
         self._encoder = encoder
         self.columns = drafts.columns
@@ -173,7 +173,7 @@ class _Drafts(Protocol):
     def draft(self, row: Row) -> _Draft: ...
 
 
-class _OfText:
+class _TextDrafts:
     """Drafts of prompts that are text."""
 
     def __init__(
@@ -198,7 +198,7 @@ class _OfText:
         return _Draft([replace(rendered, text=text) for text in texts], whole=rendered.restored)
 
 
-class _OfTokenIds:
+class _TokenIdDrafts:
     """Drafts of prompts that are token ids; completions that are text are tokenized apart."""
 
     def __init__(

@@ -68,8 +68,8 @@ class HostBlocks:
 
     def measure(self) -> float:
         """Seconds that a block takes one way: the mean of both, the way out to untouched memory."""
-        most = min(len(self._blocks), len(self._pool) - 1)
-        count = min(most, max(1, _MEASURED_BYTES // self._pool[0].nbytes))
+        max_pairs = min(len(self._blocks), len(self._pool) - 1)
+        count = min(max_pairs, max(1, _MEASURED_BYTES // self._pool[0].nbytes))
         if count == 0:
             return 0.0
         pairs = np.repeat(np.arange(count, dtype=np.int32)[:, None], 2, axis=1)

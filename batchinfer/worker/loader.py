@@ -152,7 +152,7 @@ def load_model(
         product = choose_kernel(model, torch_dtype, kernels)
         if product.kernel is not None:
             pack_linears(model, product.kernel, torch_dtype)
-        _let_go_of_file(model)
+        _unmap_weights(model)
         fuse_native_layers(model, layout)
     else:
         torch.cuda.empty_cache()  # merged weights left holes of the size of their parts
@@ -182,7 +182,7 @@ def load_model(
     )
 
 
-def _let_go_of_file(model: torch.nn.Module) -> None:
+def _unmap_weights(model: torch.nn.Module) -> None:
     """Copy unpacked tensors out of the mapped weight files: one tensor keeps all of a file."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and not tensor.is_inference():  # merged: not the file's

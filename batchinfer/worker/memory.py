@@ -109,31 +109,12 @@ class MemoryPlan:
         return [f"{name:<{width}}  {size / 2**20:>12,.1f} MiB" for name, size in rows]
 
 
-def plan_memory(
-    engine: EngineConfig,
-    layout: KVLayout,
-    config: Mapping[str, Any],
-    *,
-    device: torch.device,
-    weight_bytes: int,
-    max_model_len: int,
-    adapter_bytes: int = 0,
-) -> MemoryPlan:
-    """Size the pool for a device at hand. Call it when the weights are loaded."""
+def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
+    """The memory of a device at hand, with ``loaded_bytes`` of weights on it."""
+    free = free_host_bytes()
     if device.type == "cuda":
-        memory = DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free_host_bytes())
-    else:
-        free = free_host_bytes()
-        memory = DeviceMemory("cpu", free, free + weight_bytes + adapter_bytes, free)
-    return fit_memory(
-        engine,
-        layout,
-        config,
-        memory,
-        weight_bytes=weight_bytes,
-        max_model_len=max_model_len,
-        adapter_bytes=adapter_bytes,
-    )
+        return DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free)
+    return DeviceMemory("cpu", free, free + loaded_bytes, free)
 
 
 def fit_memory(
@@ -215,21 +196,21 @@ def _host_blocks(
     """
     if any(layout.windows):
         return 0
-    wanted = engine.swap_bytes
+    wanted_bytes = engine.swap_bytes
     if memory.host_free is not None:
         free = memory.host_free - (pool_bytes if memory.kind == "cpu" else 0)
         if engine.swap_space == _DEFAULT_SWAP_SPACE:
-            wanted = min(wanted, int(free * _CPU_SHARE_OF_FREE))
-        if wanted > free:
+            wanted_bytes = min(wanted_bytes, int(free * _CPU_SHARE_OF_FREE))
+        if wanted_bytes > free:
             raise DeviceError(
                 f"engine.swap_space is {engine.swap_space}; the host has {_size(free)} left",
                 hint="lower engine.swap_space; 0 does without",
             )
-    if engine.preemption == "swap" and wanted < layout.bytes_per_block:
+    if engine.preemption == "swap" and wanted_bytes < layout.bytes_per_block:
         raise DeviceError(
             f"engine.swap_space holds no block; give at least {_size(layout.bytes_per_block)}"
         )
-    return wanted // layout.bytes_per_block
+    return wanted_bytes // layout.bytes_per_block
 
 
 def free_host_bytes() -> int:
@@ -295,7 +276,7 @@ def _hint(engine: EngineConfig, default_key: str) -> str:
 
 def model_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's parameters, buffers and packed weights; tied ones count once."""
-    held = (*model.parameters(), *model.buffers())
-    tensors = {t.data_ptr(): t.nbytes for one in held for t in plain_tensors(one)}
+    own_tensors = (*model.parameters(), *model.buffers())
+    tensors = {t.data_ptr(): t.nbytes for one in own_tensors for t in plain_tensors(one)}
     packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return sum(tensors.values()) + sum(packed)

@@ -65,14 +65,14 @@ class PromptScorer:
         (output,) = outputs
         arrays = {"rows": tokens.rows.astype(np.int64), "ids": tokens.token_ids.astype(np.int64)}
         on = to_device(arrays, output[0].device)
-        wanted = np.full(len(tokens.rows), tokens.num_logprobs.max(), dtype=np.int32)
-        parts = []
+        num_logprobs = np.full(len(tokens.rows), tokens.num_logprobs.max(), dtype=np.int32)
+        chunks = []
         with _body_gives(_body(self._model), output):
             for start in range(0, len(tokens.rows), self._rows):
                 span = slice(start, start + self._rows)
                 logits = self._head(on["rows"][span])
-                parts.append(_score_tokens(logits, on["ids"][span], wanted[span]))
-        logprobs, finite, *alternatives = map(torch.cat, zip(*parts, strict=True))
+                chunks.append(_score_tokens(logits, on["ids"][span], num_logprobs[span]))
+        logprobs, finite, *alternatives = map(torch.cat, zip(*chunks, strict=True))
         ranks, top_ids, top_logprobs = alternatives
         return SampleHandle(on["ids"], logprobs, ~finite, (ranks, top_ids, top_logprobs))
 
@@ -90,15 +90,15 @@ def _score_tokens(logits: Tensor, ids: Tensor, wanted: Int32) -> tuple[Tensor, .
     chunk = workspace_rows(vocab, logits.device.type)
     stats = row_stats(logits, chunk, want_argmax=False)
     rows = np.arange(count, dtype=np.int32)
-    each = torch.arange(count, device=logits.device)
-    values, finite = logits[each, ids].float(), stats.maximum.isfinite()
+    every_row = torch.arange(count, device=logits.device)
+    values, finite = logits[every_row, ids].float(), stats.maximum.isfinite()
     top_ids, top_values = top_logits(logits, rows, wanted, chunk)
     return (
-        stats.logprobs(each, values).masked_fill_(~finite, 0),
+        stats.logprobs(every_row, values).masked_fill_(~finite, 0),
         finite,
         token_ranks(logits, rows, values, wanted, chunk),
         top_ids,
-        stats.logprobs(each, top_values),
+        stats.logprobs(every_row, top_values),
     )
 
 

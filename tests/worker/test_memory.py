@@ -9,7 +9,7 @@ from batchinfer.config import EngineConfig
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ExitCode
 from batchinfer.worker import memory
-from batchinfer.worker.memory import MemoryPlan, plan_memory
+from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
 
@@ -19,11 +19,11 @@ MIB = 2**20
 
 
 def plan(device: str = "cpu", **engine: Any) -> MemoryPlan:
-    return plan_memory(
+    return fit_memory(
         EngineConfig(**engine),
         LAYOUT,
         CONFIG,
-        device=torch.device(device),
+        device_memory(torch.device(device), 3 * MIB),
         weight_bytes=3 * MIB,
         max_model_len=100,
     )
@@ -48,11 +48,11 @@ def test_bytes_win_over_utilization() -> None:
 def test_fp8_makes_twice_the_blocks_of_a_16_bit_pool(device: str) -> None:
     engine = EngineConfig(max_num_seqs=10**4, max_num_batched_tokens=16)
     plain, fp8 = (
-        plan_memory(
+        fit_memory(
             engine,
             KVLayout(2, 2, 8, 8, block_size=16, element_bytes=2, fp8=stored),
             CONFIG,
-            device=torch.device(device),
+            device_memory(torch.device(device), 3 * MIB),
             weight_bytes=3 * MIB,
             max_model_len=1000,
         )
@@ -108,9 +108,8 @@ def test_logits_are_planned_at_their_own_width_with_a_bounded_workspace() -> Non
     plenty = EngineConfig(max_num_seqs=1024, num_kv_blocks=1)
     vocab = CONFIG | {"vocab_size": 150_000}
     half = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=2)
-    planned = plan_memory(
-        plenty, half, vocab, device=torch.device("cpu"), weight_bytes=0, max_model_len=100
-    )
+    free = device_memory(torch.device("cpu"), 0)
+    planned = fit_memory(plenty, half, vocab, free, weight_bytes=0, max_model_len=100)
     assert planned.logits_bytes == 2 * 1024 * 150_000 * 2 + workspace_bytes(1024, 150_000, "cpu")
     assert workspace_bytes(1024, 150_000, "cpu") < 64 * MIB < workspace_bytes(1024, 150_000, "cuda")
     assert workspace_bytes(1024, 150_000, "cuda") <= 1024 * MIB

@@ -27,8 +27,10 @@ class NativeAttention:
     def __init__(self, cache: KVCache, like: ProductKernel | None = None) -> None:
         self._cache = cache
         dtype = cache.pool.dtype
-        wanted = like.instructions if like is not None and like.kind == "own" else None
-        self.kernel = native.kernel_of(dtype, wanted if wanted in native.available(dtype) else None)
+        instructions = like.instructions if like is not None and like.kind == "own" else None
+        self.kernel = native.kernel_of(
+            dtype, instructions if instructions in native.available(dtype) else None
+        )
         """The number of the C kernel."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -58,7 +58,7 @@ class CpuAttention:
             by_head[..., bucket.all_visible :].masked_fill_(bucket.hidden, float("-inf"))
             weighed = self._weigh(bucket, scores, values)
             if variant.sinks is not None:
-                weighed *= _left_by_sinks(by_head, variant.sinks).to(weighed.dtype)
+                weighed *= _share_beside_sinks(by_head, variant.sinks).to(weighed.dtype)
             _store(weighed, attended[bucket.queries], bucket)
         return attended.index_select(0, plan.rows)
 
@@ -102,7 +102,7 @@ class CpuAttention:
         return buffer[:size].view(shape)
 
 
-def _left_by_sinks(
+def _share_beside_sinks(
     scores: torch.Tensor,  # [R, Hkv, heads per KV head, Q, C], masked
     sinks: torch.Tensor,  # [Hq]
 ) -> torch.Tensor:  # [R * Hkv, heads per KV head * Q, 1] float32

@@ -69,7 +69,7 @@ class ModuleComparison:
         attention = AttentionRecorder(self._own.backend)
         with record_calls(names) as calls:
             logits = self._own.logits(attention)
-        variants = {asked.layer: asked.variant for asked in attention.calls}
+        variants = {attended.layer: attended.variant for attended in attention.calls}
         for module, arguments, options, _ in calls:
             variant = variants.get(getattr(module, "layer_idx", -1))
             self.calls[names[module]] = Call(arguments, options, variant)
@@ -90,13 +90,15 @@ class ModuleComparison:
         self, output: Any, attention: AttentionRecorder, *, with_output: bool
     ) -> list[torch.Tensor]:
         """Results of a call: the output; of attention also the query, keys and values."""
-        given = output[0] if isinstance(output, tuple) else output
+        result = output[0] if isinstance(output, tuple) else output
         if not attention.calls:
-            return [given]
-        asked = attention.calls[-1]
+            return [result]
+        attended = attention.calls[-1]
         attention.calls.clear()
-        written = [block[:, : len(_TOKENS)] for block in self._float32.cache.read(asked.layer, 0)]
-        return [asked.query, *written, *([given] if with_output else [])]
+        written = [
+            block[:, : len(_TOKENS)] for block in self._float32.cache.read(attended.layer, 0)
+        ]
+        return [attended.query, *written, *([result] if with_output else [])]
 
 
 def rows_agree(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:

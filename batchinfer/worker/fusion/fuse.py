@@ -46,12 +46,12 @@ def fuse(model: nn.Module, layout: KVLayout, max_model_len: int) -> bool:
     weight = next(model.parameters())
     comparison = ModuleComparison(model, layout, max_model_len)
     with torch.inference_mode():
-        before = comparison.run(lambda module: bool(_recipes(module)))
+        logits_before = comparison.run(lambda module: bool(_recipes(module)))
         _fuse_children(model, "", comparison)
         if weight.is_cuda:
             fuse_layers(model, layout)
-        after = comparison.run(lambda module: False)
-        return rows_agree(after, before, _LOGITS_TOLERANCE[weight.dtype])
+        logits_after = comparison.run(lambda module: False)
+        return rows_agree(logits_after, logits_before, _LOGITS_TOLERANCE[weight.dtype])
 
 
 def _fuse_children(parent: nn.Module, prefix: str, comparison: ModuleComparison) -> None:
@@ -71,11 +71,11 @@ def _fused(module: nn.Module, call: Call, comparison: ModuleComparison) -> nn.Mo
     dtypes = {tensor.dtype for tensor in (*module.parameters(), *call.float_tensors())}
     if len(dtypes) > 1:
         return None  # part of it is kept in another precision
-    twin = copy.deepcopy(module).float()
+    in_float32 = copy.deepcopy(module).float()
     for recipe in _recipes(module):
         try:
-            candidate = recipe(twin, call)
-            same = all(comparison.agree(candidate, twin, call, scale) for scale in _SCALES)
+            candidate = recipe(in_float32, call)
+            same = all(comparison.agree(candidate, in_float32, call, scale) for scale in _SCALES)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # it is made, or called, in another way than what was fused

@@ -105,24 +105,24 @@ def swap_layers(model: nn.Module, layout: KVLayout, make: Callable[[Any], nn.Mod
         The number of layers swapped.
     """
     probe, count = Probe(model, layout, _TOKENS), 0
-    with record_calls(filter(_has_the_shape, model.modules())) as calls:
+    with record_calls(filter(_is_pre_norm_layer, model.modules())) as calls:
         probe.logits()
     recorded = {call.module: call for call in calls}
     with torch.inference_mode(), probe.in_forward():
         for parent in list(model.modules()):
             for name, layer in list(parent.named_children()):
                 swapped = make(layer) if layer in recorded else None
-                if swapped is not None and _does_the_same(swapped, recorded[layer]):
+                if swapped is not None and _computes_the_same(swapped, recorded[layer]):
                     setattr(parent, name, swapped)
                     count += 1
     return count
 
 
-def _has_the_shape(module: Any) -> bool:
+def _is_pre_norm_layer(module: Any) -> bool:
     return {name for name, _ in module.named_children()} == _PARTS
 
 
-def _does_the_same(swapped: nn.Module, call: ModuleCall) -> bool:
+def _computes_the_same(swapped: nn.Module, call: ModuleCall) -> bool:
     output = call.output
     if len(call.arguments) != 1 or not isinstance(output, torch.Tensor):
         return False

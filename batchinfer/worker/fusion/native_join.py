@@ -28,13 +28,13 @@ def join_native_layers(model: nn.Module, layout: KVLayout) -> None:
             if not parts:
                 continue
             with record_calls(parts) as calls:
-                before = probe.logits()
+                expected = probe.logits()
             if not _pass_on_one_tensor(calls, parts):
                 continue
             layers = [layer for part in parts for layer in part.layers]
             joined = NativeDecoderLayers(layers, parts[0].workspace)
             setattr(parent, name, nn.ModuleList([joined]))
-            if not _gives(before, probe):
+            if not _gives(expected, probe):
                 setattr(parent, name, child)
 
 

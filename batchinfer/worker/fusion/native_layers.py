@@ -144,19 +144,23 @@ class Workspace:
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self.rotary = self._empty, self._empty
         """Cosines and sines of the step, [T, rotary width]."""
-        self._of: tuple[ForwardContext, Rotary] | None = None  # the step that layers run in
+        self._current: tuple[ForwardContext, Rotary] | None = None  # the step that layers run in
         self._steps: dict[int, StepArgs] = {}  # by layer group, where they stay
-        self._told: set[int] = set()  # groups whose steps are of this step
+        self._updated: set[int] = set()  # groups whose steps are of this step
 
     def begin_step(self, context: ForwardContext, position_embeddings: Rotary) -> None:
         """Begin a step and make room for it, unless layers before have done so."""
-        if self._of and self._of[0] is context and self._of[1] is position_embeddings:
+        if (
+            self._current
+            and self._current[0] is context
+            and self._current[1] is position_embeddings
+        ):
             return
         cos, sin = position_embeddings
         self.rotary = cos[0].contiguous(), sin[0].contiguous()
         self.reserve(len(self.rotary[0]))
-        self._told.clear()
-        self._of = context, position_embeddings
+        self._updated.clear()
+        self._current = context, position_embeddings
 
     def step_of(self, group: int, layer: int) -> StepArgs:
         """Step arguments of a layer group: always the same object, updated once a step.
@@ -166,14 +170,14 @@ class Workspace:
             layer: one of them.
         """
         step = self._steps.setdefault(group, StepArgs())
-        if group not in self._told:
-            self._tell(step, group, layer)
-            self._told.add(group)
+        if group not in self._updated:
+            self._update(step, group, layer)
+            self._updated.add(group)
         return step
 
-    def _tell(self, step: StepArgs, group: int, layer: int) -> None:
-        assert self._of is not None
-        context, (cos, sin) = self._of[0], self.rotary
+    def _update(self, step: StepArgs, group: int, layer: int) -> None:
+        assert self._current is not None
+        context, (cos, sin) = self._current[0], self.rotary
         assert isinstance(context.backend, NativeAttention)
         step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
         step.slot_mapping = context.slot_mapping(layer).data_ptr()
@@ -191,7 +195,7 @@ class Workspace:
         self.generation += 1
         self._num_rows = 0
         self._buffers.clear()
-        self._of = None
+        self._current = None
 
     def take(self, name: str, width: int) -> torch.Tensor:
         """An uninitialised, contiguous buffer [rows, width], the same for equal arguments."""

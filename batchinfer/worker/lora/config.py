@@ -86,14 +86,14 @@ class LoraConfig:
 
     def rank(self, module: str) -> int:
         """Rank of a layer's factors."""
-        rank = self._of(module, "rank_pattern", "r", 8)
+        rank = self._number(module, "rank_pattern", "r", 8)
         if not float(rank).is_integer() or rank < 1:
             raise NotSupportedError(f"a rank of {rank}; ranks are whole numbers from 1")
         return int(rank)
 
     def scale(self, module: str) -> float:
         """The factor of a layer's product."""
-        alpha, rank = self._of(module, "alpha_pattern", "lora_alpha", 8), self.rank(module)
+        alpha, rank = self._number(module, "alpha_pattern", "lora_alpha", 8), self.rank(module)
         return alpha / (math.sqrt(rank) if self._values.get("use_rslora") else rank)
 
     def targets(self, linears: Collection[str], head: str) -> Iterator[str]:
@@ -133,7 +133,7 @@ class LoraConfig:
                 return at in (indices if isinstance(indices, list) else [indices])
         return False
 
-    def _of(self, module: str, patterns: str, default: str, otherwise: int) -> float:
+    def _number(self, module: str, patterns: str, default: str, otherwise: int) -> float:
         """A layer's own number, by the first pattern that its name ends in; else the adapter's."""
         number: Any = self._values.get(default, otherwise)
         by_pattern = self._values.get(patterns) or {}

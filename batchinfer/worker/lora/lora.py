@@ -39,7 +39,7 @@ class Factors(NamedTuple):
     """The slice's first output."""
 
 
-class _OfOne(nn.Module):
+class _LayerFactors(nn.Module):
     """One adapter's factors of one layer: its A matrices side by side, each B for itself."""
 
     def __init__(self, factors: list[Factors], kernel: ProductKernel | None) -> None:
@@ -70,13 +70,13 @@ class LoraSum(nn.Module):
     def __init__(self, kernel: ProductKernel | None) -> None:
         super().__init__()
         self._kernel = kernel
-        self._by_adapter: dict[int, _OfOne] = {}
+        self._by_adapter: dict[int, _LayerFactors] = {}
 
     def put(self, adapter: int, factors: list[Factors]) -> None:
         """Add an adapter's factors."""
-        one = _OfOne(factors, self._kernel)
-        self._by_adapter[adapter] = one
-        self.add_module(str(adapter), one)
+        layer_factors = _LayerFactors(factors, self._kernel)
+        self._by_adapter[adapter] = layer_factors
+        self.add_module(str(adapter), layer_factors)
 
     def forward(self, layer: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
         """Add to ``output`` [..., out], contiguous, in place; ``arguments`` are the layer's x."""
@@ -88,9 +88,9 @@ class LoraSum(nn.Module):
         if len(x) != len(context.tensors["positions"]):
             raise RuntimeError(f"a {type(layer).__name__} takes some of a step's rows only")
         for adapter, rows in context.adapters.each(context.tensors["adapter_tokens"]):
-            one = self._by_adapter.get(adapter)
-            if one is not None:
-                one.add(x, rows, out)
+            factors = self._by_adapter.get(adapter)
+            if factors is not None:
+                factors.add(x, rows, out)
 
 
 def _linear(weight: torch.Tensor, kernel: ProductKernel | None) -> nn.Module:
@@ -140,24 +140,24 @@ def add_adapters(
         ModelError: naming the adapter, when its layers cannot be added to.
         DeviceError: the weights do not fit the device.
     """
-    _open_up(model)
+    _split_native_layers(model)
     weight = next(model.parameters())
     for number, adapter in enumerate(adapters, start=1):
         try:
-            _add(model, number, adapter, weight, kernel)
-            _try(model, layout, number, adapter)
+            _add_adapter(model, number, adapter, weight, kernel)
+            _check_called(model, layout, number, adapter)
         except torch.OutOfMemoryError as error:
             raise DeviceError(f"model.adapters.{adapter.name} does not fit the device") from error
 
 
-def _open_up(model: nn.Module) -> None:
+def _split_native_layers(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, NativeDecoderLayers):
                 setattr(parent, name, LayerInParts(child))
 
 
-def _add(
+def _add_adapter(
     model: nn.Module,
     number: int,
     adapter: Adapter,
@@ -166,7 +166,7 @@ def _add(
 ) -> None:
     by_layer: dict[nn.Module, list[Factors]] = {}
     for target in adapter.targets:
-        layer, start = _find(model, target.module)
+        layer, start = _current_module(model, target.module)
         down, up = (factor.to(like.device, like.dtype) for factor in adapter.factors(target))
         by_layer.setdefault(layer, []).append(Factors(down, up, start))
     for layer, factors in by_layer.items():
@@ -178,7 +178,7 @@ def _add(
         lora.put(number, factors)
 
 
-def _find(model: nn.Module, name: str) -> tuple[Any, int]:
+def _current_module(model: nn.Module, name: str) -> tuple[Any, int]:
     """The module that computes a linear layer of transformers' model now, and its first output
     there."""
     module: Any = model
@@ -193,7 +193,7 @@ def _find(model: nn.Module, name: str) -> tuple[Any, int]:
     return module, 0
 
 
-def _try(model: nn.Module, layout: KVLayout, number: int, adapter: Adapter) -> None:
+def _check_called(model: nn.Module, layout: KVLayout, number: int, adapter: Adapter) -> None:
     """Check, on a few tokens, that an adapter's layers are called with a step's rows."""
     probe = Probe(model, layout, _TOKENS, num_sequences=2, adapters=(number, 0))
     try:

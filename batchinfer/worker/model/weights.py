@@ -109,11 +109,11 @@ def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
     ahead = range(num_layers, num_layers + (getattr(config, "num_nextn_predict_layers", 0) or 0))
 
     def is_spare(name: str) -> bool:
-        place = name.removeprefix(prefix)
-        layer = _LAYER.match(place)
+        local_name = name.removeprefix(prefix)
+        layer = _LAYER.match(local_name)
         return (
-            place.partition(".")[0] not in parts
-            or _BUFFER.search(place) is not None
+            local_name.partition(".")[0] not in parts
+            or _BUFFER.search(local_name) is not None
             or (layer is not None and int(layer.group(1)) in ahead)
         )
 

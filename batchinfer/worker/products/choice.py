@@ -74,20 +74,22 @@ def choose_kernel(model: nn.Module, dtype: torch.dtype, wish: KernelWish) -> Ker
             earlier runs of a deterministic job had one that is not here.
     """
     kernels = _allowed(product_kernels(dtype), dtype, wish)
-    before = wish.before.get(_short(dtype))
+    kernel_before = wish.before.get(_named(dtype))
     for kernel in kernels:
-        if kernel.name == before:
+        if kernel.name == kernel_before:
             return KernelChoice(kernel, "as in the runs before", {})
-    if before is not None and wish.deterministic:
+    if kernel_before is not None and wish.deterministic:
         raise DeviceError(
             f"engine.deterministic is true, and the rows that are finished were computed by "
-            f"{before}, which does not run on this machine",
+            f"{kernel_before}, which does not run on this machine",
             hint="go on where the job was begun, or start over with --overwrite",
         )
     choice = _choose(kernels, model, dtype, wish)
-    if before in (None, choice.name):
+    if kernel_before in (None, choice.name):
         return choice
-    return replace(choice, why=f"{choice.why}; runs before had {before}, and bits may differ")
+    return replace(
+        choice, why=f"{choice.why}; runs before had {kernel_before}, and bits may differ"
+    )
 
 
 def _choose(
@@ -96,11 +98,11 @@ def _choose(
     if not kernels:
         return KernelChoice(
             None,
-            f"nothing else multiplies {_short(dtype)}; a row's bits may depend on those beside it",
+            f"nothing else multiplies {_named(dtype)}; a row's bits may depend on those beside it",
             {},
         )
     if len(kernels) == 1 or wish.deterministic:  # the same in every run, whatever is measured
-        return KernelChoice(kernels[0], _why_only(wish), {})
+        return KernelChoice(kernels[0], _reason(wish), {})
     shapes = linear_shapes(model, dtype)
     if sum(map(_elements, shapes.items())) < _WORTH_MEASURING:
         return KernelChoice(kernels[0], "too few weights to measure others", {})
@@ -129,7 +131,7 @@ def _allowed(
     if wish.kind not in ("auto", "torch") and not found:
         needs = "a C compiler (cc, or $CC)" if wish.kind == "own" else "oneDNN"
         raise DeviceError(
-            f"engine.cpu_kernels is {wish.kind}, and no such kernel multiplies {_short(dtype)} "
+            f"engine.cpu_kernels is {wish.kind}, and no such kernel multiplies {_named(dtype)} "
             f"on this machine: {needs} is needed, and {_DTYPE_NAMES}",
             hint="install it, choose another model.dtype, or set engine.cpu_kernels: auto",
         )
@@ -139,14 +141,14 @@ def _allowed(
     if not kept:
         raise DeviceError(
             "engine.deterministic is true, and no kernel that keeps a row's bits multiplies "
-            f"{_short(dtype)} on this machine: a C compiler (cc, or $CC) is needed, and "
+            f"{_named(dtype)} on this machine: a C compiler (cc, or $CC) is needed, and "
             f"{_DTYPE_NAMES}",
             hint="install one, or set engine.deterministic: false",
         )
     return kept
 
 
-def _why_only(wish: KernelWish) -> str:
+def _reason(wish: KernelWish) -> str:
     if wish.kind != "auto":
         return f"engine.cpu_kernels is {wish.kind}"
     return "engine.deterministic is true" if wish.deterministic else "there is no other here"
@@ -157,5 +159,5 @@ def _elements(entry: tuple[Shape, int]) -> int:
     return math.prod(shape) * count
 
 
-def _short(dtype: torch.dtype) -> str:
+def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

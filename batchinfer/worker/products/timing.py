@@ -51,12 +51,12 @@ def time_kernels(
 
     Where there is no folder to keep it in, the kernels are timed in every process.
     """
-    place = _place(kernels, shapes, dtype)
-    known = _read(place, {kernel.name for kernel in kernels})
-    if known is None:
-        known = _on_one_thread(kernels, shapes, dtype)
-        _write(place, known)
-    return known
+    path = _cache_path(kernels, shapes, dtype)
+    speeds = _read(path, {kernel.name for kernel in kernels})
+    if speeds is None:
+        speeds = _on_one_thread(kernels, shapes, dtype)
+        _write(path, speeds)
+    return speeds
 
 
 def _on_one_thread(
@@ -105,17 +105,17 @@ def _time_shape(
     for number in range(1 + _ROUNDS):  # the first makes what a kernel keeps for a shape
         if number and time.perf_counter() > ends:
             break
-        for (name, rows), least in best.items():
+        for (name, rows), shortest_s in best.items():
             began = time.thread_time()
             packed[name].times(x[:rows], None)
-            best[name, rows] = min(least, max(time.thread_time() - began, 1e-9))
+            best[name, rows] = min(shortest_s, max(time.thread_time() - began, 1e-9))
     return {
         name: 2.0 * outputs * width / sum(best[name, rows] / rows for rows in _ROWS) * len(_ROWS)
         for name in packed
     }
 
 
-def _place(
+def _cache_path(
     kernels: Iterable[ProductKernel], shapes: Mapping[Shape, int], dtype: torch.dtype
 ) -> Path | None:
     """The file for such a model on such a machine; None where there is no folder to write to."""
@@ -131,26 +131,26 @@ def _place(
     return folder / f"products-{name}.json"
 
 
-def _read(place: Path | None, names: set[str]) -> dict[str, float] | None:
+def _read(path: Path | None, names: set[str]) -> dict[str, float] | None:
     """Stored speeds; None: nothing, or nothing whole."""
-    if place is None:
+    if path is None:
         return None
     try:
-        found = json.loads(place.read_bytes())
-        speeds = {str(name): float(value) for name, value in found.items()}
+        stored = json.loads(path.read_bytes())
+        speeds = {str(name): float(value) for name, value in stored.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    whole = speeds.keys() == names and all(0 < speed < math.inf for speed in speeds.values())
-    return speeds if whole else None
+    is_whole = speeds.keys() == names and all(0 < speed < math.inf for speed in speeds.values())
+    return speeds if is_whole else None
 
 
-def _write(place: Path | None, speeds: Mapping[str, float]) -> None:
-    if place is None:
+def _write(path: Path | None, speeds: Mapping[str, float]) -> None:
+    if path is None:
         return
     try:
-        with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
-            new = Path(scratch) / place.name
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            new = Path(scratch) / path.name
             new.write_text(json.dumps(speeds))
-            os.replace(new, place)
+            os.replace(new, path)
     except OSError:
         return  # measured again next time

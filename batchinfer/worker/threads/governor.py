@@ -107,7 +107,7 @@ class ThreadGovernor:
         """What is tried, the most first."""
         self._untried: list[int] = []
         """Of the trials that have begun."""
-        self._num_told = 0
+        self._num_logged = 0
 
     def begin(self) -> int:
         """The number of threads for the step that begins now."""
@@ -179,22 +179,22 @@ class ThreadGovernor:
         if ratio is not None and ratio <= (_WORTH if self.count < self._fallback else 1.0):
             self._untried = []
             self._pause, self._wait = _FIRST_PAUSE, 0
-            self._tell()
+            self._log_change()
             return
         self.count = self._fallback
         if not self._untried:
             self._wait = self._pause
             self._pause = min(2 * self._pause, _LAST_PAUSE)
 
-    def _tell(self) -> None:
+    def _log_change(self) -> None:
         """Log that threads step down, and that they are back; once each."""
-        if self.count < self._most and self._num_told == 0:
-            self._num_told = 1
+        if self.count < self._most and self._num_logged == 0:
+            self._num_logged = 1
             _LOG.warning(
                 "%d of %d threads while other processes use the cores (engine.num_threads keeps a "
                 "number)",
                 *(self.count, self._most),
             )
-        elif self.count == self._most and self._num_told == 1:
-            self._num_told = 2
+        elif self.count == self._most and self._num_logged == 1:
+            self._num_logged = 2
             _LOG.warning("all %d threads again", self.count)

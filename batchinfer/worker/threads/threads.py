@@ -47,12 +47,12 @@ def choose_threads(
     if asked is not None:
         return ThreadCount(asked, "engine.num_threads", pinned=True)
     for name in _VARIABLES:
-        told = re.match(r"\s*([1-9][0-9]{0,5})\s*(,|$)", environ.get(name, ""))
-        if told is not None:
+        found = re.match(r"\s*([1-9][0-9]{0,5})\s*(,|$)", environ.get(name, ""))
+        if found is not None:
             # torch has fewer where its caller set them since, or where there are fewer cores
-            if torch_count < int(told[1]):
-                return ThreadCount(torch_count, f"as torch has; {name} is {told[1]}", pinned=True)
-            return ThreadCount(int(told[1]), name, pinned=True)
+            if torch_count < int(found[1]):
+                return ThreadCount(torch_count, f"as torch has; {name} is {found[1]}", pinned=True)
+            return ThreadCount(int(found[1]), name, pinned=True)
     if torch_count < limits.count:
         return ThreadCount(torch_count, f"as torch has; this process may use {limits.count} cores")
     return ThreadCount(limits.count, _reason(limits))
