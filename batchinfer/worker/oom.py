@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from traceback import clear_frames
+from types import TracebackType
 
 import torch
 
@@ -20,28 +20,38 @@ _MESSAGES = (
 _LONGEST_REASON = 200  # characters; torch goes on to explain its allocator
 
 
-@contextmanager
-def raise_out_of_memory() -> Iterator[None]:
-    """Raise ``OutOfMemory`` for an error inside for want of memory, and let go of what was
-    computed.
+class _OutOfMemoryRaiser:
+    """A class, as a generator would cost each step a microsecond."""
 
-    Raises:
-        OutOfMemory: there was too little memory. The tensors of the functions that failed are gone
-            by then, and torch keeps no CUDA memory that nothing uses.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, _: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or not is_out_of_memory(error):
+            return
         reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
-        clear_frames(error.__traceback__)  # they hold their tensors for as long as the error lives
+        clear_frames(traceback)  # they hold their tensors for as long as the error lives
         error.__context__ = error.__cause__ = None
         torch.cuda.empty_cache()
         raise OutOfMemory(reason) from None
 
 
-def is_out_of_memory(error: Exception) -> bool:
+_RAISER = _OutOfMemoryRaiser()
+
+
+def raise_out_of_memory() -> AbstractContextManager[None]:
+    """Turn an error inside for want of memory into ``OutOfMemory``, and let go of what it had.
+
+    Raises:
+        OutOfMemory: there was too little memory. The tensors of the functions that failed are gone
+            by then, and torch keeps no CUDA memory that nothing uses.
+    """
+    return _RAISER
+
+
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory is what was lacking: torch's on either device, NumPy's or a C kernel's."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
