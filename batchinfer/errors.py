@@ -80,3 +80,11 @@ class RowError(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """An error's message on one line of at most ``most`` characters; its class where it has none.
+
+    For errors of libraries, which may go on for a page.
+    """
+    return " ".join(str(error).split())[:most] or type(error).__name__

@@ -92,7 +92,7 @@ ROOMS = [
         "prompts to requests, and what came of them to text",
         ("config", "errors", "engine", "text"),
     ),
-    Room("worker.oom", "steps that failed for want of memory", ("engine.runner",)),
+    Room("worker.oom", "steps that failed for want of memory", ("errors", "engine.runner")),
     Room("worker.transfer", "arrays to the device and back"),
     Room("worker.ops", "row-wise operations on any device", ("kernels",)),
     Room("worker.kv_cache", "the pool's tensor", ("errors", "kernels", "engine", "worker.ops")),

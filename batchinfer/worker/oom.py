@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 
 from batchinfer.engine.runner import OutOfMemory
+from batchinfer.errors import one_line
 
 _MESSAGES = (
     "can't allocate memory",  # torch's allocator on the CPU, on Linux
@@ -31,7 +32,7 @@ class _OutOfMemoryRaiser:
     ) -> None:
         if error is None or not is_out_of_memory(error):
             return
-        reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+        reason = one_line(error, _LONGEST_REASON)
         clear_frames(traceback)  # they hold their tensors for as long as the error lives
         error.__context__ = error.__cause__ = None
         torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from batchinfer.errors import ModelError
+from batchinfer.errors import ModelError, one_line
 
 _SAVED_TYPES = (
     "Int8WeightOnlyConfig",
@@ -119,7 +119,7 @@ def quantize(model: Any, method: str, device: torch.device) -> None:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torchao and the operators below it raise of all kinds
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            reason = one_line(error, 200)
             raise ModelError(
                 f"model.quantization: {method} does not work for {name} in "
                 f"{linear.weight.dtype}: {reason}"

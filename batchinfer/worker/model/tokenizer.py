@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from batchinfer.errors import ModelError
+from batchinfer.errors import ModelError, one_line
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_json, resolve_folder
 
 _MARKUP = re.compile(r"<.*>|\[.*\]", re.DOTALL)
@@ -59,9 +59,8 @@ def load_tokenizer(
                 folder, trust_remote_code=False, local_files_only=True
             )
     except Exception as error:  # damaged files raise errors of several libraries
-        reason = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"{folder}: the tokenizer cannot be loaded: {reason}",
+            f"{folder}: the tokenizer cannot be loaded: {one_line(error, 200)}",
             hint="fetch tokenizer.json again, or give model.tokenizer",
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)

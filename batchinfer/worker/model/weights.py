@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from batchinfer.errors import DeviceError, ModelError
+from batchinfer.errors import DeviceError, ModelError, one_line
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.model.quantization import TORCHAO_METHODS, quantize
 from batchinfer.worker.model.quiet import quiet_transformers
@@ -82,13 +82,12 @@ def load_weights(
     except torch.OutOfMemoryError as error:
         raise DeviceError("the model's weights do not fit the device; use a smaller one") from error
     except SafetensorError as error:
-        reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"{folder}: the safetensors files are damaged ({reason}); fetch the model again"
+            f"{folder}: the safetensors files are damaged ({one_line(error)}); "
+            "fetch the model again"
         ) from error
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{folder}: the weights cannot be loaded: {reason}") from error
+        raise ModelError(f"{folder}: the weights cannot be loaded: {one_line(error)}") from error
     assert isinstance(model, torch.nn.Module)
     fix_longrope(model, max_model_len)
     return model
