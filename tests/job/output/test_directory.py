@@ -121,6 +121,19 @@ def test_a_part_that_was_only_copied_is_kept(out: OutputDir) -> None:
     assert [part.rows for part in begin(out)] == ROWS[1:]
 
 
+def test_a_part_is_taken_for_whole_by_its_time_only_where_that_is_trusted(out: OutputDir) -> None:
+    path, part = begun(out), MANIFEST.parts()[0]
+    written = path.stat().st_mtime_ns
+    flip_bit(path, 40)
+    os.utime(path, ns=(written, written))
+    assert out.finished(part, "times") is not None
+    with pytest.raises(DataError, match="its hash differs"):
+        out.finished(part)
+    os.utime(path, ns=(written + 1, written + 1))
+    with pytest.raises(DataError, match="its hash differs"):
+        out.finished(part, "times")
+
+
 @pytest.mark.parametrize("record", TORN)
 def test_a_part_with_a_torn_record_is_made_again(out: OutputDir, record: bytes) -> None:
     begun(out)
