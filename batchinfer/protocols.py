@@ -18,6 +18,25 @@ class StopMatch:
     text_end: int
 
 
+class FinishedSample(Protocol):
+    """Tokens of a finished sample, and what ended them."""
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """All of them, the one that ended the sample included."""
+        ...
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop`` where an end-of-sequence or stop token, or a stop string, ended it."""
+        ...
+
+    @property
+    def stop_match(self) -> StopMatch | None:
+        """The stop string that ended it, if one did."""
+        ...
+
+
 class StopChecker(Protocol):
     """Stop-string checker of one sample."""
 

@@ -7,9 +7,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
+from batchinfer.engine.request import Completion, Request, TokenLogprobs
 from batchinfer.errors import RowError
-from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory, output_text
+from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import Tokenizer
@@ -97,18 +97,6 @@ class RequestMaker:
             reused_prefix_len=row.reused_prefix_len,
             adapter=row.adapter,
         )
-
-
-def sample_text(tokenizer: Tokenizer, sample: SampleOutput, params: SamplingParams) -> str:
-    """A sample's text, without the token or the string that stopped it unless that is asked for."""
-    stopped_by_token = sample.finish_reason == "stop" and sample.stop_match is None
-    return output_text(
-        tokenizer,
-        sample.token_ids,
-        sample.stop_match,
-        skip_special_tokens=params.skip_special_tokens,
-        drop_last_token=stopped_by_token and not params.include_stop_str_in_output,
-    )
 
 
 def prompt_logprobs(completion: Completion) -> list[TokenLogprobs] | None:

@@ -193,6 +193,11 @@ ROOMS = [
         ("errors", "console", "engine", "text", "build", "job"),
     ),
     Room(
+        "job.run",
+        "``batchinfer run``: four threads, the engine's loop, and what is said of it.",
+        ("config", "errors", "options", "process", "console", "engine", "requests", "build", "job"),
+    ),
+    Room(
         "job.plan",
         "``batchinfer plan``: a job simulated before it runs.",
         ("config", "errors", "console", "engine", "text", "requests", "build_dry", "job"),
@@ -201,11 +206,6 @@ ROOMS = [
         "job.init",
         "``batchinfer init``: a job file written for a dataset.",
         ("errors", "console", "job"),
-    ),
-    Room(
-        "job.run",
-        "``batchinfer run``: four threads, the engine's loop, and what is said of it.",
-        ("config", "errors", "options", "process", "console", "engine", "requests", "build", "job"),
     ),
     Room(
         "report",

@@ -8,7 +8,8 @@ from html import escape
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
-from batchinfer.requests import prompt_logprobs, sample_text
+from batchinfer.requests import prompt_logprobs
+from batchinfer.text.detokenize import output_text
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import Tokenizer
 
@@ -107,7 +108,7 @@ def finished(
 def _sample(sample: SampleOutput, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
     return CompletionOutput(
         index=sample.index,
-        text=sample_text(tokenizer, sample, params),
+        text=output_text(tokenizer, sample, params),
         token_ids=sample.token_ids.tolist(),
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,

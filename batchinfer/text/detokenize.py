@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 
 from batchinfer.config import SamplingParams
-from batchinfer.protocols import StopChecker, StopMatch
-from batchinfer.text.tokenizer import TokenIds, Tokenizer
+from batchinfer.protocols import FinishedSample, StopChecker, StopMatch
+from batchinfer.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 """Stands for bytes that are no UTF-8, or not yet."""
@@ -148,25 +148,14 @@ def make_stop_checker_factory(
     )
 
 
-def output_text(
-    tokenizer: Tokenizer,
-    token_ids: Sequence[int] | TokenIds,
-    stop_match: StopMatch | None,
-    skip_special_tokens: bool,
-    *,
-    drop_last_token: bool = False,
-) -> str:
-    """The output text of a sample.
-
-    Args:
-        token_ids: all of the sample's tokens, the one that ended it included.
-        stop_match: where a stop string ends the text, if one did.
-        drop_last_token: the last token ended the sample (an end-of-sequence or stop token) and
-            stop strings are not included: it has no part in the text, even if it is ordinary.
-    """
-    shown = token_ids[:-1] if drop_last_token else token_ids
-    text = tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)
-    return text if stop_match is None else text[: stop_match.text_end]
+def output_text(tokenizer: Tokenizer, sample: FinishedSample, params: SamplingParams) -> str:
+    """A sample's text, without the token or the string that stopped it unless that is asked for."""
+    token_ids, match = sample.token_ids, sample.stop_match
+    stopped_by_token = sample.finish_reason == "stop" and match is None
+    if stopped_by_token and not params.include_stop_str_in_output:
+        token_ids = token_ids[:-1]  # it has no part in the text, even if it is ordinary
+    text = tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+    return text if match is None else text[: match.text_end]
 
 
 def bad_words_token_ids(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.config import SamplingParams
+from batchinfer.engine.request import SampleOutput
 from batchinfer.protocols import StopChecker, StopMatch
 from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory, output_text
 from batchinfer.text.tokenizer import Tokenizer
@@ -36,10 +40,17 @@ def feed(
     return len(token_ids), None
 
 
+def finished(
+    token_ids: list[int], reason: str = "stop", match: StopMatch | None = None
+) -> SampleOutput:
+    return SampleOutput(0, np.array(token_ids, np.int32), reason, None, match, 0.0, None)
+
+
 def text_until_stop(tokenizer: Tokenizer, text: str, *stop: str, include: bool = False) -> str:
     ids = encode(tokenizer, text)
     count, match = feed(checker(tokenizer, *stop, include=include), ids)
-    return output_text(tokenizer, ids[:count], match, True)
+    sample = finished(ids[:count], "stop" if match else "length", match)
+    return output_text(tokenizer, sample, SamplingParams())
 
 
 @pytest.mark.parametrize(
@@ -168,10 +179,13 @@ def test_each_sample_has_its_own_checker(chatml: Tokenizer) -> None:
 def test_the_end_token_has_no_text(chatml: Tokenizer) -> None:
     ids = encode(chatml, "hello.<|im_end|>")
 
-    assert output_text(chatml, ids, None, True) == "hello."
-    assert output_text(chatml, ids, None, False) == "hello.<|im_end|>"
-    assert output_text(chatml, ids, None, False, drop_last_token=True) == "hello."
-    assert output_text(chatml, ids[:-1], None, True, drop_last_token=True) == "hello"
+    hidden, shown = SamplingParams(), SamplingParams(skip_special_tokens=False)
+    included = replace(shown, include_stop_str_in_output=True)
+    assert output_text(chatml, finished(ids), hidden) == "hello."
+    assert output_text(chatml, finished(ids, "length"), shown) == "hello.<|im_end|>"
+    assert output_text(chatml, finished(ids), included) == "hello.<|im_end|>"
+    assert output_text(chatml, finished(ids), shown) == "hello."
+    assert output_text(chatml, finished(ids[:-1]), hidden) == "hello"
 
 
 def test_bad_words_are_banned_with_and_without_a_space(chatml: Tokenizer) -> None:

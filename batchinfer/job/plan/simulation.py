@@ -13,8 +13,8 @@ from batchinfer.engine.metrics import MetricsCollector
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.simulate.dry_run import END_TOKEN, DryRunner
 from batchinfer.errors import RowError
-from batchinfer.job.rows.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.rows.task import LoadedTask
+from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
 from batchinfer.requests import PromptRow
 from batchinfer.text.prompts import Prompt
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from batchinfer.config import AcceptConfig
 from batchinfer.engine.request import Completion, Request, combined_stats
 from batchinfer.job.rows.finished_row import FinishedRow, RowFinisher
-from batchinfer.requests import PromptRow, RequestMaker, sample_text
+from batchinfer.requests import PromptRow, RequestMaker
+from batchinfer.text.detokenize import output_text
 from batchinfer.text.sample_filter import Judge, RowVerdicts, Tally, Verdict
 from batchinfer.text.tokenizer import Tokenizer
 
@@ -80,7 +81,7 @@ class AcceptedGeneration:
 
     def _verdicts(self, row: PromptRow, completions: Sequence[Completion]) -> RowVerdicts:
         samples = (
-            (sample_text(self._tokenizer, output, one.request.params), len(output.token_ids))
+            (output_text(self._tokenizer, output, one.request.params), len(output.token_ids))
             for one in completions
             for output in one.outputs
         )

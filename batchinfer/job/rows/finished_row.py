@@ -9,7 +9,8 @@ from typing import Any
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, RequestStats, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
-from batchinfer.requests import PromptRow, prompt_logprobs, sample_text
+from batchinfer.requests import PromptRow, prompt_logprobs
+from batchinfer.text.detokenize import output_text
 from batchinfer.text.prompts import Prompt, PromptTooLongError
 from batchinfer.text.sample_filter import Tally
 from batchinfer.text.tokenizer import Tokenizer
@@ -60,7 +61,7 @@ class RowFinisher:
     def _output(self, sample: SampleOutput, params: SamplingParams) -> dict[str, Any]:
         output = {
             "index": sample.index,
-            "text": sample_text(self._tokenizer, sample, params),
+            "text": output_text(self._tokenizer, sample, params),
             "finish_reason": sample.finish_reason,
             "stop_reason": None if sample.stop_reason is None else str(sample.stop_reason),
             "num_tokens": len(sample.token_ids),

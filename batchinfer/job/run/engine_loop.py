@@ -12,8 +12,8 @@ from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError
-from batchinfer.job.rows.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.rows.task import LoadedTask
+from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.requests import PromptRow

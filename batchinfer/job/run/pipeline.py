@@ -35,12 +35,12 @@ from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.quarantine import InFlightLog
 from batchinfer.job.output.resume import RecoveredRows
-from batchinfer.job.rows.dedup import RequestDeduplicator
 from batchinfer.job.rows.finished_row import FinishedRow, failed_row
 from batchinfer.job.rows.prompt_row import prompt_rows, without_text
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.token_store import TokenStore
 from batchinfer.job.rows.window import RowBatch, plan_windows
+from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, Finished, RowResult
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder, package_versions

@@ -5,9 +5,9 @@ from __future__ import annotations
 from threading import Event
 
 from batchinfer.console.progress import make_progress
-from batchinfer.job.rows.dedup import RequestDeduplicator
 from batchinfer.job.rows.finished_row import RowFinisher
 from batchinfer.job.rows.generate import Generation
+from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, Finished
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.requests import PromptRow, RequestMaker

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.rows import dedup
-from batchinfer.job.rows.dedup import RequestDeduplicator
+from batchinfer.job.run import dedup
+from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import write_parquet

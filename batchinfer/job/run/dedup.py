@@ -16,8 +16,8 @@ import numpy as np
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, RequestStats, TokenIds
+from batchinfer.errors import RowError
 from batchinfer.requests import PromptRow
-from batchinfer.text.prompts import Prompt
 
 MAX_WAITING = 4096
 """Rows that wait for others, at most: these are in memory, and millions may be equal. More of them
@@ -78,7 +78,7 @@ class RequestDeduplicator:
         Returns:
             Whether it waits, and so must not run.
         """
-        assert isinstance(row.prompt, Prompt)
+        assert not isinstance(row.prompt, RowError)
         if row.sampling is None or row.sampling.params.temperature > 0:
             return False
         key = _DedupKey(row.prompt.token_ids, row.adapter, self._text(row.sampling.params))
