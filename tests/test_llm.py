@@ -148,6 +148,20 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(llm: LLM, model:
     assert plain[0].prompt_logprobs is None
 
 
+def test_the_last_token_of_a_character_is_decoded_to_it(llm: LLM) -> None:
+    params = SamplingParams(
+        max_tokens=12, logprobs=0, prompt_logprobs=0, structured_outputs={"choice": ["é€"]}
+    )
+    (output,) = llm.generate("a€🙂", params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    _, *prompt = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    assert [found[id_].decoded_token for id_, found in prompt] == ["", "", "€", "", "", "", "🙂"]
+    sample = output.outputs[0]
+    assert sample.logprobs is not None
+    texts = [p[t].decoded_token for t, p in zip(sample.token_ids, sample.logprobs, strict=True)]
+    assert texts[:5] == ["", "é", "", "", "€"]
+
+
 def test_a_bad_prompt_fails_alone(llm: LLM) -> None:
     too_long, good = llm.generate([[5] * 600, "fine"], GREEDY, use_tqdm=False)
     assert too_long.error is not None

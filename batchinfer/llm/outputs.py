@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.request import Completion, SampleOutput, TokenLogprobs
+from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
 from batchinfer.requests import prompt_logprobs
-from batchinfer.text.detokenize import output_text
+from batchinfer.text.detokenize import MAX_CHAR_TOKENS, output_text, token_text
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import Tokenizer
 
@@ -48,6 +49,7 @@ class Logprob:
     logprob: float
     rank: int | None
     decoded_token: str | None
+    """What the token adds to the text: of a character in several tokens, the last adds all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +100,25 @@ def finished(
         prompt_logprobs=_prompt_logprobs(completion, tokenizer),
         num_cached_tokens=completion.stats.cached_tokens,
         finished=True,
-        outputs=[_sample(sample, request.params, tokenizer) for sample in completion.outputs],
+        outputs=[_sample(sample, request, tokenizer) for sample in completion.outputs],
     )
     if completion.error_code is None:
         return output
     return replace(output, error=RowError(completion.error_code, completion.error_message or ""))
 
 
-def _sample(sample: SampleOutput, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
+def _sample(sample: SampleOutput, request: Request, tokenizer: Tokenizer) -> CompletionOutput:
+    token_ids = sample.token_ids.tolist()
     return CompletionOutput(
         index=sample.index,
-        text=output_text(tokenizer, sample, params),
-        token_ids=sample.token_ids.tolist(),
+        text=output_text(tokenizer, sample, request.params),
+        token_ids=token_ids,
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
         cumulative_logprob=sample.cumulative_logprob,
         logprobs=None
         if sample.logprobs is None
-        else [_logprobs(token, tokenizer) for token in sample.logprobs],
+        else _logprobs(sample.logprobs, request.prompt_token_ids.tolist() + token_ids, tokenizer),
         score=sample.score,
     )
 
@@ -124,17 +127,35 @@ def _prompt_logprobs(
     completion: Completion, tokenizer: Tokenizer
 ) -> list[dict[int, Logprob] | None] | None:
     tokens = prompt_logprobs(completion)
-    return None if tokens is None else [None, *(_logprobs(token, tokenizer) for token in tokens)]
+    if tokens is None:
+        return None
+    return [None, *_logprobs(tokens, completion.request.prompt_token_ids.tolist(), tokenizer)]
 
 
-def _logprobs(token: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The alternatives, best first, and the token itself, by token id."""
+def _logprobs(
+    tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer
+) -> list[dict[int, Logprob]]:
+    """Each token's alternatives, best first, and the token itself, by token id.
+
+    Args:
+        text: ids of all tokens up to the last of ``tokens``.
+    """
+    first = len(text) - len(tokens)
+    return [
+        _token_logprobs(token, text[max(at - MAX_CHAR_TOKENS, 0) : at], tokenizer)
+        for at, token in enumerate(tokens, start=first)
+    ]
+
+
+def _token_logprobs(
+    token: TokenLogprobs, before: list[int], tokenizer: Tokenizer
+) -> dict[int, Logprob]:
     entries = {
         token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, start=1)
     }
     entries.setdefault(token.token_id, (token.logprob, token.rank))
     return {
-        token_id: Logprob(logprob, rank, tokenizer.decode([token_id], skip_special_tokens=False))
+        token_id: Logprob(logprob, rank, token_text(tokenizer, token_id, before))
         for token_id, (logprob, rank) in entries.items()
     }
 

@@ -13,7 +13,8 @@ REPLACEMENT = "\ufffd"
 """Stands for bytes that are no UTF-8, or not yet."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONG_WINDOW = 64  # tokens; reached only by long runs of bytes that are no UTF-8
-_MAX_CHAR_TOKENS = 4  # a UTF-8 character has at most 4 bytes, so it is in at most 4 tokens
+MAX_CHAR_TOKENS = 4
+"""Tokens that a character can be in: in UTF-8 it has at most four bytes."""
 
 
 class IncrementalDetokenizer:
@@ -59,8 +60,8 @@ class IncrementalDetokenizer:
         """Settle most of a long run of bytes that are no UTF-8: up to where no character is
         split, which shows in both sides having the same text apart as together."""
         text = self._decode(self._window)
-        last = len(self._window) - _MAX_CHAR_TOKENS
-        for end in range(last, max(last - _MAX_CHAR_TOKENS, self._prefix_tokens), -1):
+        last = len(self._window) - MAX_CHAR_TOKENS
+        for end in range(last, max(last - MAX_CHAR_TOKENS, self._prefix_tokens), -1):
             left = self._decode(self._window[:end])
             if left + self._decode(self._window[end:]) == text:
                 return self._move_to(end, left[self._prefix_chars :])
@@ -156,6 +157,29 @@ def output_text(tokenizer: Tokenizer, sample: FinishedSample, params: SamplingPa
         token_ids = token_ids[:-1]  # it has no part in the text, even if it is ordinary
     text = tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
     return text if match is None else text[: match.text_end]
+
+
+def token_text(tokenizer: Tokenizer, token_id: int, before: Sequence[int]) -> str:
+    """Text that a token adds to the tokens before it.
+
+    A token that ends within a character adds nothing of it; the token that completes the
+    character adds all of it, as in vLLM's ``LogprobsProcessor._correct_decoded_token``
+    (vllm/v1/engine/logprobs.py).
+
+    Args:
+        before: ids of the tokens it stands after; of these ``MAX_CHAR_TOKENS`` are looked at.
+    """
+    text = tokenizer.decode([token_id], skip_special_tokens=False)
+    if REPLACEMENT not in (text[:1], text[-1:]):
+        return text
+    for start in range(len(before), max(len(before) - MAX_CHAR_TOKENS, 0) - 1, -1):
+        # As few as possible: one bad byte spoils a whole run of byte tokens.
+        context = list(before[start:])
+        text = tokenizer.decode([*context, token_id], skip_special_tokens=False)
+        if not text.startswith(REPLACEMENT):
+            known = tokenizer.decode(context, skip_special_tokens=False).rstrip(REPLACEMENT)
+            return text.rstrip(REPLACEMENT)[len(known) :]
+    return ""
 
 
 def bad_words_token_ids(

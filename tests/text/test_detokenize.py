@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from batchinfer.text.detokenize import IncrementalDetokenizer
+from batchinfer.text.detokenize import IncrementalDetokenizer, token_text
 from batchinfer.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -136,3 +136,37 @@ class TestWindow:
         self.push_all(chatml, sorted(chatml.special_token_ids) * 100)
 
         assert longest[0] == 0
+
+
+def texts_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    return [token_text(tokenizer, id_, token_ids[:at]) for at, id_ in enumerate(token_ids)]
+
+
+@pytest.mark.parametrize("before", ["", "a", "é", "🙂🙂"])
+def test_the_last_token_of_a_character_has_all_of_it(tokenizer: Tokenizer, before: str) -> None:
+    (ids,) = tokenizer.encode_batch(
+        [before + "€"], add_special_tokens=False, parse_special_tokens=False
+    )
+
+    assert texts_of(tokenizer, ids.tolist())[-3:] == ["", "", "€"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
+def test_texts_of_tokens_make_up_the_text(chatml: Tokenizer, text: str) -> None:
+    ids = chatml.encode_batch([text], add_special_tokens=False, parse_special_tokens=False)[0]
+    expected = chatml.decode(ids, skip_special_tokens=False)
+
+    assert "".join(texts_of(chatml, ids.tolist())) == expected
+
+
+def test_a_token_that_straddles_characters_keeps_what_it_completes() -> None:
+    alphabet = {"â": 0, "Ĥ¬â": 1, "Ĥ¬": 2, "Ġâ": 3}  # E2, 82 AC E2, 82 AC, space E2
+    backend = Backend(models.BPE(vocab=alphabet, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    straddling = Tokenizer(
+        backend, chat_template=None, special_tokens={}, control_tokens=frozenset()
+    )
+
+    assert texts_of(straddling, [0, 1, 1, 2]) == ["", "€", "€", "€"]
+    assert texts_of(straddling, [3, 2, 0, 3]) == [" ", "€", "", " "]
