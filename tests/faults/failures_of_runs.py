@@ -160,6 +160,23 @@ def _and_release(held: FileLock, held_by: Callable[[Path], str], holder: Path) -
         held.release()
 
 
+def _keeping(number: int, name: str) -> Failure:
+    """A file system that does not delete files of this name."""
+
+    def failure(place: Place) -> list[str]:
+        delete = LocalFiles.delete
+
+        def refuse(self: LocalFiles, path: Path) -> None:
+            if path.name.startswith(name):
+                raise OSError(number, os.strerror(number), str(path))
+            delete(self, path)
+
+        place.patch.setattr(LocalFiles, "delete", refuse)
+        return _data()(place)
+
+    return failure
+
+
 def _refusing(number: int, folder: str) -> Failure:
     """A file system that does not take files under ``folder``."""
 
@@ -268,6 +285,7 @@ RUNS: dict[str, Failure] = {
     "8 a disk that is full before the model is loaded": _refusing(errno.ENOSPC, "manifest"),
     "8 a disk that fails": _refusing(errno.EIO, "run-"),
     "8 a quota that is used up": _refusing(errno.EDQUOT, "part-00000.json"),
+    "8 a log of rows in flight that cannot be deleted": _keeping(errno.EPERM, "run-00001"),
     "8 a folder that may not be written to": _not_writable,
     "8 a file where the output goes": _in_the_way("out"),
     "8 a file where a folder of the output goes": _in_the_way("out/_batchinfer"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import Annotated, ClassVar, Self
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, NonNegativeInt, TypeAdapter
 
-from batchinfer.errors import JobError
+from batchinfer.errors import JobError, StorageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.row_ids import RowIds, sorted_row_ids, within
 from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
@@ -184,10 +184,16 @@ class InFlightLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the log, and delete it where the run ended in order or with a ``JobError``."""
-        self._file.close()
-        if kind is None or issubclass(kind, JobError):
-            self._files.delete(self._path)
+        """Close the log, and delete it where the run ended in order or with a ``JobError``.
+
+        Raises:
+            StorageError: that fails, and the run ended in order; else its own error says more.
+        """
+        own_error_first = suppress(StorageError) if kind else nullcontext()
+        with own_error_first, storage_errors(self._path, "delete"):
+            self._file.close()
+            if kind is None or issubclass(kind, JobError):
+                self._files.delete(self._path)
 
 
 def attribute_crashes(out: OutputDir, missing: Sequence[range]) -> CrashHistory:
@@ -197,7 +203,7 @@ def attribute_crashes(out: OutputDir, missing: Sequence[range]) -> CrashHistory:
         missing: rows that are not finished, in order.
 
     Raises:
-        StorageError: what was found cannot be written down.
+        StorageError: what was found cannot be read, written down or deleted.
     """
     crash_history = _stored_history(out)
     logs = out.files.entries(out.in_flight)
@@ -214,7 +220,7 @@ def attribute_crashes(out: OutputDir, missing: Sequence[range]) -> CrashHistory:
     if logs:
         out.write(out.suspects, crash_history.to_json())
     for log in logs:
-        with storage_errors(log):
+        with storage_errors(log, "delete"):
             out.files.delete(log)
     return crash_history
 

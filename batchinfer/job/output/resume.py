@@ -181,7 +181,7 @@ def _store_plan(out: OutputDir, work: ResumePlan) -> None:
 
 
 def _make_directories(out: OutputDir) -> None:
-    with storage_errors(out.staging):
+    with storage_errors(out.staging, "delete"):
         out.files.delete(out.staging)
     rows = (out.data, out.parts, out.segments, out.requests)
     records = (out.stats, out.steps, out.runs, out.logs, out.in_flight)

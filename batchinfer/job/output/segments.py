@@ -188,7 +188,7 @@ class Segments:
             self._groups[path] = groups
             return
         self._groups.pop(path, None)
-        with storage_errors(path):
+        with storage_errors(path, "delete"):
             self._out.files.delete(path)
 
     def _part_of(self, row_id: int) -> Part | None:

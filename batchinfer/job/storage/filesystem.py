@@ -180,8 +180,12 @@ class LocalFiles:
 
 
 @contextmanager
-def storage_errors(path: PurePath) -> Iterator[None]:
-    """Turn the operating system's errors into StorageError, naming ``path``."""
+def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
+    """Turn the operating system's errors into StorageError, naming ``path``.
+
+    Args:
+        verb: what was done to it: ``write``, ``delete`` or ``read``.
+    """
     try:
         yield
     except OSError as error:
@@ -189,7 +193,7 @@ def storage_errors(path: PurePath) -> Iterator[None]:
         reason = os.strerror(number) if number else str(error)  # pyarrow words errors its own way
         advice = _ADVICE.get(number, "mend that")
         raise StorageError(
-            f"cannot write {printable(str(path))}: {reason}",
+            f"cannot {verb} {printable(str(path))}: {reason}",
             hint=f"{advice}, then run again: finished rows are kept",
         ) from error
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from batchinfer.errors import DataError
+from batchinfer.errors import DataError, StorageError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.quarantine import CrashHistory, InFlightLog, attribute_crashes
@@ -97,3 +98,24 @@ def test_a_write_cut_short_hides_nothing_before_it(out: OutputDir) -> None:
 def test_a_damaged_memory_is_no_suspicion(out: OutputDir) -> None:
     out.suspects.write_bytes(b"{")
     assert attribute_crashes(out, ALL) == CrashHistory()
+
+
+@pytest.mark.parametrize("end", [None, DataError("the input is gone")])
+def test_a_log_that_cannot_be_deleted_is_a_storage_error(
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch, end: DataError | None
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    def leave() -> None:
+        with InFlightLog(out, "run-00001") as log:
+            log.note([1, 2])
+            if end:
+                raise end
+
+    monkeypatch.setattr(out.files, "delete", refuse)
+    refused = r"cannot delete .*in_flight/run-00001: Operation not permitted"
+    with pytest.raises(type(end) if end else StorageError, match=str(end) if end else refused):
+        leave()
+    with pytest.raises(StorageError, match=refused):
+        attribute_crashes(out, ALL)
