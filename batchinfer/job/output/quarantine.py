@@ -1,5 +1,6 @@
 """Quarantine of rows that make the process die: rows in flight, suspects, rows given up.
 
+The log that a run keeps of its rows in flight is ``run/in_flight_log.py``. Here it is read.
 ``_batchinfer/in_flight/<run id>`` holds row ids, 8 bytes each: a row's when its prompt is about to
 be made, its complement (``~id``) when that is made, its id again when it is handed to the engine.
 A run that ends in order deletes the file. It is not synced: what matters is that the process dies,
@@ -15,17 +16,15 @@ A row is given up only when the process has died twice while it ran alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, NonNegativeInt, TypeAdapter
 
-from batchinfer.errors import JobError, StorageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.row_ids import RowIds, sorted_row_ids, within
 from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
@@ -36,7 +35,8 @@ DEATHS_TO_GIVE_UP = 2
 Group = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
 """Row ids."""
 
-_ROW = np.dtype("<i8")
+LOG_ENTRY = np.dtype("<i8")
+"""Entry of a log of rows in flight."""
 
 
 @dataclass(frozen=True)
@@ -143,59 +143,6 @@ def _halves(rows: Group) -> tuple[Group, ...]:
     return tuple(half for half in (rows[:middle], rows[middle:]) if half)
 
 
-class InFlightLog:
-    """The log of the rows in flight, one of which may be what the run dies of.
-
-    Args:
-        at_once: in a store, have each row there before it runs, not some seconds later.
-    """
-
-    def __init__(self, out: OutputDir, run_id: str, *, at_once: bool = False) -> None:
-        self._files = out.files
-        self._path = out.in_flight / run_id
-        with storage_errors(self._path):
-            self._file = out.files.append_to(self._path, at_once=at_once)
-
-    def note(self, row_ids: Sequence[int]) -> None:
-        """Log rows that are about to be given to the engine.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        self._write(np.array(row_ids, dtype=_ROW))
-
-    @contextmanager
-    def making(self, row_ids: Sequence[int]) -> Iterator[None]:
-        """Log rows as in flight while they are made into prompts.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        rows = np.array(row_ids, dtype=_ROW)
-        self._write(rows)
-        yield
-        self._write(~rows)
-
-    def _write(self, entries: npt.NDArray[np.int64]) -> None:
-        with storage_errors(self._path):
-            self._file.write(entries.tobytes())  # one write: two threads may note rows
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the log, and delete it where the run ended in order or with a ``JobError``.
-
-        Raises:
-            StorageError: that fails, and the run ended in order; else its own error says more.
-        """
-        own_error_first = suppress(StorageError) if kind else nullcontext()
-        with own_error_first, storage_errors(self._path, "delete"):
-            self._file.close()
-            if kind is None or issubclass(kind, JobError):
-                self._files.delete(self._path)
-
-
 def attribute_crashes(out: OutputDir, missing: Sequence[range]) -> CrashHistory:
     """The history with the deaths of all earlier runs, each counted once.
 
@@ -248,8 +195,8 @@ def _logged_rows(out: OutputDir, log: PurePath) -> RowIds:
         data = read_file(out.files, log)
     except OSError:
         return sorted_row_ids(())
-    whole = len(data) - len(data) % _ROW.itemsize  # the last write may have been cut short
-    return _open_rows(np.frombuffer(data[:whole], dtype=_ROW))
+    whole = len(data) - len(data) % LOG_ENTRY.itemsize  # the last write may have been cut short
+    return _open_rows(np.frombuffer(data[:whole], dtype=LOG_ENTRY))
 
 
 def _open_rows(entries: npt.NDArray[np.int64]) -> RowIds:

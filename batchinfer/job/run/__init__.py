@@ -1,7 +1,8 @@
 """``batchinfer run``: four threads, the engine's loop, and what is said of it.
 
 ``run`` is the command, ``pipeline`` its threads (``threads``), ``engine_loop`` the one that has the
-engine, ``dedup`` has equal rows computed once, ``reporter`` is what is said of it.
+engine. ``dedup`` has equal rows computed once, ``in_flight_log`` tells the next run what ran when
+this one died, ``reporter`` is what is said of it.
 
 May import: config, errors, options, process, console, engine, requests, build, job.
 """

@@ -33,7 +33,6 @@ from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.job import Job, LoadedJob
 from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
-from batchinfer.job.output.quarantine import InFlightLog
 from batchinfer.job.output.resume import RecoveredRows
 from batchinfer.job.rows.finished_row import FinishedRow, failed_row
 from batchinfer.job.rows.prompt_row import prompt_rows, without_text
@@ -42,6 +41,7 @@ from batchinfer.job.rows.token_store import TokenStore
 from batchinfer.job.rows.window import RowBatch, plan_windows
 from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, Finished, RowResult
+from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder, package_versions
 from batchinfer.process import gc_frozen

@@ -11,7 +11,8 @@ import pytest
 from batchinfer.errors import DataError, StorageError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.quarantine import CrashHistory, InFlightLog, attribute_crashes
+from batchinfer.job.output.quarantine import CrashHistory, attribute_crashes
+from batchinfer.job.run.in_flight_log import InFlightLog
 from tests.job.fakes import begin
 
 PLAN = Manifest("f", {}, (), (), 12, 4, "2026-11-20T10:00:00")
