@@ -81,6 +81,9 @@ class RowError(Exception):
         self.code = code
         self.message = message
 
+    def __reduce__(self) -> tuple[type[RowError], tuple[str, str]]:
+        return RowError, (self.code, self.message)
+
 
 def one_line(error: BaseException, most: int = 300) -> str:
     """An error's message on one line of at most ``most`` characters; its class where it has none.

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import re
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -379,6 +380,28 @@ def test_a_conversation_that_cannot_be_written_out_fails_alone(llm: LLM) -> None
     outputs = llm.chat([good, bad, []], GREEDY, use_tqdm=False)
     codes = [output.error.code if output.error else None for output in outputs]
     assert codes == [None, "invalid_utf8", "empty_prompt"]
+
+
+def test_a_hostile_model_folder_fails_the_prompts_that_it_kills_alone(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    template = "{{ 'a' * (10 ** 11 if messages[0].content == 'bad' else 1) }}"
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+    both = [{**split, "invert": False}, tokenizer["pre_tokenizer"]]
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": both}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    llm = LLM(folder, num_kv_blocks=64)
+
+    talks = [[{"role": "user", "content": text}] for text in ("good", "bad", "fine")]
+    chats = llm.chat(talks, GREEDY, use_tqdm=False)
+    plain = llm.generate(["good", "x" * 60, [5, 6], "fine"], GREEDY, use_tqdm=False)
+
+    errors = [output.error.code if output.error else None for output in (*chats, *plain)]
+    assert errors == [None, "template_error", None, None, "tokenizer_error", None, None]
+    assert [output.prompt for output in plain] == ["good", None, None, "fine"]
 
 
 @pytest.mark.parametrize(

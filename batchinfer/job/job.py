@@ -25,6 +25,8 @@ from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.spec.spec import JobSpec, ModelSpec
+from batchinfer.text.children.child import Recipe
+from batchinfer.text.children.pool import TextProcesses
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import PromptBuilder
 
@@ -100,6 +102,12 @@ class LoadedJob:
     """Where the device's memory goes, line by line."""
     seconds: float
     """Time this took."""
+    processes: TextProcesses
+    """Make the prompts."""
+
+    def close(self) -> None:
+        """End the processes that make prompts."""
+        self.processes.close()
 
 
 def load(job: Job, build: BuildEngine) -> LoadedJob | None:
@@ -112,14 +120,22 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
         return None
     began = time.perf_counter()
     log: list[str] = []
-    context = build(job.spec.model.config(), job.spec.engine, log=log.append)
-    grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
-    reader = _row_reader(job, context, grammars)
-    task = TASKS[job.spec.task].load(job.spec, context, grammars)
-    return LoadedJob(context, reader, task, log, time.perf_counter() - began)
+    processes = TextProcesses()  # they start while the model is loaded
+    try:
+        context = build(job.spec.model.config(), job.spec.engine, log=log.append)
+        processes.load(context.tokenizer)
+        grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
+        reader = _row_reader(job, context, grammars, processes)
+        task = TASKS[job.spec.task].load(job.spec, context, grammars)
+    except BaseException:
+        processes.close()
+        raise
+    return LoadedJob(context, reader, task, log, time.perf_counter() - began, processes)
 
 
-def _row_reader(job: Job, context: EngineContext, grammars: GrammarCompiler) -> RowReader:
+def _row_reader(
+    job: Job, context: EngineContext, grammars: GrammarCompiler, processes: TextProcesses
+) -> RowReader:
     spec, schema = job.spec, job.source.schema
     check = None if spec.accept is None else spec.accept.check
     make_params = partial(RowParams, spec.sampling, context.vocab_size, grammars, check=check)
@@ -128,31 +144,35 @@ def _row_reader(job: Job, context: EngineContext, grammars: GrammarCompiler) -> 
 
         return OpenAIReader(
             spec.prompt,
-            lambda config, columns: _prompt_builder(job, context, PromptBuilder, config, columns),
+            lambda config, columns: _prompts(
+                job, context, processes, PromptBuilder, config, columns
+            ),
             make_params(where="body", keeps_logprobs="logprobs" in spec.output.written),
             spec.model.served_names,
             context.adapters,
         )
     make = TASKS[spec.task].prompt_builder(spec)
     conversations = [field.name for field in schema if is_conversation(field.type)]
-    builder = _prompt_builder(job, context, make, spec.prompt, schema.names, conversations)
+    prompts = _prompts(job, context, processes, make, spec.prompt, schema.names, conversations)
     adapters = RowAdapters(spec.prompt.adapter_column, context.adapters)
     params = make_params() if spec.task_spec.sampling is None else None
-    return ColumnReader(builder, params, adapters, schema.names)
+    return ColumnReader(prompts, params, adapters, schema.names)
 
 
-def _prompt_builder(
+def _prompts(
     job: Job,
     context: EngineContext,
-    make: Callable[..., Prompts],
+    processes: TextProcesses,
+    make: Recipe,
     config: PromptConfig,
     columns: Sequence[str],
     conversation_columns: Sequence[str] = (),
 ) -> Prompts:
+    """Prompts that are made in ``processes``; of rows that bring token ids alone, here."""
     template = config.chat_template
-    return make(
+    recipe = partial(
+        make,
         config,
-        context.tokenizer,
         max_model_len=context.max_model_len,
         columns=columns,
         conversation_columns=conversation_columns,
@@ -160,6 +180,9 @@ def _prompt_builder(
         vocab_size=context.vocab_size,
         now=datetime.fromisoformat(job.manifest.planned_at),
     )
+    if config.token_ids_column is not None and make is PromptBuilder:
+        return PromptBuilder(config, context.tokenizer, **recipe.keywords)
+    return processes.prompts(recipe)
 
 
 def _text_of(template: str) -> str:

@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from datetime import datetime
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +35,9 @@ from batchinfer.process import gc_frozen
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.write import check_installed
 from batchinfer.requests import PromptRow, RequestMaker, RowSampling
+from batchinfer.text.children.pool import ChildPrompts, TextProcesses
 from batchinfer.text.grammar import GrammarCompiler, GrammarError
-from batchinfer.text.prompts import Prompt, PromptBuilder
+from batchinfer.text.prompts import Prompt, PromptBuilder, RawTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,7 +97,9 @@ class LLM:
         )
         # A revision is one of the model's repository.
         self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
+        self._processes = TextProcesses()  # they start while the model is loaded
         self._built = build_engine(choice, engine, log=_LOG.info)
+        self._processes.load(self._built.tokenizer)
         facts = self._built.tokenizer, self._built.eos_token_ids
         grammars = GrammarCompiler(*facts, self._built.vocab_size)
         self._requests = RequestMaker(*facts, grammars)
@@ -133,7 +138,7 @@ class LLM:
         """
         refuse_others("LLM.generate", others, ("prompts", "sampling_params", "adapter", "use_tqdm"))
         with self._one_call("generate"):
-            items = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
+            items = self._prompts(read_prompts(prompts, self.vocab_size))
             return self._run(items, sampling_params, adapter, use_tqdm)
 
     def chat(
@@ -158,15 +163,20 @@ class LLM:
         refuse_others("LLM.chat", others, known)
         rows = [{"messages": item} for item in read_conversations(conversations)]
         with self._one_call("chat"):
-            builder = PromptBuilder(
-                PromptConfig(column="messages", chat_template_kwargs=chat_template_kwargs or {}),
-                self._built.tokenizer,
+            config = PromptConfig(
+                column="messages", chat_template_kwargs=chat_template_kwargs or {}
+            )
+            recipe = partial(
+                PromptBuilder,
+                config,
                 max_model_len=self._built.max_model_len,
                 columns=["messages"],
                 conversation_columns=["messages"],
                 vocab_size=self._built.vocab_size,
+                now=datetime.now(),
             )
-            return self._run(builder.build(rows), sampling_params, adapter, use_tqdm)
+            made = self._processes.prompts(recipe).build(rows)
+            return self._run(made, sampling_params, adapter, use_tqdm)
 
     def beam_search(
         self,
@@ -190,7 +200,7 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise TypeError("params must be BeamSearchParams(beam_width=..., max_tokens=...)")
         with self._one_call("beam_search"):
-            items = [self._prompt(item) for item in read_prompts(prompts, self.vocab_size)]
+            items = self._prompts(read_prompts(prompts, self.vocab_size))
             return self._run(items, params.sampling(), adapter, use_tqdm)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -236,13 +246,17 @@ class LLM:
         """Begin ``stats`` anew. Never waits: of a call that runs, the steps to come count."""
         self._calls.reset()
 
-    def _prompt(self, item: str | TokenIds) -> Prompt:
-        if not isinstance(item, str):
-            return Prompt(item, None, truncated=False, has_control_text=False)
-        (token_ids,) = self._built.tokenizer.encode_batch(
-            [item], add_special_tokens=True, parse_special_tokens=True
-        )
-        return Prompt(token_ids, item, truncated=False, has_control_text=False)
+    def _prompts(self, items: Sequence[str | TokenIds]) -> list[Prompt | RowError]:
+        texts = [{"text": item} for item in items if isinstance(item, str)]
+        made = iter(self._raw_texts.build(texts) if texts else [])
+        return [
+            next(made) if isinstance(item, str) else Prompt(item, None, False, False)
+            for item in items
+        ]
+
+    @cached_property
+    def _raw_texts(self) -> ChildPrompts:
+        return self._processes.prompts(RawTexts)
 
     def _run(
         self,

@@ -52,7 +52,16 @@ def read_conversations(
                     f"message {index} of conversation {at} is {_kind(message)}; "
                     "give {'role': ..., 'content': ...}"
                 )
-    return found
+    return [_plain(messages) for messages in found]
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with no other mappings, lists and texts than Python's own in it."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, str) else value
 
 
 def params_of_each(

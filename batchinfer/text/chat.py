@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from batchinfer.errors import JobError, RowError
-from batchinfer.text.sandbox import BoundedEnvironment, render_bounded
+from batchinfer.text.sandbox import PromptEnvironment, render_template
 
 Message = dict[str, Any]
 
@@ -21,8 +21,8 @@ RESERVED_KWARGS = frozenset({"messages", "add_generation_prompt", "continue_fina
 
 
 @functools.cache
-def _environment() -> BoundedEnvironment:
-    return BoundedEnvironment(trim_blocks=True, lstrip_blocks=True)
+def _environment() -> PromptEnvironment:
+    return PromptEnvironment(trim_blocks=True, lstrip_blocks=True)
 
 
 def compile_chat_template(source: str, error: type[JobError], origin: str) -> jinja2.Template:
@@ -32,7 +32,7 @@ def compile_chat_template(source: str, error: type[JobError], origin: str) -> ji
         JobError: of type ``error``: a syntax error, or reaching for Python's internals.
     """
     try:
-        return _environment().compile_bounded(source)
+        return _environment().compile_template(source)
     except jinja2.TemplateError as cause:
         line = f" (line {cause.lineno})" if isinstance(cause, jinja2.TemplateSyntaxError) else ""
         raise error(f"{origin} is not a valid Jinja2 template{line}: {cause.message}") from cause
@@ -91,7 +91,7 @@ class ChatTemplate:
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
-        return render_bounded(self._template, variables, self._origin)
+        return render_template(self._template, variables, self._origin)
 
     def _render_open(self, messages: list[Message]) -> str:
         """Mark where the last message ends, render, and cut there (as transformers does)."""

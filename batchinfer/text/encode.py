@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from batchinfer.errors import RowError
 from batchinfer.text.control_tokens import Marks
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
+
+_Text = TypeVar("_Text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class TextEncoder:
                     and item.add_special_tokens == add_special_tokens
                     and (item.marks is not None) == marked
                 ]
-                encoded = _each_apart_if_needed(encode, [rendered[index] for index in group])
+                encoded = each_apart_if_needed(encode, [rendered[index] for index in group])
                 for index, result in zip(group, encoded, strict=True):
                     results[index] = result
         return [self._with_one_bos(result) for result in results if result is not None]
@@ -99,16 +102,18 @@ def _unencodable(text: str) -> RowError | None:
     return None
 
 
-def _each_apart_if_needed(
-    encode: Callable[[Sequence[RenderedText]], list[TokenIds]], group: Sequence[RenderedText]
+def each_apart_if_needed(
+    encode: Callable[[Sequence[_Text]], list[TokenIds]], group: Sequence[_Text]
 ) -> Sequence[TokenIds | RowError]:
     """Encode ``group`` in one go; where the tokenizer refuses a text, find out which."""
     if not group:
         return []
     try:
         return encode(group)
+    except MemoryError:  # says nothing of the text
+        raise
     # The backend raises plain Exception, e.g. where a vocabulary has no unknown token.
     except Exception as error:
         if len(group) == 1:
             return [RowError("unsupported_content", f"the tokenizer refuses the text: {error}")]
-        return [result for item in group for result in _each_apart_if_needed(encode, [item])]
+        return [result for item in group for result in each_apart_if_needed(encode, [item])]

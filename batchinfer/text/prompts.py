@@ -11,7 +11,7 @@ import numpy as np
 
 from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError, UsageError
-from batchinfer.text.encode import RenderedText, TextEncoder
+from batchinfer.text.encode import RenderedText, TextEncoder, each_apart_if_needed
 from batchinfer.text.prompt_sources import conflicts, require_column
 from batchinfer.text.render import RowRenderer
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
@@ -38,12 +38,16 @@ class Prompt:
         return 0
 
 
+Rendered = RenderedText | Prompt | RowError
+"""A row's text; of a row that brings token ids, its prompt; or its error."""
+
+
 class PromptTooLongError(RowError):
     """A row whose prompt leaves no room for an output token."""
 
     def __init__(self, num_tokens: int, most: int, what: str = "the prompt has") -> None:
         super().__init__("prompt_too_long", f"{what} {num_tokens} tokens, over {most}")
-        self.num_tokens = num_tokens
+        self.num_tokens, self.most, self.what = num_tokens, most, what
 
 
 class PromptBuilder:
@@ -107,7 +111,20 @@ class PromptBuilder:
         Error codes: ``empty_prompt``, ``prompt_too_long``, ``invalid_utf8``, ``template_error``,
         ``unsupported_content``, ``row_too_large``.
         """
-        return [self._fitted(prompt) for prompt in self._reader.read(rows)]
+        return self.tokenize(self.render(rows))
+
+    def start(self, rows: Sequence[Row]) -> Callable[[], list[Prompt | RowError]]:
+        """As those begin who ``build`` elsewhere; here it is done at once."""
+        built = self.build(rows)
+        return lambda: built
+
+    def render(self, rows: Sequence[Row]) -> list[Rendered]:
+        """The first half of ``build``: the rows' texts, or their errors."""
+        return self._reader.render(rows)
+
+    def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
+        """The second half of ``build``."""
+        return [self._fitted(prompt) for prompt in self._reader.tokenize(rendered)]
 
     def _fitted(self, prompt: Prompt | RowError) -> Prompt | RowError:
         """Leave room for one output token; cut or refuse a prompt that does not."""
@@ -124,10 +141,40 @@ class PromptBuilder:
         return replace(prompt, token_ids=kept.copy(), truncated=True)
 
 
+class RawTexts:
+    """Makes prompts of texts as they are: no template, special tokens parsed, any length.
+
+    In place of a ``PromptBuilder``, for rows whose column ``text`` is valid Unicode.
+    """
+
+    columns: tuple[str, ...] = ("text",)
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, rows: Sequence[Mapping[str, str]]) -> list[str]:
+        """The texts."""
+        return [row["text"] for row in rows]
+
+    def tokenize(self, texts: Sequence[str]) -> list[Prompt | RowError]:
+        """A prompt for each; ``unsupported_content`` where the tokenizer refuses it."""
+        encoded = each_apart_if_needed(self._encode, texts)
+        return [
+            ids if isinstance(ids, RowError) else Prompt(ids, text, False, False)
+            for ids, text in zip(encoded, texts, strict=True)
+        ]
+
+    def _encode(self, texts: Sequence[str]) -> list[TokenIds]:
+        return self._tokenizer.encode_batch(
+            texts, add_special_tokens=True, parse_special_tokens=True
+        )
+
+
 class _Reader(Protocol):
     columns: tuple[str, ...]
 
-    def read(self, rows: Sequence[Row]) -> list[Prompt | RowError]: ...
+    def render(self, rows: Sequence[Row]) -> list[Rendered]: ...
+    def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]: ...
 
 
 class _TextReader:
@@ -138,12 +185,14 @@ class _TextReader:
         self._renderer = renderer
         self._encoder = encoder
 
-    def read(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
-        rendered = [or_error(self._renderer.render, row) for row in rows]
+    def render(self, rows: Sequence[Row]) -> list[Rendered]:
+        return [or_error(self._renderer.render, row) for row in rows]
+
+    def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
         texts = [item for item in rendered if isinstance(item, RenderedText)]
         encoded = iter(self._encoder.encode(texts))
         return [
-            item if isinstance(item, RowError) else _prompt(item, next(encoded))
+            _prompt(item, next(encoded)) if isinstance(item, RenderedText) else item
             for item in rendered
         ]
 
@@ -157,8 +206,11 @@ class _TokenIdsReader:
         self.columns: tuple[str, ...] = (config.token_ids_column,)
         self._vocab_size = vocab_size
 
-    def read(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
+    def render(self, rows: Sequence[Row]) -> list[Rendered]:
         return [or_error(self._read_row, row) for row in rows]
+
+    def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
+        return [item for item in rendered if not isinstance(item, RenderedText)]
 
     def _read_row(self, row: Row) -> Prompt:
         name = self.columns[0]

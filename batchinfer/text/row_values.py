@@ -7,9 +7,11 @@ from typing import Any
 
 from batchinfer.errors import RowError
 from batchinfer.text.chat import Message
-from batchinfer.text.size_bounds import MAX_TEXT_CHARS
+from batchinfer.text.sandbox import MAX_TEXT_CHARS
 
 _MAX_BYTES_PER_CHAR = 4
+MAX_ROW_BYTES = 4 * _MAX_BYTES_PER_CHAR * MAX_TEXT_CHARS
+"""Of all columns of a row that its prompt is made of."""
 SYSTEM_ROLES = ("system", "developer")
 
 
@@ -21,14 +23,14 @@ def decoded(value: object, column: str) -> Any:
     """
     if isinstance(value, RowError):
         raise value
+    require_size(value, column)
     if isinstance(value, bytes):
-        _require_size(len(value) // _MAX_BYTES_PER_CHAR, column)
         try:
             value = str(value, "utf-8")
         except UnicodeDecodeError as error:
             raise RowError("invalid_utf8", f"column {column}: {error}") from error
     if isinstance(value, str):
-        _require_size(len(value), column)
+        require_size(value, column)
         return value
     if isinstance(value, Mapping):
         return {decoded(key, column): decoded(item, column) for key, item in value.items()}
@@ -37,8 +39,14 @@ def decoded(value: object, column: str) -> Any:
     return value
 
 
-def _require_size(chars: int, column: str) -> None:
-    if chars > MAX_TEXT_CHARS:
+def require_size(value: object, column: str) -> None:
+    """Check that ``value``, where it is a text, is not too long.
+
+    Raises:
+        RowError: ``row_too_large``.
+    """
+    chars = len(value) if isinstance(value, str | bytes) else 0
+    if chars // (_MAX_BYTES_PER_CHAR if isinstance(value, bytes) else 1) > MAX_TEXT_CHARS:
         what = f"column {column} holds over {MAX_TEXT_CHARS} characters"
         raise RowError("row_too_large", what)
 

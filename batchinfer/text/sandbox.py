@@ -1,103 +1,30 @@
-"""Jinja2 in a sandbox whose memory and time are bounded, for row and for chat templates.
+"""Jinja2 in a sandbox, for row and for chat templates.
 
-Jinja2's own sandbox blocks Python's internals. Added here: every loop turn and macro call, every
-piece of output and every growing string operation is charged to the render it belongs to.
+Jinja2's own sandbox keeps a template from Python's internals, here also from chance and from
+changing a row. It bounds neither time nor memory: templates are rendered in processes that the
+system bounds (``batchinfer.text.children``).
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_context
+from jinja2.utils import Namespace
 
 from batchinfer.errors import RowError
-from batchinfer.text import size_bounds
-from batchinfer.text.size_bounds import MAX_TEXT_CHARS
 
 MAX_SOURCE_CHARS = 2**20
-MAX_STEPS = 1_000_000
-"""Loop turns, macro calls and output expressions of one render."""
-MAX_CPU_SECONDS = 5.0
-"""Of the rendering thread, so that a busy or suspended machine changes nothing."""
-_MAX_CHARS_HANDLED = 4 * MAX_TEXT_CHARS  # text may pass through a few macros or set blocks
+MAX_TEXT_CHARS = 16 * 2**20
+"""Longest text, in characters, that a template may make or a row may bring."""
 _MAX_MESSAGE_CHARS = 300
-_JOINING_FILTER = "join"
-
-
-class TemplateCostError(jinja2.TemplateRuntimeError):
-    """The template would build too much or run too long."""
-
-
-@dataclass(slots=True)
-class _Budget:
-    """Budget of one render: loop turns, characters and processor time."""
-
-    steps: int = field(default_factory=lambda: MAX_STEPS)
-    chars: int = _MAX_CHARS_HANDLED
-    deadline: float = field(default_factory=lambda: time.thread_time() + MAX_CPU_SECONDS)
-
-    def spend(self, chars: int) -> None:
-        self.steps -= 1
-        self.chars -= chars
-        if self.chars < 0:
-            raise TemplateCostError(f"the result is over {MAX_TEXT_CHARS} characters")
-        if self.steps < 0 or time.thread_time() > self.deadline:
-            raise TemplateCostError("it runs too long: an endless or a very large loop?")
-
-
-_budget: ContextVar[_Budget] = ContextVar("template_budget")
-
-
-@contextmanager
-def _new_budget() -> Iterator[None]:
-    token = _budget.set(_Budget())
-    try:
-        yield
-    finally:
-        _budget.reset(token)
-
-
-def _require_small(size: int) -> None:
-    if size > MAX_TEXT_CHARS:
-        raise TemplateCostError(f"it builds a value of over {MAX_TEXT_CHARS} characters")
-
-
-def _joined(pieces: Iterable[str]) -> str:
-    kept: list[str] = []
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        _require_small(size)
-        kept.append(piece)
-    return "".join(kept)
-
-
-def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """``filter_`` with the size of its result checked before it runs."""
-    skipped = 1 if hasattr(filter_, "jinja_pass_arg") else 0
-
-    @functools.wraps(filter_)
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        context, (value, *rest) = args[:skipped], args[skipped:]
-        if name == _JOINING_FILTER:
-            value = list(value)
-        _require_small(size_bounds.FILTERS[name](value, *rest, **kwargs))
-        return filter_(*context, value, *rest, **kwargs)
-
-    return bounded
 
 
 def _tojson(
@@ -111,8 +38,7 @@ def _tojson(
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    # Indented, nested items take more room than the sandbox foresees; and json is slow then anyway.
-    return encoder.encode(value) if indent is None else _joined(encoder.iterencode(value))
+    return encoder.encode(value)
 
 
 def _raise_exception(message: object) -> None:
@@ -142,61 +68,45 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=lineno)
 
 
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox with its charges. Thread-safe: each render has its own budget."""
+class UncomputedCode(CodeGenerator):
+    """Code that computes when a template is rendered, not when it is compiled: that is done in the
+    job's own process, which nothing bounds."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.optimizer = None
+
+    def visit_EvalContextModifier(  # noqa: N802 (Jinja2 calls it so)
+        self, node: nodes.EvalContextModifier, frame: Frame
+    ) -> None:
+        if not all(isinstance(option.value, nodes.Const) for option in node.options):
+            raise jinja2.TemplateSyntaxError("autoescape takes true or false", node.lineno)
+        super().visit_EvalContextModifier(node, frame)
+
+    def _output_child_to_const(
+        self, node: nodes.Expr, frame: Frame, finalize: CodeGenerator._FinalizeInfo
+    ) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class PromptEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox, with what chat templates use besides. Thread-safe."""
+
+    code_generator_class = UncomputedCode
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(
-            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
-            optimized=False,  # nothing is computed while compiling
-            finalize=_charge_output,
-            **options,
-        )
+        extensions = [_GenerationTag, "jinja2.ext.loopcontrols"]
+        super().__init__(extensions=extensions, **options)
         self.filters["tojson"] = _tojson
-        for name in size_bounds.UNSAFE_FILTERS:
-            del self.filters[name]
-        for name in size_bounds.FILTERS:
-            self.filters[name] = _bounded_filter(name, self.filters[name])
+        del self.filters["random"]  # a prompt must be the same when it is made again
         del self.globals["lipsum"]
         self.globals["namespace"] = _PlainNamespace
         self.globals["raise_exception"] = _raise_exception
 
-    def charge(self, chars: int) -> str:
-        """Charge a loop turn or macro call that may write ``chars`` of template text."""
-        _budget.get().spend(chars)
-        return "charged"
-
-    def concatenate(self, *parts: Any) -> str:
-        """The ``~`` operator."""
-        _require_small(size_bounds.text_size(parts))
-        return "".join(map(str, parts))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Check the size of the result before computing it."""
-        if not size_bounds.check_binary(operator, left, right):
-            raise TemplateCostError(f"the result of {operator} is too large")
-        return super().call_binop(context, operator, left, right)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Refuse, besides internals, methods whose result has no bound."""
-        return attr not in size_bounds.UNSAFE_METHODS and super().is_safe_attribute(
-            obj, attr, value
-        )
-
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Check the size of what a text's methods build before calling them."""
-        method = getattr(obj, "__wrapped__", obj)
-        text = getattr(method, "__self__", None)
-        if isinstance(text, str | bytes) and (size := size_bounds.METHODS.get(method.__name__)):
-            if method.__name__ == _JOINING_FILTER and args:
-                args = (list(args[0]), *args[1:])
-            _require_small(size(text, *args, **kwargs))
-        return super().call(context, obj, *args, **kwargs)
-
-    def compile_bounded(self, source: str) -> jinja2.Template:
-        """Compile ``source`` with its charges.
+    def compile_template(self, source: str) -> jinja2.Template:
+        """Compile ``source``.
 
         Raises:
             jinja2.TemplateError: syntax errors, and reaching for a private attribute.
@@ -206,8 +116,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         try:
             tree = self.parse(source)
             _refuse_private(tree)
-            _add_charges(tree)
-            tree.set_environment(self)
             return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
         except RecursionError as error:
             raise jinja2.TemplateError("the template is nested too deeply") from error
@@ -222,59 +130,21 @@ def _refuse_private(tree: nodes.Template) -> None:
             raise jinja2.TemplateSyntaxError(f"private attribute {name}", node.lineno)
 
 
-def _add_charges(tree: nodes.Template) -> None:
-    """Make every loop turn, macro call and ``~`` go through the environment's checks."""
-    _replace_concat(tree)
-    for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
-        assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
-        literal = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        charge = _call("charge", [nodes.Const(literal)], node.lineno)
-        node.body.insert(0, nodes.ExprStmt(charge, lineno=node.lineno))
-        if isinstance(node, nodes.For) and node.test is not None:
-            turn = _call("charge", [nodes.Const(0)], node.lineno)
-            node.test = nodes.And(turn, node.test, lineno=node.lineno)
-
-
-def _replace_concat(node: nodes.Node) -> None:
-    for name, value in list(node.iter_fields()):
-        if isinstance(value, list):
-            setattr(node, name, [_without_concat(item) for item in value])
-        else:
-            setattr(node, name, _without_concat(value))
-
-
-def _without_concat(item: Any) -> Any:
-    if isinstance(item, nodes.Node):
-        _replace_concat(item)
-        if isinstance(item, nodes.Concat):
-            return _call("concatenate", item.nodes, item.lineno)
-    return item
-
-
-def _call(name: str, args: Iterable[nodes.Expr], lineno: int) -> nodes.Call:
-    function = nodes.EnvironmentAttribute(name, lineno=lineno)
-    return nodes.Call(function, list(args), [], None, None, lineno=lineno)
-
-
-@pass_context
-def _charge_output(context: Context, value: Any) -> Any:
-    """Charge the text of a ``{{ }}``, wherever it then goes."""
-    size = size_bounds.text_size(value)
-    _require_small(size)
-    _budget.get().spend(size)
-    return value
-
-
-def render_bounded(template: jinja2.Template, variables: Mapping[str, object], what: str) -> str:
-    """Render ``template`` within its budget.
+def render_template(template: jinja2.Template, variables: Mapping[str, object], what: str) -> str:
+    """The text of ``template``.
 
     Raises:
         RowError: ``template_error``, saying what failed in ``what`` (e.g. ``prompt.template``).
+        MemoryError: there is not enough for it.
     """
     try:
-        with _new_budget():
-            return _joined(template.generate(variables))
+        text = "".join(template.generate(variables))
+    except MemoryError:
+        raise
     # A template can raise anything: it calls methods of whatever the row holds.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
         raise RowError("template_error", f"{what}: {reason}") from error
+    if len(text) > MAX_TEXT_CHARS:
+        raise RowError("template_error", f"{what}: the result is over {MAX_TEXT_CHARS} characters")
+    return text

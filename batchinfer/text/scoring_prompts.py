@@ -100,7 +100,14 @@ class ScoringBuilder:
 
         Error codes: those of ``PromptBuilder.build`` and ``empty_completion``.
         """
-        drafts = [or_error(self._drafts.draft, row) for row in rows]
+        return self.tokenize(self.render(rows))
+
+    def render(self, rows: Sequence[Row]) -> list[_Draft | RowError]:
+        """The first half of ``build``: the rows' texts, or their errors."""
+        return [or_error(self._drafts.draft, row) for row in rows]
+
+    def tokenize(self, drafts: Sequence[_Draft | RowError]) -> list[Prompt | RowError]:
+        """The second half of ``build``."""
         texts = [text for draft in drafts if isinstance(draft, _Draft) for text in draft.texts]
         encoded = iter(self._encoder.encode(texts))
         return [

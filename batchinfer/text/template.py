@@ -1,4 +1,4 @@
-"""Row templates: Jinja2 over the columns of one row, in the bounded sandbox."""
+"""Row templates: Jinja2 over the columns of one row, in the sandbox."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import jinja2
 from jinja2 import meta, nodes
 
 from batchinfer.errors import UsageError
-from batchinfer.text.sandbox import BoundedEnvironment, render_bounded
+from batchinfer.text.sandbox import PromptEnvironment, UncomputedCode, render_template
 
 
 @functools.cache
-def _environment() -> BoundedEnvironment:
-    return BoundedEnvironment(undefined=jinja2.StrictUndefined)
+def _environment() -> PromptEnvironment:
+    return PromptEnvironment(undefined=jinja2.StrictUndefined)
 
 
 @functools.cache
-def _name_environment() -> BoundedEnvironment:
-    """An environment that finds names only: without globals, a column may be called ``range`` or
-    ``dict``."""
-    environment = BoundedEnvironment(undefined=jinja2.StrictUndefined)
+def _name_environment() -> PromptEnvironment:
+    """An environment that finds names only: without globals, a column may be called ``range``."""
+    environment = PromptEnvironment()
     environment.globals.clear()
     return environment
+
+
+class _Names(UncomputedCode, meta.TrackingCodeGenerator):
+    """What ``meta.find_undeclared_variables`` finds names with."""
 
 
 class RowTemplate:
@@ -37,10 +40,12 @@ class RowTemplate:
         """
         self.key = key
         try:
-            self._template = _environment().compile_bounded(source)
+            self._template = _environment().compile_template(source)
             tree = _name_environment().parse(source)
             _refuse_other_templates(tree)
-            self._names = frozenset(meta.find_undeclared_variables(tree))
+            names = _Names(_name_environment())
+            names.visit(tree)
+            self._names = frozenset(names.undeclared_identifiers)
         except jinja2.TemplateError as error:
             line = (
                 f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
@@ -63,7 +68,7 @@ class RowTemplate:
         Raises:
             RowError: ``template_error``, naming the column where one is undefined.
         """
-        return render_bounded(self._template, row, self.key)
+        return render_template(self._template, row, self.key)
 
 
 def _refuse_other_templates(tree: nodes.Template) -> None:

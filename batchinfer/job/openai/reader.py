@@ -54,19 +54,24 @@ class OpenAIReader:
         self._served_names = served_names
         self._adapters = adapters
 
-    def read(self, row_ids: Sequence[int], rows: Sequence[Row]) -> list[PromptRow]:
-        """The requests with their prompts, in order."""
+    def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
+        """Begin to make the prompts of requests; call what is returned for the rows, in order."""
         requests = [self._request(row) for row in rows]
-        prompts = {
-            source: iter(builder.build(_values(source, requests)))
-            for source, builder in self._builders.items()
+        started = {
+            source: prompts.start(_values(source, requests))
+            for source, prompts in self._builders.items()
         }
-        return [
-            PromptRow(row_id, request)
-            if isinstance(request, RowError)
-            else self._prompt_row(row_id, next(prompts[request.source]), request)
-            for row_id, request in zip(row_ids, requests, strict=True)
-        ]
+
+        def finish() -> list[PromptRow]:
+            prompts = {source: iter(wait()) for source, wait in started.items()}
+            return [
+                PromptRow(row_id, request)
+                if isinstance(request, RowError)
+                else self._prompt_row(row_id, next(prompts[request.source]), request)
+                for row_id, request in zip(row_ids, requests, strict=True)
+            ]
+
+        return finish
 
     def _request(self, row: Row) -> ParsedRequest | RowError:
         if isinstance(row, RowError):

@@ -14,6 +14,7 @@ are then scaled to the whole dataset, and ``sampled`` says of how much they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,14 +67,16 @@ def plan_job(
         end_after=expect_output_tokens,
     )
     loaded = load(job, lambda *_, **__: context)
-    task = None if loaded is None else loaded.task
-    lengths = _lengths(spec, context, task, expect_output_tokens)
-    census = Census(lengths)
-    simulation = Simulation(context.engine, context.runner, lengths, 2 * spec.engine.max_num_seqs)
-    batches = iter(()) if loaded is None else _rows(job, loaded.reader, census)
-    complete = simulation.run(batches)
-    for _ in batches:  # what the simulation did not come to is counted all the same
-        pass
+    with nullcontext() if loaded is None else closing(loaded):
+        task = None if loaded is None else loaded.task
+        lengths = _lengths(spec, context, task, expect_output_tokens)
+        census = Census(lengths)
+        most_waiting = 2 * spec.engine.max_num_seqs
+        simulation = Simulation(context.engine, context.runner, lengths, most_waiting)
+        batches = iter(()) if loaded is None else _rows(job, loaded.reader, census)
+        complete = simulation.run(batches)
+        for _ in batches:  # what the simulation did not come to is counted all the same
+            pass
     return Outcome(job, context, census, simulation, complete).data()
 
 

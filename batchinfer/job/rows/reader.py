@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from batchinfer.console.format import did_you_mean, printable
@@ -47,11 +47,12 @@ class Prompts(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The input columns that ``build`` needs."""
+        """The input columns that ``start`` needs."""
         ...
 
-    def build(self, rows: Sequence[Mapping[str, object]]) -> list[Prompt | RowError]:
-        """A prompt or an error for each row, in order."""
+    def start(self, rows: Sequence[Mapping[str, object]]) -> Callable[[], list[Prompt | RowError]]:
+        """Begin to make prompts; what is returned waits for a prompt or an error for each row, in
+        order."""
         ...
 
 
@@ -61,8 +62,8 @@ class RowReader(Protocol):
     columns: tuple[str, ...]
     """The input columns it needs."""
 
-    def read(self, row_ids: Sequence[int], rows: Sequence[Row]) -> list[PromptRow]:
-        """The rows with their prompts, in order."""
+    def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
+        """Begin to make the prompts of rows; call what is returned for the rows, in order."""
         ...
 
 
@@ -89,16 +90,20 @@ class ColumnReader:
         self._params = params
         self._adapters = adapters
 
-    def read(self, row_ids: Sequence[int], rows: Sequence[Row]) -> list[PromptRow]:
-        """The rows with their prompts, in order."""
-        readable = [row for row in rows if not isinstance(row, RowError)]
-        prompts = iter(self._builder.build(readable))
-        return [
-            PromptRow(row_id, row)
-            if isinstance(row, RowError)
-            else prompt_row(row_id, next(prompts), self._sampling(row), self._adapters.of(row))
-            for row_id, row in zip(row_ids, rows, strict=True)
-        ]
+    def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
+        """Begin to make the prompts of rows; call what is returned for the rows, in order."""
+        wait = self._builder.start([row for row in rows if not isinstance(row, RowError)])
+
+        def finish() -> list[PromptRow]:
+            prompts = iter(wait())
+            return [
+                PromptRow(row_id, row)
+                if isinstance(row, RowError)
+                else prompt_row(row_id, next(prompts), self._sampling(row), self._adapters.of(row))
+                for row_id, row in zip(row_ids, rows, strict=True)
+            ]
+
+        return finish
 
     def _sampling(self, row: Mapping[str, object]) -> RowSampling | RowError | None:
         return None if self._params is None else self._params.of(row.get(SAMPLING_COLUMN))

@@ -11,10 +11,10 @@ import pyarrow as pa
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.rows.finished_row import FinishedRow
-from batchinfer.job.rows.reader import Prompts
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import TaskSpec
 from batchinfer.requests import PromptRow
+from batchinfer.text.children.child import Recipe
 from batchinfer.text.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Task:
     spec: TaskSpec
     result_types: Callable[[Collection[str]], Mapping[str, pa.DataType]]
     """Types of the output columns that not every task has, given ``output.include``."""
-    prompt_builder: Callable[[JobSpec], Callable[..., Prompts]]
+    prompt_builder: Callable[[JobSpec], Recipe]
     """What makes a job's prompts: called as ``PromptBuilder`` is."""
     load: Callable[[JobSpec, EngineContext, GrammarCompiler], LoadedTask]
     """The task of a job on its model; the compiler has been asked for the grammars of all rows."""

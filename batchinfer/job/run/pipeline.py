@@ -162,11 +162,15 @@ class RowPipeline:
             Prefetcher((batch.prompt_rows() for batch in planned), _BATCHES_READ_BACK) as rows,
             BackgroundConsumer(write, _WRITES_DUE) as writer,
         ):
+            complete = False
             try:
                 with gc_frozen():
-                    return loop.run(rows, writer)
+                    complete = loop.run(rows, writer)
             finally:
                 ending.set()
+                if not complete:
+                    self.loaded.processes.stop()  # what they are at may take long
+            return complete
 
     def _batches(
         self, ranges: Sequence[range], is_over: Callable[[], bool], is_starved: Callable[[], bool]

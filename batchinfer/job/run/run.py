@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,14 +107,15 @@ def _run(
     if missing:
         with gc_paused():
             loaded = load(job, _like_before(build or _default_builder(), job.out, resume))
-    clear_output(job.out, resume)
-    with stop_signals() as stop:
-        with closing(make_progress(missing, quiet=reporter.quiet)) as progress:
-            complete = run_pipeline(job, recovered, loaded, progress, stop)
-        if not complete:
-            reporter.stopped(job.out, overwrites=if_exists == "overwrite")
-            return ExitCode.INTERRUPTED
-        return _finish(job, reporter)
+    with nullcontext() if loaded is None else closing(loaded):
+        clear_output(job.out, resume)
+        with stop_signals() as stop:
+            with closing(make_progress(missing, quiet=reporter.quiet)) as progress:
+                complete = run_pipeline(job, recovered, loaded, progress, stop)
+            if not complete:
+                reporter.stopped(job.out, overwrites=if_exists == "overwrite")
+                return ExitCode.INTERRUPTED
+            return _finish(job, reporter)
 
 
 def _default_builder() -> BuildEngine:

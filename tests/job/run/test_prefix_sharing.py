@@ -23,7 +23,7 @@ from batchinfer.job.rows.window import RowBatch, plan_windows
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.text.prompts import PromptBuilder
+from batchinfer.text.children.pool import ChildPrompts
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
 from tests.job.shared_rows import BLOCK_SIZE, OUTPUT_TOKENS, DrawingBuild, write_shared_rows
@@ -183,7 +183,7 @@ def test_the_engine_starts_before_a_large_window_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     has_started, batches, hungry = Event(), [], []
-    build_prompts = PromptBuilder.build
+    start_prompts = ChildPrompts.start
 
     def noting(
         *arguments: Any, is_starved: Callable[[], bool], **options: Any
@@ -191,18 +191,23 @@ def test_the_engine_starts_before_a_large_window_is_read(
         hungry.append(is_starved)
         return plan_windows(*arguments, is_starved=is_starved, **options)
 
-    def build(self: PromptBuilder, rows: Any) -> Any:
+    def start(self: ChildPrompts, rows: Any) -> Any:
         batches.append(len(rows))
-        if len(batches) == 1:  # the thread that takes rows may not have begun yet
-            until = time.monotonic() + _LONG_S
-            while not hungry[0]() and time.monotonic() < until:
-                time.sleep(0.001)
-        if len(batches) == 2:
-            assert has_started.wait(_LONG_S), "the engine waits for the whole window"
-        return build_prompts(self, rows)
+        number, wait = len(batches), start_prompts(self, rows)
+
+        def made() -> Any:
+            if number == 1:  # the thread that takes rows may not have begun yet
+                until = time.monotonic() + _LONG_S
+                while not hungry[0]() and time.monotonic() < until:
+                    time.sleep(0.001)
+            if number == 2:
+                assert has_started.wait(_LONG_S), "the engine waits for the whole window"
+            return wait()
+
+        return made
 
     monkeypatch.setattr(pipeline, "plan_windows", noting)
-    monkeypatch.setattr(PromptBuilder, "build", build)
+    monkeypatch.setattr(ChildPrompts, "start", start)
     texts(tmp_path, 2100)
     fake = FakeBuild(num_blocks=512)
     fake.before_step = lambda step: has_started.set()

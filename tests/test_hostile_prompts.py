@@ -1,0 +1,142 @@
+"""Rows and model folders that kill what makes their prompts: ``run``, ``plan``, ``run-batch``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import psutil
+import pytest
+
+from batchinfer.errors import ExitCode, ModelError
+from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.run.run import run_job
+from batchinfer.job.run.run_batch import run_batch
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.options import BatchOptions
+from batchinfer.text.children.limits import Limits
+from batchinfer.text.children.pool import TextProcesses
+from tests.job.datasets import write_parquet
+from tests.models import CHAT_TEMPLATE, make_text_model
+
+PANIC = "x" * 60
+CHOKING = (
+    "{% for m in messages if m.content == 'loop' %}{% for a in range(99999) %}"
+    "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+    "{% for m in messages if m.content == 'grow' %}{{ 'a' * 10 ** 11 }}{% endfor %}"
+)
+TEXTS = ["fine", PANIC, "loop", "good", "grow", "well"]
+CODES = [None, "tokenizer_error", "template_error", None, "template_error", None]
+TIGHT = Limits(cpu_seconds=0.5, shared_cpu_seconds=0.2, seconds=60, memory_bytes=2**28)
+ENDLESS = Limits(cpu_seconds=1e5, shared_cpu_seconds=1e5, seconds=1e5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model whose tokenizer and chat template choke on some texts."""
+    folder = make_text_model(tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=1)
+    (folder / "chat_template.jinja").write_text(CHOKING + CHAT_TEMPLATE)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+    both = [{**split, "invert": False}, tokenizer["pre_tokenizer"]]
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": both}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Limits of the processes that make prompts."""
+    processes = partial(TextProcesses, 2, request.param)
+    monkeypatch.setattr("batchinfer.job.job.TextProcesses", processes)
+
+
+def job(tmp_path: Path, model: Path, texts: list[str]) -> JobSpec:
+    rows = write_parquet(tmp_path / "rows.parquet", {"prompt": texts})
+    return JobSpec.model_validate(
+        {
+            "model": {"name": str(model)},
+            "input": {"path": str(rows)},
+            "sampling": {"max_tokens": 2, "ignore_eos": True},
+            "engine": {"device": "cpu", "num_kv_blocks": 64},
+            "output": {"path": str(tmp_path / "out")},
+            "errors": {"max_error_rate": 0.9},
+        }
+    )
+
+
+@pytest.mark.parametrize("limits", [TIGHT], indirect=True, ids=["tight"])
+@pytest.mark.usefixtures("limits")
+def test_rows_that_kill_are_errors_and_the_others_run(tmp_path: Path, model: Path) -> None:
+    spec = job(tmp_path, model, TEXTS)
+
+    planned = plan_job(spec)
+    code = run_job(spec, quiet=True)
+
+    errors = pl.read_parquet(tmp_path / "out" / "data" / "*.parquet")["error"].to_list()
+    assert code is ExitCode.OK
+    assert [error and error["code"] for error in errors] == CODES
+    assert [error["message"] for error in errors if error] == [
+        "the tokenizer failed: Onig: Regex search error: retry-limit-in-match over",
+        "the template took over 0.5 s of processor time",
+        "the template needed over 256 MiB of memory",
+    ]
+    assert planned["errors"] == {"template_error": 2, "tokenizer_error": 1}
+
+
+@pytest.mark.parametrize("limits", [TIGHT], indirect=True, ids=["tight"])
+@pytest.mark.usefixtures("limits")
+def test_requests_that_kill_are_errors_and_the_others_run(tmp_path: Path, model: Path) -> None:
+    requests = tmp_path / "in.jsonl"
+    requests.write_text("".join(json.dumps(request(text)) + "\n" for text in TEXTS))
+
+    run_batch(BatchOptions(str(requests), str(tmp_path / "out.jsonl"), str(model), quiet=True))
+
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == TEXTS
+    found: list[Any] = [line["error"] and line["error"]["code"] for line in lines]
+    assert found == CODES
+
+
+def request(text: str) -> dict[str, Any]:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    return {"custom_id": text, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+@pytest.mark.parametrize("limits", [ENDLESS], indirect=True, ids=["endless"])
+@pytest.mark.usefixtures("limits")
+def test_a_signal_ends_a_run_that_waits_for_a_row(tmp_path: Path, model: Path) -> None:
+    hanging = threading.Thread(target=_signal_once_a_child_hangs)
+    hanging.start()
+
+    code = run_job(job(tmp_path, model, ["fine", "loop"]), quiet=True)
+
+    hanging.join()
+    assert code is ExitCode.INTERRUPTED
+    assert not psutil.Process().children(recursive=True)
+
+
+def _signal_once_a_child_hangs() -> None:
+    while True:
+        for spawner in psutil.Process().children():
+            if any(child.cpu_times().user > 0.5 for child in spawner.children()):
+                return os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_chat_template_that_cannot_be_compiled_is_the_models_fault(
+    tmp_path: Path, model: Path
+) -> None:
+    changed = tmp_path / "model"
+    changed.mkdir()
+    for file in model.iterdir():
+        (changed / file.name).write_bytes(file.read_bytes())
+    (changed / "chat_template.jinja").write_text("{{ messages")
+
+    with pytest.raises(ModelError, match="the model's chat template is not a valid Jinja2"):
+        run_job(job(tmp_path, changed, ["fine"]), quiet=True)

@@ -1,0 +1,62 @@
+"""Child processes with limits that are soon met, and tokenizers that are more than they seem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from batchinfer.config import PromptConfig
+from batchinfer.text.children.limits import Limits
+from batchinfer.text.children.pool import ChildPrompts, TextProcesses
+from batchinfer.text.prompts import PromptBuilder
+from batchinfer.text.tokenizer import Tokenizer
+
+TIGHT = Limits(cpu_seconds=0.5, shared_cpu_seconds=0.2, seconds=60, memory_bytes=2**28)
+
+MakeProcesses = Callable[..., TextProcesses]
+
+
+def byte_level(pattern: str | None = None, growth: int = 1) -> Tokenizer:
+    """A token per byte of a text.
+
+    Args:
+        pattern: texts are split by it first.
+        growth: each x in a text becomes so many before, three times.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({text: at for at, text in enumerate(alphabet)}, []))
+    splits = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
+    if growth > 1:
+        backend.normalizer = normalizers.Sequence([normalizers.Replace("x", "x" * growth)] * 3)
+    return Tokenizer(
+        backend, chat_template=None, special_tokens={}, control_tokens=frozenset({"<|end|>"})
+    )
+
+
+@pytest.fixture
+def make_processes() -> Iterator[MakeProcesses]:
+    """Makes ``TextProcesses`` with a tokenizer, and ends them after the test."""
+    made: list[TextProcesses] = []
+
+    def make(tokenizer: Tokenizer, limits: Limits = TIGHT, most: int = 2) -> TextProcesses:
+        made.append(TextProcesses(most, limits))
+        made[-1].load(tokenizer)
+        return made[-1]
+
+    yield make
+    for processes in made:
+        processes.close()
+
+
+def prompts_of(processes: TextProcesses, template: str = "{{ text }}", **more: Any) -> ChildPrompts:
+    """Prompts of a template over column ``text``."""
+    config = PromptConfig(template=template)
+    facts: dict[str, Any] = {"max_model_len": 10**8, "columns": ["text"], **more}
+    return processes.prompts(partial(PromptBuilder, config, **facts))

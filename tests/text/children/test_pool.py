@@ -1,0 +1,272 @@
+"""Prompts made in child processes are those made here; what kills a child is a row's error."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+import psutil
+import pytest
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import DeviceError, ModelError, RowError, UsageError
+from batchinfer.text.children.limits import Limits
+from batchinfer.text.children.messages import Inbox, send
+from batchinfer.text.children.pool import StoppedError, TextProcesses
+from batchinfer.text.prompts import Prompt, PromptBuilder, PromptTooLongError
+from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
+from batchinfer.text.tokenizer import Tokenizer
+from tests.text.children.conftest import MakeProcesses, byte_level, prompts_of
+
+PIECES = ["invoice ", "<|im_end|>", "naïve ", "\n", "東京", "<|im_", "start|>", " " * 9, "a\0b"]
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+LARGE = "{{ 'a' * 10 ** 9 }}"
+_SOON_S = 5.0
+
+
+def described(result: Prompt | RowError) -> tuple[Any, ...]:
+    """All there is to a result."""
+    if isinstance(result, PromptTooLongError):
+        return result.code, result.message, result.num_tokens
+    if isinstance(result, RowError):
+        return result.code, result.message
+    completions = [ids.tolist() for ids in getattr(result, "completions", ())]
+    facts = result.text, result.truncated, result.has_control_text, completions
+    return (type(result), result.token_ids.dtype, result.token_ids.tolist(), *facts)
+
+
+def random_rows(random: Random, count: int) -> list[dict[str, object]]:
+    """Rows with texts of all kinds, some of them no rows at all."""
+    odd: list[object] = [None, b"\xff", "\ud800", b"", 7, RowError("template_error", "unreadable")]
+    rows: list[dict[str, object]] = []
+    for _ in range(count):
+        text = "".join(random.choices(PIECES, k=random.randrange(30)))
+        value = random.choice(odd) if random.random() < 0.1 else text.encode()
+        rows.append({"prompt": value, "others": ["yes", text[:5]], "unused": object()})
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_are_those_made_in_this_process(
+    tokenizer: Tokenizer, make_processes: MakeProcesses, seed: int
+) -> None:
+    random = Random(seed)
+    recipe = partial(
+        PromptBuilder, PromptConfig(column="prompt"), max_model_len=60, columns=["prompt"]
+    )
+    rows = random_rows(random, random.randrange(1, 500))
+
+    made = make_processes(tokenizer, most=random.randint(1, 4)).prompts(recipe).build(rows)
+
+    assert list(map(described, made)) == [
+        described(result) for result in recipe(tokenizer=tokenizer).build(rows)
+    ]
+
+
+def test_prompts_to_score_are_those_made_in_this_process(
+    tokenizer: Tokenizer, make_processes: MakeProcesses
+) -> None:
+    recipe = partial(
+        ScoringBuilder,
+        PromptConfig(column="prompt"),
+        completions_column="others",
+        max_model_len=200,
+        columns=["prompt", "others"],
+    )
+    rows = random_rows(Random(1), 100)
+
+    made = make_processes(tokenizer).prompts(recipe).build(rows)
+
+    assert any(isinstance(result, ScoredPrompt) for result in made)
+    assert list(map(described, made)) == [
+        described(result) for result in recipe(tokenizer=tokenizer).build(rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "tokenizer", "text", "code", "what"),
+    [
+        (ENDLESS, byte_level(), "bad", "template_error", "the template took over 0.5 s"),
+        (LARGE, byte_level(), "bad", "template_error", "the template needed over 256 MiB"),
+        ("", byte_level("(x+x+)+y"), "x" * 60, "tokenizer_error", "the tokenizer failed: Onig"),
+        ("", byte_level("x+y"), "x" * 10**5, "tokenizer_error", "the tokenizer took over 0.5 s"),
+        ("", byte_level(growth=4000), "x", "tokenizer_error", "the tokenizer needed over 256 MiB"),
+    ],
+    ids=["endless", "large", "panics", "slow", "aborts"],
+)
+def test_a_row_that_kills_its_child_has_an_error_and_the_others_are_right(
+    template: str,
+    tokenizer: Tokenizer,
+    text: str,
+    code: str,
+    what: str,
+    make_processes: MakeProcesses,
+) -> None:
+    source = "{% if text == 'bad' %}" + template + "{% endif %}{{ text }}"
+    rows = [{"text": b"good %d" % at} for at in range(100)]
+    rows[40]["text"] = text.encode()
+
+    made = prompts_of(make_processes(tokenizer), source).build(rows)
+
+    error = made.pop(40)
+    assert isinstance(error, RowError)
+    assert (error.code, error.message[: len(what)]) == (code, what)
+    del rows[40]
+    assert [prompt.text for prompt in made if isinstance(prompt, Prompt)] == [
+        str(row["text"], "utf-8") for row in rows
+    ]
+
+
+def test_an_error_does_not_depend_on_the_rows_beside_it(make_processes: MakeProcesses) -> None:
+    prompts = prompts_of(make_processes(byte_level()), "{{ text * (text | length) ** 6 }}")
+    texts = [b"a" * length for length in (1, 40, 2, 30, 3, 50, 1)]
+
+    alone = [described(prompts.build([{"text": text}])[0]) for text in texts]
+    together = prompts.build([{"text": text} for text in texts * 5])
+
+    assert list(map(described, together)) == alone * 5
+    assert [len(result) for result in alone] == [7, 2, 7, 2, 7, 2, 7]
+
+
+def test_a_child_that_somebody_else_kills_costs_no_row(make_processes: MakeProcesses) -> None:
+    prompts = prompts_of(make_processes(byte_level()))
+    rows = [{"text": b"row %d" % at} for at in range(2000)]
+    prompts.build(rows)
+    for child in _children_of_the_spawner():
+        child.kill()
+
+    assert all(isinstance(result, Prompt) for result in prompts.build(rows))
+
+
+def test_a_dead_spawner_is_an_error_that_says_so(make_processes: MakeProcesses) -> None:
+    prompts = prompts_of(make_processes(byte_level(), most=1))
+    spawner = _spawner()
+    for process in (*spawner.children(), spawner):
+        process.kill()
+
+    with pytest.raises(DeviceError, match=r"cannot run: it ended \(exit code -9\)"):
+        prompts.build([{"text": b"a"}])
+
+
+def test_a_spawner_that_cannot_be_started_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+    with pytest.raises(DeviceError, match=r"cannot run: .*No such file.*nowhere"):
+        TextProcesses()
+
+
+def test_a_spawner_that_ends_while_it_starts_is_an_error_that_says_why(
+    monkeypatch: pytest.MonkeyPatch, make_processes: MakeProcesses
+) -> None:
+    monkeypatch.setattr("batchinfer.text.children.processes._BOOT", "import nothing_like_this")
+
+    with pytest.raises(DeviceError, match="No module named 'nothing_like_this'"):
+        prompts_of(make_processes(byte_level()))
+
+
+def test_what_the_builder_refuses_is_raised_here(make_processes: MakeProcesses) -> None:
+    processes = make_processes(byte_level())
+
+    with pytest.raises(UsageError, match="reads title, not in the data"):
+        prompts_of(processes, "{{ title }}")
+    columns = {"columns": ["talk"], "conversation_columns": ["talk"]}
+    talks = partial(PromptBuilder, PromptConfig(column="talk"), max_model_len=9, **columns)
+    with pytest.raises(ModelError, match="a prompt made of messages needs a chat template"):
+        processes.prompts(talks)
+
+
+def test_a_row_that_is_too_large_is_never_sent(
+    make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(make_processes(byte_level()))
+    monkeypatch.setattr("batchinfer.text.row_values.MAX_TEXT_CHARS", 1000)
+    monkeypatch.setattr("batchinfer.text.children.lots.MAX_ROW_BYTES", 5000)
+    texts = [b"a", b"a" * 4004, b"b" * 3000, [b"a" * 3000, b"b" * 3000]]
+
+    made = prompts.build([{"text": text} for text in texts])
+
+    codes = [getattr(result, "code", None) for result in made]
+    assert codes == [None, "row_too_large", None, "row_too_large"]
+
+
+def test_stopping_ends_the_wait_for_a_row_that_hangs(make_processes: MakeProcesses) -> None:
+    processes = make_processes(byte_level(), Limits(cpu_seconds=1e4, shared_cpu_seconds=1e4))
+    prompts = prompts_of(processes, ENDLESS + "{{ text }}")
+    threading.Timer(0.2, processes.stop).start()
+    began = time.monotonic()
+
+    with pytest.raises(StoppedError):
+        prompts.build([{"text": b"a"}] * 3)
+    processes.close()
+
+    assert time.monotonic() - began < _SOON_S
+
+
+def test_nothing_is_left_when_the_process_is_killed(make_processes: MakeProcesses) -> None:
+    code = (
+        "from tests.text.children.test_pool import hang; "
+        "from batchinfer.text.children.pool import TextProcesses; hang(TextProcesses)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process, process.stdout:
+        process.stdout.readline()
+        below = _waited(lambda: _busy(psutil.Process(process.pid).children(recursive=True)))
+        process.kill()
+
+    gone, alive = psutil.wait_procs(below, _SOON_S)
+
+    assert len(gone) == 2
+    assert not alive
+
+
+def hang(make: Callable[..., TextProcesses]) -> None:
+    """Wait for a row that never ends."""
+    processes = make(1, Limits(cpu_seconds=1e4, shared_cpu_seconds=1e4))
+    processes.load(byte_level())
+    prompts = prompts_of(processes, ENDLESS + "{{ text }}")
+    print("ready", flush=True)
+    prompts.build([{"text": b"a"}])
+
+
+def test_a_child_cannot_have_this_process_make_anything() -> None:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send(theirs, ("results", os.system))
+        with pytest.raises(pickle.UnpicklingError, match="system"):
+            Inbox().take_from(ours)
+
+
+def _spawner() -> psutil.Process:
+    (spawner,) = (
+        child for child in psutil.Process().children() if "spawner" in " ".join(child.cmdline())
+    )
+    return spawner
+
+
+def _children_of_the_spawner() -> list[psutil.Process]:
+    return _spawner().children()
+
+
+def _busy(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """All of them, once there is one that computes; else none."""
+    return processes if len(processes) == 2 and processes[1].cpu_times().user > 0.1 else []
+
+
+def _waited(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+    until = time.monotonic() + 60
+    while not (found := find()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
