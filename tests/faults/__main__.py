@@ -23,6 +23,7 @@ _COUNTS = {
     "retries": (3, "runs on a broken model"),
     "job-files": (20_000, "fuzzed job files"),
     "parquet-files": (10_000, "fuzzed Parquet files"),
+    "hostile": (200, "hostile templates and tokenizers"),
     "states": (50_000, "crash states"),
 }
 """Options: how often, and of what; 0 leaves it out."""
@@ -47,6 +48,8 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
         yield stages.fuzzed_job_files(_new(folder), options.job_files, seed, jobs)
     if options.parquet_files:
         yield stages.fuzzed_parquet_files(_new(folder), options.parquet_files, seed, jobs)
+    if options.hostile:
+        yield stages.hostile_prompts(_new(folder), options.hostile, seed, jobs)
     if options.states:
         yield stages.crash_states(options.states, seed, jobs)
         yield stages.crash_states_without_sync(max(1, options.states // 25), seed, jobs)

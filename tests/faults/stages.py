@@ -11,9 +11,9 @@ from pathlib import Path
 from random import Random
 
 from batchinfer.errors import ExitCode
-from tests.faults import fuzz_jobs, fuzz_parquet
+from tests.faults import fuzz_jobs, fuzz_parquet, hostile_texts
 from tests.faults.children import Pace
-from tests.faults.fuzz import Case, run_cases
+from tests.faults.fuzz import MOST_S, Case, run_cases
 from tests.faults.jobs import tiny_job
 from tests.faults.kills import Killer
 from tests.faults.lossy_files import LossyFiles, NeverSynced
@@ -124,6 +124,19 @@ def fuzzed_parquet_files(folder: Path, count: int, seed: int, jobs: int) -> Row:
     return _fuzzed(f"{count:,} fuzzed Parquet files", fuzz_parquet.case, folder, count, seed, jobs)
 
 
+def hostile_prompts(folder: Path, count: int, seed: int, jobs: int) -> Row:
+    """Templates and tokenizers that are too much: a row's error, in time and in memory."""
+    return _fuzzed(
+        f"{count} hostile templates and tokenizers, each stopped by SIGTERM in a second job",
+        hostile_texts.case,
+        folder,
+        count,
+        seed,
+        jobs,
+        hostile_texts.MOST_S,
+    )
+
+
 def crash_states(states: int, seed: int, jobs: int) -> Row:
     counts = _count(LossyFiles, states, seed, jobs)
     right = counts["wrong"] == 0 and counts["states"] == states
@@ -143,8 +156,10 @@ def _small_job(folder: Path) -> Killer:
     return killer
 
 
-def _fuzzed(what: str, case: Case, folder: Path, count: int, seed: int, jobs: int) -> Row:
-    found = run_cases(case, count, seed, folder, jobs)
+def _fuzzed(
+    what: str, case: Case, folder: Path, count: int, seed: int, jobs: int, most_s: float = MOST_S
+) -> Row:
+    found = run_cases(case, count, seed, folder, jobs, most_s)
     for violation in found.violations[:_MOST_SHOWN]:
         print(violation)
     words: Counter[str] = Counter()

@@ -1,0 +1,329 @@
+"""Templates and tokenizers that loop, grow, panic or abort, written by hand and mutated.
+
+A case is a job over three rows, the middle one of which is for the template or the tokenizer to
+choke on. It must end with that row an error or a prompt and the others right, its processes
+within their memory, and within ``MOST_TO_STOP_S`` of a SIGTERM while it is at that row.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import polars as pl
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.text.children.limits import Limits
+from batchinfer.text.tokenizer import Tokenizer
+from tests.faults.children import Pace, start
+from tests.faults.violation import ViolationError
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, FakeBuilt, byte_tokenizer, job
+
+MOST_S = 180.0
+"""Longest that a case may take, its job twice: of a row at most 2.5 s of processor time together
+with others, then 10 s alone, in one child and in a fresh one."""
+MOST_TO_STOP_S = 5.0
+MOST_BYTES = Limits().memory_bytes + 2**28
+"""Resident memory of a process that makes prompts, with what it begins with."""
+GOOD, BAD = "good", "bad"
+_STOP_AFTER_S = (0.3, 2.0)
+
+TEMPLATES = [
+    "{{ ('a' * 16000000).rfind('ab' ~ 'a' * 8000000) }}",
+    "{{ ('a' * 16000000).find('a' * 8000000 ~ 'b') }}",
+    "{{ ('a' * 16000000).count('a' * 8000000 ~ 'b' ~ 'a' * 9) }}",
+    "{% set ns = namespace(a=[], b=[]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}",
+    "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a < ns.b }}",
+    "{% for i in range(99999) %}{% set s = range(99999) | map('string') | list %}{% endfor %}",
+    "{{ ([1] * 1000000) | map('string') | map('upper') | map('lower') | list | length }}",
+    "{% set ns = namespace(v=[]) %}{% for i in range(9999) %}"
+    "{% set ns.v = ns.v + ['x' * 16000000] %}{% endfor %}",
+    "{% set ns = namespace(v='') %}{% for i in range(9999) %}{% set ns.v = ns.v ~ 'x' * 16000000 %}"
+    "{% endfor %}{{ ns.v | length }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) if 0 %}{% for j in range(9) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}",
+    "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "{% macro f(n) %}{% if n %}{% call(x) f(n - 1) %}{{ caller(x) }}{% endcall %}{% endif %}"
+    "{% endmacro %}{{ f(900) }}",
+    "{{ 10 ** 100000000 }}",
+    "{{ 7 ** 7 ** 9 % 1000 }}",
+    "{{ (10 ** 1000000) | string | length }}",
+    "{{ ('9' * 4000000) | int }}",
+    "{{ 'x' * 200000000 }}",
+    "{{ 'x' * 10 ** 11 }}",
+    "{{ 'x'.center(10 ** 9) | length }}",
+    "{{ '%*d' % (10 ** 9, 1) }}",
+    "{{ '{:>{w}}'.format(1, w=10 ** 9) }}",
+    "{{ ([text] * 10 ** 7) | join('x' * 10 ** 7) }}",
+    "{{ ('ab' * 10 ** 7).replace('a', 'x' * 10 ** 6) }}",
+    "{{ ('ab' * 10 ** 7) | replace('', 'x' * 100) | length }}",
+    "{{ ('a ' * 10 ** 7).split() | sort | length }}",
+    "{{ ('a ' * 10 ** 6) | wordwrap(1, wrapstring='x' * 1000) | length }}",
+    "{{ ('<' * 10 ** 7) | striptags | length }}",
+    "{{ ('a@b.c ' * 10 ** 6) | urlize | length }}",
+    "{{ ('www.' * 10 ** 6) | urlize | length }}",
+    "{{ [[[1] * 1000] * 1000] * 1000 | string | length }}",
+    "{{ ([[1] * 1000] * 100000) | tojson(indent=100) | length }}",
+    "{{ ([1] * 10 ** 7) | pprint | length }}",
+    "{{ range(99999) | batch(10 ** 9, 'fill') | list | length }}",
+    "{{ range(9) | slice(10 ** 9) | list | length }}",
+    "{{ ([[1] * 100000] * 1000) | sum(start=[]) | length }}",
+    "{{ range(99999) | groupby('real') | list | length }}",
+    "{{ (range(99999) | list * 300) | unique | list | length }}",
+    "{{ 1 | round(10 ** 9, 'ceil') }}",
+    "{{ 1 .to_bytes(10 ** 10) }}",
+    "{{ ('x' * 10 ** 7).translate({120: 'y' * 1000}) | length }}",
+    "{{ ('\\t' * 10 ** 6).expandtabs(10 ** 5) | length }}",
+    "{{ ('a' * 10 ** 7) | indent(10 ** 6, first=true) | length }}",
+    "{{ dict(a=1, **{'b' * 10 ** 9: 1}) }}",
+    "{% set ns = namespace(v=[1]) %}{% for i in range(60) %}{% set ns.v = ns.v + ns.v %}"
+    "{% endfor %}",
+    "{% set ns = namespace(v='ab') %}{% for i in range(60) %}{% set ns.v %}{{ ns.v }}{{ ns.v }}"
+    "{% endset %}{% endfor %}",
+    "{% set ns = namespace(v={}) %}{% for i in range(500) %}{% set ns.v = {'a': ns.v} %}"
+    "{% endfor %}{{ ns.v | tojson }}",
+    "{% set ns = namespace(v=1) %}{% for i in range(99999) %}{% set ns.v = ns.v * 3 %}{% endfor %}",
+    "{% for c in text * 10 ** 8 %}{{ loop.length }}{% endfor %}",
+    "{% for i in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    "{{ cycler(*range(99999)).next() }}{{ joiner('x' * 10 ** 9)() }}{{ joiner('x')() }}",
+    "{{ raise_exception('x' * 10 ** 9) }}",
+    "{{ ('%s' * 10 ** 7) % ((text,) * 10 ** 7) }}",
+    "{{ ('a' * 10 ** 8).encode().decode().encode('utf-16').hex() | length }}",
+    "{{ ('x' * 10 ** 7) | list | map('ord') | list }}",
+    "{{ ('1,' * 10 ** 7).split(',') | map('int') | sum }}",
+    "{{ ('a' * 10 ** 6) | reverse | list | join | reverse | length }}{{ 'x' * 10 ** 8 }}",
+]
+"""Whatever each comes to, it comes to in time; the middle row alone has it rendered."""
+
+Change = Callable[[dict[str, Any]], None]
+"""Makes a serialised tokenizer a hostile one."""
+
+
+def split(pattern: str) -> Change:
+    """Splits texts by a regular expression."""
+
+    def change(tokenizer: dict[str, Any]) -> None:
+        pieces = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+        both = [{**pieces, "invert": False}, tokenizer["pre_tokenizer"]]
+        tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": both}
+
+    return change
+
+
+def replace(pattern: str, content: str, times: int) -> Change:
+    """Replaces by a regular expression, again and again."""
+
+    def change(tokenizer: dict[str, Any]) -> None:
+        one = {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [one] * times}
+
+    return change
+
+
+def normalized(*kinds: str) -> Change:
+    """Normalises texts."""
+
+    def change(tokenizer: dict[str, Any]) -> None:
+        steps = [{"type": kind} for kind in kinds]
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": steps}
+
+    return change
+
+
+def word_piece(tokenizer: dict[str, Any]) -> None:
+    """Looks for the longest piece of words of any length, in time that is their length's square."""
+    alphabet = tokenizer["model"]["vocab"]
+    continued = {f"##{text}": len(alphabet) + id_ for text, id_ in alphabet.items()}
+    tokenizer["model"] = {
+        "type": "WordPiece",
+        "unk_token": "<eos>",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 10**9,
+        "vocab": {**alphabet, **continued},
+    }
+    tokenizer["pre_tokenizer"] = None
+
+
+TOKENIZERS: list[tuple[Change, str]] = [
+    (split(r"(x+x+)+y"), "x" * 60),
+    (split(r"\s*[\r\n]+"), " " * 10_100_000),
+    (split(r"\s*[\r\n]+|\s+(?!\S)|\s+"), " " * 3_000_000),
+    (split(r"x+y"), "x" * 10**6),
+    (split(r"x*x*x*y"), "x" * 3000),
+    (split(r"(?:x|xx)+y"), "x" * 90),
+    (split(r"(?:x*)*y"), "x" * 90),
+    (split(r"(.*)(.*)(.*)(.*)(.*)y"), "x" * 900),
+    (split(r"^(\w+\s?)*$"), "word " * 40 + "!"),
+    (split(r"(\w+)\1+z"), "ab" * 5000),
+    (split(r"(?<=x)(?=x)"), "x" * 10**6),
+    (split(r"(?<!y)x{1,9}+"), "x" * 10**7),
+    (split(r"(?i)(?:İ|ß|é)+z"), "ß" * 10**5),
+    (split(r"\X+z"), "\u0301" * 10**5),
+    (split(r"(?:(?:(?:x{0,99}){0,99}){0,99}){0,99}y"), "x" * 99),
+    (split(r"(?:a?){30}a{30}"), "a" * 30 * 1000),
+    (split("|".join("x" * length for length in range(1, 999))), "x" * 10**6),
+    (split(""), "x" * 10**6),
+    (split("(?=)"), "x" * 10**6),
+    (split(r"(?<n>x\g<n>?y)"), "x" * 10**5),
+    (split(r"(?<n>x|\(\g<n>*\))"), "(" * 10**5),
+    (replace("x", "x" * 4000, 3), "x"),
+    (replace("x", "xx", 40), "x"),
+    (replace("", "x", 9), "x" * 10**5),
+    (replace("x", "y" * 10**6, 1), "x" * 10**4),
+    (replace("(x+x+)+y", "z", 2), "x" * 60),
+    (replace("x+y", "", 1), "x" * 10**6),
+    (normalized("NFKD", "NFKC", "NFKD"), "\ufdfa" * 10**6),
+    (normalized("NFD", "NFC"), "\u0301" * 10**6),
+    (normalized("Lowercase", "NFKD", "StripAccents"), "İ" * 10**7),
+    (word_piece, "x" * 10**5),
+    (word_piece, "é" * 10**6),
+]
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A template for the middle row, and what happens to its text after."""
+
+    template: str
+    change: Change | None
+    text: str
+
+
+def hostile(number: int, seed: int) -> Hostile:
+    """Those written by hand come first, then mutations of them."""
+    if number < len(TEMPLATES):
+        return Hostile(TEMPLATES[number], None, BAD)
+    number -= len(TEMPLATES)
+    if number < len(TOKENIZERS):
+        return Hostile("", *TOKENIZERS[number])
+    random = Random(f"{seed}/{number}")
+    if random.random() < 0.6:
+        return Hostile(_mutated_template(random), None, BAD)
+    (change, text), (other, _) = random.choices(TOKENIZERS, k=2)
+    text = text[: random.randrange(1, len(text) + 1)] * random.choice((1, 1, 2, 10))
+    return Hostile("", _both(change, other), text + random.choice(("", "y", " ", "\n", "z")))
+
+
+def _both(first: Change, second: Change) -> Change:
+    def change(tokenizer: dict[str, Any]) -> None:
+        first(tokenizer)
+        if word_piece not in (first, second):
+            second(tokenizer)
+
+    return change
+
+
+def _mutated_template(random: Random) -> str:
+    first, second = random.choices(TEMPLATES, k=2)
+    forms = [
+        first + second,
+        "{% for again in range(9) %}" + first + "{% endfor %}",
+        "{% set kept %}" + first + "{% endset %}{{ kept * 9 }}" + second,
+        "{% if text %}" + first + "{% endif %}" + second,
+        "{% macro m() %}" + first + "{% endmacro %}{{ m() ~ m() }}",
+    ]
+    made = random.choice(forms)
+    digits = [at for at, letter in enumerate(made) if letter.isdigit()]
+    for at in random.sample(digits, min(2, len(digits))):
+        made = made[:at] + random.choice("0123456789") + made[at + 1 :]
+    return made
+
+
+class HostileBuild(FakeBuild):
+    """Builds echo engines with a changed tokenizer."""
+
+    def __init__(self, change: Change | None) -> None:
+        super().__init__()
+        self._change = change
+
+    def __call__(self, *arguments: Any, **options: Any) -> FakeBuilt:
+        """See ``FakeBuild``."""
+        built = super().__call__(*arguments, **options)
+        if self._change is not None:
+            built.tokenizer = _changed(self._change)
+        return built
+
+
+def _changed(change: Change) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    plain = byte_tokenizer()
+    serialised = json.loads(plain.serialised)
+    change(serialised)
+    return Tokenizer(
+        Backend.from_str(json.dumps(serialised)),
+        chat_template=None,
+        special_tokens=plain.special_tokens,
+        control_tokens=plain.control.tokens,
+    )
+
+
+def case(number: int, seed: int, folder: Path) -> str:
+    """See ``tests.faults.fuzz``."""
+    one = hostile(number, seed)
+    try:
+        build = HostileBuild(one.change)
+        if one.change is not None:
+            _changed(one.change)
+    except Exception as error:  # a mutation that is no tokenizer at all
+        return f"not loaded: {type(error).__name__}"
+    spec = _job(folder, one)
+    found = _outcome(spec, build)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    if peak > MOST_BYTES:
+        raise ViolationError(f"a process took {peak >> 20} MiB: {one}")
+    shutil.rmtree(spec.output.path)
+    waited = _stopped(spec, build, folder, Random(f"{seed}/{number}/stop"))
+    if waited > MOST_TO_STOP_S:
+        raise ViolationError(f"ended {waited:.1f} s after SIGTERM: {one}")
+    shutil.rmtree(spec.output.path, ignore_errors=True)
+    return found
+
+
+def _job(folder: Path, one: Hostile) -> JobSpec:
+    path = folder / "in" / "x.parquet"
+    path.unlink(missing_ok=True)
+    rows = {"text": [GOOD, one.text, GOOD], "hostile": [False, True, False]}
+    write_parquet(path, rows)
+    macro = "{% macro choke() %}" + one.template + "{% endmacro %}"
+    template = macro + "{% if hostile %}{{ choke() }}{% endif %}{{ text }}"
+    return job(
+        folder,
+        prompt={"column": None, "template": template},
+        sampling={"max_tokens": 1},
+        errors={"max_error_rate": 1.0},
+    )
+
+
+def _outcome(spec: JobSpec, build: HostileBuild) -> str:
+    code = run_job(spec, build=build, quiet=True)  # type: ignore[arg-type]
+    rows = pl.read_parquet(Path(spec.output.path) / "data" / "*.parquet").sort("row_id")
+    first, middle, last = rows["error"].to_list()
+    if code is not ExitCode.OK or first is not None or last is not None:
+        raise ViolationError(f"exit {code}, rows {first}, {middle}, {last}")
+    if middle is None:
+        return "a prompt"
+    return f"{middle['code']}: {' '.join(middle['message'].split()[:4])[:40]}"
+
+
+def _stopped(spec: JobSpec, build: HostileBuild, folder: Path, random: Random) -> float:
+    """Seconds that the job takes to end when it is asked to."""
+    child = start(spec, build, Pace(1e9, 4096), folder)
+    code, waited = child.signal_after(random.uniform(*_STOP_AFTER_S), signal.SIGTERM)
+    if code not in (ExitCode.OK, ExitCode.INTERRUPTED, -signal.SIGTERM):
+        log = (folder / "log").read_text(errors="replace")
+        raise ViolationError(f"exit {code} after SIGTERM: {log[-500:]}")
+    return waited
