@@ -26,6 +26,7 @@ from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.spec.spec import JobSpec, ModelSpec
 from batchinfer.text.children.child import Recipe
+from batchinfer.text.children.limits import BOUNDS_MEMORY
 from batchinfer.text.children.pool import TextProcesses
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import PromptBuilder
@@ -124,6 +125,8 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
     try:
         context = build(job.spec.model.config(), job.spec.engine, log=log.append)
         processes.load(context.tokenizer)
+        if not BOUNDS_MEMORY:
+            log.append("this system bounds no process's memory: a hostile row may take all of it")
         grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
         reader = _row_reader(job, context, grammars, processes)
         task = TASKS[job.spec.task].load(job.spec, context, grammars)

@@ -13,13 +13,15 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import polars as pl
+from tokenizers import Tokenizer as Backend
 
-from batchinfer.errors import ExitCode
+from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.children.limits import Limits
@@ -228,12 +230,13 @@ def _both(first: Change, second: Change) -> Change:
 
 def _mutated_template(random: Random) -> str:
     first, second = random.choices(TEMPLATES, k=2)
+    macro = "{% macro m() %}" + first + "{% endmacro %}"  # what it sets is then known in it
     forms = [
         first + second,
-        "{% for again in range(9) %}" + first + "{% endfor %}",
-        "{% set kept %}" + first + "{% endset %}{{ kept * 9 }}" + second,
-        "{% if text %}" + first + "{% endif %}" + second,
-        "{% macro m() %}" + first + "{% endmacro %}{{ m() ~ m() }}",
+        macro + "{% for again in range(9) %}{{ m() }}{% endfor %}",
+        macro + "{% set kept %}{{ m() }}{% endset %}{{ kept * 9 }}" + second,
+        macro + "{% if text %}{{ m() }}{% endif %}" + second,
+        macro + "{{ m() ~ m() }}",
     ]
     made = random.choice(forms)
     digits = [at for at, letter in enumerate(made) if letter.isdigit()]
@@ -258,13 +261,15 @@ class HostileBuild(FakeBuild):
 
 
 def _changed(change: Change) -> Tokenizer:
-    from tokenizers import Tokenizer as Backend
-
     plain = byte_tokenizer()
     serialised = json.loads(plain.serialised)
     change(serialised)
+    try:
+        backend = Backend.from_str(json.dumps(serialised))
+    except Exception as error:  # the library raises plain Exception
+        raise UsageError(f"no tokenizer: {error}") from error
     return Tokenizer(
-        Backend.from_str(json.dumps(serialised)),
+        backend,
         chat_template=None,
         special_tokens=plain.special_tokens,
         control_tokens=plain.control.tokens,
@@ -273,31 +278,30 @@ def _changed(change: Change) -> Tokenizer:
 
 def case(number: int, seed: int, folder: Path) -> str:
     """See ``tests.faults.fuzz``."""
-    one = hostile(number, seed)
+    one, place = hostile(number, seed), folder / str(number)
+    build = HostileBuild(one.change)
     try:
-        build = HostileBuild(one.change)
-        if one.change is not None:
-            _changed(one.change)
-    except Exception as error:  # a mutation that is no tokenizer at all
-        return f"not loaded: {type(error).__name__}"
-    spec = _job(folder, one)
-    found = _outcome(spec, build)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    if peak > MOST_BYTES:
-        raise ViolationError(f"a process took {peak >> 20} MiB: {one}")
-    shutil.rmtree(spec.output.path)
-    waited = _stopped(spec, build, folder, Random(f"{seed}/{number}/stop"))
-    if waited > MOST_TO_STOP_S:
-        raise ViolationError(f"ended {waited:.1f} s after SIGTERM: {one}")
-    shutil.rmtree(spec.output.path, ignore_errors=True)
-    return found
+        spec = _job(place, one, [GOOD, one.text, GOOD])
+        found = _outcome(spec, build, partial(_job, place / "good", one, [GOOD]))
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        if peak > MOST_BYTES:
+            raise ViolationError(f"a process took {peak >> 20} MiB")
+        shutil.rmtree(spec.output.path)
+        waited = _stopped(spec, build, place, Random(f"{seed}/{number}/stop"))
+        if waited > MOST_TO_STOP_S:
+            raise ViolationError(f"ended {waited:.1f} s after SIGTERM")
+        return found
+    except UsageError as error:
+        return f"refused: {str(error)[:30]}"
+    except ViolationError as error:
+        raise ViolationError(f"{error}: {one}") from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
-def _job(folder: Path, one: Hostile) -> JobSpec:
-    path = folder / "in" / "x.parquet"
-    path.unlink(missing_ok=True)
-    rows = {"text": [GOOD, one.text, GOOD], "hostile": [False, True, False]}
-    write_parquet(path, rows)
+def _job(folder: Path, one: Hostile, texts: list[str]) -> JobSpec:
+    rows = {"text": texts, "hostile": [text is one.text for text in texts]}
+    write_parquet(folder / "in" / "x.parquet", rows)
     macro = "{% macro choke() %}" + one.template + "{% endmacro %}"
     template = macro + "{% if hostile %}{{ choke() }}{% endif %}{{ text }}"
     return job(
@@ -308,15 +312,22 @@ def _job(folder: Path, one: Hostile) -> JobSpec:
     )
 
 
-def _outcome(spec: JobSpec, build: HostileBuild) -> str:
-    code = run_job(spec, build=build, quiet=True)  # type: ignore[arg-type]
-    rows = pl.read_parquet(Path(spec.output.path) / "data" / "*.parquet").sort("row_id")
-    first, middle, last = rows["error"].to_list()
-    if code is not ExitCode.OK or first is not None or last is not None:
-        raise ViolationError(f"exit {code}, rows {first}, {middle}, {last}")
+def _outcome(spec: JobSpec, build: HostileBuild, good: Callable[[], JobSpec]) -> str:
+    first, middle, last = _errors(spec, build)
+    if first != last or (first is not None and [first] != _errors(good(), build)):
+        raise ViolationError(f"rows {first}, {middle}, {last}")
     if middle is None:
         return "a prompt"
     return f"{middle['code']}: {' '.join(middle['message'].split()[:4])[:40]}"
+
+
+def _errors(spec: JobSpec, build: HostileBuild) -> list[dict[str, str] | None]:
+    """The error of each row."""
+    code = run_job(spec, build=build, quiet=True)  # type: ignore[arg-type]
+    if code is not ExitCode.OK:
+        raise ViolationError(f"exit {code}")
+    rows = pl.read_parquet(Path(spec.output.path) / "data" / "*.parquet").sort("row_id")
+    return rows["error"].to_list()
 
 
 def _stopped(spec: JobSpec, build: HostileBuild, folder: Path, random: Random) -> float:

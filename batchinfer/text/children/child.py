@@ -14,6 +14,8 @@ from batchinfer.text.children.limits import Limits, bounded_time
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import Tokenizer
 
+_MAX_BUILDERS = 4
+
 
 class Builder(Protocol):
     """Makes prompts of rows, in two halves."""
@@ -69,8 +71,8 @@ class _Child:
         self._tokenizer = tokenizer
         self._shared = limits.shared_cpu_seconds, limits.seconds
         self._alone = limits.cpu_seconds, limits.seconds
-        self._recipe = b""
-        self._builder: Builder | None = None
+        self._builders: dict[bytes, Builder] = {}
+        """By recipe, those used last; each call of a job's may have one of a few."""
 
     def answer(self, recipe: bytes, rows: Sequence[bytes], alone: bool) -> None:
         try:
@@ -90,12 +92,15 @@ class _Child:
             self._send(results)
 
     def _made(self, recipe: bytes) -> Builder:
-        if self._builder is None or recipe != self._recipe:
+        builder = self._builders.pop(recipe, None)
+        if builder is None:
             with bounded_time(*self._alone):
                 make: Recipe = pickle.loads(recipe)
-                self._builder = make(tokenizer=self._tokenizer)
-            self._recipe = recipe
-        return self._builder
+                builder = make(tokenizer=self._tokenizer)
+        while len(self._builders) >= _MAX_BUILDERS:
+            del self._builders[next(iter(self._builders))]
+        self._builders[recipe] = builder
+        return builder
 
     def _answer_row(self, builder: Builder, row: bytes) -> None:
         with bounded_time(*self._alone):

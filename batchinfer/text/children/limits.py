@@ -5,7 +5,7 @@ expression in native code is interrupted like a loop in Python. What is counted 
 processor time (setitimer(2), ``ITIMER_PROF``), so that a busy or suspended machine changes nothing;
 a second, generous timer (``ITIMER_REAL``) ends what waits without computing. Memory is bounded as
 address space (setrlimit(2), ``RLIMIT_AS``): Linux does not bound resident memory. macOS has no such
-limit (``setrlimit`` fails): there memory is not bounded, and ``bound_memory`` says so.
+limit (``setrlimit`` fails): there memory is not bounded, and ``BOUNDS_MEMORY`` says so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,9 @@ class Limits:
     """Address space that it may add to what it was started with."""
 
 
-_STATM = "/proc/self/statm"
+BOUNDS_MEMORY = sys.platform == "linux"
+"""Whether this system bounds a process's memory."""
+
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -45,24 +48,17 @@ def leave_signals_to_parent() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def bound_memory(added_bytes: int) -> bool:
-    """Bound this process's address space to what it has and ``added_bytes``; no core files.
-
-    Returns:
-        Whether the system does that.
-    """
+def bound_memory(added_bytes: int) -> None:
+    """Bound this process's address space to what it has and ``added_bytes``; no core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        with open(_STATM, encoding="ascii") as file:
-            pages = int(file.read().split()[0])
-        most = pages * os.sysconf("SC_PAGE_SIZE") + added_bytes
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        if hard != resource.RLIM_INFINITY:
-            most = min(most, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    except (OSError, ValueError):
-        return False
-    return True
+    if not BOUNDS_MEMORY:
+        return
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    most = pages * os.sysconf("SC_PAGE_SIZE") + added_bytes
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 @contextmanager

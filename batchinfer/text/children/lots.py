@@ -85,7 +85,11 @@ def lots_of(
 def _pickled(row: Mapping[str, object]) -> bytes:
     for name, value in row.items():
         require_size(value, name)
-    data = pickle.dumps(row, pickle.HIGHEST_PROTOCOL)
+    try:
+        data = pickle.dumps(row, pickle.HIGHEST_PROTOCOL)
+    except (RecursionError, pickle.PicklingError, TypeError, AttributeError) as error:
+        reason = f"a value that cannot be handed to another process: {error}"
+        raise RowError("unsupported_content", reason) from error
     if len(data) > MAX_ROW_BYTES:
         raise RowError("row_too_large", f"its columns hold over {MAX_ROW_BYTES} bytes")
     return data

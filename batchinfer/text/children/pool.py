@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from batchinfer import errors
 from batchinfer.cpus import available_cpus
-from batchinfer.errors import JobError, ModelError
+from batchinfer.errors import DataError, JobError, ModelError, UsageError
 from batchinfer.text.children import messages
 from batchinfer.text.children.child import Recipe
 from batchinfer.text.children.deaths import Death
@@ -41,6 +40,7 @@ _LOTS_PER_CHILD = 4  # of a call: then the last to finish does not keep the othe
 _MAX_DUE = 2  # lots that a child has been given
 _LOOK_S = 0.1
 _LIMITS = Limits()
+_REFUSALS = {kind.__name__: kind for kind in (UsageError, DataError, ModelError)}
 
 
 class StoppedError(Exception):
@@ -255,7 +255,7 @@ class TextProcesses:
             lot.done(1)
         else:
             _, name, text = answer
-            call.error = getattr(errors, name)(text)
+            call.error = _REFUSALS[name](text)
             lot.done(len(lot.at))
         if lot.is_done:
             call.num_out -= 1

@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 
+from batchinfer.cpus import openmp_binds
 from batchinfer.text.children import messages
 from batchinfer.text.children.child import serve
 from batchinfer.text.children.limits import Limits, bound_memory, leave_signals_to_parent
@@ -27,6 +28,9 @@ _CRASHED = 70
 def main() -> None:
     """Serve the process at the other end of stdin, a socket, until that is gone."""
     leave_signals_to_parent()
+    # Else all of us share the one place that OpenMP has bound whoever started us to.
+    if hasattr(os, "sched_setaffinity") and openmp_binds():
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     control = socket.socket(fileno=os.dup(0))
     devnull = os.open(os.devnull, os.O_RDWR)
     os.dup2(devnull, 0)
