@@ -12,6 +12,7 @@ from typing import Any
 
 import polars as pl
 import psutil
+import pyarrow as pa
 import pytest
 
 from batchinfer.errors import ExitCode, ModelError
@@ -57,8 +58,14 @@ def limits(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
     monkeypatch.setattr("batchinfer.job.job.TextProcesses", processes)
 
 
-def job(tmp_path: Path, model: Path, texts: list[str]) -> JobSpec:
-    rows = write_parquet(tmp_path / "rows.parquet", {"prompt": texts})
+def job(
+    tmp_path: Path, model: Path, texts: list[str], bad_words: list[str | None] | None = None
+) -> JobSpec:
+    """A job over texts, each with a bad word or with none."""
+    params = [word and json.dumps({"bad_words": [word]}) for word in bad_words or [None]]
+    params *= len(texts) // len(params)
+    columns = {"prompt": texts, "sampling_params": pa.array(params, pa.string())}
+    rows = write_parquet(tmp_path / "rows.parquet", columns)
     return JobSpec.model_validate(
         {
             "model": {"name": str(model)},
@@ -107,6 +114,16 @@ def test_requests_that_kill_are_errors_and_the_others_run(tmp_path: Path, model:
 def request(text: str) -> dict[str, Any]:
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
     return {"custom_id": text, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+@pytest.mark.parametrize("limits", [TIGHT], indirect=True, ids=["tight"])
+@pytest.mark.usefixtures("limits")
+def test_bad_words_that_kill_are_an_error_of_their_row(tmp_path: Path, model: Path) -> None:
+    run_job(job(tmp_path, model, ["fine"] * 3, [None, "good", PANIC]), quiet=True)
+
+    errors = pl.read_parquet(tmp_path / "out" / "data" / "*.parquet")["error"].to_list()
+    assert [error and error["code"] for error in errors] == [None, None, "bad_sampling_params"]
+    assert errors[2]["message"].startswith("sampling_params: bad_words: the tokenizer failed: Onig")
 
 
 @pytest.mark.parametrize("limits", [ENDLESS], indirect=True, ids=["endless"])

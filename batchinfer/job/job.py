@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.config import PromptConfig
+from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.console.format import printable
-from batchinfer.errors import UsageError
+from batchinfer.errors import RowError, UsageError
 from batchinfer.job.fingerprint import digest, fingerprint_facts, model_facts
 from batchinfer.job.input.arrow_text import is_conversation
 from batchinfer.job.input.dataset import Source, open_source
@@ -29,7 +29,7 @@ from batchinfer.text.children.child import Recipe
 from batchinfer.text.children.limits import BOUNDS_MEMORY
 from batchinfer.text.children.pool import TextProcesses
 from batchinfer.text.grammar import GrammarCompiler
-from batchinfer.text.prompts import PromptBuilder
+from batchinfer.text.prompts import PromptBuilder, RawTexts
 
 if TYPE_CHECKING:
     from batchinfer.build import EngineContext
@@ -140,7 +140,7 @@ def _row_reader(
     job: Job, context: EngineContext, grammars: GrammarCompiler, processes: TextProcesses
 ) -> RowReader:
     spec, schema = job.spec, job.source.schema
-    check = None if spec.accept is None else spec.accept.check
+    check = _params_check(spec, processes)
     make_params = partial(RowParams, spec.sampling, context.vocab_size, grammars, check=check)
     if job.source.format.holds_requests:
         from batchinfer.job.openai.reader import OpenAIReader
@@ -160,6 +160,21 @@ def _row_reader(
     adapters = RowAdapters(spec.prompt.adapter_column, context.adapters)
     params = make_params() if spec.task_spec.sampling is None else None
     return ColumnReader(prompts, params, adapters, schema.names)
+
+
+def _params_check(spec: JobSpec, processes: TextProcesses) -> Callable[[SamplingParams], None]:
+    """Check a row's own parameters: do they go with ``accept``, is the tokenizer fit for their
+    texts? What it dies of where the engine runs ends the job."""
+    texts = processes.prompts(RawTexts)
+
+    def check(params: SamplingParams) -> None:
+        if spec.accept is not None:
+            spec.accept.check(params)
+        for made in texts.build([{"text": word} for word in params.bad_words]):
+            if isinstance(made, RowError):
+                raise ValueError(f"bad_words: {made.message}")
+
+    return check
 
 
 def _prompts(
