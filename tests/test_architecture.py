@@ -128,6 +128,11 @@ ROOMS = [
         ("errors", "engine.kv", "worker.attention"),
     ),
     Room(
+        "worker.eager_check",
+        "a forward pass beside transformers' own",
+        ("errors", "engine.kv", "worker"),
+    ),
+    Room(
         "worker.products",
         "Linear layers packed for a CPU, and what multiplies: measured, chosen, kept to.",
         ("errors", "kernels", "worker"),
@@ -165,6 +170,7 @@ ROOMS = [
         "The job file: read, checked, described to editors.",
         ("config", "errors", "console", "text", "job.storage", "job.input"),
     ),
+    Room("job.model_files", "Model files told apart by what they hold.", ("errors", "job.spec")),
     Room("job.fingerprint", "what of a job changes its output", ("errors", "console", "job")),
     Room("job.manifest", "what an output directory is for", ("errors", "console", "job")),
     Room(

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.console.format import printable
 from batchinfer.errors import RowError, UsageError
-from batchinfer.job.fingerprint import digest, fingerprint_facts, model_facts
+from batchinfer.job.fingerprint import digest, fingerprint_facts
 from batchinfer.job.input.arrow_text import is_conversation
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.manifest import Manifest
+from batchinfer.job.model_files.facts import model_facts
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.schema import OutputTable, output_table
 from batchinfer.job.rows.column_checks import check_prompt_columns

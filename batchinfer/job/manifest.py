@@ -11,7 +11,7 @@ from typing import Any
 
 from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError, LockedError
-from batchinfer.job.fingerprint import differences
+from batchinfer.job.fingerprint import comparable, differences
 from batchinfer.job.input.format import InputFile
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import Files, LocalFiles, parse_json, read_file
@@ -59,7 +59,9 @@ class Manifest:
             LockedError: the job differs; names the keys.
             DataError: an input file differs; names it.
         """
-        changes = _changes(self.job, other.job) if self.fingerprint != other.fingerprint else ""
+        changes = ""
+        if self.fingerprint != other.fingerprint:
+            changes = _changes(comparable(self.job, other.job), comparable(other.job, self.job))
         if not changes and self.inputs != other.inputs and self.input_paths != other.input_paths:
             was, now = (printable(", ".join(m.input_paths), 120) for m in (self, other))
             changes = f"input.path was {was}, is {now}"

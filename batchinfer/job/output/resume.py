@@ -84,7 +84,9 @@ def plan_resume(
     stored = stored_manifest(out)
     stored.check_same_job(manifest, str(out.root))
     refuse_unexpected_files(out, stored)
-    plan = replace(manifest, planned_at=stored.planned_at)
+    plan = replace(
+        manifest, planned_at=stored.planned_at, fingerprint=stored.fingerprint, job=stored.job
+    )
     unfinished = dict(_unfinished(out, plan, trust))
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
     return ResumePlan(plan, list(unfinished), damaged)

@@ -357,9 +357,9 @@ def test_a_row_that_kills_the_process_is_found_and_given_up(tmp_path: Path, row:
 class Multiplying(FakeBuild):
     """Builds engines whose products are by a kernel, and is told which one there was before."""
 
-    def __init__(self, name: str, stops_at: int | None = None) -> None:
+    def __init__(self, name: str, stops_at: int | None = None, what: str = "float32") -> None:
         super().__init__(max_num_seqs=4)
-        self.name = name
+        self.name, self.what = name, what
         self.before: dict[str, str] = {}
         if stops_at is not None:
             self.before_step = stop_at(stops_at)
@@ -367,7 +367,7 @@ class Multiplying(FakeBuild):
     def __call__(self, *arguments: Any, kernels_before: Any = None, **options: Any) -> Any:
         self.before = kernels_before or {}
         built = super().__call__(*arguments, **options)
-        built.kernels = {"float32": self.name}
+        built.kernels = {self.what: self.name}
         return built
 
 
@@ -397,3 +397,17 @@ def test_two_kernels_in_one_job_are_told(
     assert "own AMX and own AVX2 multiplied float32 in different runs of this job" in told
     summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
     assert summary["kernels"] == {"float32": "own AMX and own AVX2"}
+    assert told.count("multiplied float32") == 2  # when it begins, and at its end
+
+
+def test_attention_by_other_kernels_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts(tmp_path)
+    spec = job(tmp_path, output=ONE_PART)
+    run_job(spec, build=Multiplying("own AVX2", stops_at=40, what="attention"), quiet=True)
+    run_job(spec, build=Multiplying("torch (no C kernels)", what="attention"))
+    told = " ".join(capsys.readouterr().err.split())
+    assert "own AVX2 and torch (no C kernels) computed attention in different runs" in told
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["kernels"] == {"attention": "own AVX2 and torch (no C kernels)"}

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from batchinfer.errors import ModelError
-from batchinfer.job.fingerprint import model_facts
+from batchinfer.job.model_files import facts as model_files
+from batchinfer.job.model_files.facts import model_facts
 from batchinfer.job.spec.spec import ModelSpec
 
 HEADER = b'{"w":{"dtype":"F16","shape":[1],"data_offsets":[0,2]}}'
@@ -29,7 +31,10 @@ def facts(folder: Path) -> object:
     [
         ("model.safetensors", WEIGHTS + b"\x00"),
         ("model.safetensors", WEIGHTS.replace(b"F16", b"I16")),
+        ("model.safetensors", WEIGHTS[:-1] + b"\x01"),
         ("config.json", b"{} "),
+        ("generation_config.json", b"{}"),
+        ("tokenizer.json", b"{}"),
         ("chat_template.jinja", b"{{ x }}"),
     ],
 )
@@ -64,3 +69,24 @@ def test_a_folder_that_is_not_there_is_found_before_anything_is_deleted() -> Non
 def test_a_missing_tokenizer_is_blamed_on_its_own_key(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.tokenizer: there is no folder /nowhere"):
         model_facts(ModelSpec(name=str(folder), tokenizer="/nowhere"))
+
+
+def test_a_tokenizers_folder_may_hold_a_model_whose_weights_do_not_matter(folder: Path) -> None:
+    model = ModelSpec(name=str(folder), tokenizer=str(folder))
+    before = model_facts(model)["tokenizer"]
+    (folder / "model.safetensors").write_bytes(WEIGHTS[:-1] + b"\x01")
+    assert model_facts(model)["tokenizer"] == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_is_no_file_is_not_read(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ModelError, match=rf"{name} is not a file"):
+        facts(folder)
+
+
+def test_a_known_commit_is_the_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "hub_commit", lambda name, revision: f"{name}@{revision}")
+    found = model_facts(ModelSpec(name="org/model", revision="v2"))["model"]
+    assert found == {"name": "org/model", "revision": "v2", "commit": "org/model@v2"}

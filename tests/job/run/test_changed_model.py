@@ -1,0 +1,90 @@
+"""Model files that change between a stop and the run that would go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.errors import ExitCode, LockedError
+from batchinfer.job.fingerprint import digest
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.verify import verify
+from batchinfer.job.run.run import run_job
+from tests.job.fakes import FakeBuild, job
+from tests.job.output.test_resume import ONE_PART, prompts, stop_at
+
+HEADER = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+WEIGHTS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)
+FILES = ("model.safetensors", "tokenizer.json", "chat_template.jinja", "generation_config.json")
+ADAPTER = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Any:
+    """A job that was stopped, over a model and an adapter."""
+    prompts(tmp_path)
+    for folder in ("model", "adapter"):
+        (tmp_path / folder).mkdir()
+    for name in FILES:
+        (tmp_path / "model" / name).write_bytes(WEIGHTS)
+    (tmp_path / "adapter" / ADAPTER).write_bytes(WEIGHTS)
+    model = {"name": str(tmp_path / "model"), "adapters": {"one": str(tmp_path / "adapter")}}
+    spec = job(tmp_path, output=ONE_PART, model=model)
+    build = FakeBuild(max_num_seqs=4)
+    build.before_step = stop_at(40)
+    assert run_job(spec, build=build, quiet=True) is ExitCode.INTERRUPTED
+    return spec
+
+
+def change(path: Path) -> None:
+    """Another content of the same length in the same file, at the same time as before."""
+    status = path.stat()
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", [*FILES, ADAPTER])
+def test_the_file_is_named(stopped: Any, tmp_path: Path, name: str) -> None:
+    change(tmp_path / ("adapter" if name == ADAPTER else "model") / name)
+    with pytest.raises(LockedError, match=rf"What differs: model\S*\.{name} was ") as raised:
+        run_job(stopped, build=FakeBuild(), quiet=True)
+    assert raised.value.exit_code == ExitCode.LOCKED
+
+
+def test_what_only_looks_changed_is_the_same_job(stopped: Any, tmp_path: Path) -> None:
+    for name in FILES:
+        path = tmp_path / "model" / name
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+        os.utime(path, (time.time() - 50,) * 2)
+    assert run_job(stopped, build=FakeBuild(), quiet=True) is ExitCode.OK
+
+
+def forget_content(path: Path) -> None:
+    """Write a manifest as versions did that hashed no weights."""
+    plan = json.loads(path.read_bytes())
+    model = plan["job"]["model_facts"]["model"]
+    model["model.safetensors"] = model["model.safetensors"][:2]
+    plan["fingerprint"] = digest(plan["job"])
+    path.write_text(json.dumps(plan))
+
+
+def test_a_job_of_a_version_before_goes_on(stopped: Any, tmp_path: Path) -> None:
+    out = OutputDir(tmp_path / "out")
+    for path in (out.root / "_batchinfer").glob("manifest*.json"):
+        forget_content(path)
+    before = json.loads(out.manifest.read_bytes())["fingerprint"]
+    assert run_job(stopped, build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert json.loads(out.manifest.read_bytes())["fingerprint"] == before
+    assert verify(out).problems == []
+    assert run_job(stopped, build=FakeBuild(), quiet=True) is ExitCode.OK
+    model = tmp_path / "model" / "model.safetensors"
+    model.write_bytes(model.read_bytes() + b"x")
+    with pytest.raises(LockedError, match=r"model\.model\.safetensors was "):
+        run_job(stopped, build=FakeBuild(), quiet=True)
