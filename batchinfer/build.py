@@ -20,6 +20,7 @@ from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
+from batchinfer.worker.attention.kernel_name import ATTENTION, attention_kernel
 from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, ModelDescription, load_model
@@ -52,7 +53,7 @@ class EngineContext:
     device: str
     model_facts: Mapping[str, Any]
     kernels: Mapping[str, str]
-    """What multiplies by the weights, by their dtype."""
+    """What multiplies by the weights, by their dtype, and what attends."""
     device_bytes: Callable[[], int]
     """Memory in use on the device now."""
 
@@ -110,6 +111,8 @@ def build_engine(
     dtype, host_blocks = getattr(torch, loaded.dtype), memory.num_host_blocks
     cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
     graphs = _graphs(loaded, cache, engine)
+    attention = attention_kernel(cache.pool, loaded.kernels.kernel)
+    log(attention.line(kernels_before or {}))
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel)
     pool = BlockPool(
         memory.num_blocks,
@@ -137,7 +140,7 @@ def build_engine(
         **context_fields(loaded, layout, memory),
         device=describe(device),
         model_facts=loaded.facts,
-        kernels=loaded.kernel_names,
+        kernels={**loaded.kernel_names, ATTENTION: attention.name},
         device_bytes=runner.device_bytes,
     )
 

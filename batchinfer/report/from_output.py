@@ -52,7 +52,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
         state=_state(status, job, merged),
         when=_day(latest.saved_at),
         model=without_secrets(str(latest.model.get("name", ""))),
-        device=latest.device or "",
+        device=_device(latest),
         rows_total=status.rows_total,
         rows_done=status.rows_done,
         rows_failed=status.rows_error,
@@ -104,9 +104,17 @@ def _unit(job: Mapping[str, Any]) -> str:
 
 
 def _facts(run: Run) -> RunFacts:
-    products = [f"{name} ({dtype})" for dtype, name in run.kernels.items()]
-    device = ", ".join(filter(None, [run.device, *products]))
-    return RunFacts(run.run_id, device, run.rows, run.load_s, run.total_s, run.ended)
+    return RunFacts(run.run_id, _device(run), run.rows, run.load_s, run.total_s, run.ended)
+
+
+def _device(run: Run) -> str:
+    """A run's device, and what computed on it."""
+    kernels = {
+        name: ", ".join(what for what, other in run.kernels.items() if other == name)
+        for name in run.kernels.values()
+    }
+    used = [f"{name} ({what})" for name, what in kernels.items()]
+    return ", ".join(filter(None, [run.device, *used]))
 
 
 def _sections(job: Mapping[str, Any], plan: Manifest) -> dict[str, dict[str, Any]]:

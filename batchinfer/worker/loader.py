@@ -15,19 +15,22 @@ from transformers import PreTrainedConfig
 from batchinfer.config import ModelConfig
 from batchinfer.engine.kv.layout import KVLayout, max_positions, text_config
 from batchinfer.errors import ModelError
+from batchinfer.worker.eager_check import check_against_eager
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.native_join import join_native_layers
 from batchinfer.worker.fusion.native_layers import fuse_native_layers
 from batchinfer.worker.lora.checkpoint import Adapter, read_adapters
 from batchinfer.worker.lora.lora import add_adapters
-from batchinfer.worker.memory import model_bytes
+from batchinfer.worker.memory import free_host_bytes, model_bytes
 from batchinfer.worker.model.checkpoint import (
     ALL_FILES,
     CONFIG_FILES,
     check_weights,
+    file_bytes,
     resolve_folder,
 )
 from batchinfer.worker.model.config import load_config
+from batchinfer.worker.model.meta_model import blame, check_buildable, runs_on_meta
 from batchinfer.worker.model.quantization import check_quantization, saved_quantization
 from batchinfer.worker.model.tokenizer import eos_token_ids, num_tokenizer_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights
@@ -41,6 +44,10 @@ from batchinfer.worker.products.linear import pack_linears, quantize_packed
 from batchinfer.worker.self_check import check_model
 
 _ANY_KERNELS = KernelWish()
+_ON_STRIDES = (
+    " (torch multiplies all experts of a layer at once, and only where the hidden size and the "
+    "experts' intermediate size take multiples of 16 bytes in the model's dtype)"
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ def describe_model(
 def load_model(
     choice: ModelConfig, *, device: torch.device, kernels: KernelWish = _ANY_KERNELS
 ) -> LoadedModel:
-    """Check a model folder (or hub id), load its weights and try four tokens.
+    """Check a model folder (or hub id), load its weights and try a few tokens.
 
     Args:
         kernels: what is to multiply, on a CPU.
@@ -138,11 +145,12 @@ def load_model(
     dtype, torch_dtype = described.dtype, getattr(torch, described.dtype)
     longest, quantization = described.max_model_len, choice.quantization
     files = described.folder, described.pretrained
+    check_buildable(*files, file_bytes(described.folder))
     load = partial(load_weights, *files, dtype, device, longest, quantization)
     model = load()
     num_parameters = sum(p.numel() for p in model.parameters())
     layout = KVLayout.from_config(described.config, block_size=16, dtype=dtype)
-    check_model(model, layout)
+    _check_model(described.folder, model, layout, longest)
     if not fuse(model, layout, longest):
         model = load()
     product, names = TORCH_MULTIPLIES, {}
@@ -182,6 +190,22 @@ def load_model(
     )
 
 
+def _check_model(
+    folder: Path, model: torch.nn.Module, layout: KVLayout, max_model_len: int
+) -> None:
+    try:
+        check_model(model, layout)
+        check_against_eager(model, max_model_len, _free_bytes(next(model.parameters()).device))
+    except ModelError as error:
+        key = blame(folder, runs_on_meta)
+        more = _ON_STRIDES if "multiple of 16 bytes" in str(error) else ""
+        raise ModelError(f"{folder}/config.json: {key}{error}{more}") from error
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+
+
 def _unmap_weights(model: torch.nn.Module) -> None:
     """Copy unpacked tensors out of the mapped weight files: one tensor keeps all of a file."""
     for tensor in (*model.parameters(), *model.buffers()):
@@ -210,7 +234,8 @@ def choose_max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:
     assert longest is not None
     if longest < 2:
         raise ModelError(
-            f"the model's config allows {longest} tokens; a prompt and an output need 2"
+            f"the model's config.json (max_position_embeddings) allows {longest} tokens; a prompt "
+            "and an output need 2"
         )
     return longest
 
@@ -219,6 +244,6 @@ def _check_vocabulary(folder: Path, config: PreTrainedConfig) -> None:
     ids, rows = num_tokenizer_ids(folder), config.get_text_config().vocab_size
     if ids > rows:
         raise ModelError(
-            f"{folder}: the tokenizer has ids up to {ids - 1} and the model {rows} embeddings; "
-            "they do not belong together"
+            f"{folder}: the tokenizer has ids up to {ids - 1} and the model {rows} embeddings "
+            "(vocab_size in config.json); they do not belong together"
         )

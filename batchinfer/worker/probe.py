@@ -148,6 +148,31 @@ def probe_step(
     )
 
 
+def chunk_step(token_ids: Sequence[int], start: int, stop: int, layout: KVLayout) -> Step:
+    """The tokens from ``start`` to ``stop`` of one sequence, whose others before are in the pool.
+
+    Args:
+        token_ids: of the whole sequence, which has the pool's first blocks.
+        start: position of the first token to compute.
+        stop: position behind the last one.
+        layout: of the pool.
+    """
+    places = np.arange(start, stop)
+    num_blocks = layout.blocks_for(len(token_ids))
+    return Step(
+        token_ids=np.array(token_ids[start:stop], np.int32),
+        previous_sample=np.full(len(places), -1, np.int32),
+        positions=places.astype(np.int32),
+        query_starts=np.array([0, len(places)], np.int32),
+        context_lens=np.array([stop], np.int32),
+        block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+        slot_mapping=places.astype(np.int64),
+        block_copies=np.empty((0, 2), np.int32),
+        logits_indices=np.arange(len(places), dtype=np.int32),
+        sampling=_no_sampling(),
+    )
+
+
 def _no_sampling() -> SamplingBatch:
     values: dict[str, Any] = {entry.name: np.empty(0) for entry in fields(SamplingBatch)}
     return SamplingBatch(**(values | {"penalties": None}))

@@ -39,11 +39,18 @@ _X86, _ARM = ("-march=native", "-mprefer-vector-width=512"), ("-mcpu=native",)
 _FOR_THIS_PROCESSOR = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
 
 
+_why_not = ""
+
+
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled library, or None where it cannot be built."""
+    """The compiled library, or None where it cannot be built; that is said, and kept."""
+    global _why_not
+    _why_not = ""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
+        _why_not = "there is no C compiler (cc, or $CC)"
+        _log.warning("the C kernels cannot be compiled: %s", _why_not)
         return None
     try:
         return ctypes.CDLL(str(_built(compiler)))
@@ -51,8 +58,15 @@ def load() -> ctypes.CDLL | None:
         printed = getattr(error, "stderr", None) or b""
         lines = printed.decode(errors="replace").split("\n") if printed else [str(error)]
         reason = next((line for line in lines if "error" in line), lines[0])
+        _why_not = f"they cannot be compiled by {compiler}: {reason[:200]}"
         _log.warning("the C kernels cannot be compiled by %s: %s", compiler, reason[:200])
         return None
+
+
+def why_not() -> str:
+    """Why ``load`` gives no library; "" where it gives one."""
+    load()
+    return _why_not
 
 
 def source_digest() -> str:

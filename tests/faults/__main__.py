@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.families import FAMILIES
 from tests.faults import stages
 from tests.faults.jobs import import_model_code
 from tests.faults.violation import ViolationError
@@ -24,6 +25,8 @@ _COUNTS = {
     "job-files": (20_000, "fuzzed job files"),
     "parquet-files": (10_000, "fuzzed Parquet files"),
     "hostile": (200, "hostile templates and tokenizers"),
+    "model-folders": (2_000, "broken model folders"),
+    "model-families": (20 * len(FAMILIES), "random models of many families"),
     "states": (50_000, "crash states"),
 }
 """Options: how often, and of what; 0 leaves it out."""
@@ -50,6 +53,10 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
         yield stages.fuzzed_parquet_files(_new(folder), options.parquet_files, seed, jobs)
     if options.hostile:
         yield stages.hostile_prompts(_new(folder), options.hostile, seed, jobs)
+    if options.model_folders:
+        yield stages.broken_model_folders(_new(folder), options.model_folders, seed, jobs)
+    if options.model_families:
+        yield stages.random_models(_new(folder), options.model_families, seed, jobs)
     if options.states:
         yield stages.crash_states(options.states, seed, jobs)
         yield stages.crash_states_without_sync(max(1, options.states // 25), seed, jobs)

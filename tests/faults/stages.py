@@ -11,7 +11,8 @@ from pathlib import Path
 from random import Random
 
 from batchinfer.errors import ExitCode
-from tests.faults import fuzz_jobs, fuzz_parquet, hostile_texts
+from tests.families import FAMILIES
+from tests.faults import fuzz_families, fuzz_jobs, fuzz_models, fuzz_parquet, hostile_texts
 from tests.faults.children import Pace
 from tests.faults.fuzz import MOST_S, Case, run_cases
 from tests.faults.jobs import tiny_job
@@ -135,6 +136,18 @@ def hostile_prompts(folder: Path, count: int, seed: int, jobs: int) -> Row:
         jobs,
         hostile_texts.MOST_S,
     )
+
+
+def broken_model_folders(folder: Path, count: int, seed: int, jobs: int) -> Row:
+    most_s = fuzz_models.MOST_S
+    return _fuzzed(
+        f"{count:,} broken model folders", fuzz_models.case, folder, count, seed, jobs, most_s
+    )
+
+
+def random_models(folder: Path, count: int, seed: int, jobs: int) -> Row:
+    what = f"{count:,} random models of {min(count, len(FAMILIES))} families"
+    return _fuzzed(what, fuzz_families.case, folder, count, seed, jobs, fuzz_families.MOST_S)
 
 
 def crash_states(states: int, seed: int, jobs: int) -> Row:

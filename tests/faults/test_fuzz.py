@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.job.input import parquet
-from tests.faults import fuzz_jobs, fuzz_parquet
+from batchinfer.worker import loader
+from tests.families import FAMILIES
+from tests.faults import fuzz_families, fuzz_jobs, fuzz_models, fuzz_parquet
 from tests.faults.fuzz import Case, run_cases
 from tests.faults.violation import ViolationError
 
@@ -26,6 +28,31 @@ def test_nothing_is_wrong_slow_or_fatal(case: Case, tmp_path: Path) -> None:
     assert found.violations == []
     assert found.words.total() == CASES
     assert sum(times for word, times in found.words.items() if not word.endswith("exit 4")) > 20
+
+
+def test_broken_model_folders_are_refused_by_name(tmp_path: Path) -> None:
+    found = run_cases(fuzz_models.case, 60, 1, tmp_path, jobs=1, most_s=SLOW_S)
+    assert found.violations == []
+    assert found.words["OK"] > 5
+    assert found.words["exit 5"] > 30
+
+
+def test_models_are_equal_to_transformers_own_or_refused(tmp_path: Path) -> None:
+    found = run_cases(fuzz_families.case, len(FAMILIES), 1, tmp_path, jobs=1, most_s=SLOW_S)
+    assert found.violations == []
+    equal = [word for word in found.words if word.endswith(fuzz_families.EQUAL)]
+    assert len(equal) >= 67
+
+
+def phimoe_unchecked(number: int, seed: int, folder: Path) -> str:
+    loader.check_against_eager = lambda *_: None  # type: ignore[assignment]
+    of_phimoe = FAMILIES.index("phimoe") + number * len(FAMILIES)
+    return fuzz_families.case(of_phimoe, seed, folder)
+
+
+def test_the_comparison_sees_a_window_that_is_left_out(tmp_path: Path) -> None:
+    found = run_cases(phimoe_unchecked, 6, 1, tmp_path, jobs=1, most_s=SLOW_S)
+    assert any("phimoe: logits are off by" in violation for violation in found.violations)
 
 
 def unchecked(number: int, seed: int, folder: Path) -> str:

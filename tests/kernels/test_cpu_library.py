@@ -19,9 +19,15 @@ echo "compiler 1.0"
 compiled = pytest.mark.skipif(library.load() is None, reason="no C compiler here")
 
 
-def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_there_are_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "_why_not", "")
     monkeypatch.setenv("CC", "no-such-compiler")
+    caplog.set_level(logging.WARNING, "batchinfer")
     assert library.load.__wrapped__() is None
+    assert library.why_not() == "there is no C compiler (cc, or $CC)"
+    assert caplog.messages == [f"the C kernels cannot be compiled: {library.why_not()}"]
     monkeypatch.setattr(native, "load", lambda: None)
     assert not native.supports(torch.float32)
 
@@ -87,6 +93,7 @@ def test_a_compiler_that_fails_is_named(
         '#!/bin/sh\n[ "$1" = --version ] || { echo "x.c: error: no" >&2; exit 1; }\n'
     )
     compiler.chmod(0o755)
+    monkeypatch.setattr(library, "_why_not", "")
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     caplog.set_level(logging.WARNING, "batchinfer")
@@ -94,3 +101,4 @@ def test_a_compiler_that_fails_is_named(
     assert caplog.messages[-1] == (
         f"the C kernels cannot be compiled by {compiler}: x.c: error: no"
     )
+    assert library.why_not() == f"they cannot be compiled by {compiler}: x.c: error: no"

@@ -70,6 +70,18 @@ def test_they_are_the_summarys(tmp_path: Path, num_blocks: int, every_steps: int
     assert found.unit == "sequences"
 
 
+def test_what_computed_stands_beside_the_device(tmp_path: Path) -> None:
+    class Build(FakeBuild):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            built = super().__call__(*arguments, **options)
+            built.kernels = {"float32": "own AVX2", "int8": "own int8", "attention": "own AVX2"}
+            return built
+
+    dataset(tmp_path)
+    run_job(job(tmp_path, **LENIENT), build=Build(), quiet=True)
+    assert findings(tmp_path).device == "fake, own AVX2 (float32, attention), own int8 (int8)"
+
+
 def test_they_grow_while_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset(tmp_path)
     monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)

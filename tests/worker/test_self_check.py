@@ -32,6 +32,13 @@ def test_a_layer_with_its_own_attention() -> None:
         check_model(model, layout)
 
 
+def test_more_layers_attend_than_the_config_has() -> None:
+    model, layout = model_and_layout("llama")
+    model.model.layers[2].self_attn.layer_idx = 3
+    with pytest.raises(ModelError, match="'llama' cannot be run: layer 3 attends, and by"):
+        check_model(model, layout)
+
+
 def test_keys_of_another_shape_than_the_config_says() -> None:
     model, _ = model_and_layout("llama")
     model.config.num_key_value_heads = 1

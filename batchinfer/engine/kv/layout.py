@@ -238,16 +238,21 @@ def refuse_unsupported(config: Config) -> None:
 def _unsupported(config: Config, family: str) -> str | None:
     """Reason why a model cannot be run; None if it can."""
     if config.get("is_encoder_decoder") or config.get("cross_attention_layers"):
-        return "it is an encoder-decoder; only decoder-only models are supported"
+        return (
+            "it is an encoder-decoder (is_encoder_decoder); only decoder-only models are supported"
+        )
     if family in _RECURRENT_FAMILIES:
         return "it keeps recurrent state beside its KV"
-    if family in {"bloom", "mpt"} or config.get("alibi"):
+    if family in {"bloom", "mpt"}:
         return "it uses ALiBi position biases"
+    if config.get("alibi"):
+        return "it uses ALiBi position biases (alibi)"
     layer_types = set(config.get("layer_types") or config.get("layers_block_type") or ())
     if layer_types & _RECURRENT_LAYERS:
         return f"it has recurrent layers ({', '.join(sorted(layer_types & _RECURRENT_LAYERS))})"
     if layer_types - _PLAIN_LAYERS:
-        return f"it has layers of the type {', '.join(sorted(layer_types - _PLAIN_LAYERS))}"
+        others = ", ".join(sorted(layer_types - _PLAIN_LAYERS))
+        return f"it has layers of the type {others} (layer_types)"
     for key in _PER_LAYER_KEYS:
         if config.get(key):
             return f"its layers differ in the shape of their KV ({key})"
@@ -269,7 +274,10 @@ def _unsupported_rope(config: Config) -> str | None:
     entries = [rope, *(entry for entry in rope.values() if isinstance(entry, Mapping))]
     for entry in entries:
         if (entry.get("rope_type") or entry.get("type")) == "dynamic":
-            return "its rotary positions are scaled by the longest row in the batch (dynamic)"
+            return (
+                "its rotary positions are scaled by the longest row in the batch (dynamic, in "
+                "rope_parameters)"
+            )
     return None
 
 

@@ -13,6 +13,7 @@ from batchinfer.console.format import counted_rows, duration, printable
 from batchinfer.console.progress import print_line
 from batchinfer.console.table import SummaryLine, render_table
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.stats.summary import kernels_differ
 from batchinfer.job.storage.filesystem import read_file
 
 Report = Callable[[OutputDir, Callable[[str], None]], bool]
@@ -139,6 +140,12 @@ class RunReporter:
             print_line(f"{name} is made again: {problem}", to_stderr=True)
         if len(damaged) > _MAX_DAMAGE_LINES:
             print_line(f"and {len(damaged) - _MAX_DAMAGE_LINES:,} more files", to_stderr=True)
+
+    def other_kernels(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+        """The run computes in another way than those it goes on with."""
+        for what in () if self.quiet else sorted(before.keys() & now.keys()):
+            if before[what] != now[what]:
+                print_line(kernels_differ(what, [before[what], now[what]]), to_stderr=True)
 
     def stopped(self, out: OutputDir, *, overwrites: bool) -> None:
         """The job was interrupted. There is no report: there are seconds to end in."""

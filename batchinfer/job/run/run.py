@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -105,8 +106,11 @@ def _run(
     missing = sum(map(job.source.count, recovered.missing))
     loaded = None
     if missing:
+        before = {} if resume.starts_over else kernels_of(runs_of(job.out))
         with gc_paused():
-            loaded = load(job, _like_before(build or _default_builder(), job.out, resume))
+            loaded = load(job, _like_before(build or _default_builder(), before))
+        if loaded is not None:
+            reporter.other_kernels(before, loaded.context.kernels)
     with nullcontext() if loaded is None else closing(loaded):
         clear_output(job.out, resume)
         with stop_signals() as stop:
@@ -124,9 +128,8 @@ def _default_builder() -> BuildEngine:
     return build_engine
 
 
-def _like_before(build: BuildEngine, out: OutputDir, resume: ResumePlan) -> BuildEngine:
+def _like_before(build: BuildEngine, before: Mapping[str, str]) -> BuildEngine:
     """Have the engine compute as the runs did whose rows stay."""
-    before = {} if resume.starts_over else kernels_of(runs_of(out))
     return partial(build, kernels_before=before) if before else build
 
 

@@ -44,7 +44,8 @@ class Run:
     kv: dict[str, NonNegativeInt] = field(default_factory=dict)
     """Values of ``KV_FACTS``; empty where no model was needed."""
     kernels: dict[str, str] = field(default_factory=dict)
-    """Kernels that multiply by the weights, by their dtype; empty where no model was needed."""
+    """Kernels that multiply by the weights, by their dtype, and what attends, under ``attention``;
+    empty where no model was needed."""
     peak_used_blocks: NonNegativeInt = 0
     """Most blocks used in a step, those that ``stats.every_steps`` leaves out included."""
     used_blocks: int = 0

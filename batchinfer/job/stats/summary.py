@@ -9,7 +9,7 @@ that is, is ``lost``; the rest was recomputed within a run, and is the sum of ``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import PurePath
@@ -121,7 +121,8 @@ def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> 
 
 
 def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
-    """Kernels of the runs that finished rows, by the dtype of the weights, each once."""
+    """Kernels of the runs that finished rows, by the dtype of the weights, and what attended, each
+    once."""
     names: dict[str, list[str]] = {}
     for run in runs:
         for dtype, name in run.kernels.items() if run.rows else ():
@@ -131,13 +132,25 @@ def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:
 
 
 def _changed_kernels(runs: Iterable[Run]) -> Iterator[str]:
-    """A line for each dtype whose products were computed by one kernel and then by another."""
-    for dtype, found in _kernels(runs).items():
+    """A line for each dtype whose products were computed by one kernel and then by another, and
+    for attention."""
+    for what, found in _kernels(runs).items():
         if len(found) > 1:
-            yield (
-                f"{' and '.join(found)} multiplied {dtype} in different runs of this job: the last "
-                "bits of their rows' logits may differ"
-            )
+            yield kernels_differ(what, found)
+
+
+def kernels_differ(what: str, names: Sequence[str]) -> str:
+    """That rows of one job are not all computed by one kernel.
+
+    Args:
+        what: the dtype of the weights that were multiplied by, or ``attention``.
+        names: the kernels.
+    """
+    did = "computed attention" if what == "attention" else f"multiplied {what}"
+    return (
+        f"{' and '.join(names)} {did} in different runs of this job: the last bits of their rows' "
+        "logits may differ"
+    )
 
 
 def _out_of_memory(runs: Iterable[Run]) -> dict[str, int | None]:

@@ -118,6 +118,11 @@ def paged_attention_forward(
     """
     _check_call(module, query, attention_mask, kwargs)
     context, layer = current_context(), int(module.layer_idx)  # type: ignore[arg-type]
+    num_layers = context.cache.layout.num_layers
+    if layer >= num_layers:
+        raise UnsupportedAttentionError(
+            f"layer {layer} attends, and by its config it has {num_layers} layers with KV"
+        )
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     context.cache.write(layer, key, value, context.slot_mapping(layer))
     out = context.backend.attend(

@@ -15,6 +15,14 @@ from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.product_kernels import ProductKernel
 
 
+def instructions_for(dtype: torch.dtype, like: ProductKernel | None) -> str:
+    """What attends over a pool of a dtype that the kernels support (see ``NativeAttention``)."""
+    available = native.available(dtype)
+    if like is not None and like.kind == "own" and like.instructions in available:
+        return like.instructions
+    return available[0]
+
+
 class NativeAttention:
     """Attends over the pool's blocks for one step at a time.
 
@@ -27,10 +35,7 @@ class NativeAttention:
     def __init__(self, cache: KVCache, like: ProductKernel | None = None) -> None:
         self._cache = cache
         dtype = cache.pool.dtype
-        instructions = like.instructions if like is not None and like.kind == "own" else None
-        self.kernel = native.kernel_of(
-            dtype, instructions if instructions in native.available(dtype) else None
-        )
+        self.kernel = native.kernel_of(dtype, instructions_for(dtype, like))
         """The number of the C kernel."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ CONFIG_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Patterns of a hub repository's files that configure the model and its tokenizer."""
 ALL_FILES = (*CONFIG_FILES, "*.safetensors")
 
+_WEIGHT_FILE = re.compile(r"[\w.@+-]{1,200}\.safetensors")
 _HEADER_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 
@@ -33,10 +36,11 @@ def resolve_folder(
 
     Raises:
         ModelError: naming the key: no such folder, and no such model on the hub or no way to
-            reach it.
+            reach it; or naming a file in it that is none.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
+        _check_files(folder, patterns)
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"{key}: there is no folder {name}")
@@ -50,6 +54,17 @@ def resolve_folder(
             f"{key}: {name} is no local folder and cannot be fetched from the hub: {reason}",
             hint="download it where there is a network and give the folder's path",
         ) from error
+
+
+def _check_files(folder: Path, patterns: tuple[str, ...]) -> None:
+    """Pipes and devices never end, and whoever reads them waits for ever."""
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
+        try:
+            what = path.stat()
+        except OSError as error:  # a link to nothing, or to itself
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(what.st_mode):
+            raise ModelError(f"{path} is not a file; fetch the model again")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -86,8 +101,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         raise ModelError(f"{path} cannot be read: {error}; fetch the model again") from error
+    except RecursionError:
+        raise ModelError(f"{path} is nested too deeply; fetch the model again") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object; fetch the model again")
     return value
@@ -102,11 +119,7 @@ def check_weights(folder: Path) -> dict[str, str]:
     Raises:
         ModelError: no safetensors files, one that the index names is missing, or one is cut short.
     """
-    index = read_json(folder / "model.safetensors.index.json")
-    if index is not None:
-        names = _indexed(index, folder)
-    else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    names = _weight_files(folder)
     if not names:
         found = next((p.name for pattern in ("*.bin", "*.pt*") for p in folder.glob(pattern)), None)
         what = f"only {found}, which can run code when loaded" if found else "no weights"
@@ -117,17 +130,28 @@ def check_weights(folder: Path) -> dict[str, str]:
     return dtypes
 
 
+def file_bytes(folder: Path) -> int:
+    """Size of the folder's safetensors files, which ``check_weights`` found to be there."""
+    return sum((folder / name).stat().st_size for name in _weight_files(folder))
+
+
+def _weight_files(folder: Path) -> list[str]:
+    index = read_json(folder / "model.safetensors.index.json")
+    if index is not None:
+        return _indexed(index, folder)
+    return sorted(path.name for path in folder.glob("*.safetensors"))
+
+
 def _indexed(index: Mapping[str, Any], folder: Path) -> list[str]:
-    """The names of the weight files that an index lists."""
+    """The names of the weight files that an index lists, all of them beside it."""
     by_tensor = index.get("weight_map")
-    if not isinstance(by_tensor, Mapping) or not all(
-        isinstance(name, str) for name in by_tensor.values()
-    ):
+    names = by_tensor.values() if isinstance(by_tensor, Mapping) else [None]
+    if not all(isinstance(name, str) and _WEIGHT_FILE.fullmatch(name) for name in names):
         raise ModelError(
-            f"{folder}/model.safetensors.index.json: weight_map must be file names by tensor; "
-            "fetch the model again"
+            f"{folder}/model.safetensors.index.json: weight_map must be names of safetensors "
+            "files by tensor; fetch the model again"
         )
-    return sorted(set(by_tensor.values()))
+    return sorted(set(names))
 
 
 def check_file(path: Path) -> dict[str, str]:
@@ -155,7 +179,7 @@ def check_file(path: Path) -> dict[str, str]:
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         dtypes = {name: str(entry["dtype"]) for name, entry in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} is no safetensors file; fetch the model again") from error
     expected = _HEADER_LENGTH_BYTES + header_bytes + end
     if size != expected:

@@ -12,9 +12,16 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from batchinfer.engine.kv.layout import KVLayout, refuse_unsupported
+from batchinfer.engine.kv.layout import KVLayout, max_positions, refuse_unsupported
 from batchinfer.errors import ModelError
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
+from batchinfer.worker.model.config_values import (
+    BadValueError,
+    check_derived,
+    check_values,
+    readable,
+)
+from batchinfer.worker.model.meta_model import blame
 from batchinfer.worker.model.quiet import quiet_transformers
 
 _PREAMBLE = re.compile(r"^Validation error for field '\w+': \w+: ")
@@ -45,40 +52,58 @@ def load_config(folder: Path) -> PreTrainedConfig:
     if family not in CONFIG_MAPPING:
         raise ModelError(
             f"{folder}/config.json: transformers {transformers.__version__} has no model of the "
-            f"type {family!r}; a later version may"
+            f"model_type {family[:80]!r}; a later version may"
         )
     try:
+        check_values(raw)
         refuse_unsupported(raw)
+    except (BadValueError, ValueError) as error:
+        raise ModelError(f"{folder}/config.json: {readable(error)}") from None
+    try:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True
             )
-        KVLayout.from_config(config.to_dict(), block_size=1, dtype="float32")
+        _check_filled(config)
     except Exception as error:  # a config's own validation raises errors of several libraries
-        raise ModelError(f"{folder}/config.json: {_reason(error)}") from error
-    _check_class(config)
+        reason = _reason(error)
+        key = "" if any(key in reason for key in raw) else blame(folder, _check_filled)
+        raise ModelError(f"{folder}/config.json: {key}{reason}") from error
+    _check_class(folder, config)
     return config
+
+
+def _check_filled(config: PreTrainedConfig) -> None:
+    """Check the config with its family's defaults filled in."""
+    values = config.to_dict()
+    check_values(values)
+    layout = KVLayout.from_config(values, block_size=1, dtype="float32")
+    heads = getattr(config.get_text_config(), "num_attention_heads", layout.num_kv_heads)
+    check_derived(heads, layout, max_positions(values))
 
 
 def _reason(error: Exception) -> str:
     """The reason of a failure, on one line; of a validator's report on every type, the first
     sentence."""
     text = " ".join(str(error).split())
-    return _PREAMBLE.sub("", text).partition(". Errors:")[0]
+    return readable(_PREAMBLE.sub("", text).partition(". Errors:")[0])
 
 
-def _check_class(config: PreTrainedConfig) -> None:
+def _check_class(folder: Path, config: PreTrainedConfig) -> None:
     """Refuse what is no text generator, and classes whose attention cannot be replaced."""
-    family = config.model_type
+    family = f"{folder}/config.json: models of the family {config.model_type!r}"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"models of the family {family!r} cannot be run: they do not write text")
+        raise ModelError(f"{family} cannot be run: they do not write text")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     saved = config.architectures or [model_class.__name__]
     if model_class.__name__ not in saved:
-        raise ModelError(f"the model is a {saved[0]}; only {model_class.__name__} writes text")
+        raise ModelError(
+            f"{folder}/config.json: architectures names a {saved[0][:80]!r}; of this family only "
+            f"{model_class.__name__} writes text"
+        )
     replaceable = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
     if not replaceable or "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
         raise ModelError(
-            f"models of the family {family!r} cannot be run: transformers "
-            f"{transformers.__version__} does not let their attention be replaced"
+            f"{family} cannot be run: transformers {transformers.__version__} does not let their "
+            "attention be replaced"
         )

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from batchinfer.errors import DeviceError, ModelError, one_line
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
+from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quantization import TORCHAO_METHODS, quantize
 from batchinfer.worker.model.quiet import quiet_transformers
 
@@ -39,7 +40,10 @@ def choose_dtype(wanted: str, values: Mapping[str, Any], saved: Mapping[str, str
     name = str(named or _SAFETENSORS_DTYPES.get(next(iter(saved.values()), ""), "float32"))
     name = name.removeprefix("torch.")
     if name not in _SAFETENSORS_DTYPES.values():
-        raise ModelError(f"the model is saved as {name}; give model.dtype: bfloat16 or float32")
+        raise ModelError(
+            f"by config.json (dtype) the model is saved as {name[:80]}; give model.dtype: bfloat16 "
+            "or float32"
+        )
     return name
 
 
@@ -86,8 +90,10 @@ def load_weights(
             f"{folder}: the safetensors files are damaged ({one_line(error)}); "
             "fetch the model again"
         ) from error
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise ModelError(f"{folder}: the weights cannot be loaded: {one_line(error)}") from error
+    except (ModelError, DeviceError):
+        raise
+    except Exception as error:  # transformers and the libraries below it raise of all kinds
+        raise ModelError(f"{folder}: the weights cannot be loaded: {described(error)}") from error
     assert isinstance(model, torch.nn.Module)
     fix_longrope(model, max_model_len)
     return model

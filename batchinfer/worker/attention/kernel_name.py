@@ -1,0 +1,52 @@
+"""What attends, by a name for people and records: it decides the last bits of a row's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from batchinfer.kernels.cpu import library, native
+from batchinfer.worker.attention.native_cpu import instructions_for
+from batchinfer.worker.product_kernels import ProductKernel
+
+ATTENTION = "attention"
+"""Its key among the kernels of a run."""
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """What attends over a pool, and where the C kernels do not, why."""
+
+    name: str
+    why: str = ""
+
+    def line(self, before: Mapping[str, str]) -> str:
+        """For the log of a run.
+
+        Args:
+            before: the kernels of the runs that it goes on with, this one under ``ATTENTION``.
+        """
+        earlier = before.get(ATTENTION, self.name)
+        changed = (
+            "" if earlier == self.name else f"; runs before had {earlier}, and bits may differ"
+        )
+        return f"attention by {self.name}{self.why and f': {self.why}'}{changed}"
+
+
+def attention_kernel(pool: torch.Tensor, like: ProductKernel | None = None) -> AttentionKernel:
+    """What ``make_backend`` has for a pool.
+
+    Args:
+        pool: of the KV cache.
+        like: what multiplies by the model's weights.
+    """
+    if pool.is_cuda:
+        return AttentionKernel("Triton")
+    if native.supports(pool.dtype):
+        return AttentionKernel(f"own {instructions_for(pool.dtype, like)}")
+    if library.why_not():
+        return AttentionKernel("torch (no C kernels)", library.why_not())
+    dtype = str(pool.dtype).removeprefix("torch.")
+    return AttentionKernel("torch", f"there is no C kernel for a cache of {dtype}")

@@ -1,0 +1,156 @@
+"""What the values of a config.json may be, found out before anything is built from them.
+
+Whoever wrote the file decides how long a loop runs and how much memory is asked for: so sizes have
+bounds here, far above any model there is. What remains is transformers' to check, or the shapes of
+the weights'.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from batchinfer.engine.kv.layout import KVLayout
+
+MAX_DEPTH = 32
+"""Objects and lists inside each other; published configs have six."""
+MAX_POSITIONS = 2**31 - 1
+"""Positions are computed in 32 bits."""
+
+_POSITIVE = frozenset(
+    [
+        *("hidden_size", "n_embd", "d_model", "head_dim", "vocab_size"),
+        *("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+        *("num_attention_heads", "n_head", "num_heads", "n_heads"),
+        *("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+        *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"),
+    ]
+)
+"""There is no model with none of these."""
+_POSITIONS = frozenset({"max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"})
+_LAYERS = frozenset({"num_hidden_layers", "n_layer", "num_layers", "n_layers"})
+_MAX_LAYERS = 2048
+_EXPERTS = re.compile(r"(num|n)_\w*experts")
+_MAX_EXPERTS = 1 << 14
+_SIZES = re.compile(r"(num|n)_\w+|\w+_(size|dim|rank|heads|layers|embd|inner)|d_\w+")
+_MAX_SIZE = 1 << 24
+_OBJECTS = ("text_config", "rope_parameters", "rope_scaling", "quantization_config")
+_TEXTS = ("model_type", "dtype", "torch_dtype")
+_LISTS = ("layer_types", "layers_block_type", "architectures")
+
+
+class BadValueError(Exception):
+    """A value that no model has; names its key."""
+
+
+def readable(text: object, most: int = 300) -> str:
+    """What a file or another library says, on one line, printable, and not too long."""
+    line = " ".join(str(text).split())
+    line = "".join(character if character.isprintable() else "?" for character in line)
+    return line if len(line) <= most else f"{line[:most]}..."
+
+
+def check_values(config: Mapping[str, Any]) -> None:
+    """Check a config as config.json has it, the language model's part of it among them.
+
+    Raises:
+        BadValueError: naming the key.
+    """
+    _check_depth(config)
+    for key, value in config.items():
+        _check_kind(key, value)
+        if type(value) is int:
+            _check_size(key, value)
+    nested = config.get("text_config")
+    if nested:
+        check_values(nested)
+
+
+def check_derived(num_heads: int, layout: KVLayout, num_positions: int | None) -> None:
+    """Check what follows from several values.
+
+    Args:
+        num_heads: query heads, which fall into equal groups, one for each KV head.
+        layout: of the KV.
+        num_positions: of the longest sequence; None: the config does not say.
+
+    Raises:
+        BadValueError: naming the key.
+    """
+    if min(layout.num_kv_heads, layout.key_width, layout.value_width) < 1:
+        raise BadValueError(
+            f"hidden_size, num_attention_heads and num_key_value_heads come to "
+            f"{layout.num_kv_heads} KV heads of {layout.key_width} elements; give head_dim"
+        )
+    if num_heads % layout.num_kv_heads:
+        raise BadValueError(
+            f"num_attention_heads is {num_heads}; it must be a multiple of num_key_value_heads, "
+            f"which is {layout.num_kv_heads}"
+        )
+    if num_positions is not None and num_positions > MAX_POSITIONS:
+        raise BadValueError(
+            f"rope_parameters.factor comes to {num_positions} positions; more than "
+            f"{MAX_POSITIONS:,} cannot be run"
+        )
+
+
+def _check_kind(key: str, value: Any) -> None:
+    if value is None:
+        return
+    if key in _POSITIVE | _POSITIONS and not _is_whole(value):
+        raise BadValueError(f"{key} is {_shown(value)}; it must be a whole number")
+    if key in _OBJECTS and not isinstance(value, Mapping):
+        raise BadValueError(f"{key} is {_shown(value)}; it must be an object, or null")
+    if key in _TEXTS and not isinstance(value, str):
+        raise BadValueError(f"{key} is {_shown(value)}; it must be a text, or null")
+    if key in _LISTS and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+        raise BadValueError(f"{key} is {_shown(value)}; it must be a list of texts, or null")
+
+
+def _is_whole(value: Any) -> bool:
+    """Also a number for each layer, which is refused by what it means."""
+    return type(value) is int or (
+        isinstance(value, list) and all(type(number) is int for number in value)
+    )
+
+
+def _check_size(key: str, value: int) -> None:
+    if key in _POSITIVE | _POSITIONS and value < 1:
+        raise BadValueError(f"{key} is {value}; it must be 1 or more")
+    most = _most(key)
+    if most is not None and value > most:
+        raise BadValueError(f"{key} is {_shown(value)}; more than {most:,} cannot be run")
+
+
+def _most(key: str) -> int | None:
+    """The largest value that a number may have; None where it is no size."""
+    if key in _POSITIONS:
+        return MAX_POSITIONS
+    if key in _LAYERS:
+        return _MAX_LAYERS
+    if _EXPERTS.fullmatch(key):
+        return _MAX_EXPERTS
+    return _MAX_SIZE if _SIZES.fullmatch(key) else None
+
+
+def _check_depth(config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            level = [inner for outer in level for inner in _inside(outer)]
+        if level:
+            raise BadValueError(f"{key} is nested more than {MAX_DEPTH} levels deep")
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

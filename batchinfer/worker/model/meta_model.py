@@ -1,0 +1,120 @@
+"""The model that a config.json describes, built without memory for its weights: can it be?
+
+What transformers' own code raises on values that it does not expect names nothing of the file. So
+the key is searched for: the one without which the model can be built.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from batchinfer.errors import ModelError
+from batchinfer.worker.model.checkpoint import read_config
+from batchinfer.worker.model.config_values import readable
+from batchinfer.worker.model.quiet import quiet_transformers
+
+_PARAMETERS_PER_BYTE = 4
+"""More are not saved in a byte: two of four bits, and the output head twice where it is tied."""
+_SMALL = 1 << 22
+"""Parameters for which there is memory in any case: their shapes are compared one by one later."""
+_SEARCH_S = 3.0
+_TOKENS = 4
+
+
+def build_on_meta(config: PreTrainedConfig, **options: Any) -> nn.Module:
+    """transformers' own model of the config, on the ``meta`` device: shapes without numbers."""
+    with quiet_transformers(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def check_buildable(folder: Path, config: PreTrainedConfig, file_bytes: int | None) -> None:
+    """Build the model of a folder's config, and compare its size with that of the weight files.
+
+    Args:
+        folder: the model's.
+        config: its config.
+        file_bytes: of all weight files; None: they are not there.
+
+    Raises:
+        ModelError: naming config.json and, where it is found, the key.
+    """
+    try:
+        model = build_on_meta(config)
+    except Exception as error:  # whatever a model's own code raises on values it did not expect
+        raise ModelError(
+            f"{folder}/config.json: {blame(folder, build_on_meta)}transformers cannot build the "
+            f"model: {described(error)}; fetch the model again"
+        ) from error
+    parameters = dict(model.named_parameters())
+    count = sum(parameter.numel() for parameter in parameters.values())
+    if file_bytes is None or count <= max(_SMALL, _PARAMETERS_PER_BYTE * file_bytes):
+        return
+    name = max(parameters, key=lambda name: parameters[name].numel())
+    shape = tuple(parameters[name].shape)
+    values = config.get_text_config().to_dict()
+    keys = [key for key, value in values.items() if type(value) is int and value in shape]
+    raise ModelError(
+        f"{folder}/config.json describes a model of {count:,} parameters, the weight files have "
+        f"{file_bytes:,} bytes: {name} would be {' x '.join(map(str, shape))} "
+        f"({', '.join(sorted(keys)) or 'by its sizes'}); take config.json and the safetensors "
+        "files from the same model"
+    )
+
+
+def runs_on_meta(config: PreTrainedConfig) -> None:
+    """Build the model and compute the shapes of a few tokens' logits.
+
+    Raises:
+        Exception: whatever the model's own code raises.
+    """
+    # Grouped products have shapes for this dtype alone.
+    model = build_on_meta(config, dtype=torch.bfloat16, attn_implementation="eager")
+    with torch.inference_mode():
+        model(input_ids=torch.zeros((1, _TOKENS), dtype=torch.long, device="meta"))
+
+
+def blame(folder: Path, attempt: Callable[[PreTrainedConfig], object]) -> str:
+    """The key of config.json without which ``attempt`` goes well, and its value, to begin a message
+    with; "" where there is none, or it takes long to find."""
+    until = time.monotonic() + _SEARCH_S
+    raw = read_config(folder)
+    for name, value, changed in _changes(raw):
+        if time.monotonic() > until:
+            break
+        try:
+            with quiet_transformers():
+                attempt(CONFIG_MAPPING[raw["model_type"]].from_dict(changed))
+        except Exception:  # it is not this key, or not this key alone
+            continue
+        return f"{name} is {json.dumps(value)[:40]}: "
+    return ""
+
+
+def _changes(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Each key, its value, and the config with another in its place: the family's own, or 1."""
+    for key, value in raw.items():
+        others = {name: other for name, other in raw.items() if name != key}
+        if key != "model_type":
+            yield key, value, others
+        if type(value) is int:
+            yield key, value, {**others, key: 1}
+        if key == "text_config" and isinstance(value, Mapping):
+            for name, inner, changed in _changes(value):
+                yield f"{key}.{name}", inner, {**others, key: changed}
+
+
+def described(error: Exception) -> str:
+    """An error of another library on one line; its kind as well, which is half of a short one."""
+    text = readable(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,151 @@
+"""A model of a few layers over the weights of a whole one, with windows that a few tokens leave.
+
+What a family's code does differently it does in every layer of a kind; so as few layers as show
+each kind tell what all would, at a hundredth of the cost.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from batchinfer.worker.model.meta_model import build_on_meta
+from batchinfer.worker.model.quantization import is_plain
+
+_FEWEST_LAYERS, _MOST_LAYERS = 2, 8
+_SHORT_WINDOW = 7
+_WINDOW = re.compile(r"\w*window(_size)?")
+_MOST_IDS = 4096
+"""Of the vocabulary: most of a shallow model's weights would be embeddings."""
+_MOST_COPIED_BYTES = 2 << 30
+_SHARE_OF_FREE = 0.25
+
+
+@dataclass(frozen=True)
+class ShallowCopy:
+    """The first layers of a model, in transformers' own class."""
+
+    model: nn.Module
+    windows: Mapping[str, int]
+    """Sliding windows of the whole model that a sequence leaves, by the key of its config; here
+    they are shorter."""
+    in_float32: bool
+    """Whether its weights are copies in float32; else they are the whole model's own."""
+
+    @property
+    def window(self) -> int:
+        """Its shortest sliding window; 0: it has none."""
+        return min((*self.windows.values(), _SHORT_WINDOW)) if self.windows else 0
+
+
+def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) -> ShallowCopy:
+    """Build the copy; ``model`` stays as it is.
+
+    Args:
+        model: transformers' own, as it was loaded.
+        max_model_len: a window that a sequence of so many tokens never leaves stays as it is.
+        free_bytes: of the device's memory. With a quarter of that, and at most 2 GiB, the copy has
+            weights of its own in float32, where rounding hides nothing.
+
+    Raises:
+        Exception: whatever the model's own code raises where no such model can be built.
+    """
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    windows = _shorten_windows(text, max_model_len)
+    _keep_layers(text, _num_layers(model))
+    _cut_vocabulary(text)
+    made = build_on_meta(config, attn_implementation="eager", dtype=model.dtype)
+    copied_bytes = 4 * sum(tensor.numel() for _, tensor in _tensors(made))
+    fits = copied_bytes <= min(_MOST_COPIED_BYTES, _SHARE_OF_FREE * free_bytes)
+    in_float32 = fits and _all_plain(model)
+    _put(made, dict(_tensors(model)), torch.float32 if in_float32 else None)
+    return ShallowCopy(made.eval().requires_grad_(False), windows, in_float32)
+
+
+def _shorten_windows(text: Any, max_model_len: int) -> dict[str, int]:
+    windows = {
+        key: value
+        for key, value in text.to_dict().items()
+        if _WINDOW.fullmatch(key) and type(value) is int and 1 < value < max_model_len
+    }
+    for key, value in windows.items():
+        setattr(text, key, min(value, _SHORT_WINDOW))
+    return windows
+
+
+def _keep_layers(text: Any, count: int) -> None:
+    """Cut the config to its first layers, and what it lists by layer; every type stays."""
+    whole = text.num_hidden_layers
+    types = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    count = min(max(count, len(types)), whole)
+    for key, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == whole:
+            setattr(text, key, value[:count])
+    if types:
+        missing = [kind for kind in types if kind not in text.layer_types]
+        text.layer_types = [*text.layer_types[: count - len(missing)], *missing]
+    text.num_hidden_layers = count
+
+
+def _cut_vocabulary(text: Any) -> None:
+    text.vocab_size = min(text.vocab_size, _MOST_IDS)
+    if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
+        text.pad_token_id = None
+
+
+def _num_layers(model: PreTrainedModel) -> int:
+    """How many of the first layers show each kind."""
+    whole = model.config.get_text_config().num_hidden_layers
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    layers = next((found for found in lists if len(found) == whole), None)
+    kinds = [] if layers is None else [_kind(layer) for layer in layers]
+    seen = max((kinds.index(kind) + 1 for kind in kinds), default=whole)
+    return min(max(seen, _FEWEST_LAYERS), _MOST_LAYERS)
+
+
+def _kind(layer: nn.Module) -> list[Any]:
+    """What two layers have in common that compute the same."""
+    return [
+        (
+            name,
+            type(module),
+            sorted((key, value) for key, value in vars(module).items() if _tells(key, value)),
+            [parameter.shape for parameter in module.parameters(recurse=False)],
+        )
+        for name, module in layer.named_modules()
+    ]
+
+
+def _tells(key: str, value: Any) -> bool:
+    return key != "layer_idx" and isinstance(value, bool | int | float | str)
+
+
+def _all_plain(model: nn.Module) -> bool:
+    return all(is_plain(module) for module in model.modules() if isinstance(module, nn.Linear))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _put(made: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+    """Fill a model with the tensors of the same names; those that were one stay one."""
+    cast: dict[int, torch.Tensor] = {}
+    for prefix, module in made.named_modules():
+        for own in (module._parameters, module._buffers):
+            for leaf, shaped in [(leaf, held) for leaf, held in own.items() if held is not None]:
+                tensor = tensors[f"{prefix}.{leaf}" if prefix else leaf]
+                if tensor.shape != shaped.shape:  # of the whole vocabulary
+                    tensor = tensor[: len(shaped)]
+                if dtype is not None and tensor.is_floating_point():
+                    tensor = cast.setdefault(id(tensor), tensor.to(dtype))
+                own[leaf] = nn.Parameter(tensor) if own is module._parameters else tensor

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PhimoeConfig
+
+from batchinfer.config import ModelConfig
+from batchinfer.errors import ModelError
+from batchinfer.worker.attention import attention
+from batchinfer.worker.attention.attention import ATTENTION_NAME, register
+from batchinfer.worker.eager_check import check_against_eager
+from batchinfer.worker.loader import load_model
+from batchinfer.worker.model.shallow_copy import shallow_copy
+from tests.models import FAMILIES, tiny_config, tiny_model
+
+LONGEST = 512
+FREE = 16 << 30
+"""Memory enough for a copy in float32."""
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    register()
+    model: Any = tiny_model(family, **changes).to(dtype)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def phimoe(window: int | None) -> Any:
+    torch.manual_seed(0)
+    values = tiny_config("mixtral").to_dict() | {"sliding_window": window, "model_type": "phimoe"}
+    del values["head_dim"]
+    return AutoModelForCausalLM.from_config(PhimoeConfig.from_dict(values)).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_what_can_be_run(family: str) -> None:
+    check_against_eager(model_of(family), LONGEST, FREE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_large_models_in_their_own_dtype(family: str) -> None:
+    check_against_eager(model_of(family, torch.bfloat16), LONGEST, free_bytes=0)
+
+
+@pytest.mark.parametrize("free_bytes", [0, FREE])
+def test_a_window_that_is_in_the_mask_alone(free_bytes: int) -> None:
+    register()
+    with pytest.raises(ModelError, match=r"'phimoe' cannot be run: sliding_window .*: 300"):
+        check_against_eager(phimoe(300), LONGEST, free_bytes)
+    check_against_eager(phimoe(LONGEST), LONGEST, free_bytes)  # no sequence leaves it
+    check_against_eager(phimoe(None), LONGEST, free_bytes)
+
+
+def test_a_model_with_such_a_window_is_not_loaded(tmp_path: Path) -> None:
+    phimoe(9).save_pretrained(tmp_path)
+    cpu = torch.device("cpu")
+    with pytest.raises(ModelError, match=r"/config.json: .*'phimoe' cannot be run: sliding_window"):
+        load_model(ModelConfig(str(tmp_path)), device=cpu)
+    assert load_model(ModelConfig(str(tmp_path), max_model_len=9), device=cpu).max_model_len == 9
+
+
+@pytest.mark.parametrize(
+    ("family", "without"),
+    [
+        ("gemma2", "softcap"),
+        ("gpt_oss", "sinks"),
+        ("mistral", "sliding_window"),
+        ("llama", "scale"),
+    ],
+)
+def test_whatever_paged_attention_leaves_out_is_seen(
+    family: str, without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = attention.AttentionVariant
+    other = {"softcap": 0.0, "sinks": None, "sliding_window": 0, "scale": 1.0}[without]
+    monkeypatch.setattr(
+        attention, "AttentionVariant", lambda **given: replace(whole(**given), **{without: other})
+    )
+    with pytest.raises(ModelError, match=rf"'{family}' cannot be run"):
+        check_against_eager(model_of(family), LONGEST, FREE)
+
+
+def test_a_model_of_a_few_tokens() -> None:
+    check_against_eager(model_of("gpt2", n_positions=5), 5, FREE)
+
+
+def test_the_copy_shows_every_kind_of_layer() -> None:
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    model = model_of("gemma3_text", num_hidden_layers=6, layer_types=types)
+    made = shallow_copy(model, LONGEST, FREE)
+    config: Any = made.model.config
+    assert config.layer_types[-1] == "full_attention"
+    assert config.num_hidden_layers == len(config.layer_types) <= 6
+    assert made.windows == {"sliding_window": 9}
+    assert config.sliding_window == made.window == 7
+    assert model.config.num_hidden_layers == 6
+
+
+def test_a_dense_layer_before_those_with_experts_counts() -> None:
+    made = shallow_copy(model_of("deepseek_v3", first_k_dense_replace=2), LONGEST, FREE)
+    config: Any = made.model.config
+    assert config.num_hidden_layers == 3
+
+
+def test_a_copy_that_memory_is_short_for_shares_the_weights() -> None:
+    model = model_of("llama")
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    own = shallow_copy(model, LONGEST, FREE)
+    shared = shallow_copy(model, LONGEST, free_bytes=100_000)
+    held = {tensor.data_ptr() for tensor in model.parameters()}
+    assert own.in_float32
+    assert not shared.in_float32
+    assert all(tensor.data_ptr() in held for tensor in shared.model.parameters())
+    check_against_eager(model, LONGEST, FREE)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+
+
+def test_most_of_a_vocabulary_is_left_out() -> None:
+    model = model_of("llama", vocab_size=5000, pad_token_id=4999)
+    made = shallow_copy(model, LONGEST, FREE)
+    assert {len(tensor) for tensor in made.model.get_input_embeddings().parameters()} == {4096}
+    check_against_eager(model, LONGEST, FREE)
