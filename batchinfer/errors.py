@@ -68,7 +68,7 @@ class LockedError(JobError):
 
 
 class StorageError(JobError):
-    """Writing to the output failed."""
+    """Writing to the output failed, or reading what was written."""
 
     exit_code = ExitCode.STORAGE
 

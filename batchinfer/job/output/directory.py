@@ -103,6 +103,7 @@ class OutputDir:
 
         Raises:
             DataError: the record is damaged, or the part is no longer as it says.
+            StorageError: one of them cannot be read.
         """
         record = self.read_record(part)
         if record is None:
@@ -142,10 +143,7 @@ class OutputDir:
         return found
 
     def _existing(self, path: PurePath) -> FileStat:
-        try:
-            stat = self.files.stat(path)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        stat = self.files.stat(path)
         if stat is None:
             raise DataError(f"{path} is missing")
         return stat
@@ -154,7 +152,7 @@ class OutputDir:
         """Check that a file's bytes are those that were written.
 
         Raises:
-            DataError: they are not, or cannot be read.
+            DataError: they are not, or are not there.
         """
         try:
             found = sha256_of(self.files, path)
@@ -171,7 +169,8 @@ class OutputDir:
         """Read a Parquet file, or columns of it, its page checksums verified.
 
         Raises:
-            OSError, pyarrow.ArrowException: it cannot be read.
+            OSError, pyarrow.ArrowException: it is damaged or missing.
+            StorageError: it cannot be read.
         """
         with self.files.open(path) as file:
             reader = pq.ParquetFile(file, page_checksum_verification=True)
@@ -181,7 +180,8 @@ class OutputDir:
         """The rows of a finished part.
 
         Raises:
-            DataError: its file cannot be read.
+            DataError: its file is damaged or missing.
+            StorageError: it cannot be read.
         """
         path = self.part_file(part)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchinfer.console.format import printable
-from batchinfer.errors import StorageError, UsageError
+from batchinfer.errors import UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.connection import connect
 from batchinfer.job.storage.urls import STORES, StorePath, is_url, scheme_of
@@ -23,14 +23,8 @@ def output_at(path: str) -> OutputDir:
 
 def _on_this_machine(path: str) -> OutputDir:
     out = OutputDir(Path(path))
-    try:
-        for inside in (out.success, out.manifest):
-            out.files.stat(inside)
-    except OSError as error:
-        raise StorageError(
-            f"cannot look into {printable(path)}: {error.strerror}",
-            hint="mend that, or name another directory",
-        ) from None
+    for inside in (out.success, out.manifest):
+        out.files.stat(inside)
     return out
 
 

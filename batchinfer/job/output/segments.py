@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.console.format import first_line
-from batchinfer.errors import DataError
+from batchinfer.errors import DataError, StorageError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUEST
@@ -73,7 +73,8 @@ def read_segment(files: Files, path: PurePath) -> bytes:
 
     Raises:
         ValueError: they are not those that were written.
-        OSError: it cannot be read.
+        OSError: it is missing.
+        StorageError: it cannot be read.
     """
     data, named = read_file(files, path), _NAME.fullmatch(path.name)
     if named is None or _digest(data) != named.group(2):
@@ -108,6 +109,9 @@ class Segments:
         Returns:
             The rows of unfinished parts that are in segments; and the segments that are damaged,
             whose rows have to run again: name, and what is wrong.
+
+        Raises:
+            StorageError: one cannot be read, which does not say that it is damaged.
         """
         found: list[RowIds] = [NO_ROWS]
         damaged: dict[str, str] = {}
@@ -116,6 +120,11 @@ class Segments:
                 self._next = max(self._next, int(match.group(1)) + 1)
             try:
                 groups = self._read_groups(path)
+            except MemoryError as error:  # pyarrow's is an ArrowException as well
+                raise StorageError(
+                    f"cannot read {path}: {first_line(error)}",
+                    hint="free memory, then run again: finished rows are kept",
+                ) from None
             except (OSError, pa.ArrowException, ValueError) as error:
                 damaged[path.name] = first_line(error)
                 groups = {}
@@ -152,7 +161,8 @@ class Segments:
         """The rows of a part that are in segments, each once, sorted by row id.
 
         Raises:
-            DataError: a segment cannot be read any more.
+            DataError: a segment is damaged or missing by now.
+            StorageError: one cannot be read.
         """
         tables = [self.schema.empty_table()]
         for path, groups in reversed(self._groups.items()):

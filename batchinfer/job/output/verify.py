@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from batchinfer.console.format import first_line, printable
 from batchinfer.console.table import SummaryLine
-from batchinfer.errors import DataError
+from batchinfer.errors import DataError, StorageError
 from batchinfer.job.fingerprint import digest
 from batchinfer.job.manifest import Manifest, read_manifest
 from batchinfer.job.output.commit import read_part
@@ -104,7 +104,7 @@ class _Check:
                 elif self._claims_success:
                     file = self._out.part_file(part)
                     problems.append(f"{file} has no record, but _SUCCESS is there")
-            except (DataError, ValueError, OSError) as error:
+            except (DataError, StorageError, ValueError, OSError) as error:
                 problems.append(str(error).splitlines()[0])
         problems += [*self._of_segments(), *self._of_summary(), *openai_problems(self._out)]
         total = len(self._plan.parts())
@@ -146,6 +146,8 @@ class _Check:
                 read_segment(self._out.files, path)
             except FileNotFoundError:
                 continue  # a running job has put it into a part
+            except StorageError as error:
+                yield first_line(error)
             except (OSError, ValueError) as error:
                 yield f"{path} cannot be read: {first_line(error)}"
 

@@ -8,26 +8,36 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Final, Protocol, cast
+from typing import Any, BinaryIO, Final, Protocol, TypeVar, cast
 
 from batchinfer.console.format import printable
 from batchinfer.errors import StorageError
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.job.storage.urls import is_url
 
+T = TypeVar("T")
 _HASH_CHUNK = 1 << 20
 STRICT: Final = {"extra": "forbid", "strict": True}
 """Pydantic's settings of records that are stored as JSON: what is damaged must not pass."""
 
+READ_TRIES = 3
+"""Times that a file of our own is read before that counts as failed."""
+_PAUSE_S = 0.05
+NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What says that there is no such file, not that it could not be read."""
+
 _ADVICE = {
     errno.EIO: "check the disk",
+    errno.ENOMEM: "free memory",
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there: your quota is used up",
     errno.EFBIG: "allow larger files there (ulimit -f)",
@@ -51,7 +61,12 @@ class FileStat:
 
 
 class Files(Protocol):
-    """The file system of an output directory; methods raise OSError where it refuses."""
+    """The file system of an output directory.
+
+    Methods that write raise OSError where it refuses. Those that read raise FileNotFoundError,
+    NotADirectoryError or IsADirectoryError for a file that is not there, as what they give does,
+    and StorageError where one cannot be read: that says nothing of what is in it.
+    """
 
     @property
     def flush_every_s(self) -> float:
@@ -132,7 +147,8 @@ class LocalFiles:
         return cast(BinaryIO, Path(path).open("ab", buffering=0))
 
     def open(self, path: PurePath) -> BinaryIO:
-        return Path(path).open("rb")
+        file = _retry(path, lambda: io.FileIO(path))
+        return cast(BinaryIO, io.BufferedReader(_RetryingReader(path, file)))
 
     def sync(self, path: PurePath) -> None:
         descriptor = os.open(path, os.O_RDONLY)
@@ -162,13 +178,15 @@ class LocalFiles:
         return os.access(directory, os.W_OK | os.X_OK)
 
     def entries(self, directory: PurePath) -> list[Path]:
-        folder = Path(directory)
-        return sorted(folder.iterdir()) if folder.is_dir() else []
+        try:
+            return sorted(_retry(directory, lambda: list(Path(directory).iterdir())))
+        except NOT_THERE:
+            return []
 
     def stat(self, path: PurePath) -> FileStat | None:
         try:
-            found = Path(path).stat()
-        except (FileNotFoundError, NotADirectoryError):
+            found = _retry(path, Path(path).stat)
+        except NOT_THERE:
             return None
         return FileStat(found.st_size, found.st_mtime_ns)
 
@@ -177,6 +195,57 @@ class LocalFiles:
             return False
         real = Path(os.path.realpath(path))
         return real.is_relative_to(os.path.realpath(directory))
+
+
+class _RetryingReader(io.RawIOBase):
+    """A file whose reads are tried again where they fail."""
+
+    def __init__(self, path: PurePath, file: io.FileIO) -> None:
+        self._path = path
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return _retry(self._path, lambda: self._file.readinto(buffer))
+
+    def readall(self) -> bytes:
+        start = self._file.tell()
+        return _retry(self._path, lambda: self._read_from(start))
+
+    def _read_from(self, start: int) -> bytes:
+        self._file.seek(start)
+        return self._file.readall()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _retry(path: PurePath, read: Callable[[], T], tries: int = READ_TRIES) -> T:
+    """What ``read`` gives, which is called again where it fails for no fault of the file.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, IsADirectoryError: there is no such file.
+        StorageError: it fails each time.
+    """
+    try:
+        return read()
+    except NOT_THERE:
+        raise
+    except OSError:
+        if tries > 1:
+            time.sleep(_PAUSE_S)
+            return _retry(path, read, tries - 1)
+        with storage_errors(path, "read"):
+            raise
 
 
 @contextmanager
@@ -233,7 +302,8 @@ def read_file(files: Files, path: PurePath) -> bytes:
     """All bytes of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: there is no such file.
+        StorageError: it cannot be read.
     """
     with files.open(path) as file:
         return file.read()
@@ -255,7 +325,8 @@ def sha256_of(files: Files, path: PurePath) -> str:
     """Hex digest of a file's bytes.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: there is no such file.
+        StorageError: it cannot be read.
     """
     digest = hashlib.sha256()
     with files.open(path) as file:

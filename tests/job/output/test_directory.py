@@ -317,7 +317,7 @@ def test_files_of_unknown_origin_are_neither_mixed_with_nor_deleted(
 def test_a_way_that_leads_nowhere_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to("circle")
     for name, reason in (("circle", "Too many levels"), ("n" * 300, "too long")):
-        with pytest.raises(StorageError, match=rf"cannot look into .*/{name[:99]}.*: .*{reason}"):
+        with pytest.raises(StorageError, match=rf"cannot read .*/{name[:99]}.*: .*{reason}"):
             output_at(str(tmp_path / name / "out"))
 
 
