@@ -40,7 +40,8 @@ class Request:
     scored_from: int = 1
     """With ``params.prompt_logprobs``: the first prompt token whose log-probability is wanted."""
     first_sample: int = 0
-    """Index of its first sample: further ones of a row begin where those before it end."""
+    """Index of its first sample: further ones of a row begin where those before it end, and
+    computing the row's prompt for them counts as recomputing it."""
     part: int = 0
     """Number of the request among those of a row that has several."""
     given_token: int | None = None
@@ -147,6 +148,11 @@ class RequestStats:
     """Preemptions after which what was computed was kept, on the host if need be."""
     deduplicated: int = 0
     """1 for a row whose outputs are copied from an equal one, and nothing else."""
+
+    @property
+    def has_run(self) -> bool:
+        """Whether anything was computed for the request; the engine refuses some."""
+        return self != RequestStats()
 
 
 _COMBINE: Mapping[str, Callable[[Iterable[float]], float]] = {

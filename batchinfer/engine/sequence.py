@@ -48,7 +48,9 @@ class RequestState:
         self.search: BeamSearch | None = None
         self.scores: PromptScores | None = None
         """Scores of the prompt's tokens, if asked for."""
-        self.stats = RequestStats(prompt_tokens=request.num_prompt_tokens)
+        # A row's prompt counts once, with the first of its samples.
+        prompt_tokens = 0 if request.first_sample else request.num_prompt_tokens
+        self.stats = RequestStats(prompt_tokens=prompt_tokens)
 
     def restart(self) -> Sequence:
         """Drop the row's samples and outputs and begin anew.
@@ -59,8 +61,11 @@ class RequestState:
         self.finished.clear()
         self.search = BeamSearch(self.request) if self.request.params.beam_width else None
         self.scores = self._prompt_scores()
-        self.samples = [Sequence(self, self.request.first_sample)]
-        return self.samples[0]
+        leader = Sequence(self, self.request.first_sample)
+        if self.request.first_sample:
+            leader.computed_once = self.request.num_prompt_tokens
+        self.samples = [leader]
+        return leader
 
     def _prompt_scores(self) -> PromptScores | None:
         request, num_top = self.request, self.request.params.prompt_logprobs

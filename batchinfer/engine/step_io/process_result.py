@@ -244,7 +244,8 @@ def _fail_request(scheduler: Scheduler, state: RequestState, *, may_be_others: b
     numbers are the same.
     """
     state.note_peak_blocks()
-    may_be_shared = may_be_others and state.stats.cached_tokens > 0 and not state.skip_prefix_cache
+    takes_cached = state.stats.cached_tokens > 0 or state.request.first_sample > 0
+    may_be_shared = may_be_others and takes_cached and not state.skip_prefix_cache
     for sample in state.samples:
         scheduler.drop(sample)
     state.samples.clear()

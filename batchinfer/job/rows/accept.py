@@ -62,7 +62,7 @@ class AcceptedGeneration:
             if verdict is Verdict.ACCEPTED
         ]
         last = completions[-1]
-        stats = combined_stats([one.stats for one in completions if one.stats.prompt_tokens])
+        stats = combined_stats([one.stats for one in completions if one.stats.has_run])
         whole = Completion(last.request, kept, last.error_code, last.error_message)
         whole.stats = stats or whole.stats
         tally = Tally(len(samples), *map(verdicts.count, Verdict))

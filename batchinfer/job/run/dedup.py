@@ -128,7 +128,7 @@ def copy_result(row: PromptRow, completions: Sequence[Completion]) -> list[Compl
 
 def _without_work(stats: RequestStats) -> RequestStats:
     """Stats of a follower: all of its prompt was there; time passed as for its leader."""
-    if not stats.prompt_tokens:  # the engine refused it
+    if not stats.has_run:
         return stats
     return replace(
         stats,

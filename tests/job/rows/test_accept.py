@@ -26,6 +26,7 @@ from tests.job.fakes import FakeBuild, FakeBuilt, drawn, job
 from tests.models import make_text_model
 
 REGEX = "^[^a-e]*[f-m]"
+KINDS = ("requests", "steps")
 BAD = ['{"regex": 1}', '{"beam_width": 2}', '{"n": 17}']
 CELLS = [None, None, '{"n": 2}', '{"seed": 5}', None, None, None, *BAD]
 
@@ -152,6 +153,36 @@ def test_rows_without_a_sample_that_passes_are_not_errors(folder: Path) -> None:
     assert summary["accept"]["samples_rejected"] == summary["accept"]["samples_tried"] == 7 * 5
     told = plain(summary_facts(summary, folder))
     assert "samples  0 kept of 35 drawn; 35 did not pass" in list(told)
+
+
+@pytest.mark.parametrize("num_blocks", [128, 12])
+def test_a_prompt_counts_once_however_often_it_is_drawn_for(
+    tmp_path: Path, num_blocks: int
+) -> None:
+    prompts = ["a prompt of some length", "equal", "equal", "", "another"]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    fields = job(tmp_path, sampling={"temperature": 0.0}, errors={"max_error_rate": 1.0})
+    accept = {"regex": "never", "max_tries": 9}
+    spec = JobSpec.model_validate({**fields.model_dump(by_alias=True), "accept": accept})
+    assert run_job(spec, build=FakeBuild(num_blocks), quiet=True) is ExitCode.OK
+    out = tmp_path / "out"
+    requests, steps = (pq.read_table(out / "stats" / f"{name}.parquet") for name in KINDS)
+    expected = [len(prompt) for prompt in prompts if prompt]
+    assert requests["prompt_tokens"].to_pylist() == expected
+    tokens = json.loads((out / "summary.json").read_text())["tokens"]
+    assert tokens["prompt"] == sum(expected) == tokens["prompt_computed"] + tokens["prompt_cached"]
+    totals = {
+        name: sum(steps[name].to_pylist()) for name in ("prefill_tokens", "recomputed_tokens")
+    }
+    assert totals["prefill_tokens"] == tokens["prompt_computed"] + tokens["recomputed"]
+    assert (
+        totals["recomputed_tokens"]
+        == tokens["recomputed"]
+        == sum(requests["recomputed_tokens"].to_pylist())
+    )
+    assert tokens["lost"] == 0
+    assert requests["deduplicated"].to_pylist() == [0, 0, 1, 0]
+    assert requests["recomputed_tokens"].to_pylist()[2] == 0
 
 
 def test_what_is_accepted_is_part_of_the_job(folder: Path) -> None:
