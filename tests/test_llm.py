@@ -163,6 +163,22 @@ def test_the_last_token_of_a_character_is_decoded_to_it(llm: LLM) -> None:
     assert texts[:5] == ["", "é", "", "", "€"]
 
 
+def test_bans_that_leave_no_token_are_named(llm: LLM) -> None:
+    words = ["h", "g"]
+    encode = llm.get_tokenizer().encode
+    allowed = [encode(word, add_special_tokens=False)[0] for word in words]
+    params = [
+        SamplingParams(max_tokens=4),
+        SamplingParams(max_tokens=4, allowed_token_ids=allowed, bad_words=words),
+        SamplingParams(max_tokens=4, structured_outputs={"choice": words}, bad_words=words),
+        SamplingParams(max_tokens=4, temperature=0.0),
+    ]
+    outputs = llm.generate(["a"] * 4, params, use_tqdm=False)
+    codes = [output.error and output.error.code for output in outputs]
+    assert codes == [None, "no_token_left", "no_token_left", None]
+    assert "bad_words" in str(outputs[1].error)
+
+
 def test_a_bad_prompt_fails_alone(llm: LLM) -> None:
     too_long, good = llm.generate([[5] * 600, "fine"], GREEDY, use_tqdm=False)
     assert too_long.error is not None

@@ -190,15 +190,21 @@ class StepResult:
 
     token_ids: Int32  # [K]
     logprobs: Float32  # [K] of the token, from the unmodified logits
-    nonfinite: Bool  # [K] the row of logits held NaN or +inf; the token means nothing
+    nonfinite: Bool  # [K] the row of logits held no number to draw by; the token means nothing
     ranks: Int32 | None  # [K] 1 = most likely; None when no sample asked for logprobs
     top_token_ids: Int32 | None  # [K, L] best first
     top_logprobs: Float32 | None  # [K, L]
     scored: StepResult | None = None  # of the step's P scored tokens, as if these were its samples
+    no_token_left: Bool | None = None  # [K] of nonfinite: by bans and allowed ids; None: nowhere
+
+    def lacks_token(self, at: int) -> bool:
+        """Whether bans and allowed ids left sample ``at`` no token."""
+        return self.no_token_left is not None and bool(self.no_token_left[at])
 
     def only(self, kept: Bool | slice) -> StepResult:
         """A subset of the samples, by a mask or a slice; without scored tokens."""
         ranks, top_ids, top_logprobs = self.ranks, self.top_token_ids, self.top_logprobs
+        no_token_left = self.no_token_left
         return StepResult(
             token_ids=self.token_ids[kept],
             logprobs=self.logprobs[kept],
@@ -206,4 +212,5 @@ class StepResult:
             ranks=None if ranks is None else ranks[kept],
             top_token_ids=None if top_ids is None else top_ids[kept],
             top_logprobs=None if top_logprobs is None else top_logprobs[kept],
+            no_token_left=None if no_token_left is None else no_token_left[kept],
         )

@@ -23,7 +23,11 @@ from batchinfer.protocols import StopMatch
 Failure = tuple[str, str]
 """Error code and message of a row."""
 
-_NAN: Failure = ("nan_logits", "the logits hold NaN or infinity, or bans leave no token")
+_NAN: Failure = ("nan_logits", "the logits hold NaN or infinity")
+_NO_TOKEN: Failure = (
+    "no_token_left",
+    "bad_words, allowed_token_ids, min_tokens or the grammar leave no token that may come next",
+)
 
 
 def find_stops(
@@ -86,7 +90,7 @@ def process_result(
     if beams.any():
         beam_result = result.only(np.repeat(beams, sampled.samples_per_row))
         states, failed_beams = process_beams(scheduler, sampled.only(beams), beam_result, now)
-        errors = dict.fromkeys(failed_beams, _NAN)
+        errors = dict.fromkeys(failed_beams, _NAN)  # beams have no bans
         result = result.only(np.repeat(~beams, sampled.samples_per_row))
         sampled, running = sampled.only(~beams), running[~beams]
     sequences = _with_new_samples(sampled)
@@ -117,13 +121,17 @@ def process_result(
         states[sequences[at].state] = None
         _finish(scheduler, sequences[at], stop_result.stops.get(at))
     for at in np.flatnonzero(failed).tolist():
-        problem = stop_result.broken.get(at)
-        failure = _NAN if problem is None else ("invalid_structured_output", problem)
-        errors[sequences[at].state] = failure
+        errors[sequences[at].state] = _failure(result, at, stop_result.broken.get(at))
     states |= dict.fromkeys(errors)
     for state, failure in errors.items():
         _fail_request(scheduler, state, may_be_others=failure is _NAN)
     return [_completion(state, errors.get(state), now) for state in states if not state.samples]
+
+
+def _failure(result: StepResult, at: int, broken: str | None) -> Failure:
+    if broken is not None:
+        return "invalid_structured_output", broken
+    return _NO_TOKEN if result.lacks_token(at) else _NAN
 
 
 def _without_ended(

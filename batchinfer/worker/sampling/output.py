@@ -10,6 +10,9 @@ from batchinfer.engine.step import StepResult
 from batchinfer.worker.oom import raise_out_of_memory
 from batchinfer.worker.transfer import HostCopy
 
+NONFINITE, NO_TOKEN_LEFT = 1, 2
+"""Why a sample has no token: its logits hold NaN or infinity; bans and allowed ids leave none."""
+
 
 class SampleHandle:
     """Samples of a step, whose copy to the host starts here; ``result`` waits for it alone.
@@ -17,7 +20,7 @@ class SampleHandle:
     Args:
         token_ids: int64 [K], on any device.
         logprobs: float32 [K].
-        nonfinite: bool [K].
+        failures: [K] 0, or why the sample has no token; true is ``NONFINITE``.
         alternatives: ranks int64 [K], top token ids int64 [K, L] and their log-probabilities
             float32 [K, L]; None when no sample asked for any.
     """
@@ -26,12 +29,12 @@ class SampleHandle:
         self,
         token_ids: Tensor,
         logprobs: Tensor,
-        nonfinite: Tensor,
+        failures: Tensor,
         alternatives: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         self.token_ids = token_ids
         self._has_alternatives = alternatives is not None
-        columns = [token_ids, logprobs, nonfinite, *(alternatives or ())]
+        columns = [token_ids, logprobs, failures, *(alternatives or ())]
         # One int32 matrix, float32 columns by their bits, so that there is one copy.
         self._packed = HostCopy(torch.cat([_as_int32(column) for column in columns], dim=1))
 
@@ -59,6 +62,7 @@ class SampleHandle:
             token_ids=packed[:, 0],
             logprobs=floats[:, 1],
             nonfinite=packed[:, 2].astype(np.bool_),
+            no_token_left=packed[:, 2] == NO_TOKEN_LEFT,
             ranks=ranks,
             top_token_ids=top_token_ids,
             top_logprobs=top_logprobs,

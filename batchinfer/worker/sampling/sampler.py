@@ -20,7 +20,7 @@ from batchinfer.kernels.cpu import sampling as native_sampling
 from batchinfer.worker.sampling.groups import SampleGroup, group_samples
 from batchinfer.worker.sampling.logits_processors import edit_logits, edited_samples, forbid_masked
 from batchinfer.worker.sampling.logprobs import RowStats, row_stats, token_ranks, top_logits
-from batchinfer.worker.sampling.output import SampleHandle
+from batchinfer.worker.sampling.output import NO_TOKEN_LEFT, NONFINITE, SampleHandle
 from batchinfer.worker.sampling.philox import RANDOM_BITS, random_bits
 from batchinfer.worker.sampling.top_k_top_p import keep_most_likely
 from batchinfer.worker.transfer import to_device
@@ -61,7 +61,8 @@ class Sampler:
         """Draw every sample's token; one copy from device to host, at the end, not waited for.
 
         A sample is marked nonfinite where its raw row holds NaN or +inf or nothing but -inf, and
-        where its bans and allowed ids leave it no token; its token and log-probability are 0.
+        also as without a token left where its bans and allowed ids leave none; its token and
+        log-probability are 0.
         A sample whose token is given gets that, with the log-probability it has.
         Other samples are not affected. Equally likely tokens count as ordered by id.
 
@@ -83,7 +84,8 @@ class Sampler:
         plain = (batch.temperature == 0) & ~edited
         stats = row_stats(logits, chunk, want_argmax=bool(plain.any()))
         rows = to_device({"rows": batch.logits_rows.astype(np.int64)}, logits.device)["rows"]
-        token_ids, finite = _choose_all(logits, batch, edited, stats, rows, chunk)
+        token_ids, failures = _choose_all(logits, batch, edited, stats, rows, chunk)
+        finite = failures == 0
         if batch.given_token_ids is not None:
             given = to_device({"ids": batch.given_token_ids.astype(np.int64)}, logits.device)["ids"]
             token_ids = torch.where((given >= 0) & finite, given, token_ids)
@@ -92,7 +94,7 @@ class Sampler:
         return SampleHandle(
             token_ids,
             logprobs,
-            ~finite,
+            failures,
             _alternatives(logits, batch, stats, rows, values, chunk),
         )
 
@@ -100,8 +102,8 @@ class Sampler:
 def _choose_all(
     logits: Tensor, batch: SamplingBatch, edited: Bool, stats: RowStats, rows: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Token ids [K], and whether each sample had finite logits to draw from [K]."""
-    finite = stats.maximum.isfinite()[rows]
+    """Token ids [K], and why none could be drawn [K]: 0, ``NONFINITE`` or ``NO_TOKEN_LEFT``."""
+    failures = _failures(stats.maximum, NONFINITE)[rows]
     token_ids = torch.zeros_like(rows) if stats.argmax is None else stats.argmax[rows]
     bits = np.zeros(len(rows), np.int64)
     if (batch.temperature > 0).any():
@@ -129,8 +131,21 @@ def _choose_all(
             weights = _weights(own, maximum[:, None], batch, group)
             chosen = _draw(weights, group, bits[group.samples])
         token_ids[on["samples"]] = chosen
-        finite[on["samples"]] &= maximum.isfinite()[on["distributions"]]
-    return token_ids.masked_fill_(~finite, 0), finite
+        before = failures[on["samples"]]
+        after_edits = _failures(maximum, NO_TOKEN_LEFT)[on["distributions"]]
+        failures[on["samples"]] = torch.where(before == 0, after_edits, before)
+    return token_ids.masked_fill_(failures != 0, 0), failures
+
+
+def _failures(maximum: Tensor, of_nothing: int) -> Tensor:
+    """Why nothing can be drawn from rows with these largest logits: 0 = it can.
+
+    Args:
+        maximum: [R].
+        of_nothing: the reason where all logits are -inf.
+    """
+    failing = torch.where(maximum.isneginf(), of_nothing, NONFINITE)
+    return failing.masked_fill_(maximum.isfinite(), 0)
 
 
 def _rows_of(logits: Tensor, rows: Int32) -> Tensor:

@@ -405,7 +405,20 @@ class TestNonfinite:
         ]
         result = sample(normal(1, 11), samples)
         assert result.nonfinite.tolist() == [True, False]
+        assert [result.lacks_token(at) for at in range(2)] == [True, False]
         assert result.token_ids.tolist() == [0, 4]
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_bans_are_not_blamed_for_a_row_that_is_not_finite(self, temperature: float) -> None:
+        logits = normal(4, 11)
+        logits[0, 5], logits[1, 3], logits[2, :] = torch.nan, torch.inf, -torch.inf
+        samples = [
+            Sample(row=row, temperature=temperature, allowed=[3], bias={3: -np.inf})
+            for row in range(4)
+        ]
+        result = sample(logits, samples)
+        assert result.nonfinite.all()
+        assert [result.lacks_token(at) for at in range(4)] == [False, False, False, True]
 
 
 def test_allowed_and_banned_tokens_over_many_draws() -> None:
