@@ -6,7 +6,7 @@ They hold nothing that the parts do not: where one is missing or damaged, they a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime
 from functools import cache
@@ -22,6 +22,7 @@ from batchinfer.job.output.schema import RESPONSE_COLUMNS
 from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import ModelSpec
 from batchinfer.job.storage.filesystem import publish, storage_errors
+from batchinfer.text.detokenize import token_text
 
 _GENERATED = ("row_id", "outputs", "num_prompt_tokens", "num_output_tokens", "error")
 
@@ -123,10 +124,10 @@ def _created(manifest: Manifest) -> int:
     return int(datetime.fromisoformat(manifest.planned_at).timestamp())
 
 
-def _token_texts(model: ModelSpec) -> Callable[[int], str]:
+def _token_texts(model: ModelSpec) -> Callable[[int, Sequence[int]], str]:
     """Decodes single tokens; the tokenizer is loaded for the first."""
     tokenizer = cache(lambda: _load_tokenizer(model))
-    return cache(lambda token: str(tokenizer().decode([token], skip_special_tokens=False)))
+    return lambda token, before: token_text(tokenizer(), token, before)
 
 
 def _load_tokenizer(model: ModelSpec) -> Any:

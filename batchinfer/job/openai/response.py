@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from batchinfer.job.openai.request import CHAT
+from batchinfer.text.detokenize import MAX_CHAR_TOKENS
 
 _SERVER_ERROR, _NOT_FOUND, _BAD_REQUEST = 500, 404, 400
 _STATUS: Mapping[str, int] = {
@@ -39,7 +40,8 @@ class Responses:
     """Seconds since 1970 at which the job was planned."""
     model: str
     """The model's name in answers to requests that name none."""
-    token_text: Callable[[int], str]
+    token_text: Callable[[int, Sequence[int]], str]
+    """Text that a token adds to the tokens before it."""
 
     def line(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The line of a row.
@@ -84,16 +86,16 @@ class Responses:
             "message": {"role": "assistant", "content": sample["text"], "refusal": None},
             "logprobs": None
             if tokens is None
-            else {"content": [self._chat_token(token) for token in tokens], "refusal": None},
+            else {"content": list(map(self._chat_token, tokens, _before(tokens))), "refusal": None},
             "finish_reason": sample["finish_reason"],
         }
 
-    def _chat_token(self, token: Mapping[str, Any]) -> dict[str, Any]:
-        top = [self._scored(other) for other in token["top"]]
-        return {**self._scored(token), "top_logprobs": top}
+    def _chat_token(self, token: Mapping[str, Any], before: Sequence[int]) -> dict[str, Any]:
+        top = [self._scored(other, before) for other in token["top"]]
+        return {**self._scored(token, before), "top_logprobs": top}
 
-    def _scored(self, token: Mapping[str, Any]) -> dict[str, Any]:
-        text = self.token_text(token["token_id"])
+    def _scored(self, token: Mapping[str, Any], before: Sequence[int]) -> dict[str, Any]:
+        text = self.token_text(token["token_id"], before)
         return {"token": text, "logprob": token["logprob"], "bytes": list(text.encode())}
 
     def _text(self, sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,16 +108,29 @@ class Responses:
         }
 
     def _text_logprobs(self, tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        texts = [self.token_text(token["token_id"]) for token in tokens]
+        before = _before(tokens)
+        texts = [
+            self.token_text(token["token_id"], ids)
+            for token, ids in zip(tokens, before, strict=True)
+        ]
         return {
             "tokens": texts,
             "token_logprobs": [token["logprob"] for token in tokens],
             "top_logprobs": [
-                {self.token_text(other["token_id"]): other["logprob"] for other in token["top"]}
-                for token in tokens
+                {
+                    self.token_text(other["token_id"], ids): other["logprob"]
+                    for other in token["top"]
+                }
+                for token, ids in zip(tokens, before, strict=True)
             ],
             "text_offset": list(accumulate(map(len, texts[:-1]), initial=0))[: len(texts)],
         }
+
+
+def _before(tokens: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Ids of the tokens that each stands after, as many as a character can be in."""
+    ids = [token["token_id"] for token in tokens]
+    return [ids[max(at - MAX_CHAR_TOKENS, 0) : at] for at in range(len(ids))]
 
 
 def _error_body(error: Mapping[str, Any], status: int) -> dict[str, Any]:
