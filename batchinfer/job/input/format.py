@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 
 from batchinfer.errors import DataError, RowError
+from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.reader import store_of
 
 BATCH_ROWS = 1024
@@ -39,6 +40,14 @@ class InputFile:
     """Of a Parquet file's footer; of other files' content, decompressed."""
     etag: str | None = None
     """An object store's mark of the content."""
+    ctime_ns: int = field(default=0, compare=False)
+    """For within a run: between runs a file may be copied or moved, and be the same."""
+
+    @classmethod
+    def of(cls, path: str, stat: FileStat, num_rows: int, content_sha256: str) -> InputFile:
+        """A file as ``stat`` has it."""
+        facts = (stat.size, stat.mtime_ns, num_rows, content_sha256, stat.etag, stat.ctime_ns)
+        return cls(path, *facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,12 @@ def check_unchanged(file: InputFile) -> None:
         raise DataError(
             f"{file.path} was changed while the job ran",
             hint="put it back and run again, or start over with --overwrite",
+        )
+    if stat.ctime_ns != file.ctime_ns:  # size and time can be those of before on purpose
+        raise DataError(
+            f"{file.path} was changed while the job ran, or its name, links or permissions were",
+            hint="if its content is as before, run again: finished rows are kept; if not, start "
+            "over with --overwrite",
         )
 
 

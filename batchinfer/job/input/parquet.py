@@ -93,7 +93,7 @@ class ParquetFormat:
                 f"{path} cannot be read as Parquet: {first_line(error)}", hint=MEND
             ) from error
         digest = hashlib.sha256(footer).hexdigest()
-        return InputFile(path, stat.size, stat.mtime_ns, num_rows, digest, stat.etag), schema
+        return InputFile.of(path, stat, num_rows, digest), schema
 
     def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
         """The columns of the first file, which all others must have, of the same types."""

@@ -58,6 +58,9 @@ class FileStat:
     mtime_ns: int
     etag: str | None = None
     """An object store's mark of the content; None in a file system."""
+    ctime_ns: int = 0
+    """When a file system last changed the file or what it knows of it, which no one can set; 0:
+    not known."""
 
 
 class Files(Protocol):

@@ -82,7 +82,7 @@ class LocalStore:
         found = Path(path).stat()
         if not S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
             raise OSError("it is not a file")
-        return FileStat(found.st_size, found.st_mtime_ns)
+        return FileStat(found.st_size, found.st_mtime_ns, ctime_ns=found.st_ctime_ns)
 
     def open(self, path: str) -> pa.NativeFile:
         return pa.OSFile(path)

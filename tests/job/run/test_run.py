@@ -441,10 +441,23 @@ def test_a_changed_input_is_refused(tmp_path: Path, build: FakeBuild) -> None:
         run_job(job(tmp_path), build=build)
 
 
+def rewrite(path: Path, *, in_place: bool) -> None:
+    """Change a byte of a file whose size and time stay."""
+    data, stat = bytearray(path.read_bytes()), path.stat()
+    data[60] ^= 1
+    if not in_place:
+        path.unlink()
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_mtime_ns == stat.st_mtime_ns
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda path: os.utime(path, ns=(5, 5)), "was changed while the job ran"),
+        (lambda path: rewrite(path, in_place=True), "was changed while the job ran, or its name"),
+        (lambda path: rewrite(path, in_place=False), "was changed while the job ran, or its name"),
         (Path.unlink, "cannot be read any more"),
     ],
 )
