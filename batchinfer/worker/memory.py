@@ -5,6 +5,8 @@ Beside the pool it goes to weights, activations, logits and CUDA graphs.
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,11 +216,12 @@ def _host_blocks(
 
 
 def free_host_bytes() -> int:
-    """Memory this process may still take: what the host has, or its control group allows.
+    """Memory this process may still take: what the host has, or its limits allow.
 
-    Files in the page cache count as free: the kernel drops them when memory is asked for.
+    These are of its control group and of its address space (``ulimit -v``). Files in the page
+    cache count as free: the kernel drops them when memory is asked for.
     """
-    free = int(psutil.virtual_memory().available)
+    free = min(int(psutil.virtual_memory().available), _address_space_left())
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())
@@ -227,6 +230,14 @@ def free_host_bytes() -> int:
     except (OSError, ValueError, KeyError):
         return free
     return free if limit == "max" else max(0, min(free, int(limit) - used + cached))
+
+
+def _address_space_left() -> int:
+    """Bytes that may still be mapped, used or not."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(0, limit - int(psutil.Process().memory_info().vms))
 
 
 def _blocks(engine: EngineConfig, layout: KVLayout, default: int) -> int:

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -12,6 +18,7 @@ from batchinfer.worker import memory
 from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
+from tests.models import make_text_model
 
 CONFIG = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
 LAYOUT = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=4)  # 4 KiB a block
@@ -143,6 +150,38 @@ def test_free_host_bytes_respects_the_control_group(
     assert memory.free_host_bytes() == 5000 - 2000 + 700 + 300, "cached files can be dropped"
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_host_bytes() > 5000
+
+
+def test_free_host_bytes_respects_the_limit_of_the_address_space(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    mapped = psutil.Process().memory_info().vms
+    for limit, least, most in ((mapped + 50 * MIB, 0, 50 * MIB), (mapped // 2, 0, 0)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert least <= memory.free_host_bytes() <= most
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
+    assert memory.free_host_bytes() > 50 * MIB
+
+
+def test_a_small_pool_runs_where_little_may_be_mapped(tmp_path: Path) -> None:
+    """The default swap space is mapped at once, whatever of it is used."""
+    code = """
+import resource, sys
+import psutil, torch, transformers
+from batchinfer import LLM, SamplingParams
+limit = psutil.Process().memory_info().vms + 2**31
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+llm = LLM(sys.argv[1], num_kv_blocks=60)
+print(llm.generate(["a"], SamplingParams(max_tokens=1), use_tqdm=False)[0].error)
+"""
+    make_text_model(tmp_path / "model")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(tmp_path / "model")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "None\n", done.stderr
 
 
 def test_swap_space_is_at_most_a_quarter_of_what_the_pool_leaves() -> None:
