@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from threading import Event, Thread
 from typing import Protocol
 
 from tqdm import tqdm
@@ -37,8 +39,8 @@ def make_progress(total: int, *, quiet: bool) -> Progress:
     if quiet or sys.stderr is None:
         return _Silence()
     if sys.stderr.isatty():
-        return _Bar(total)
-    return Lines(total)
+        return StallNotice(_Bar(total), partial(tqdm.write, file=sys.stderr))
+    return StallNotice(Lines(total), partial(print_line, to_stderr=True))
 
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:
@@ -141,3 +143,53 @@ class Lines:
             self._write(line)
 
     def close(self) -> None: ...
+
+
+class StallNotice:
+    """Progress that also says when no step ends: after 30 seconds, then after twice as many.
+
+    Args:
+        progress: shows the steps.
+        write: takes a line.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        write: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._progress = progress
+        self._write = write
+        self._clock = clock
+        self._note_step()
+        self._closed = Event()
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
+        self._progress.update(rows, tokens, stats)
+        self._note_step()
+
+    def _note_step(self) -> None:
+        self._last_s, self._patience_s = self._clock(), LINE_EVERY_S
+
+    def _run(self) -> None:
+        while not self._closed.wait(LINE_EVERY_S):
+            self.check()
+
+    def check(self) -> None:
+        """Say that no step has ended for a while, if that is so."""
+        waited = self._clock() - self._last_s
+        if waited >= self._patience_s:
+            self._patience_s *= 2
+            self._write(
+                f"no step has ended for {duration(waited)}; if that is long for this model, see "
+                "whether its threads have cores: other processes, OMP_NUM_THREADS, cgroup limits"
+            )
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._progress.close()

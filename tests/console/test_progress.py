@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from batchinfer.console.progress import Lines, make_progress, print_line
+from batchinfer.console.progress import Lines, StallNotice, make_progress, print_line
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.run.reporter import too_many_errors
 
@@ -36,6 +36,27 @@ def test_no_guess_before_a_row_is_finished() -> None:
     now[0] = 31.0
     progress.update(rows=0, tokens=0, stats=HALF_FULL)
     assert lines == ["0 of 200 rows, 0 tokens/s, pool 50%, shared 40%"]
+
+
+def test_a_step_that_does_not_end_is_told_of_ever_more_rarely() -> None:
+    now, lines = [0.0], []
+    progress = StallNotice(
+        Lines(200, clock=lambda: now[0], write=lines.append), lines.append, lambda: now[0]
+    )
+    told = []
+    for second in range(0, 400, 15):
+        now[0] = float(second)
+        progress.check()
+        if len(lines) > len(told):
+            told.append(second)
+    assert told == [30, 60, 120, 240]
+    assert lines[2].startswith("no step has ended for 2 min 00 s; ")
+    lines.clear()
+    progress.update(rows=5, tokens=50, stats=HALF_FULL)
+    now[0] += 29
+    progress.check()
+    progress.close()
+    assert [line.partition(",")[0] for line in lines] == ["5 of 200 rows"]
 
 
 class Terminal(io.StringIO):
