@@ -48,6 +48,11 @@ class PromptRow:
     adapter: int = BASE_MODEL
     """Number of the adapter it runs through."""
 
+    def __post_init__(self) -> None:
+        """Let an error go of the frames and errors it was raised from, which hold the row."""
+        if isinstance(self.prompt, RowError):
+            self.prompt.__traceback__ = self.prompt.__cause__ = self.prompt.__context__ = None
+
     @property
     def num_tokens_after(self) -> int:
         """Tokens that are computed after the prompt and given with it."""

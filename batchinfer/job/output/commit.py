@@ -67,8 +67,10 @@ def commit(
     out.write(out.request_stats(part), statistics)
     final = out.part_file(part)
     staged = out.staging / final.name
+    error_codes = _error_codes(first_of_rows(table))
     with storage_errors(final):
         out.files.write(staged, parquet_bytes([table]))
+        del table  # before it is read back: a row may be half a gigabyte
         data = read_file(out.files, staged)
     try:
         read_part(data, part)
@@ -83,7 +85,7 @@ def commit(
     assert requests_stat is not None
     record = PartRecord(
         part.num_rows,
-        _error_codes(first_of_rows(table)),
+        error_codes,
         control_text_row_ids,
         stat.size,
         stat.mtime_ns,

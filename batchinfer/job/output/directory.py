@@ -34,6 +34,7 @@ from batchinfer.job.storage.filesystem import (
 )
 from batchinfer.job.storage.local_lock import LocalLock, Lock
 
+_MOST_DICTIONARY_BYTES = 64 << 20
 T = TypeVar("T")
 Trust = Literal["nothing", "marks", "times"]
 """What saves reading a finished part: nothing; a store's mark of its content; or, where there are
@@ -221,8 +222,19 @@ def parquet_bytes(row_groups: Sequence[pa.Table]) -> bytes:
     """A Parquet file of one or more tables, zstd, with page checksums."""
     file = BytesIO()
     with pq.ParquetWriter(
-        file, row_groups[0].schema, compression="zstd", write_page_checksum=True
+        file,
+        row_groups[0].schema,
+        compression="zstd",
+        write_page_checksum=True,
+        use_dictionary=_with_dictionary(row_groups),
     ) as writer:
         for table in row_groups:
             writer.write_table(table)
     return file.getvalue()
+
+
+def _with_dictionary(tables: Sequence[pa.Table]) -> bool | list[str]:
+    """Columns to look for repeated values in: of large ones that takes a copy more."""
+    sizes = {name: sum(table[name].nbytes for table in tables) for name in tables[0].schema.names}
+    small = [name for name, size in sizes.items() if size <= _MOST_DICTIONARY_BYTES]
+    return True if len(small) == len(sizes) else small

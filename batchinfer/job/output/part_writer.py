@@ -116,18 +116,21 @@ class PartWriter:
         rows = pa.concat_tables(
             [self._segments.rows_of(part), segment_table(in_memory, self._segments.schema)]
         ).sort_by("row_id")
-        generated = rows.select(self._table.generated_schema.names).combine_chunks()
-        table = self._table.columns(self._kept_of(part), generated)
         commit(
             self._out,
             part,
-            table.replace_schema_metadata(self._metadata),
+            self._part_table(part, rows),
             requests_table(rows["row_id"], rows[REQUEST_COLUMN]),
             rows["row_id"].filter(rows[CONTROL_TEXT_COLUMN]).to_pylist(),
         )
         for row in in_memory:
             del self._rows[row.values["row_id"]]
         self._segments.drop(part)
+
+    def _part_table(self, part: Part, rows: pa.Table) -> pa.Table:
+        generated = rows.select(self._table.generated_schema.names).combine_chunks()
+        table = self._table.columns(self._kept_of(part), generated)
+        return table.replace_schema_metadata(self._metadata)
 
     def _kept_of(self, part: Part) -> list[pa.RecordBatch]:
         """The part's kept columns; parts are asked for in order, batches end where parts end."""

@@ -7,7 +7,9 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.errors import RowError
+from batchinfer.job.input import arrow_text
 from batchinfer.job.input.arrow_text import python_rows, with_valid_text
+from batchinfer.text.row_values import decoded
 from tests.job.datasets import strings
 
 INVALID = b"caf\xe9"
@@ -119,3 +121,20 @@ def test_mending_keeps_nanoseconds() -> None:
     mended = with_valid_text(pa.StructArray.from_arrays([TEXT, times], ["role", "t"]))
     assert mended.field("t").equals(times)
     assert mended.field("role").to_pylist() == ["ok", MENDED, None]
+
+
+def test_of_a_text_that_is_too_large_only_as_much_is_read_as_shows_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arrow_text, "_MOST_BYTES", 8)
+    texts = ["x" * 9, "x" * 8, None, "", "x" * 1000]
+    for kind in (pa.string(), pa.large_binary()):
+        batch = pa.record_batch({"a": pa.array(texts, kind), "b": [[text] for text in texts]})
+        rows = python_rows(batch)
+        assert [row["a"] for row in rows] == [b"x" * 8, b"x" * 8, None, b"", b"x" * 8]
+        assert rows[0]["b"] == [b"x" * 9], "lists are as they are"
+
+
+def test_a_text_that_is_cut_is_too_large_all_the_same() -> None:
+    with pytest.raises(RowError, match="holds over 16777216 characters"):
+        decoded(b"x" * arrow_text._MOST_BYTES, "a")

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, LockedError, StorageError
 from batchinfer.job.input.format import InputFile
 from batchinfer.job.manifest import Manifest, read_manifest
+from batchinfer.job.output import directory
 from batchinfer.job.output.commit import commit as write_part
-from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.stats_tables import REQUESTS_SCHEMA
 from batchinfer.job.row_ids import Part
@@ -457,3 +459,12 @@ def test_a_record_says_what_is_in_the_part(out: OutputDir) -> None:
     assert record.control_text_row_ids == [5, 7]
     stored = json.loads((out.parts / "part-00000.json").read_bytes())
     assert stored["sha256"] == record.sha256
+
+
+def test_large_columns_are_written_without_a_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "_MOST_DICTIONARY_BYTES", 1000)
+    table = pa.table({"large": ["x" * 600, "y" * 600], "small": ["x", "y"]})
+    data = parquet_bytes([table])
+    group = pq.ParquetFile(pa.BufferReader(data)).metadata.row_group(0)
+    assert [group.column(at).has_dictionary_page for at in range(2)] == [False, True]
+    assert pq.read_table(pa.BufferReader(data)) == table

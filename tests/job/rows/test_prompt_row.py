@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.errors import RowError
@@ -50,3 +51,18 @@ def test_text_is_dropped_where_nobody_wants_it() -> None:
     assert isinstance(first.prompt, Prompt)
     assert first.prompt.text is None
     assert second is error
+
+
+def test_an_error_does_not_keep_the_row_it_is_about() -> None:
+    def fail() -> None:
+        text = b"\xff" * 100
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            raise RowError("invalid_utf8", "column prompt") from error
+
+    with pytest.raises(RowError) as raised:
+        fail()
+    row = PromptRow(0, raised.value)
+    assert row.prompt is raised.value
+    assert raised.value.__traceback__ is raised.value.__cause__ is raised.value.__context__ is None
