@@ -29,8 +29,10 @@ def folder_values(entries: Sequence[str], files: Sequence[str]) -> dict[str, Val
         entries: of ``input.path``.
         files: found there.
     """
-    bases = [(fixed_part(PurePosixPath(entry)), entry) for entry in entries]
-    return {file: _values(file, bases) for file in files}
+    paths = map(PurePosixPath, entries)
+    # What exists is taken as it is written, else an entry is a glob: below the first, none matches.
+    bases = [base for path in paths for base in (path, fixed_part(path))]
+    return {file: _values(PurePosixPath(file), bases) for file in files}
 
 
 class HiveFormat:
@@ -109,10 +111,9 @@ class HiveFormat:
         return replace(request, columns=own or any_own)
 
 
-def _values(file: str, bases: Sequence[tuple[PurePosixPath, str]]) -> Values:
-    path = PurePosixPath(file)
-    base = next(base for base, entry in bases if file == entry or path.is_relative_to(base))
-    named = (part.partition("=") for part in path.relative_to(base).parts[:-1])
+def _values(file: PurePosixPath, bases: Sequence[PurePosixPath]) -> Values:
+    base = next(base for base in bases if file.is_relative_to(base))
+    named = (part.partition("=") for part in file.relative_to(base).parts[:-1])
     return {
         unquote(key): None if value == _NULL else unquote(value)
         for key, equals, value in named

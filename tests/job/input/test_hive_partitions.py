@@ -56,6 +56,13 @@ def test_what_is_in_the_path_itself_is_no_column(lake: Path) -> None:
     assert open_source(str(lake / "lang=de" / "year=2025" / "x.parquet")).schema.names == ["prompt"]
 
 
+@pytest.mark.parametrize("name", ["a[*]b", "a[?]b/lang=de", "a[ab]*"])
+def test_a_folder_that_exists_is_no_glob(tmp_path: Path, name: str) -> None:
+    write_parquet(tmp_path / name / "k=a" / "x.parquet", {"prompt": ["p"]})
+    assert rows(tmp_path / name) == [{"prompt": "p", "k": "a"}]
+    assert rows(tmp_path / name / "k=a" / "x.parquet") == [{"prompt": "p"}]
+
+
 def test_a_column_of_the_files_is_read_from_them(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in" / "k=a" / "x.parquet", {"prompt": ["p"], "k": ["own"]})
     assert rows(tmp_path / "in") == [{"prompt": "p", "k": "own"}]
