@@ -28,6 +28,10 @@ _KEPT_OUT = _NAMED | {"s": f"[{_ANY_BLANKS}]", "S": f"[^{_BLANKS}]"}
 """Within ``[^...]``."""
 _DATA = frozenset({"const", "enum", "default", "examples"})
 """Keys of a schema below which ``pattern`` is a value's own."""
+_BY_NAME = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+"""Keys of a schema below which any key is a name, and its value a schema."""
 
 
 def has_match(pattern: str, text: str) -> bool:
@@ -86,10 +90,10 @@ def with_ascii_patterns(schema: Any) -> Any:
     for key, value in schema.items():
         if key == "pattern" and isinstance(value, str):
             changed[key] = with_ascii_classes(value)
-        elif key == "patternProperties" and isinstance(value, dict):
+        elif key in _BY_NAME and isinstance(value, dict):
+            spell = with_ascii_classes if key == "patternProperties" else str
             changed[key] = {
-                with_ascii_classes(name): with_ascii_patterns(of_name)
-                for name, of_name in value.items()
+                spell(name): with_ascii_patterns(of_name) for name, of_name in value.items()
             }
         else:
             changed[key] = value if key in _DATA else with_ascii_patterns(value)

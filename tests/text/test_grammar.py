@@ -141,6 +141,15 @@ def test_classes_are_spelt_out_in_patterns_only() -> None:
     assert with_ascii_patterns(schema) == spelt | values
 
 
+@pytest.mark.parametrize(
+    "name", ["const", "enum", "default", "examples", "pattern", "patternProperties", "properties"]
+)
+@pytest.mark.parametrize("key", ["properties", "$defs", "definitions", "dependentSchemas"])
+def test_a_property_may_have_the_name_of_a_key_of_schemas(key: str, name: str) -> None:
+    spelt = {key: {name: {"pattern": "[0-9]"}}}
+    assert with_ascii_patterns({key: {name: {"pattern": r"\d"}}}) == spelt
+
+
 def test_a_lark_grammar_may_recur() -> None:
     grammar = BYTES.compile(asked(grammar='start: "(" start ")" | "x"'))
     assert accepts(grammar, byte_tokenizer(), 0, "((x))")
