@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.config import PromptConfig, SamplingParams
-from batchinfer.console.format import printable
 from batchinfer.errors import RowError, UsageError
 from batchinfer.job.fingerprint import digest, fingerprint_facts
 from batchinfer.job.input.arrow_text import is_conversation
@@ -40,38 +39,51 @@ BuildEngine = Callable[..., "EngineContext"]
 
 @dataclass(frozen=True)
 class Job:
-    """A job whose data and output directory have been looked at."""
+    """A job whose data has been looked at."""
 
     spec: JobSpec
     source: Source
     table: OutputTable
     manifest: Manifest
+
+
+@dataclass(frozen=True)
+class OutputJob(Job):
+    """A job that writes its output."""
+
     out: OutputDir
     combined_output: Path | None = None
     """Where all lines of OpenAI's output and error files go as well, in input order."""
 
 
+def open_input(spec: JobSpec) -> Source:
+    """The dataset of a job.
+
+    Raises:
+        JobError: it cannot be read.
+    """
+    return open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
+
+
 def open_job(
     spec: JobSpec,
-    out: OutputDir,
-    facts_of: Callable[[ModelSpec], Mapping[str, Any]] = model_facts,
+    source: Source,
+    facts_of: Callable[[ModelSpec], Mapping[str, Any]] | None = model_facts,
 ) -> Job:
-    """Check data, columns and model files against the job, without changing anything.
+    """Check columns and model files against the job, without changing anything.
 
     Args:
-        facts_of: gives what tells its model from others.
+        facts_of: gives what tells its model from others; None: the manifest has no fingerprint.
 
     Raises:
         JobError: the job cannot be run.
     """
-    source = open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
-    _refuse_own_output(source, out)
     check_prompt_columns(spec.prompt, source)
     TASKS[spec.task].check_columns(spec, source)
     table = output_table(source, spec)
-    facts = fingerprint_facts(spec, facts_of(spec.model))
+    facts = {} if facts_of is None else fingerprint_facts(spec, facts_of(spec.model))
     manifest = Manifest(
-        fingerprint=digest(facts),
+        fingerprint=digest(facts) if facts else "",
         job=facts,
         input_paths=spec.input.paths,
         inputs=source.files,
@@ -80,17 +92,7 @@ def open_job(
         planned_at=datetime.now().isoformat(timespec="seconds"),
         bounds=source.bounds(spec.output.rows_per_part),
     )
-    return Job(spec, source, table, manifest, out)
-
-
-def _refuse_own_output(source: Source, out: OutputDir) -> None:
-    """Wherever links lead: starting over must not delete what is read."""
-    for file in source.files:
-        if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
-            raise UsageError(
-                f"output.path: {printable(file.path)} is both input and output of this job",
-                hint="give the output a folder of its own",
-            )
+    return Job(spec, source, table, manifest)
 
 
 @dataclass(frozen=True)

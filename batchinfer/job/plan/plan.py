@@ -16,14 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.console.format import did_you_mean
 from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
-from batchinfer.job.job import Job, load, open_job
-from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.job import Job, load, open_input, open_job
 from batchinfer.job.plan.census import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
 from batchinfer.job.plan.estimate import Outcome
 from batchinfer.job.plan.simulation import FixedLengths, Lengths, Simulation
@@ -56,8 +54,7 @@ def plan_job(
     if spec.accept is not None:  # an upper bound, as max_tokens is
         most = replace(spec.sampling, n=spec.accept.max_tries)
         spec = spec.model_copy(update={"sampling": most})
-    # What the output directory holds, and which files make the model, matters to runs alone.
-    job = open_job(spec, OutputDir(Path(spec.output.path)), lambda model: {})
+    job = open_job(spec, open_input(spec), facts_of=None)
     from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
 
     context = build_dry_engine(

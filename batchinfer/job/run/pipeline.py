@@ -30,7 +30,7 @@ from threading import Event
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
-from batchinfer.job.job import Job, LoadedJob
+from batchinfer.job.job import LoadedJob, OutputJob
 from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.resume import RecoveredRows
@@ -52,7 +52,11 @@ _QUARANTINED = RowError("crashed_engine", "the process died twice while this row
 
 
 def run_pipeline(
-    job: Job, recovered: RecoveredRows, loaded: LoadedJob | None, progress: Progress, stop: Event
+    job: OutputJob,
+    recovered: RecoveredRows,
+    loaded: LoadedJob | None,
+    progress: Progress,
+    stop: Event,
 ) -> bool:
     """Make the parts that are not finished.
 
@@ -122,7 +126,7 @@ def flush_on_exit(recorder: Recorder, part_writer: PartWriter) -> Iterator[None]
 class RowPipeline:
     """Runs rows with nothing beside them."""
 
-    job: Job
+    job: OutputJob
     recovered: RecoveredRows
     loaded: LoadedJob
     recorder: Recorder
@@ -198,7 +202,7 @@ def _finished(task: LoadedTask, result: RowResult) -> FinishedRow:
     return task.finish(row, result.completions)
 
 
-def _file_metadata(job: Job) -> dict[str, str]:
+def _file_metadata(job: OutputJob) -> dict[str, str]:
     """Key-value metadata of every part: what made it, nothing of when or where."""
     facts, model = job.manifest.job, job.spec.model
     template = json.dumps(facts["prompt"], sort_keys=True).encode()

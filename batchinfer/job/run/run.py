@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from batchinfer.console.format import printable
 from batchinfer.console.progress import make_progress, print_line
 from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.unique_ids import check_unique_ids
-from batchinfer.job.job import BuildEngine, Job, load, open_job
+from batchinfer.job.job import BuildEngine, OutputJob, load, open_input, open_job
 from batchinfer.job.openai.export import export
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.export_record import is_there
@@ -71,7 +73,7 @@ def run_job(
     Raises:
         JobError: the job cannot be run; finished rows stay.
     """
-    job = replace(open_job(spec, output_at(spec.output.path)), combined_output=combined_output)
+    job = _open(spec, output_at(spec.output.path), combined_output)
     reporter = RunReporter(quiet, as_json, report)
     if_exists = "overwrite" if overwrite else spec.output.if_exists
     if retry_errors and if_exists == "overwrite":
@@ -92,8 +94,29 @@ def run_job(
         return _run(job, resume, if_exists, reporter, build)
 
 
+def _open(spec: JobSpec, out: OutputDir, combined_output: Path | None) -> OutputJob:
+    source = open_input(spec)
+    _refuse_own_output(source, out)
+    job = open_job(spec, source)
+    return OutputJob(spec, source, job.table, job.manifest, out, combined_output)
+
+
+def _refuse_own_output(source: Source, out: OutputDir) -> None:
+    """Wherever links lead: starting over must not delete what is read."""
+    for file in source.files:
+        if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
+            raise UsageError(
+                f"output.path: {printable(file.path)} is both input and output of this job",
+                hint="give the output a folder of its own",
+            )
+
+
 def _run(
-    job: Job, resume: ResumePlan, if_exists: str, reporter: RunReporter, build: BuildEngine | None
+    job: OutputJob,
+    resume: ResumePlan,
+    if_exists: str,
+    reporter: RunReporter,
+    build: BuildEngine | None,
 ) -> ExitCode:
     """Make the parts that are not finished."""
     recover = from_scratch if resume.starts_over else recover_rows
@@ -133,7 +156,7 @@ def _like_before(build: BuildEngine, before: Mapping[str, str]) -> BuildEngine:
     return partial(build, kernels_before=before) if before else build
 
 
-def _is_finished(job: Job, if_exists: str) -> bool:
+def _is_finished(job: OutputJob, if_exists: str) -> bool:
     """Whether the job is finished, found without a lock or the right to write.
 
     Raises:
@@ -151,11 +174,11 @@ def _claims_success(out: OutputDir) -> bool:
     return all(out.files.stat(path) is not None for path in (out.success, out.summary))
 
 
-def _exports(job: Job) -> bool:
+def _exports(job: OutputJob) -> bool:
     return job.spec.output.format == "openai-batch"
 
 
-def _finish(job: Job, reporter: RunReporter) -> ExitCode:
+def _finish(job: OutputJob, reporter: RunReporter) -> ExitCode:
     """Write the statistics of a job whose parts are made, and _SUCCESS if few rows failed."""
     refuse_unexpected_files(job.out, job.manifest)
     records = job.out.of_each(partial(_record, job), job.manifest.parts())
@@ -173,7 +196,7 @@ def _finish(job: Job, reporter: RunReporter) -> ExitCode:
     return ExitCode.OK
 
 
-def _nothing_selected(job: Job) -> list[str]:
+def _nothing_selected(job: OutputJob) -> list[str]:
     """A line to say where a filter leaves nothing to run: most often it is misspelt."""
     chosen = job.spec.input
     if chosen.filter is None or chosen.limit == 0 or job.source.num_rows:
@@ -182,7 +205,7 @@ def _nothing_selected(job: Job) -> list[str]:
     return [f"input.filter selects none of the {there:,} rows"]
 
 
-def _record(job: Job, part: Part) -> PartRecord:
+def _record(job: OutputJob, part: Part) -> PartRecord:
     """The record of a part that has been made; nothing may have touched it since."""
     try:
         record = job.out.finished(part)

@@ -232,6 +232,15 @@ def test_no_weights_are_needed(tmp_path: Path, model: Path) -> None:
     assert plan_job(spec) | {"model": {}} == with_weights | {"model": {}}
 
 
+def test_where_the_output_goes_does_not_matter(tmp_path: Path, model: Path) -> None:
+    columns = {"prompt": texts(6, 3, 10, 30)}
+    inside, in_store = (
+        job(tmp_path, model, columns, output={"path": path})
+        for path in (str(tmp_path), "s3://bucket/out")
+    )
+    assert plan_job(inside) == plan_job(in_store)
+
+
 def test_expected_lengths_end_answers_sooner(tmp_path: Path, model: Path) -> None:
     columns = {
         "prompt": texts(7, 50, 10, 30),
