@@ -76,7 +76,7 @@ class Probe:
 
 
 class ModuleCall(NamedTuple):
-    """A call of a module: the very objects that it took and gave."""
+    """A call of a module: what it took and gave."""
 
     module: nn.Module
     arguments: tuple[Any, ...]
@@ -85,20 +85,32 @@ class ModuleCall(NamedTuple):
 
 
 @contextmanager
-def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Record each call of one of the modules inside, when it has returned."""
+def record_calls(
+    modules: Iterable[nn.Module], *, clone: bool = False
+) -> Iterator[list[ModuleCall]]:
+    """Record each call of one of the modules inside, when it has returned.
+
+    Args:
+        clone: record copies of positional arguments and the output, which what is called later may
+            change in place; else the very objects.
+    """
     calls: list[ModuleCall] = []
-    hooks = [
-        module.register_forward_hook(
-            lambda *call: calls.append(ModuleCall(*call)), with_kwargs=True
-        )
-        for module in modules
-    ]
+
+    def record(module: nn.Module, arguments: tuple[Any, ...], options: Any, output: Any) -> None:
+        if clone:
+            arguments, output = tuple(map(_cloned, arguments)), _cloned(output)
+        calls.append(ModuleCall(module, arguments, options, output))
+
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
     try:
         yield calls
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class AttentionCall(NamedTuple):

@@ -105,7 +105,7 @@ def swap_layers(model: nn.Module, layout: KVLayout, make: Callable[[Any], nn.Mod
         The number of layers swapped.
     """
     probe, count = Probe(model, layout, _TOKENS), 0
-    with record_calls(filter(_is_pre_norm_layer, model.modules())) as calls:
+    with record_calls(filter(_is_pre_norm_layer, model.modules()), clone=True) as calls:
         probe.logits()
     recorded = {call.module: call for call in calls}
     with torch.inference_mode(), probe.in_forward():
