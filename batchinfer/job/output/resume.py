@@ -110,7 +110,7 @@ def clear_output(out: OutputDir, work: ResumePlan) -> None:
         StorageError: the directory cannot be written to.
     """
     if work.starts_over:
-        with storage_errors(out.root):
+        with storage_errors(out.root, "delete"):
             _clear(out)
         _make_directories(out)
         _store_plan(out, work)
@@ -177,7 +177,7 @@ def _store_plan(out: OutputDir, work: ResumePlan) -> None:
     else:
         store_manifest(out, work.manifest)
     if work.todo:
-        with storage_errors(out.success):
+        with storage_errors(out.success, "delete"):
             out.files.delete(out.success)
             out.files.sync(out.root)
 

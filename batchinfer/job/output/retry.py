@@ -42,14 +42,14 @@ def reopen(out: OutputDir, plan: Manifest, generated: pa.Schema) -> None:
     reopened = _parts_with_errors(out, plan, "marks")
     if not reopened:
         return
-    with storage_errors(out.root):
+    with storage_errors(out.success, "delete"):
         out.files.delete(out.success)
         out.files.sync(out.root)
     for part, record in reopened:
         table = _good_rows(out, part, record, segments.schema)
         if table.num_rows:
             segments.add(table)
-        with storage_errors(out.parts):
+        with storage_errors(out.parts, "delete"):
             out.files.delete(out.record(part))
             out.files.sync(out.parts)  # or it might come back beside another file
 

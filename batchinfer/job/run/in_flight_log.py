@@ -62,7 +62,9 @@ class InFlightLog:
             StorageError: that fails, and the run ended in order; else its own error says more.
         """
         own_error_first = suppress(StorageError) if kind else nullcontext()
-        with own_error_first, storage_errors(self._path, "delete"):
-            self._file.close()
+        with own_error_first:
+            with storage_errors(self._path):
+                self._file.close()  # writes what a store has not got yet
             if kind is None or issubclass(kind, JobError):
-                self._files.delete(self._path)
+                with storage_errors(self._path, "delete"):
+                    self._files.delete(self._path)

@@ -256,7 +256,7 @@ def storage_errors(path: PurePath, verb: str = "write") -> Iterator[None]:
     """Turn the operating system's errors into StorageError, naming ``path``.
 
     Args:
-        verb: what was done to it: ``write``, ``delete`` or ``read``.
+        verb: what was done to it: ``write`` or ``delete``.
     """
     try:
         yield

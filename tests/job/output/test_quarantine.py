@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,19 @@ def test_a_write_cut_short_hides_nothing_before_it(out: OutputDir) -> None:
 def test_a_damaged_memory_is_no_suspicion(out: OutputDir) -> None:
     out.suspects.write_bytes(b"{")
     assert attribute_crashes(out, ALL) == CrashHistory()
+
+
+def test_a_log_whose_end_cannot_be_written_is_a_storage_error(
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(BytesIO):
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(out.files, "append_to", lambda path, *, at_once: Full())
+    full = r"cannot write .*run-00001: No space left"
+    with pytest.raises(StorageError, match=full), InFlightLog(out, "run-00001") as log:
+        log.note([1])
 
 
 @pytest.mark.parametrize("end", [None, DataError("the input is gone")])

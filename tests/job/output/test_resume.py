@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -288,6 +289,25 @@ def test_overwriting_and_trying_errors_again_exclude_each_other(tmp_path: Path) 
     prompts(tmp_path)
     with pytest.raises(UsageError, match="--retry-errors"):
         run_job(job(tmp_path), build=Build(), overwrite=True, retry_errors=True)
+
+
+@pytest.mark.parametrize("again", ["overwrite", "retry_errors"])
+def test_what_cannot_be_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    prompts(tmp_path, bad=(1,))
+    spec = job(tmp_path, errors={"max_error_rate": 1.0})
+    assert run_job(spec, build=Build(), quiet=True) is ExitCode.OK
+    delete = LocalFiles.delete
+
+    def refuse(files: LocalFiles, path: PurePath) -> None:
+        if path.name == "_SUCCESS":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        delete(files, path)
+
+    monkeypatch.setattr(LocalFiles, "delete", refuse)
+    with pytest.raises(StorageError, match=r"cannot delete .*out.*: Operation not permitted"):
+        run_job(spec, build=Build(), quiet=True, **{again: True})
 
 
 class Dies(Build):
