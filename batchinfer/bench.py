@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.config import EngineConfig, SamplingParams, field_names
+from batchinfer.config import SamplingParams
 from batchinfer.errors import DataError, JobError, RowError, StorageError, UsageError
-from batchinfer.options import BenchOptions
+from batchinfer.options import BENCH_ENGINE_KEYS, BenchOptions, given
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
 
 _COLUMNS = ("prompt_token_ids", "token_ids", "prompt", "text")
@@ -95,8 +95,7 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
         dataset_prompts = read_dataset(options.dataset, options.num_prompts)
     from batchinfer.llm import LLM  # imports torch, which takes seconds
 
-    keys_given = ((name, getattr(options, name, None)) for name in field_names(EngineConfig))
-    keys = {name: value for name, value in keys_given if value is not None}
+    keys = given(options, BENCH_ENGINE_KEYS)
     try:
         llm = LLM(options.model, dtype=options.dtype, **keys)
     except ValueError as error:

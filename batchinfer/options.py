@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,13 @@ Model = Annotated[str, typer.Option("--model", help="Hub id or local directory."
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Count = Annotated[int | None, typer.Option(min=1)]
 """None: the engine's or the model's own."""
+
+
+MODEL_KEYS = ("revision", "tokenizer", "dtype", "max_model_len")
+"""Options that are keys of the section ``model`` as well."""
+BENCH_ENGINE_KEYS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks")
+BATCH_ENGINE_KEYS = (*BENCH_ENGINE_KEYS, "gpu_memory_utilization", "kv_cache_dtype")
+"""Options that are keys of the section ``engine`` as well."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,12 @@ class BenchOptions:
             raise UsageError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
         if self.output_json is not None:
             _check_writable(self.output_json)
+
+
+def given(options: BatchOptions | BenchOptions, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the options called ``names`` that are given, by name."""
+    values = ((name, getattr(options, name)) for name in names)
+    return {name: value for name, value in values if value is not None}
 
 
 def _check_writable(path: Path) -> None:

@@ -7,7 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
+from batchinfer.config import EngineConfig, ModelConfig, PromptConfig, SamplingParams, field_names
+from batchinfer.options import (
+    BATCH_ENGINE_KEYS,
+    BENCH_ENGINE_KEYS,
+    MODEL_KEYS,
+    BatchOptions,
+    BenchOptions,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "keys"),
+    [
+        (BatchOptions, ModelConfig, MODEL_KEYS),
+        (BatchOptions, EngineConfig, BATCH_ENGINE_KEYS),
+        (BenchOptions, EngineConfig, BENCH_ENGINE_KEYS),
+    ],
+)
+def test_options_with_the_name_of_a_key_are_passed_on(
+    options: type, config: type, keys: tuple[str, ...]
+) -> None:
+    assert set(keys) == set(field_names(options)) & set(field_names(config))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ What the job needs to go on after an interruption is in a folder beside the outp
 from __future__ import annotations
 
 import os.path
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from batchinfer.config import EngineConfig, field_names
 from batchinfer.console.format import printable
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.run.run import run_job
@@ -20,9 +18,8 @@ from batchinfer.job.spec.load import checked_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.yaml import YamlText
 from batchinfer.job.storage.urls import is_url
-from batchinfer.options import BatchOptions
+from batchinfer.options import BATCH_ENGINE_KEYS, MODEL_KEYS, BatchOptions, given
 
-_MODEL_KEYS = ("revision", "tokenizer", "dtype", "max_model_len")
 _TO_THE_END = 2**31 - 1
 """As ``max_tokens``: all that the model's length leaves after the prompt."""
 
@@ -53,20 +50,15 @@ def _keys(options: BatchOptions) -> dict[str, Any]:
         "model": {
             "name": options.model,
             "served_model_name": options.served_model_name or options.model,
-            **_given(options, _MODEL_KEYS),
+            **given(options, MODEL_KEYS),
         },
         "input": {"path": options.input_file, "format": "openai-batch"},
         "prompt": {name: value for name, value in prompt.items() if value is not None},
         "sampling": {"max_tokens": options.max_tokens or _TO_THE_END, "seed": options.seed},
-        "engine": _given(options, field_names(EngineConfig)),
+        "engine": given(options, BATCH_ENGINE_KEYS),
         "output": {"path": str(options.state_directory), "format": "openai-batch"},
         "errors": {"max_error_rate": 1.0},  # each is in the output, as a line of its own
     }
-
-
-def _given(options: BatchOptions, names: Iterable[str]) -> dict[str, Any]:
-    values = ((name, getattr(options, name, None)) for name in names)
-    return {name: value for name, value in values if value is not None}
 
 
 def run_batch(options: BatchOptions) -> ExitCode:
