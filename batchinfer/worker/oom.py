@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from traceback import clear_frames
 from types import TracebackType
 
@@ -21,8 +20,15 @@ _MESSAGES = (
 _LONGEST_REASON = 200  # characters; torch goes on to explain its allocator
 
 
-class _OutOfMemoryRaiser:
-    """A class, as a generator would cost each step a microsecond."""
+class raise_out_of_memory:  # noqa: N801
+    """Turn an error inside for want of memory into ``OutOfMemory``, and let go of what it had.
+
+    A class, as a generator would cost each step a microsecond.
+
+    Raises:
+        OutOfMemory: there was too little memory. The tensors of the functions that failed are gone
+            by then, and torch keeps no CUDA memory that nothing uses.
+    """
 
     def __enter__(self) -> None:
         pass
@@ -37,19 +43,6 @@ class _OutOfMemoryRaiser:
         error.__context__ = error.__cause__ = None
         torch.cuda.empty_cache()
         raise OutOfMemory(reason) from None
-
-
-_RAISER = _OutOfMemoryRaiser()
-
-
-def raise_out_of_memory() -> AbstractContextManager[None]:
-    """Turn an error inside for want of memory into ``OutOfMemory``, and let go of what it had.
-
-    Raises:
-        OutOfMemory: there was too little memory. The tensors of the functions that failed are gone
-            by then, and torch keeps no CUDA memory that nothing uses.
-    """
-    return _RAISER
 
 
 def is_out_of_memory(error: BaseException) -> bool:
