@@ -161,7 +161,7 @@ def _row_reader(
     conversations = [field.name for field in schema if is_conversation(field.type)]
     prompts = _prompts(job, context, processes, make, spec.prompt, schema.names, conversations)
     adapters = RowAdapters(spec.prompt.adapter_column, context.adapters)
-    params = make_params() if spec.task_spec.sampling is None else None
+    params = make_params() if spec.task_spec.draws else None
     return ColumnReader(prompts, params, adapters, schema.names)
 
 

@@ -82,7 +82,7 @@ def _lengths(
 ) -> Lengths:
     """Expected lengths of a task's samples; ``task`` is None where there are no rows."""
     facts = context.max_model_len, context.eos_token_ids, expected
-    if spec.task_spec.sampling is None:
+    if spec.task_spec.draws:
         return Lengths(*facts)
     if expected is not None:
         raise UsageError(f"--expect-output-tokens: a job with task: {spec.task} writes no tokens")

@@ -117,15 +117,13 @@ def finished_row(
     return FinishedRow(values, stats, row.prompt.has_control_text, row.distinct_tokens)
 
 
-def failed_row(row_id: int, error: RowError) -> FinishedRow:
-    """A row that the engine does not run."""
+def failed_row(row_id: int, error: RowError, results: Mapping[str, Any]) -> FinishedRow:
+    """A row that the engine does not run, with ``Task.failed_results``."""
     num_tokens = error.num_tokens if isinstance(error, PromptTooLongError) else None
     values: dict[str, Any] = {
         "row_id": row_id,
-        "generated_text": None,
-        "outputs": [],
+        **results,
         "num_prompt_tokens": num_tokens,
-        "num_output_tokens": 0,
         "truncated": False,
         "status": "error",
         "error": error_value(error.code, error.message),

@@ -97,4 +97,5 @@ GENERATE_TASK = Task(
     _load,
     _summarise,
     ("generated_text", "outputs.list.element.finish_reason", "num_output_tokens"),
+    {"generated_text": None, "outputs": [], "num_output_tokens": 0},
 )

@@ -185,5 +185,6 @@ SCORE_TASK = Task(
     lambda job, context, grammars: Scoring(context.tokenizer, job.output.include),
     _summarise,
     ("score.list.element.sum_logprob", "perplexity"),
+    {"score": None, "perplexity": None},
     _check_columns,
 )

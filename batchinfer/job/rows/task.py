@@ -37,6 +37,8 @@ class Task:
     and the columns ``summarised``."""
     summarised: Sequence[str]
     """Columns of its own, nested ones by their Parquet paths."""
+    failed_results: Mapping[str, Any]
+    """Values of the columns that not every task has, in a row that the engine does not run."""
     check_columns: Callable[[JobSpec, Source], None] = lambda job, source: None
     """Raises DataError where an input column that it reads beside the prompt's cannot be used."""
 

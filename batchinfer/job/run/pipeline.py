@@ -30,13 +30,14 @@ from threading import Event
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
-from batchinfer.job.job import LoadedJob, OutputJob
+from batchinfer.job.job import Job, LoadedJob, OutputJob
 from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.resume import RecoveredRows
 from batchinfer.job.rows.finished_row import FinishedRow, failed_row
 from batchinfer.job.rows.prompt_row import prompt_rows, without_text
 from batchinfer.job.rows.task import LoadedTask
+from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.rows.token_store import TokenStore
 from batchinfer.job.rows.window import RowBatch, plan_windows
 from batchinfer.job.run.dedup import RequestDeduplicator
@@ -90,7 +91,7 @@ def run_pipeline(
     with flush_on_exit(recorder, part_writer):
         part_writer.write_complete()  # parts that lack no row, like that of an empty dataset
         for row_id in recovered.crash_history.given_up:
-            part_writer.add(failed_row(row_id, _QUARANTINED))
+            part_writer.add(_failed(job, row_id, _QUARANTINED))
         if loaded is None:
             return True
         recorder.loaded(loaded.context, loaded.seconds)
@@ -157,7 +158,7 @@ class RowPipeline:
             if finished.recovered is not None:
                 self.recorder.note_recovery(finished.recovered)
             for result in finished.rows:
-                self.part_writer.add(_finished(task, result))
+                self.part_writer.add(_finished(self.job, task, result))
             self.part_writer.flush_if_due()
 
         window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
@@ -195,11 +196,15 @@ class RowPipeline:
         )
 
 
-def _finished(task: LoadedTask, result: RowResult) -> FinishedRow:
+def _finished(job: Job, task: LoadedTask, result: RowResult) -> FinishedRow:
     row = result.row
     if isinstance(row.prompt, RowError):
-        return failed_row(row.row_id, row.prompt)
+        return _failed(job, row.row_id, row.prompt)
     return task.finish(row, result.completions)
+
+
+def _failed(job: Job, row_id: int, error: RowError) -> FinishedRow:
+    return failed_row(row_id, error, TASKS[job.spec.task].failed_results)
 
 
 def _file_metadata(job: OutputJob) -> dict[str, str]:

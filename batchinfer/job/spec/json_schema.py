@@ -42,7 +42,7 @@ def _task_rule(task: TaskSpec) -> dict[str, Any]:
             "properties": {"task": {"const": task.name}},
             **({} if is_default else {"required": ["task"]}),
         },
-        "then": sampling if task.sampling is None else {"not": sampling},
+        "then": sampling if task.draws else {"not": sampling},
     }
     if task.section is not None:
         rule["else"] = {"properties": {task.section: {"type": "null"}}}

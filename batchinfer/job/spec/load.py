@@ -159,7 +159,7 @@ def _check(document: JobDocument) -> JobSpec:
     except ValidationError as error:
         raise usage_error(error, document) from None
     max_tokens: KeyPath = ("sampling", "max_tokens")
-    if spec.task_spec.sampling is None and not document.has(max_tokens):
+    if spec.task_spec.draws and not document.has(max_tokens):
         raise document.error(max_tokens, " is required: the most tokens an answer may have")
     seed: KeyPath = ("sampling", "seed")
     if document.has(seed) and document.get(seed) is None:

@@ -31,6 +31,11 @@ class TaskSpec:
     section: str | None = None
     """The section that no other task may have."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws tokens, with the job file's ``sampling``."""
+        return self.sampling is None
+
     def columns(self, include: Collection[str]) -> tuple[str, ...]:
         """Names of the columns that a job writes beside the input's, in order.
 

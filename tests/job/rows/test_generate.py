@@ -10,6 +10,8 @@ from batchinfer.engine.prompt_logprobs import PromptLogprobs
 from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
 from batchinfer.job.rows.finished_row import RowFinisher, failed_row
+from batchinfer.job.rows.task import Task
+from batchinfer.job.rows.tasks import TASKS
 from batchinfer.protocols import StopMatch
 from batchinfer.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.text.prompts import Prompt, PromptTooLongError
@@ -165,7 +167,7 @@ def test_the_prompt_is_the_one_the_model_saw() -> None:
 
 
 def test_a_prompt_that_is_too_long_was_counted() -> None:
-    values = failed_row(7, PromptTooLongError(300, 255)).values
+    values = failed_row(7, PromptTooLongError(300, 255), {}).values
     assert values["error"] == {
         "code": "prompt_too_long",
         "message": "the prompt has 300 tokens, over 255",
@@ -174,8 +176,14 @@ def test_a_prompt_that_is_too_long_was_counted() -> None:
 
 
 def test_a_row_that_never_reached_the_engine() -> None:
-    row = failed_row(7, RowError("empty_prompt", "no text"))
+    row = failed_row(7, RowError("empty_prompt", "no text"), {"outputs": []})
     assert row.stats is None
     assert row.values["error"] == {"code": "empty_prompt", "message": "no text"}
     assert row.values["num_prompt_tokens"] is None
     assert row.values["outputs"] == []
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_row_that_failed_has_columns_of_its_task_alone(task: Task) -> None:
+    row = failed_row(7, RowError("empty_prompt", "no text"), task.failed_results)
+    assert row.values.keys() == set(task.spec.columns(()))
