@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.request import Completion, Request, TokenLogprobs
+from batchinfer.engine.request import Completion, Request, TokenIds, TokenLogprobs
 from batchinfer.errors import RowError
 from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory
 from batchinfer.text.grammar import GrammarCompiler
@@ -58,14 +57,17 @@ class PromptRow:
         """Tokens that are computed after the prompt and given with it."""
         return 0 if isinstance(self.prompt, RowError) else self.prompt.num_tokens_after
 
-    def with_prompt(self, **changes: Any) -> PromptRow:
-        """The row with other fields of its prompt; one that cannot run stays as it is."""
+    def without_text(self) -> PromptRow:
+        """The row without its prompt's text; one that cannot run stays as it is."""
         if isinstance(self.prompt, RowError):
             return self
-        prompt = replace(self.prompt, **changes)
-        lengths = self.reused_prefix_len, self.distinct_tokens
-        # Called for every row, for which replace would take three times as long.
-        return PromptRow(self.row_id, prompt, self.sampling, *lengths, self.adapter)
+        return replace(self, prompt=replace(self.prompt, text=None))
+
+    def with_token_ids(self, token_ids: TokenIds) -> PromptRow:
+        """The row with other token ids of its prompt; one that cannot run stays as it is."""
+        if isinstance(self.prompt, RowError):
+            return self
+        return replace(self, prompt=replace(self.prompt, token_ids=token_ids))
 
 
 class RequestMaker:

@@ -109,6 +109,7 @@ def finished(
 
 def _sample(sample: SampleOutput, request: Request, tokenizer: Tokenizer) -> CompletionOutput:
     token_ids = sample.token_ids.tolist()
+    before = request.prompt_token_ids[-MAX_CHAR_TOKENS:].tolist()
     return CompletionOutput(
         index=sample.index,
         text=output_text(tokenizer, sample, request.params),
@@ -118,7 +119,7 @@ def _sample(sample: SampleOutput, request: Request, tokenizer: Tokenizer) -> Com
         cumulative_logprob=sample.cumulative_logprob,
         logprobs=None
         if sample.logprobs is None
-        else _logprobs(sample.logprobs, request.prompt_token_ids.tolist() + token_ids, tokenizer),
+        else _logprobs(sample.logprobs, before + token_ids, tokenizer),
         score=sample.score,
     )
 
@@ -138,7 +139,7 @@ def _logprobs(
     """Each token's alternatives, best first, and the token itself, by token id.
 
     Args:
-        text: ids of all tokens up to the last of ``tokens``.
+        text: ids of ``tokens`` and of those before them, ``MAX_CHAR_TOKENS`` or all.
     """
     first = len(text) - len(tokens)
     return [

@@ -98,4 +98,4 @@ def _batch(pieces: Iterator[Rows], num_rows: int) -> tuple[list[int], list[Row]]
 def without_text(batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
     """Rows without their prompts' text, which else stays in memory until they are finished."""
     for rows in batches:
-        yield [row.with_prompt(text=None) for row in rows]
+        yield [row.without_text() for row in rows]

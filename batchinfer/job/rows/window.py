@@ -93,7 +93,7 @@ class RowBatch:
     def prompt_rows(self) -> list[PromptRow]:
         """The rows, their token ids read back."""
         return [
-            row.with_prompt(token_ids=token_ids(key))
+            row.with_token_ids(token_ids(key))
             for row, key in zip(self.rows, self.keys, strict=True)
         ]
 
@@ -152,7 +152,7 @@ class _Window:
         self._store.add(
             [_NO_TOKENS if isinstance(r.prompt, RowError) else r.prompt.token_ids for r in batch]
         )
-        self._rows += [row.with_prompt(token_ids=_NO_TOKENS) for row in batch]
+        self._rows += [row.with_token_ids(_NO_TOKENS) for row in batch]
 
     @property
     def has_grown(self) -> bool:

@@ -88,7 +88,7 @@ class RequestDeduplicator:
             return False
         if self._num_waiting >= MAX_WAITING:
             return False
-        leader.followers.append(row.with_prompt(token_ids=leader.key.token_ids))
+        leader.followers.append(row.with_token_ids(leader.key.token_ids))
         self._num_waiting += 1
         return True
 
