@@ -73,7 +73,7 @@ def report_at_end(out: OutputDir, log: Callable[[str], None]) -> bool:
     """Write the report on a job that has just ended.
 
     Args:
-        tell: told, in a line, why there is no report.
+        log: told, in a line, why there is no report.
 
     Returns:
         Whether it is there.
