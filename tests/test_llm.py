@@ -233,11 +233,11 @@ def test_an_interrupted_call_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     expected = llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs
-    monkeypatch.setattr(llm._built.engine._runner, "submit", interrupt)
+    monkeypatch.setattr(llm._context.engine._runner, "submit", interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "def", "some more words to fill blocks with"], GREEDY, use_tqdm=False)
     monkeypatch.undo()
-    check_scheduler(llm._built.engine.scheduler)
+    check_scheduler(llm._context.engine.scheduler)
     assert llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs == expected
 
 
@@ -278,7 +278,7 @@ def test_a_call_from_within_a_call_is_refused(llm: LLM, monkeypatch: pytest.Monk
     def call_again(*_: object) -> None:
         llm.generate("b", GREEDY, use_tqdm=False)
 
-    monkeypatch.setattr(llm._built.engine._runner, "submit", call_again)
+    monkeypatch.setattr(llm._context.engine._runner, "submit", call_again)
     with pytest.raises(RuntimeError, match="generate is called from within another call"):
         llm.generate("a", GREEDY, use_tqdm=False)
     monkeypatch.undo()
@@ -289,7 +289,7 @@ def test_stats_never_wait_for_a_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     """Another thread, and a callback, see the steps done so far."""
     seen: list[float] = []
     elsewhere: list[dict[str, dict[str, float]]] = []
-    submit = llm._built.engine._runner.submit
+    submit = llm._context.engine._runner.submit
 
     def look(*arguments: Any) -> Any:
         other = threading.Thread(target=lambda: elsewhere.append(llm.stats()), daemon=True)
@@ -301,7 +301,7 @@ def test_stats_never_wait_for_a_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
         return submit(*arguments)
 
     llm.reset_stats()
-    monkeypatch.setattr(llm._built.engine._runner, "submit", look)
+    monkeypatch.setattr(llm._context.engine._runner, "submit", look)
     llm.generate("a", GREEDY, use_tqdm=False)
     assert (seen[0], seen[-1]) == (0, 1)
     assert llm.stats()["tokens"]["output"] == 8

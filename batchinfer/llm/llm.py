@@ -98,13 +98,13 @@ class LLM:
         # A revision is one of the model's repository.
         self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
         self._processes = TextProcesses()  # they start while the model is loaded
-        self._built = build_engine(choice, engine, log=_LOG.info)
-        self._processes.load(self._built.tokenizer)
-        facts = self._built.tokenizer, self._built.eos_token_ids
-        grammars = GrammarCompiler(*facts, self._built.vocab_size)
+        self._context = build_engine(choice, engine, log=_LOG.info)
+        self._processes.load(self._context.tokenizer)
+        facts = self._context.tokenizer, self._context.eos_token_ids
+        grammars = GrammarCompiler(*facts, self._context.vocab_size)
         self._requests = RequestMaker(*facts, grammars)
         self._settings = without_secrets({"model": asdict(choice), "engine": asdict(engine)})
-        self._calls = Calls(self._built)
+        self._calls = Calls(self._context)
         self._num_requests = 0
         self._one_call = OneCall()
 
@@ -169,10 +169,10 @@ class LLM:
             recipe = partial(
                 PromptBuilder,
                 config,
-                max_model_len=self._built.max_model_len,
+                max_model_len=self._context.max_model_len,
                 columns=["messages"],
                 conversation_columns=["messages"],
-                vocab_size=self._built.vocab_size,
+                vocab_size=self._context.vocab_size,
                 now=datetime.now(),
             )
             made = self._processes.prompts(recipe).build(rows)
@@ -214,7 +214,7 @@ class LLM:
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
-        return self._built.vocab_size
+        return self._context.vocab_size
 
     def stats(self) -> Stats:
         """``tokens``, ``throughput`` and ``kv`` of all calls so far, as in ``summary.json``.
@@ -266,7 +266,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = params_of_each(sampling_params, len(prompts), self.vocab_size)
-        numbers = adapters_of_each(adapter, len(prompts), self._built.adapters)
+        numbers = adapters_of_each(adapter, len(prompts), self._context.adapters)
         fresh_seed = secrets.randbits(64)
         requests: list[Request] = []
         outputs: dict[int, RequestOutput] = {}
@@ -290,7 +290,7 @@ class LLM:
                 prompt = prompts[at]
                 assert isinstance(prompt, Prompt)
                 name = self._request_id(at)
-                outputs[at] = finished(name, completion, prompt, self._built.tokenizer)
+                outputs[at] = finished(name, completion, prompt, self._context.tokenizer)
                 bar.set_postfix_str(meter.rates, refresh=False)
                 bar.update()
         self._num_requests += len(prompts)

@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def poisoned(model: Path, **engine: int) -> LLM:
     llm = LLM(str(model), num_kv_blocks=64, block_size=4, **engine)
-    on_threads: Any = llm._built.engine._runner
+    on_threads: Any = llm._context.engine._runner
     runner = on_threads._runner
     with torch.no_grad():
         weights = runner._model.get_input_embeddings().weight
@@ -50,4 +50,4 @@ def test_rows_that_share_its_prefix_are_right(
     for output, samples in zip(outputs[1:-1], alone, strict=True):
         assert output.error is None
         assert [s.token_ids for s in output.outputs] == [s.token_ids for s in samples]
-    check_scheduler(llm._built.engine.scheduler)
+    check_scheduler(llm._context.engine.scheduler)

@@ -117,14 +117,14 @@ class Recorder:
         self._log: BinaryIO | None = None
         self._save()  # takes the id
 
-    def loaded(self, built: EngineContext, load_s: float) -> None:
+    def loaded(self, context: EngineContext, load_s: float) -> None:
         """Note the engine, and that loading took ``load_s`` seconds before this run."""
         self._began -= load_s
         self.run.load_s = load_s
-        self.run.device, self.run.model = built.device, dict(built.model_facts)
-        self._device_bytes = built.device_bytes
-        self.run.kernels = dict(built.kernels)
-        self.run.kv = {name: getattr(built, name) for name in KV_FACTS}
+        self.run.device, self.run.model = context.device, dict(context.model_facts)
+        self._device_bytes = context.device_bytes
+        self.run.kernels = dict(context.kernels)
+        self.run.kv = {name: getattr(context, name) for name in KV_FACTS}
         self._save()  # before the first step: the summary reads them together
 
     def add(self, step: StepStats | None, num_rows: int) -> None:
