@@ -1,4 +1,4 @@
-"""Prompts to requests of the engine, and what came of them to text: for jobs and for ``LLM``."""
+"""Rows' prompts to requests of the engine, for jobs and for ``LLM``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from batchinfer.config import SamplingParams
-from batchinfer.engine.request import Completion, Request, TokenIds, TokenLogprobs
+from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import RowError
 from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory
 from batchinfer.text.grammar import GrammarCompiler
@@ -104,21 +104,3 @@ class RequestMaker:
             reused_prefix_len=row.reused_prefix_len,
             adapter=row.adapter,
         )
-
-
-def prompt_logprobs(completion: Completion) -> list[TokenLogprobs] | None:
-    """Log-probabilities of a prompt's tokens, from ``scored_from`` on; None if not asked for."""
-    found, request = completion.prompt_logprobs, completion.request
-    if found is None:
-        return None
-    return [
-        TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids, top_logprobs, strict=True)))
-        for token_id, logprob, rank, top_ids, top_logprobs in zip(
-            request.prompt_token_ids[request.scored_from :].tolist(),
-            found.logprobs.tolist(),
-            found.ranks.tolist(),
-            found.top_token_ids.tolist(),
-            found.top_logprobs.tolist(),
-            strict=True,
-        )
-    ]

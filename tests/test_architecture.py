@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,7 +90,7 @@ ROOMS = [
     ),
     Room(
         "requests",
-        "prompts to requests, and what came of them to text",
+        "rows' prompts to requests of the engine",
         ("config", "errors", "engine", "text"),
     ),
     Room("worker.oom", "steps that failed for want of memory", ("errors", "engine.runner")),
@@ -370,6 +371,20 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
         for name, path in MODULES.items()
     }
     list(TopologicalSorter(graph).static_order())  # CycleError names the circle
+
+
+def test_docstrings_describe_arguments_that_there_are() -> None:
+    described = re.compile(r"^ {4}(\w+): ", re.MULTILINE)
+    unknown = []
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            _, _, after = (ast.get_docstring(node) or "").partition("\nArgs:\n")
+            there = {at.arg for at in ast.walk(node.args) if isinstance(at, ast.arg)}
+            names = described.findall(after.partition("\n\n")[0])
+            unknown += [f"{path}: {node.name}({name})" for name in names if name not in there]
+    assert unknown == []
 
 
 def test_tasks_are_told_apart_in_their_lists_alone() -> None:

@@ -196,3 +196,21 @@ class Completion:
     stats: RequestStats = field(default_factory=RequestStats)
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities from ``request.scored_from`` on, if asked for and nothing failed."""
+
+    def prompt_token_logprobs(self) -> list[TokenLogprobs] | None:
+        """Log-probabilities of the prompt's tokens, from ``scored_from`` on, each with its token;
+        None without ``prompt_logprobs``."""
+        found, request = self.prompt_logprobs, self.request
+        if found is None:
+            return None
+        return [
+            TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids, top_logprobs, strict=True)))
+            for token_id, logprob, rank, top_ids, top_logprobs in zip(
+                request.prompt_token_ids[request.scored_from :].tolist(),
+                found.logprobs.tolist(),
+                found.ranks.tolist(),
+                found.top_token_ids.tolist(),
+                found.top_logprobs.tolist(),
+                strict=True,
+            )
+        ]

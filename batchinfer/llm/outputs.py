@@ -9,7 +9,6 @@ from html import escape
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, Request, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
-from batchinfer.requests import prompt_logprobs
 from batchinfer.text.detokenize import MAX_CHAR_TOKENS, output_text, token_text
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tokenizer import Tokenizer
@@ -127,7 +126,7 @@ def _sample(sample: SampleOutput, request: Request, tokenizer: Tokenizer) -> Com
 def _prompt_logprobs(
     completion: Completion, tokenizer: Tokenizer
 ) -> list[dict[int, Logprob] | None] | None:
-    tokens = prompt_logprobs(completion)
+    tokens = completion.prompt_token_logprobs()
     if tokens is None:
         return None
     return [None, *_logprobs(tokens, completion.request.prompt_token_ids.tolist(), tokenizer)]

@@ -9,7 +9,7 @@ from typing import Any
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, RequestStats, SampleOutput, TokenLogprobs
 from batchinfer.errors import RowError
-from batchinfer.requests import PromptRow, prompt_logprobs
+from batchinfer.requests import PromptRow
 from batchinfer.text.detokenize import output_text
 from batchinfer.text.prompts import Prompt, PromptTooLongError
 from batchinfer.text.sample_filter import Tally
@@ -85,7 +85,7 @@ def seen_text(row: PromptRow, tokenizer: Tokenizer) -> str | None:
 
 def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None] | None:
     """Log-probabilities of the prompt's tokens; null for the first, which nothing comes before."""
-    tokens = prompt_logprobs(completion)
+    tokens = completion.prompt_token_logprobs()
     return None if tokens is None else [None, *map(_logprob, tokens)]
 
 
