@@ -93,6 +93,11 @@ ROOMS = [
         "rows' prompts to requests of the engine",
         ("config", "errors", "engine", "text"),
     ),
+    Room(
+        "resampling",
+        "samples drawn until enough of them pass",
+        ("config", "engine", "text", "requests"),
+    ),
     Room("worker.oom", "steps that failed for want of memory", ("errors", "engine.runner")),
     Room("worker.transfer", "arrays to the device and back"),
     Room("worker.ops", "row-wise operations on any device", ("kernels",)),
@@ -177,7 +182,7 @@ ROOMS = [
     Room(
         "job.rows",
         "A row to a request, a completion to a row of the output, and the order rows run in.",
-        ("config", "errors", "console", "engine", "text", "requests", "job"),
+        ("config", "errors", "console", "engine", "text", "requests", "resampling", "job"),
     ),
     Room(
         "job.output",
@@ -222,7 +227,10 @@ ROOMS = [
     Room(
         "llm",
         "The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.",
-        ("config", "errors", "process", "console", "engine", "text", "requests", "build", "report"),
+        (
+            *("config", "errors", "process", "console", "engine", "text"),
+            *("requests", "resampling", "build", "report"),
+        ),
     ),
     Room("__init__", "the names of the Python API", ("process", "config", "llm")),
     Room("bench", "throughput", ("config", "errors", "worker.model", "options", "llm")),

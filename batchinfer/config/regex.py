@@ -12,8 +12,6 @@ either takes, so that it passes whoever checks it.
 
 from __future__ import annotations
 
-from typing import Any
-
 _SYNTAX = "write it in the syntax of RE2, which has no look-around and no back-references"
 
 _BLANKS = r"\t\n\f\r "
@@ -26,12 +24,6 @@ _NAMED = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"
 _MADE = _NAMED | {"s": f"[{_BLANKS}]", "S": f"[^{_ANY_BLANKS}]"}
 _KEPT_OUT = _NAMED | {"s": f"[{_ANY_BLANKS}]", "S": f"[^{_BLANKS}]"}
 """Within ``[^...]``."""
-_DATA = frozenset({"const", "enum", "default", "examples"})
-"""Keys of a schema below which ``pattern`` is a value's own."""
-_BY_NAME = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-)
-"""Keys of a schema below which any key is a name, and its value a schema."""
 
 
 def has_match(pattern: str, text: str) -> bool:
@@ -78,23 +70,3 @@ def with_ascii_classes(pattern: str) -> str:
             out.append(taken)
         at += len(taken)
     return "".join(out)
-
-
-def with_ascii_patterns(schema: Any) -> Any:
-    """A JSON schema whose patterns' classes are spelt out."""
-    if isinstance(schema, list):
-        return [with_ascii_patterns(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    changed: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "pattern" and isinstance(value, str):
-            changed[key] = with_ascii_classes(value)
-        elif key in _BY_NAME and isinstance(value, dict):
-            spell = with_ascii_classes if key == "patternProperties" else str
-            changed[key] = {
-                spell(name): with_ascii_patterns(of_name) for name, of_name in value.items()
-            }
-        else:
-            changed[key] = value if key in _DATA else with_ascii_patterns(value)
-    return changed

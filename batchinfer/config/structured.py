@@ -13,8 +13,18 @@ MAX_CHARACTERS = 2**20
 gigabytes to compile."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
+_WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
+_OPTIONS = (*_WHITESPACE, "unsupported")
 _NAME = "structured_outputs"
+
+
+def checked_schema(structured_outputs: Mapping[str, Any] | None) -> str | None:
+    """The JSON text of the schema that finished texts are judged by, of ``structured_outputs`` in
+    its one form; None where a grammar is enough."""
+    if structured_outputs is None or structured_outputs.get("unsupported") != "check":
+        return None
+    schema: str = structured_outputs.get("json", '{"type": "object"}')
+    return schema
 
 
 def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -26,8 +36,9 @@ def normalised(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     Args:
         value: ``{json: schema}``, ``{regex: text}``, ``{choice: [texts]}``, ``{grammar: Lark}`` or
             ``{json_object: true}``, with vLLM's ``disable_any_whitespace`` or
-            ``whitespace_pattern`` beside a schema; or ``{type: text}``, ``{type: json_object}`` or
-            ``{type: json_schema, json_schema: {schema: ...}}``.
+            ``whitespace_pattern``, and ``unsupported``, beside a schema; or ``{type: text}``,
+            ``{type: json_object}`` or ``{type: json_schema, json_schema: {schema: ...}}``, with
+            ``unsupported`` beside it.
 
     Returns:
         One of the first five kinds, with its options; None where the text is free.
@@ -66,7 +77,7 @@ def _of_response_format(value: Mapping[str, Any]) -> Mapping[str, Any]:
     schema = holder.get("schema") if isinstance(holder, Mapping) else None
     if schema is None:
         raise _error("of type json_schema needs json_schema: {schema: ...}")
-    return {"json": schema}
+    return {"json": schema, "unsupported": value.get("unsupported")}
 
 
 def _checked(kind: str, value: Any) -> Any:
@@ -114,14 +125,17 @@ def _options(kind: str, value: Mapping[str, Any]) -> dict[str, Any]:
     options = {key: value[key] for key in _OPTIONS if key in value}
     if options and kind not in ("json", "json_object"):
         raise _error(f"{next(iter(options))} goes with json, not with {kind}")
-    if len(options) == len(_OPTIONS):
-        raise _error(f"has {' and '.join(_OPTIONS)}; keep one")
+    if all(key in options for key in _WHITESPACE):
+        raise _error(f"has {' and '.join(_WHITESPACE)}; keep one")
     compact = options.get("disable_any_whitespace", False)
     if not isinstance(compact, bool):
         raise _error(f"disable_any_whitespace is {format_value(compact)}; it must be true or false")
     if "whitespace_pattern" in options:
         _text("whitespace_pattern", options["whitespace_pattern"])
-    return options
+    unsupported = options.pop("unsupported", "refuse")
+    if unsupported not in ("refuse", "check"):
+        raise _error(f"unsupported is {format_value(unsupported)}; it must be refuse or check")
+    return options if unsupported == "refuse" else {**options, "unsupported": "check"}
 
 
 def _text(key: str, value: Any) -> str:

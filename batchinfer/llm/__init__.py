@@ -1,6 +1,6 @@
 """The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.
 
-May import: config, errors, process, console, engine, text, requests, build, report.
+May import: config, errors, process, console, engine, text, requests, resampling, build, report.
 """
 
 from batchinfer.llm.llm import LLM

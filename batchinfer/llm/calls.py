@@ -34,6 +34,11 @@ class Calls:
         self._measured = MetricsCollector(self._pool["block_size"])
         self._log = CallLog()
 
+    def add(self, requests: Sequence[Request]) -> None:
+        """Have the call that runs run these as well; between two of its completions."""
+        for request in requests:
+            self._engine.add_request(request)
+
     def run(self, requests: Sequence[Request], meter: Meter) -> Generator[Completion, None, None]:
         """Run requests to their ends; interrupted, the engine forgets the rest.
 
@@ -42,8 +47,7 @@ class Calls:
         """
         engine, began = self._engine, time.perf_counter()
         try:
-            for request in requests:
-                engine.add_request(request)
+            self.add(requests)
             while engine.num_unfinished:
                 outcome = engine.step()
                 now = time.perf_counter()

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from batchinfer.build import build_engine
 from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.console.progress import Meter
-from batchinfer.engine.request import Request, TokenIds
+from batchinfer.engine.request import Completion, Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.llm.arguments import engine_config, model_config, refuse_others
 from batchinfer.llm.calls import Calls, OneCall
@@ -35,9 +35,12 @@ from batchinfer.process import gc_frozen
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.write import check_installed
 from batchinfer.requests import PromptRow, RequestMaker, RowSampling
+from batchinfer.resampling import Resampling
 from batchinfer.text.children.pool import ChildPrompts, TextProcesses
-from batchinfer.text.grammar import GrammarCompiler, GrammarError
+from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import Prompt, PromptBuilder, RawTexts
+from batchinfer.text.structured.grammar_source import GrammarError
+from batchinfer.text.structured.json_validator import SchemaError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +105,7 @@ class LLM:
         self._processes.load(self._context.tokenizer)
         facts = self._context.tokenizer, self._context.eos_token_ids
         grammars = GrammarCompiler(*facts, self._context.vocab_size)
-        self._requests = RequestMaker(*facts, grammars)
+        self._samples = Resampling(RequestMaker(*facts, grammars), self._context.tokenizer)
         self._settings = without_secrets({"model": asdict(choice), "engine": asdict(engine)})
         self._calls = Calls(self._context)
         self._num_requests = 0
@@ -269,6 +272,8 @@ class LLM:
         numbers = adapters_of_each(adapter, len(prompts), self._context.adapters)
         fresh_seed = secrets.randbits(64)
         requests: list[Request] = []
+        rows: dict[int, PromptRow] = {}
+        parts: dict[int, list[Completion]] = {}
         outputs: dict[int, RequestOutput] = {}
         for at, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             if isinstance(prompt, RowError):
@@ -276,8 +281,8 @@ class LLM:
             else:
                 own_seed = one.seed is not None
                 sampling = RowSampling(one if own_seed else replace(one, seed=fresh_seed), own_seed)
-                row = PromptRow(at, prompt, sampling, adapter=numbers[at])
-                requests.append(self._request(row))
+                rows[at] = PromptRow(at, prompt, sampling, adapter=numbers[at])
+                requests += self._first_requests(rows[at])
         meter = Meter(len(prompts))
         with (
             tqdm(total=len(prompts), disable=not use_tqdm, unit="prompt") as bar,
@@ -287,19 +292,24 @@ class LLM:
             bar.update(len(outputs))
             for completion in completions:
                 at = completion.request.row_id
+                parts.setdefault(at, []).append(completion)
+                if further := self._samples.follow_up_requests(rows[at], parts[at]):
+                    self._calls.add(further)
+                    continue
+                whole, _ = self._samples.result(rows[at], parts.pop(at))
                 prompt = prompts[at]
                 assert isinstance(prompt, Prompt)
                 name = self._request_id(at)
-                outputs[at] = finished(name, completion, prompt, self._context.tokenizer)
+                outputs[at] = finished(name, whole, prompt, self._context.tokenizer)
                 bar.set_postfix_str(meter.rates, refresh=False)
                 bar.update()
         self._num_requests += len(prompts)
         return [outputs[at] for at in range(len(prompts))]
 
-    def _request(self, row: PromptRow) -> Request:
+    def _first_requests(self, row: PromptRow) -> list[Request]:
         try:
-            return self._requests.make(row)
-        except GrammarError as error:
+            return self._samples.requests(row)
+        except (GrammarError, SchemaError) as error:
             raise ValueError(f"prompt {row.row_id}: structured_outputs: {error}") from None
 
     def _request_id(self, at: int) -> str:

@@ -8,20 +8,19 @@ much work in a step is in error.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.config.regex import with_ascii_classes, with_ascii_patterns
 from batchinfer.cpus import available_cpus
 from batchinfer.protocols import GrammarState
+from batchinfer.text.structured.grammar_source import GrammarError, in_a_line, sources
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
     from batchinfer.text.tokenizer import Tokenizer
 
@@ -29,9 +28,6 @@ _CACHED = 256
 """Compiled grammars that are kept: rows often repeat each other's."""
 _PROBED_TOKENS = 3
 """Some expressions show that they explode only when they are used."""
-_WHITESPACE = r" |\r?\n[ \t]{0,40}"
-"""Between the parts of JSON, unless told otherwise: as json.dumps writes it, with and without an
-indent. Endless whitespace, which JSON allows, is what small models get stuck in."""
 _BYTES = 256
 _FEW_CORES = 4
 """Up to here masks are made one after the other: the threads that the model's products have just
@@ -39,8 +35,8 @@ used still spin, and others would wait for them. On 2 cores that took up to 1.8 
 more it was not measured."""
 
 
-class GrammarError(ValueError):
-    """A grammar cannot be compiled, or not for this model: what is wrong with it, in a line."""
+_IMPOSSIBLE = ("Unsatisfiable schema", "no text fits")
+"""How messages begin on what nothing can follow: more than it allows would be of no use."""
 
 
 class CompiledGrammar:
@@ -153,7 +149,9 @@ class GrammarCompiler:
                 self._tokenizer.serialised, n_vocab=self._num_tokens, eos_token=self._eos_token_ids
             )
         except ValueError as error:
-            raise GrammarError(f"not with this model's tokenizer: {_line(str(error))}") from None
+            raise GrammarError(
+                f"not with this model's tokenizer: {in_a_line(str(error))}"
+            ) from None
         return tokenizer, LLExecutor() if available_cpus() > _FEW_CORES else None
 
 
@@ -170,10 +168,31 @@ def check_structured_outputs(structured_outputs: Mapping[str, Any]) -> None:
 def _checked_matcher(
     tokenizer: LLTokenizer, structured_outputs: Mapping[str, Any], num_tokens: int
 ) -> LLMatcher:
+    """The matcher of the first grammar in ``sources`` that can be compiled."""
+    failures = list[GrammarError]()
+    for source in sources(structured_outputs, _compiles):
+        try:
+            return _matcher(tokenizer, source(), num_tokens)
+        except GrammarError as error:
+            failures.append(error)
+            if str(error).startswith(_IMPOSSIBLE):
+                break
+    raise failures[0]
+
+
+def _compiles(source: Callable[[], str]) -> bool:
+    try:
+        _matcher(_byte_tokenizer(), source(), _BYTES + 1)
+    except GrammarError:
+        return False
+    return True
+
+
+def _matcher(tokenizer: LLTokenizer, source: str, num_tokens: int) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(verbose_errors=False)
-    matcher = LLMatcher(tokenizer, _source(structured_outputs), log_level=0, limits=limits)
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     _probe(matcher.deep_copy(), num_tokens)
     return matcher
 
@@ -199,47 +218,8 @@ def _probe(matcher: LLMatcher, num_tokens: int) -> None:
         matcher.consume_token(int(allowed[0]))
 
 
-def _source(structured_outputs: Mapping[str, Any]) -> str:
-    """The grammar as llguidance reads it."""
-    from llguidance import LLMatcher
-
-    ((kind, value), *others) = structured_outputs.items()
-    if kind in ("json", "json_object"):
-        schema = '{"type": "object"}' if kind == "json_object" else value
-        options = dict(others)
-        overrides: JsonCompileOptions = {"whitespace_flexible": False}
-        if not options.get("disable_any_whitespace"):
-            overrides = {"whitespace_pattern": options.get("whitespace_pattern", _WHITESPACE)}
-        try:
-            ascii_schema = json.dumps(with_ascii_patterns(json.loads(schema)), ensure_ascii=False)
-            return LLMatcher.grammar_from_json_schema(ascii_schema, overrides=overrides)
-        except ValueError as error:
-            raise GrammarError(_line(str(error))) from None
-        except RecursionError:
-            raise GrammarError("the schema is nested too deeply") from None
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(with_ascii_classes(value))
-    if kind == "choice":
-        # in a terminal: as alternatives of a rule each takes a place in the parser's rows, which
-        # are limited to 2,000, so that long lists fail, some in the midst of a text
-        texts = " | ".join(map(json.dumps, value))
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
-    return LLMatcher.grammar_from_lark(value)
-
-
 def _error_of(matcher: LLMatcher) -> str | None:
-    return _line(matcher.get_error()) if matcher.is_error() else None
-
-
-def _line(text: str) -> str:
-    """llguidance's message without what is for its own developers."""
-    lines = [line.strip() for line in text.partition("<state>")[0].splitlines()]
-    of_expression = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if of_expression:
-        return f"a regular expression is wrong: {of_expression[0]}"
-    if "NoExtension" in text:
-        return "no text fits"
-    return next(filter(None, lines), "it is wrong")
+    return in_a_line(matcher.get_error()) if matcher.is_error() else None
 
 
 def _num_words(num_tokens: int) -> int:

@@ -61,7 +61,7 @@ _SCHEMAS: dict[str, Any] = {
     "one of several that overlap": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     "all of what excludes each other": {"allOf": [{"type": "string"}, {"type": "integer"}]},
     "any of nothing": {"anyOf": []},
-    "a format nobody knows": {"type": "string", "format": "colour-of-the-sky"},
+    "a format that is a number": {"type": "string", "format": 3},
     "a multiple of nothing": {"type": "integer", "multipleOf": 0},
     "a multiple of next to nothing": {"type": "number", "multipleOf": 1e-300},
     "a range of astronomers": {"type": "number", "minimum": 1e-300, "maximum": 1e300},

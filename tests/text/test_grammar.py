@@ -17,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.config import SamplingParams
-from batchinfer.config.regex import has_match, with_ascii_patterns
+from batchinfer.config.regex import has_match
 from batchinfer.text.grammar import (
     CompiledGrammar,
     GrammarCompiler,
-    GrammarError,
     check_structured_outputs,
 )
+from batchinfer.text.structured.grammar_source import GrammarError
+from batchinfer.text.structured.json_schema import exact_schema
 from batchinfer.text.tokenizer import Tokenizer
 from tests.job.fakes import byte_tokenizer
 from tests.text.bad_grammars import BAD
@@ -138,7 +139,7 @@ def test_classes_are_spelt_out_in_patterns_only() -> None:
         **values,
     }
     spelt = {"properties": {"pattern": {"patternProperties": {"^[0-9]": {"pattern": "a"}}}}}
-    assert with_ascii_patterns(schema) == spelt | values
+    assert exact_schema(schema) == spelt | values
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_classes_are_spelt_out_in_patterns_only() -> None:
 @pytest.mark.parametrize("key", ["properties", "$defs", "definitions", "dependentSchemas"])
 def test_a_property_may_have_the_name_of_a_key_of_schemas(key: str, name: str) -> None:
     spelt = {key: {name: {"pattern": "[0-9]"}}}
-    assert with_ascii_patterns({key: {name: {"pattern": r"\d"}}}) == spelt
+    assert exact_schema({key: {name: {"pattern": r"\d"}}}) == spelt
 
 
 def test_a_lark_grammar_may_recur() -> None:

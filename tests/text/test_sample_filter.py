@@ -16,7 +16,7 @@ A, R, D, S = Verdict
 
 def verdicts(texts: list[str], wanted: int = 9, **config: Any) -> list[Verdict]:
     judge = Judge(AcceptConfig(**config))
-    return judge.judge([(text, len(text)) for text in texts], wanted).verdicts
+    return judge.judge([(text, len(text), True) for text in texts], wanted).verdicts
 
 
 @pytest.mark.parametrize(

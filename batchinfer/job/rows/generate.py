@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from batchinfer.engine.request import Completion, Request
-from batchinfer.job.rows.accept import AcceptedGeneration
 from batchinfer.job.rows.finished_row import FinishedRow, RowFinisher
 from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import GENERATE
 from batchinfer.requests import PromptRow, RequestMaker
+from batchinfer.resampling import Resampling
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import PromptBuilder
 
@@ -42,25 +43,26 @@ _OPTIONAL_OUTPUT = {"token_ids": pa.list_(pa.int32()), "logprobs": pa.list_(_LOG
 
 
 class Generation:
-    """One request a row (see ``LoadedTask``)."""
+    """One request a row, and more where samples do not pass (see ``LoadedTask``)."""
 
-    def __init__(self, requests: RequestMaker, finisher: RowFinisher) -> None:
-        self._requests = requests
+    def __init__(self, samples: Resampling, finisher: RowFinisher) -> None:
+        self._samples = samples
         self._finisher = finisher
 
     def requests(self, row: PromptRow) -> list[Request]:
-        """One request for all samples."""
-        return [self._requests.make(row)]
+        """One request for all samples that are wanted."""
+        return self._samples.requests(row)
 
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
     ) -> list[Request]:
-        """No requests: all samples are drawn at once."""
-        return []
+        """A request for more samples, where they are judged and too few pass."""
+        return self._samples.follow_up_requests(row, completions)
 
     def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
-        """The row with its samples."""
-        return self._finisher.finish(row, completions[0])
+        """The row with the samples that are kept."""
+        completion, tally = self._samples.result(row, completions)
+        return replace(self._finisher.finish(row, completion), tally=tally)
 
 
 def _result_types(include: Collection[str]) -> dict[str, pa.DataType]:
@@ -75,10 +77,8 @@ def _result_types(include: Collection[str]) -> dict[str, pa.DataType]:
 
 def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> LoadedTask:
     requests = RequestMaker(context.tokenizer, context.eos_token_ids, grammars)
-    finisher = RowFinisher(context.tokenizer, job.output.written)
-    if job.accept is not None:
-        return AcceptedGeneration(job.accept, requests, finisher, context.tokenizer)
-    return Generation(requests, finisher)
+    samples = Resampling(requests, context.tokenizer, job.accept)
+    return Generation(samples, RowFinisher(context.tokenizer, job.output.written))
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:

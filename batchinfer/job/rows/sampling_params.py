@@ -19,7 +19,8 @@ from batchinfer.job.spec.document import dotted
 from batchinfer.job.spec.errors import expectation, is_unknown_key
 from batchinfer.job.spec.load import check_token_keys
 from batchinfer.requests import RowSampling
-from batchinfer.text.grammar import GrammarCompiler, GrammarError
+from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.structured.grammar_source import GrammarError
 
 _PARAMS = TypeAdapter(SamplingParams)
 _KNOWN = (*field_names(SamplingParams), *SAMPLING_ALIASES)

@@ -20,9 +20,10 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.yaml import KeyPath
 from batchinfer.job.storage.urls import StorePath, fixed_part, is_url
 from batchinfer.text.chat import compile_chat_template
-from batchinfer.text.grammar import GrammarError, check_structured_outputs
+from batchinfer.text.grammar import check_structured_outputs
 from batchinfer.text.prompt_sources import conflicts
 from batchinfer.text.sample_filter import AcceptError, Judge
+from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.template import compile_template
 
 _WRITTEN = ("data", "part-00000.parquet")

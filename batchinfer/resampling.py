@@ -1,0 +1,169 @@
+"""Samples of rows, drawn until enough of them pass, or all tries are used up.
+
+They are judged by ``accept``, and by a schema that no grammar can insist on (``structured_outputs``
+with ``unsupported: check``). They are drawn a few at a time, each time as many as before or as are
+still wanted. Random numbers are keyed by sample index, and samples are judged in that order, so
+what is kept is what would be kept if all had been drawn at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from batchinfer.config import AcceptConfig, SamplingParams
+from batchinfer.config.sampling import MAX_SAMPLES
+from batchinfer.config.structured import checked_schema
+from batchinfer.engine.request import Completion, Request, combined_stats
+from batchinfer.requests import PromptRow, RequestMaker
+from batchinfer.text.detokenize import output_text
+from batchinfer.text.sample_filter import Judge, RowVerdicts, Tally, Verdict
+from batchinfer.text.structured.json_validator import JsonValidator
+from batchinfer.text.tokenizer import Tokenizer
+
+CHECKED_TRIES = 8
+"""Most samples drawn for each that is wanted, where a schema is checked and ``accept`` is not
+there to say how many."""
+_CODE = "invalid_structured_output"
+_KEPT_VALIDATORS = 256
+_NOT_JUDGED = Tally()
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """When a row has samples enough."""
+
+    wanted: int
+    max_tries: int
+    validator: JsonValidator | None
+
+
+class Resampling:
+    """Requests of rows and what is kept of their samples, for one model.
+
+    Args:
+        accept: judges the samples of every row; without it only a row's own schema does.
+    """
+
+    def __init__(
+        self, requests: RequestMaker, tokenizer: Tokenizer, accept: AcceptConfig | None = None
+    ) -> None:
+        self._accept = accept
+        self._judge = Judge(accept or AcceptConfig())
+        self._requests = requests
+        self._tokenizer = tokenizer
+        self._validator = lru_cache(_KEPT_VALIDATORS)(partial(JsonValidator, check_formats=True))
+
+    def requests(self, row: PromptRow) -> list[Request]:
+        """The first samples: as many as are wanted.
+
+        Raises:
+            GrammarError: the row's ``structured_outputs`` cannot be compiled.
+        """
+        goal = self._goal(row)
+        if goal is None:
+            return [self._requests.make(row)]
+        return [self._request(row, goal, goal.wanted, tried=0, part=0)]
+
+    def follow_up_requests(
+        self, row: PromptRow, completions: Sequence[Completion]
+    ) -> list[Request]:
+        """A request for more samples, if they are needed and may be tried."""
+        goal = self._goal(row)
+        if goal is None or completions[-1].error_code is not None:
+            return []
+        verdicts = self._verdicts(goal, completions)
+        tried = len(verdicts.verdicts)
+        if verdicts.is_full or tried >= goal.max_tries:
+            return []
+        missing = verdicts.wanted - verdicts.count(Verdict.ACCEPTED)
+        return [self._request(row, goal, max(missing, tried), tried=tried, part=len(completions))]
+
+    def result(self, row: PromptRow, completions: Sequence[Completion]) -> tuple[Completion, Tally]:
+        """What came of a row: the samples that are kept, and the counts of all.
+
+        With ``accept`` there may be none. Without it a row that has fewer than it asked for is in
+        error, and those that it has take the places of the first.
+        """
+        goal = self._goal(row)
+        if goal is None:
+            return completions[0], _NOT_JUDGED
+        verdicts = self._verdicts(goal, completions)
+        samples = [output for one in completions for output in one.outputs]
+        kept = [
+            sample
+            for sample, verdict in zip(samples, verdicts.verdicts, strict=True)
+            if verdict is Verdict.ACCEPTED
+        ]
+        last = completions[-1]
+        stats = combined_stats([one.stats for one in completions if one.stats.has_run])
+        whole = Completion(last.request, kept, last.error_code, last.error_message)
+        whole.stats = stats or whole.stats
+        whole.prompt_logprobs = completions[0].prompt_logprobs
+        if self._accept is None:
+            whole.outputs = [replace(one, index=at) for at, one in enumerate(kept)]
+            if whole.error_code is None and not verdicts.is_full:
+                whole.error_code = _CODE
+                whole.error_message = self._problem(goal, completions)
+        return whole, Tally(len(samples), *map(verdicts.count, Verdict))
+
+    def _goal(self, row: PromptRow) -> _Goal | None:
+        """None for a row whose samples nobody judges."""
+        assert row.sampling is not None
+        params = row.sampling.params
+        schema = checked_schema(params.structured_outputs)
+        validator = None if schema is None else self._validator(schema)
+        if self._accept is not None:
+            return _Goal(self._accept.wanted(params.n), self._accept.max_tries, validator)
+        if validator is None:
+            return None
+        tries = 1 if params.temperature == 0 else CHECKED_TRIES  # the same text again and again
+        return _Goal(params.n, min(tries * params.n, MAX_SAMPLES), validator)
+
+    def _request(
+        self, row: PromptRow, goal: _Goal, count: int, *, tried: int, part: int
+    ) -> Request:
+        assert row.sampling is not None
+        params = replace(row.sampling.params, n=min(count, goal.max_tries - tried))
+        if part:  # the first request has them
+            params = replace(params, prompt_logprobs=None)
+        sampling = replace(row.sampling, params=params)
+        request = self._requests.make(replace(row, sampling=sampling))
+        return replace(request, first_sample=tried, part=part)
+
+    def _verdicts(self, goal: _Goal, completions: Sequence[Completion]) -> RowVerdicts:
+        return self._judge.judge(self._samples(goal, completions), goal.wanted)
+
+    def _samples(
+        self, goal: _Goal, completions: Sequence[Completion]
+    ) -> Iterator[tuple[str, int, bool]]:
+        """Text and number of tokens of each, and whether a schema of its own allows the text."""
+        validator = goal.validator
+        for one in completions:
+            params = one.request.params
+            for output in one.outputs:
+                text = output_text(self._tokenizer, output, params)
+                checked = validator is None or validator.allows(
+                    output_text(self._tokenizer, output, _without_stop(params))
+                )
+                yield text, len(output.token_ids), checked
+
+    def _problem(self, goal: _Goal, completions: Sequence[Completion]) -> str:
+        """Message on a row none of whose last samples was right."""
+        assert goal.validator is not None
+        last = completions[-1]
+        sample = last.outputs[-1]
+        tried = sum(len(one.outputs) for one in completions)
+        text = output_text(self._tokenizer, sample, _without_stop(last.request.params))
+        why = goal.validator.problem(text)
+        if sample.finish_reason == "length":
+            why = f"it was cut at {len(sample.token_ids)} tokens"
+        return f"of {tried} samples too few are what the schema allows; of the last, {why}"
+
+
+def _without_stop(params: SamplingParams) -> SamplingParams:
+    """Parameters by which a text is without the stop string or token that ended it."""
+    if not params.include_stop_str_in_output:
+        return params
+    return replace(params, include_stop_str_in_output=False)

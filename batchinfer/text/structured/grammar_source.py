@@ -1,0 +1,128 @@
+"""``structured_outputs`` as grammars in llguidance's own form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.config.regex import with_ascii_classes
+from batchinfer.config.structured import checked_schema
+from batchinfer.text.structured.json_schema import (
+    exact_schema,
+    inexact_numbers,
+    loosened_schema,
+    outermost_type,
+    widened_schema,
+)
+from batchinfer.text.structured.json_validator import JsonValidator, SchemaError
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+Source = Callable[[], str]
+"""Makes a grammar in llguidance's form; raises GrammarError where there is none."""
+
+_WHITESPACE = r" |\r?\n[ \t]{0,40}"
+"""Between the parts of JSON, unless told otherwise: as json.dumps writes it, with and without an
+indent. Endless whitespace, which JSON allows, is what small models get stuck in."""
+_UNSUPPORTED = ("Unimplemented keys", "oneOf constraints", "min/maxProperties", "patternProperty")
+"""How messages begin on schemas that are right, and that no grammar can insist on."""
+_HINT = "with unsupported: check, finished texts are judged by the whole schema"
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be compiled, or not for this model: what is wrong with it, in a line."""
+
+
+def sources(
+    structured_outputs: Mapping[str, Any], compiles: Callable[[Source], bool]
+) -> Iterator[Source]:
+    """The grammar that is asked for; under ``unsupported: check`` also others, each allowing more
+    than the one before.
+
+    Args:
+        structured_outputs: in its one form.
+        compiles: whether there is a grammar of a source.
+
+    Raises:
+        GrammarError: the schema is wrong.
+    """
+    if "json" not in structured_outputs and "json_object" not in structured_outputs:
+        yield partial(_source, structured_outputs)
+        return
+    text = structured_outputs.get("json", '{"type": "object"}')
+    try:
+        if checked_schema(structured_outputs) is not None:
+            JsonValidator(text, check_formats=True)
+        for schema in _schemas(text, structured_outputs, compiles):
+            yield partial(_json_source, schema, structured_outputs)
+    except SchemaError as error:
+        raise GrammarError(str(error)) from None
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply") from None
+
+
+def _schemas(
+    text: str, structured_outputs: Mapping[str, Any], compiles: Callable[[Source], bool]
+) -> Iterator[Any]:
+    exact = exact_schema(json.loads(text))
+    if exact is False:
+        raise GrammarError("no text fits: the schema is false")
+    if checked_schema(structured_outputs) is None:
+        if inexact := inexact_numbers(exact):
+            raise GrammarError(f"no grammar keeps {inexact[0]} exactly; {_HINT}")
+        yield exact
+        return
+
+    @cache
+    def is_possible(keywords: str) -> bool:
+        return compiles(partial(_json_source, json.loads(keywords), {}))
+
+    yield (widened := widened_schema(exact))
+    yield loosened_schema(widened, lambda keywords: is_possible(json.dumps(keywords)))
+    yield outermost_type(exact)
+
+
+def _json_source(schema: Any, options: Mapping[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    overrides: JsonCompileOptions = {"whitespace_flexible": False}
+    if not options.get("disable_any_whitespace"):
+        overrides = {"whitespace_pattern": options.get("whitespace_pattern", _WHITESPACE)}
+    try:
+        text = json.dumps({} if schema is True else schema, ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(text, overrides=overrides)
+    except ValueError as error:
+        raise GrammarError(in_a_line(str(error))) from None
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply") from None
+
+
+def _source(structured_outputs: Mapping[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    ((kind, value),) = structured_outputs.items()
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(with_ascii_classes(value))
+    if kind == "choice":
+        # in a terminal: as alternatives of a rule each takes a place in the parser's rows, which
+        # are limited to 2,000, so that long lists fail, some in the midst of a text
+        texts = " | ".join(map(json.dumps, value))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+    return LLMatcher.grammar_from_lark(value)
+
+
+def in_a_line(text: str) -> str:
+    """llguidance's message without what is for its own developers."""
+    lines = [line.strip() for line in text.partition("<state>")[0].splitlines()]
+    of_expression = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if of_expression:
+        return f"a regular expression is wrong: {of_expression[0]}"
+    if "NoExtension" in text:
+        return "no text fits"
+    line = next(filter(None, lines), "it is wrong").partition(":  (And")[0]
+    if line.startswith(_UNSUPPORTED):
+        return f"{line}; {_HINT}"
+    return line

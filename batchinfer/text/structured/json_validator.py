@@ -1,0 +1,87 @@
+"""JSON Schema's verdict on finished texts, by the package jsonschema-rs."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+MAX_BACKTRACKS = 1_000_000
+"""Steps back that a pattern of a schema may take in a text."""
+_MAX_MESSAGE = 200
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be judged by: why, in a line."""
+
+
+class JsonValidator:
+    """Judge of texts by a JSON schema.
+
+    Patterns in it are ECMAScript's, matched in linear time where they allow that, else with a
+    bound on the work; nothing is fetched. A schema that names no draft is of 2020-12.
+
+    Args:
+        schema: its JSON text.
+        check_formats: whether a text must have the format that ``format`` names.
+
+    Raises:
+        SchemaError: the schema is none, or the package is not installed.
+    """
+
+    def __init__(self, schema: str, *, check_formats: bool = False) -> None:
+        try:
+            import jsonschema_rs
+        except ImportError:
+            raise SchemaError(
+                "schema needs the package jsonschema-rs: pip install 'batchinfer[structured]'"
+            ) from None
+        options = jsonschema_rs.FancyRegexOptions(backtrack_limit=MAX_BACKTRACKS)
+        try:
+            self._validator = jsonschema_rs.validator_for(
+                json.loads(schema),
+                offline=True,
+                validate_formats=check_formats,
+                pattern_options=options,
+            )
+        except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as error:
+            raise SchemaError(f"schema is wrong: {error.message}") from None
+        except (ValueError, RecursionError) as error:
+            raise SchemaError(f"schema is wrong: {error or 'it is nested too deeply'}") from None
+
+    def allows(self, text: str) -> bool:
+        """Whether a text is JSON that the schema allows."""
+        try:
+            return bool(self._validator.is_valid(_value(text)))
+        except (ValueError, RecursionError):
+            return False
+
+    def problem(self, text: str) -> str:
+        """Reason for which a text is not allowed, in a line."""
+        try:
+            error = next(self._validator.iter_errors(_value(text)), None)
+        except (ValueError, RecursionError) as not_json:
+            return f"it is no JSON: {not_json}"
+        if error is None:
+            return "it is allowed"
+        place = "".join(f"/{part}" for part in error.instance_path)
+        message = " ".join(error.message.split())
+        if len(message) > _MAX_MESSAGE:
+            message = f"...{message[-_MAX_MESSAGE:]}"  # what is wrong stands at the end
+        return f"at {place}: {message}" if place else message
+
+
+def _value(text: str) -> Any:
+    return json.loads(text, parse_constant=_no_json, parse_float=_number)
+
+
+def _no_json(constant: str) -> Any:
+    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value

@@ -1,0 +1,271 @@
+"""Schemas that a grammar takes in part, and the check of finished texts that makes up for it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchinfer.config import SamplingParams
+from batchinfer.text.grammar import CompiledGrammar, GrammarCompiler, check_structured_outputs
+from batchinfer.text.structured.grammar_source import GrammarError
+from batchinfer.text.structured.json_schema import (
+    exact_schema,
+    loosened_schema,
+    outermost_type,
+    widened_schema,
+)
+from batchinfer.text.structured.json_validator import JsonValidator
+from tests.job.fakes import byte_tokenizer
+from tests.text.hard_schemas import HARD_SCHEMAS
+from tests.text.test_grammar import accepts, asked, text_of
+
+BYTES = GrammarCompiler(byte_tokenizer(), frozenset({0}), 257)
+SCALARS = (None, True, False, 0, 1, 2, 3, 4.0, 5, 7.5, "a", "ab", "red", "2024-02-29", [], [1], {})
+
+
+def grammar_of(schema: Any, **options: Any) -> CompiledGrammar:
+    return BYTES.compile(asked(json=schema, **options))
+
+
+def takes(schema: Any, text: str, **options: Any) -> bool:
+    return accepts(grammar_of(schema, **options), byte_tokenizer(), 0, text)
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """A value like another, one place in it changed."""
+    if isinstance(value, dict) and rng.random() < 0.8:
+        fields, name = dict(value), rng.choice("abcz")
+        if name in fields and rng.random() < 0.3:
+            del fields[name]
+        else:
+            fields[name] = changed(fields.get(name), rng)
+        return fields
+    if isinstance(value, list) and rng.random() < 0.8:
+        items, at = list(value), rng.randrange(len(value) + 1)
+        items[at : at + rng.randrange(2)] = [changed(value[at] if at < len(value) else None, rng)]
+        return items
+    return rng.choice(SCALARS)
+
+
+def instances(schema: Any, count: int) -> Iterator[str]:
+    """Texts that a schema may allow or not."""
+    rng = random.Random(str(schema))
+    grammar = grammar_of(schema, unsupported="check")
+    for scalar in SCALARS:
+        yield json.dumps(scalar)
+    for seed in range(count):
+        text = text_of(grammar, byte_tokenizer(), 0, seed, most=120)
+        if text is None:
+            continue
+        yield text
+        value = json.loads(text)
+        for _ in range(4):
+            value = changed(value, rng)
+            yield json.dumps(value)
+
+
+@pytest.mark.parametrize("name", HARD_SCHEMAS)
+def test_a_grammar_is_made_of_a_schema_that_allows_more(name: str) -> None:
+    schema = HARD_SCHEMAS[name]
+    exact = exact_schema(schema)
+    widened = widened_schema(exact)
+    wider = [exact, widened, outermost_type(schema)]
+    wider += [loosened_schema(widened, lambda _, drop=drop: not drop) for drop in (False, True)]
+    wider += [loosened_schema(widened, lambda keywords: len(keywords) < 2)]
+    original = JsonValidator(json.dumps(schema), check_formats=True)
+    others = [JsonValidator(json.dumps(other)) for other in wider]
+    for text in instances(schema, 6):
+        if original.allows(text):
+            assert all(other.allows(text) for other in others), text
+
+
+@pytest.mark.parametrize("name", HARD_SCHEMAS)
+def test_what_is_spelt_out_allows_no_more(name: str) -> None:
+    schema = HARD_SCHEMAS[name]
+    if "format" in str(schema):  # those that are annotations
+        return
+    original, exact = (JsonValidator(json.dumps(one)) for one in (schema, exact_schema(schema)))
+    for text in instances(schema, 6):
+        assert original.allows(text) == exact.allows(text)
+
+
+def test_every_schema_can_be_checked_that_grammars_refuse() -> None:
+    refused = 0
+    for schema in HARD_SCHEMAS.values():
+        check_structured_outputs(asked(json=schema, unsupported="check"))
+        try:
+            check_structured_outputs(asked(json=schema))
+        except GrammarError:
+            refused += 1
+    assert len(HARD_SCHEMAS) >= 300
+    assert refused >= 250
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "array", "items": {"type": "null"}, "minItems": 1.0, "maxItems": 1.0}, "[null]"),
+        ({"type": "string", "minLength": 1.0, "maxLength": 2.0}, '"ab"'),
+        ({"type": "object", "minProperties": 1.0, "maxProperties": 1.0}, '{"a":1}'),
+        ({"const": 0.0}, "0"),
+        ({"enum": [2.0]}, "2"),
+        ({"type": "string", "format": "colour-of-the-sky"}, '"blue"'),
+        ({"type": "string", "format": "regex"}, '"("'),
+        ({"type": "integer", "format": "colour-of-the-sky"}, "1"),
+        ({"type": "array", "uniqueItems": False}, "[1,1]"),
+        ({"type": "integer", "then": False}, "1"),
+        ({"type": "array", "minContains": 3}, "[]"),
+        (True, "1"),
+    ],
+)
+def test_a_schema_says_the_same_in_other_words(schema: Any, text: str) -> None:
+    assert takes(schema, text)
+    assert JsonValidator(json.dumps(schema)).allows(text)
+
+
+def test_zero_is_zero_however_it_is_written() -> None:
+    """The grammar writes a constant in the shortest way; who checks takes it in any."""
+    for constant in (0, 0.0):
+        assert takes({"const": constant}, "0")
+        for text in ("0", "0.0", "-0", "0e3"):
+            assert JsonValidator(json.dumps({"const": constant})).allows(text)
+
+
+def test_names_of_properties_are_no_keywords() -> None:
+    names = ("not", "if", "format", "pattern", "enum", "const", "default", "uniqueItems", "$ref")
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "string", "pattern": r"^\d$"} for name in names},
+        "required": list(names),
+        "additionalProperties": False,
+    }
+    text = text_of(grammar_of(schema, unsupported="check"), byte_tokenizer(), 0, 1)
+    assert text is not None
+    assert set(json.loads(text)) == set(names)
+    assert all(value in "0123456789" for value in json.loads(text).values())
+
+
+RIGHT = {
+    "date": ["2024-02-29", "2000-02-29", "1999-12-31", "2023-04-30", "0001-01-01"],
+    "time": ["23:59:59Z", "23:59:60Z", "23:59:60.25z", "00:00:00.5+23:59", "12:00:00-00:30"],
+    "date-time": ["2024-02-29T23:59:60Z", "1985-04-12t23:20:50.52z"],
+    "hostname": ["a", "A-1.example", "1.2", "a" * 63, ".".join(["ab" * 31] * 4)],
+    "email": ["a@b", "joe.bloggs+x@mail.example.co.uk", "a'b@c-d.e"],
+}
+WRONG = {
+    "date": ["2023-02-29", "2024-02-30", "1900-02-29", "2023-04-31", "2023-13-01", "2023-1-01"],
+    "time": ["24:00:00Z", "12:00:60Z", "12:60:00Z", "12:00:00", "12:00:00+24:00"],
+    "date-time": ["2023-02-29T00:00:00Z", "2023-02-28 00:00:00Z", "2023-02-28T12:00:60Z"],
+    "hostname": ["-a", "a-", "a..b", "a_b", "a" * 64, ".".join(["ab" * 31] * 4) + ".cde", "ab--c"],
+    "email": ["a@", "@b", "a..b@c", ".a@b", "a@-b", "a@b." + "c" * 64],
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_formats_go_by_calendar_and_by_rule(name: str) -> None:
+    """The grammar and who checks agree."""
+    schema = {"type": "string", "format": name}
+    judge = JsonValidator(json.dumps(schema), check_formats=True)
+    for text in map(json.dumps, RIGHT[name]):
+        assert takes(schema, text)
+        assert judge.allows(text)
+    for text in map(json.dumps, WRONG[name]):
+        assert not takes(schema, text)
+        assert not judge.allows(text)
+
+
+@pytest.mark.parametrize("name", [*RIGHT, "ipv4", "ipv6", "uuid", "duration", "uri"])
+def test_what_is_made_of_a_format_has_it(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    judge = JsonValidator(json.dumps(schema), check_formats=True)
+    texts = [text_of(grammar_of(schema), byte_tokenizer(), 0, seed) for seed in range(60)]
+    assert all(judge.allows(text) for text in texts if text is not None)
+
+
+def test_every_29_of_february_is_judged() -> None:
+    judge = JsonValidator('{"format": "date"}', check_formats=True)
+    grammar = grammar_of({"type": "string", "format": "date"})
+    for year in np.random.default_rng(0).integers(0, 10_000, 300).tolist():
+        text = f'"{year:04}-02-29"'
+        assert accepts(grammar, byte_tokenizer(), 0, text) == judge.allows(text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": 12345678910111213},
+        {"enum": [1, [2**53 + 1]]},
+        {"type": "integer", "minimum": 2**53 + 1},
+    ],
+)
+def test_a_number_that_a_grammar_would_change_is_not_left_to_it(schema: Any) -> None:
+    with pytest.raises(GrammarError, match=r"no grammar keeps \d+ exactly; with unsupported"):
+        grammar_of(schema)
+    grammar_of(schema, unsupported="check")
+
+
+@pytest.mark.parametrize("keyword", ["not", "if", "contains", "uniqueItems", "dependentRequired"])
+def test_a_refusal_names_the_way_out(keyword: str) -> None:
+    value = {"uniqueItems": True, "dependentRequired": {"a": ["b"]}}.get(keyword, {"const": 1})
+    with pytest.raises(GrammarError, match=f"{keyword}.*; with unsupported: check, finished texts"):
+        grammar_of({keyword: value})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "strnig", "not": {}},
+        {"not": {"type": 3}},
+        {"uniqueItems": 1},
+        {"if": {"minLength": -1}},
+        {"$ref": "#/$defs/none", "not": {}},
+        {"contains": {"$ref": "http://127.0.0.1:9/other.json"}},
+        {"not": {"pattern": "("}},
+    ],
+)
+def test_a_schema_that_is_wrong_is_not_checked(schema: Any) -> None:
+    with pytest.raises(GrammarError, match="schema is wrong"):
+        grammar_of(schema, unsupported="check")
+
+
+@pytest.mark.parametrize(
+    "schema", [False, {"enum": [], "not": {}}, {"type": "integer", "minimum": 5, "maximum": 2}]
+)
+def test_what_nothing_can_meet_is_told(schema: Any) -> None:
+    with pytest.raises(GrammarError, match=r"no text fits|Unsatisfiable schema"):
+        grammar_of(schema, unsupported="check")
+
+
+def test_the_key_goes_with_schemas_alone() -> None:
+    assert asked(json={}, unsupported="refuse") == asked(json={})
+    assert asked(json={}, unsupported="check")["unsupported"] == "check"
+    schema: dict[str, Any] = {"type": "json_schema", "json_schema": {"schema": {}}}
+    assert asked(**schema, unsupported="check") == asked(json={}, unsupported="check")
+    for wrong, message in [
+        ({"json": {}, "unsupported": "ignore"}, "unsupported is .ignore.; it must be refuse or"),
+        ({"regex": "a", "unsupported": "check"}, "unsupported goes with json, not with regex"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(structured_outputs=wrong)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "problem"),
+    [
+        ({"items": {"maximum": 3}}, "[1, 7]", "at /1: 7 is greater than the maximum of 3"),
+        ({}, '{"a": ', "it is no JSON: Expecting value"),
+        ({}, "NaN", "it is no JSON: NaN is no JSON"),
+        ({"format": "date"}, '"2023-02-30"', '"2023-02-30" is not a "date"'),
+        ({"type": "null"}, f'"{"x" * 999}"', "...x"),
+    ],
+)
+def test_a_problem_is_told_in_a_line(schema: Any, text: str, problem: str) -> None:
+    found = JsonValidator(json.dumps(schema), check_formats=True).problem(text)
+    assert found.startswith(problem)
+    assert "\n" not in found
+    assert len(found) < 250
