@@ -99,7 +99,9 @@ class SamplingParams:
     alternatives (at most 20)."""
     structured_outputs: Mapping[str, Any] | None = None
     """What the text must look like: {json: schema}, {regex: text}, {choice: [texts]},
-    {grammar: Lark} or {json_object: true}. OpenAI's response_format means the same."""
+    {grammar: Lark} or {json_object: true}. OpenAI's response_format means the same. A schema that
+    no grammar can insist on is refused, or with unsupported: check beside it, finished texts are
+    judged by it."""
     beam_width: int | None = None
     """Beam search with so many beams, of which the n best are written, best first; the temperature
     is ignored. Rules and scores are those of transformers with early_stopping=False."""

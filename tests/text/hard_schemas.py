@@ -235,7 +235,6 @@ _BY_KEYWORD: Mapping[str, Sequence[Schema]] = {
     "numbers": [
         {"type": "number", "minimum": 1e-300, "maximum": 1},
         {"type": "integer", "minimum": -(10**30), "maximum": 10**30},
-        {"type": "number", "multipleOf": 1e-300},
         {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.25},
         {"type": "integer", "exclusiveMinimum": 0.5, "exclusiveMaximum": 3.5},
         {"type": "integer", "minimum": 1.0, "maximum": 3.0},
