@@ -269,3 +269,46 @@ def test_a_problem_is_told_in_a_line(schema: Any, text: str, problem: str) -> No
     assert found.startswith(problem)
     assert "\n" not in found
     assert len(found) < 250
+
+
+def doubling(last: Any, keyword: str = "allOf", depth: int = 40) -> dict[str, Any]:
+    """Each schema refers to the next twice."""
+    schemas = {
+        f"a{at}": {keyword: [{"$ref": f"#/$defs/a{at + 1}"}, {"$ref": f"#/$defs/a{at + 1}"}]}
+        for at in range(depth)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**schemas, f"a{depth}": last}}
+
+
+def unevaluated(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"properties": {"x": {}}, "unevaluatedProperties": False}
+    for _ in range(depth):
+        schema = {"allOf": [schema], "unevaluatedProperties": False}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        doubling({"type": "object"}),
+        doubling({"type": "object"}, "anyOf"),
+        doubling({"properties": {"x": {"$ref": "#/$defs/a0"}}}, depth=18),
+        {"$id": "http://x/y.json", **doubling({}), "$ref": "y.json#/$defs/a0"},
+        unevaluated(40),
+    ],
+)
+def test_judging_that_would_take_years_ends(schema: Any) -> None:
+    judge = JsonValidator(json.dumps(schema))
+    text = '{"x": {"x": {"x": 1}}}'
+    assert not judge.allows(text)
+    assert judge.problem(text) == "judging it takes over 10,000,000 steps"
+
+
+def test_references_that_come_round_are_judged() -> None:
+    node = {"properties": {name: {"$ref": "#"} for name in ("left", "right")}, "required": ["v"]}
+    tree: dict[str, Any] = {"v": 0}
+    for _ in range(12):
+        tree = {"v": 1, "left": tree, "right": tree}
+    assert JsonValidator(json.dumps(node)).allows(json.dumps(tree))
+    assert not JsonValidator(json.dumps(node)).allows('{"v": 1, "left": {}}')
+    assert JsonValidator('{"allOf": [{"$ref": "#"}], "type": "object"}').allows("{}")

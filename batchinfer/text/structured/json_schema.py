@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from batchinfer.config.regex import with_ascii_classes
 from batchinfer.text.structured.formats import GRAMMAR_FORMATS, PATTERNS
+from batchinfer.text.structured.schema_work import target
 
 Keywords = dict[str, Any]
 """A schema that is no boolean."""
@@ -193,25 +193,12 @@ def _inexact(value: Any) -> Iterator[int]:
 
 def _without_broken_references(schema: Any) -> Any:
     def change(keywords: Keywords) -> Keywords:
-        target = keywords.get("$ref")
-        broken = isinstance(target, str) and target.startswith("#/") and not _leads(schema, target)
+        name = keywords.get("$ref", "")
+        pointer = isinstance(name, str) and name.startswith("#/")
+        broken = pointer and target(name, schema, {}) is None
         return _without(keywords, ("$ref",)) if broken else keywords
 
     return _rewritten(schema, change)
-
-
-def _leads(schema: Any, pointer: str) -> bool:
-    """Whether a pointer (RFC 6901, in a URI's fragment) leads to a place in a schema."""
-    place = schema
-    for part in unquote(pointer).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, dict) and name in place:
-            place = place[name]
-        elif isinstance(place, list) and name.isdecimal() and int(name) < len(place):
-            place = place[int(name)]
-        else:
-            return False
-    return True
 
 
 def _without(keywords: Keywords, keys: Container[str]) -> Keywords:

@@ -6,8 +6,12 @@ import json
 import math
 from typing import Any
 
+from batchinfer.text.structured.schema_work import GROWING, num_steps
+
 MAX_BACKTRACKS = 1_000_000
 """Steps back that a pattern of a schema may take in a text."""
+MAX_STEPS = 10_000_000
+"""Schemas that may be looked at for one text: half a second to a few."""
 _MAX_MESSAGE = 200
 
 
@@ -19,7 +23,8 @@ class JsonValidator:
     """Judge of texts by a JSON schema.
 
     Patterns in it are ECMAScript's, matched in linear time where they allow that, else with a
-    bound on the work; nothing is fetched. A schema that names no draft is of 2020-12.
+    bound on the work; nothing is fetched. A schema that names no draft is of 2020-12. A text that
+    takes too much work to judge is not allowed.
 
     Args:
         schema: its JSON text.
@@ -38,12 +43,14 @@ class JsonValidator:
             ) from None
         options = jsonschema_rs.FancyRegexOptions(backtrack_limit=MAX_BACKTRACKS)
         try:
+            self._schema = json.loads(schema)
             self._validator = jsonschema_rs.validator_for(
-                json.loads(schema),
+                self._schema,
                 offline=True,
                 validate_formats=check_formats,
                 pattern_options=options,
             )
+            self._may_grow = any(f'"{key}"' in schema for key in GROWING)
         except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as error:
             raise SchemaError(f"schema is wrong: {error.message}") from None
         except (ValueError, RecursionError) as error:
@@ -52,14 +59,16 @@ class JsonValidator:
     def allows(self, text: str) -> bool:
         """Whether a text is JSON that the schema allows."""
         try:
-            return bool(self._validator.is_valid(_value(text)))
+            return bool(self._validator.is_valid(self._value(text)))
         except (ValueError, RecursionError):
             return False
 
     def problem(self, text: str) -> str:
         """Reason for which a text is not allowed, in a line."""
         try:
-            error = next(self._validator.iter_errors(_value(text)), None)
+            error = next(self._validator.iter_errors(self._value(text)), None)
+        except _TooMuchWorkError as too_much:
+            return str(too_much)
         except (ValueError, RecursionError) as not_json:
             return f"it is no JSON: {not_json}"
         if error is None:
@@ -70,9 +79,15 @@ class JsonValidator:
             message = f"...{message[-_MAX_MESSAGE:]}"  # what is wrong stands at the end
         return f"at {place}: {message}" if place else message
 
+    def _value(self, text: str) -> Any:
+        value = json.loads(text, parse_constant=_no_json, parse_float=_number)
+        if self._may_grow and num_steps(self._schema, value) > MAX_STEPS:
+            raise _TooMuchWorkError(f"judging it takes over {MAX_STEPS:,} steps")
+        return value
 
-def _value(text: str) -> Any:
-    return json.loads(text, parse_constant=_no_json, parse_float=_number)
+
+class _TooMuchWorkError(ValueError):
+    """Nobody can wait for a verdict on a text."""
 
 
 def _no_json(constant: str) -> Any:
