@@ -8,8 +8,7 @@ K = samples drawn (K >= R: the n samples of a row draw from one row of logits).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from functools import cache
-from typing import Any, ClassVar, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -46,27 +45,22 @@ class SamplingColumns:
     @classmethod
     def zeros(cls, count: int) -> Self:
         """Columns of ``count`` zeros."""
-        return cls(**{name: np.zeros(count, dtype) for name, dtype in _column_dtypes().items()})
+        return cls(**{name: np.zeros(count, dtype) for name, dtype in _COLUMN_DTYPES.items()})
 
     def set_row(self, row: int, params: object, **derived: float) -> None:
         """Fill a row with ``derived``, and with the attributes of ``params`` of the other names."""
-        for name in _column_dtypes():
+        for name in _COLUMN_DTYPES:
             value = derived[name] if name in derived else getattr(params, name)
             getattr(self, name)[row] = value
 
     def take(self, rows: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
         """The values of some rows, by the names of their columns."""
-        return {name: getattr(self, name)[rows] for name in _column_dtypes()}
+        return {name: getattr(self, name)[rows] for name in _COLUMN_DTYPES}
 
 
-@cache
-def _column_dtypes() -> dict[str, Any]:
-    """The dtype of each of ``SamplingColumns``, as its annotation says."""
-    types = get_type_hints(SamplingColumns)
-    return {
-        column.name: get_args(get_args(types[column.name])[1])[0]
-        for column in fields(SamplingColumns)
-    }
+_DTYPES = {"Float32": np.float32, "Int32": np.int32, "UInt64": np.uint64}
+_COLUMN_DTYPES = {column.name: _DTYPES[str(column.type)] for column in fields(SamplingColumns)}
+"""By their annotations, which are not evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
