@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -145,7 +145,19 @@ def build_engine(
     )
 
 
-def context_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> dict[str, Any]:
+class ContextFields(TypedDict):
+    """Some of the fields of ``EngineContext``."""
+
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    adapters: Mapping[str, int]
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+
+
+def context_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> ContextFields:
     """The fields of ``EngineContext`` that follow from a model and its pool."""
     return {
         "eos_token_ids": model.eos_token_ids,

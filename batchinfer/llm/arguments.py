@@ -59,7 +59,16 @@ _ELSEWHERE: Mapping[str, str] = {
 """Arguments of vLLM for what is had in another way."""
 
 
-def model_config(model: Any, **keys: Any) -> ModelConfig:
+def model_config(
+    model: Any,
+    *,
+    tokenizer: Any,
+    revision: Any,
+    dtype: Any,
+    max_model_len: Any,
+    quantization: Any,
+    adapters: Any,
+) -> ModelConfig:
     """The model's configuration, from arguments that may be paths.
 
     Raises:
@@ -67,13 +76,14 @@ def model_config(model: Any, **keys: Any) -> ModelConfig:
         TypeError: naming the argument, when it is of another type.
         ValueError: ``max_model_len`` is not positive.
     """
-    name, adapters, quantization = _as_text(model), keys["adapters"], keys["quantization"]
+    name = _as_text(model)
     if not isinstance(name, str):
         raise TypeError(f"model is {reprlib.repr(name)}; it must be a text")
     if isinstance(adapters, Mapping):
         adapters = {adapter: _as_text(path) for adapter, path in adapters.items()}
-    keys |= {"tokenizer": _as_text(keys["tokenizer"]), "adapters": adapters}
-    config = ModelConfig(name, **keys)
+    config = ModelConfig(
+        name, revision, _as_text(tokenizer), dtype, max_model_len, quantization, adapters
+    )
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise NotYetError(f"LLM(quantization={quantization!r})")
     return config
