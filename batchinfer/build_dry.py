@@ -107,7 +107,7 @@ def device_of(engine: EngineConfig) -> Device:
     try:
         torch_device = choose_device(engine.device)
     except DeviceError as error:
-        raise DeviceError(str(error).splitlines()[0], hint=hint) from None
+        raise DeviceError(error.message, hint=hint) from None
     if torch_device.type == "cpu":
         return DEVICES["cpu"]
     name = describe(torch_device)

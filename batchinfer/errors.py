@@ -30,6 +30,8 @@ class JobError(Exception):
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message if hint is None else f"{message}\n{hint}")
+        self.message = message
+        """What is wrong, without what to do about it."""
 
 
 class UsageError(JobError):

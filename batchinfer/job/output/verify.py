@@ -105,7 +105,7 @@ class _Check:
                     file = self._out.part_file(part)
                     problems.append(f"{file} has no record, but _SUCCESS is there")
             except (DataError, StorageError, ValueError, OSError) as error:
-                problems.append(str(error).splitlines()[0])
+                problems.append(first_line(error))
         problems += [*self._of_segments(), *self._of_summary(), *openai_problems(self._out)]
         total = len(self._plan.parts())
         complete = self._claims_success and parts == total

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchinfer.errors import ModelError
+from batchinfer.errors import ModelError, one_line
 
 CONFIG_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Patterns of a hub repository's files that configure the model and its tokenizer."""
@@ -49,9 +49,9 @@ def resolve_folder(
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # the hub client raises errors of several libraries
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"{key}: {name} is no local folder and cannot be fetched from the hub: {reason}",
+            f"{key}: {name} is no local folder and cannot be fetched from the hub: "
+            f"{one_line(error)}",
             hint="download it where there is a network and give the folder's path",
         ) from error
 
