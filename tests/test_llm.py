@@ -179,6 +179,22 @@ def test_bans_that_leave_no_token_are_named(llm: LLM) -> None:
     assert "bad_words" in str(outputs[1].error)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_over_a_pool_of_float8_a_prompt_has_its_bits_whatever_is_beside(
+    model: Path, dtype: str
+) -> None:
+    llm = LLM(
+        str(model), dtype=dtype, kv_cache_dtype="fp8", num_kv_blocks=64, enable_prefix_caching=False
+    )
+    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1, ignore_eos=True)
+    prompts = ["a prompt of some length", "b", "another one that goes on for a while " * 3]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    for one, other in zip(together, alone, strict=True):
+        assert one.error is None
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
 def test_a_bad_prompt_fails_alone(llm: LLM) -> None:
     too_long, good = llm.generate([[5] * 600, "fine"], GREEDY, use_tqdm=False)
     assert too_long.error is not None

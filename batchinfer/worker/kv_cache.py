@@ -137,6 +137,8 @@ class KVCache:
             DeviceError: when the pool does not fit the device, or the blocks on the host that.
         """
         self.layout = layout
+        self.dtype = dtype
+        """The model's, which queries have."""
         self.num_blocks = num_blocks
         self.null_slot = num_blocks
         self.unit = math.gcd(layout.key_width, layout.value_width)
@@ -148,6 +150,10 @@ class KVCache:
         per_head = layout.block_size * layout.key_width
         self._value_offset = layout.num_kv_heads * per_head
         self._places = [layout.place(layer) for layer in range(layout.num_layers)]
+
+    @property
+    def _is_read_natively(self) -> bool:
+        return not self.pool.is_cuda and native.reads(self.pool.dtype, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +169,11 @@ class KVCache:
 
         On a CPU the elements of a block may lie otherwise; ``read`` tells them by position.
         """
-        return self._view(self._offset(layer), self.layout.key_width)
+        keys = self._view(self._offset(layer), self.layout.key_width)
+        if not (self.layout.fp8 and self._is_read_natively):
+            return keys
+        *outer, _, _ = keys.stride()
+        return keys.as_strided(keys.shape, (*outer, 1, self.layout.block_size))
 
     def value(self, layer: int) -> torch.Tensor:
         """Values of a layer: [slot, kv_head, block_size, value_width], strided; see ``key``."""

@@ -140,6 +140,8 @@ typedef struct { /* what layer_args holds of the step, which all layers have in 
 
 int attend_f32(const attention_args *);
 int attend_bf16(const attention_args *);
+int attend_f32_e4m3(const attention_args *);
+int attend_bf16_e4m3(const attention_args *);
 int gemm_f32(const gemm_args *);
 int gemm_bf16(const gemm_args *);
 void rms_norm_f32(const rms_norm_args *);

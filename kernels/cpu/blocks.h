@@ -4,7 +4,9 @@
    or of neighbours in width, and transposes nothing. Where the processor multiplies pairs of 16
    bits, or tiles of them, those that are multiplied and added in one instruction stand together: neighbours in width
    of keys, neighbours in position of values, [width / 2][size][2] and [size / 2][width][2]. An odd
-   width, or size, has no pairs. */
+   width, or size, has no pairs.
+
+   Keys and values of float8 are never in pairs: they are widened to floats first. */
 
 #ifndef BATCHINFER_BLOCKS_H
 #define BATCHINFER_BLOCKS_H

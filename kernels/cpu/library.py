@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)  # a warning, so that it shows: the first sta
 POINTER, INT64, INT32, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """What the names of the functions for a dtype end in."""
+_OTHER_SUFFIX = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
+"""Of weights, and of what the pool holds, which are not computed in."""
 
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = tuple(sorted(path.name for path in _FOLDER.glob("*.c")))
@@ -85,7 +87,7 @@ _KERNELS = 1, 0  # TILES and VECTORS of arguments.h, the fastest first
 def kernels_of(library: ctypes.CDLL | None, operation: str, dtype: torch.dtype) -> dict[str, int]:
     """Kernels of "gemm" or "attend" by instructions, the fastest first: names for people, and the
     numbers they have in C. Equal names give equal bits."""
-    suffix = "int8" if dtype == torch.int8 else SUFFIX[dtype]
+    suffix = _OTHER_SUFFIX.get(dtype) or SUFFIX[dtype]
     function = getattr(library, f"{operation}_instructions_{suffix}")
     function.restype = ctypes.c_char_p
     names = ((function(kernel), kernel) for kernel in _KERNELS)

@@ -60,6 +60,12 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype in _ATTEND and load() is not None
 
 
+def reads(pool_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether there are kernels that attend with queries of ``dtype`` over such a pool, and a
+    compiler that can build them."""
+    return pool_dtype in (dtype, torch.float8_e4m3fn) and supports(dtype)
+
+
 def available(dtype: torch.dtype) -> tuple[str, ...]:
     """Instructions that can attend in ``dtype`` here, the fastest first; names as of ``gemm``."""
     return tuple(kernels_of(load(), "attend", dtype))
@@ -95,7 +101,8 @@ def paged_attention(
 ) -> None:
     """Causal attention over a paged KV cache on the CPU; twin: ``reference.paged_attention``.
 
-    float32 or bfloat16, float32 accumulation. A row's bits depend on its own context alone.
+    float32 or bfloat16, over a pool of the same or of float8 e4m3fn, float32 accumulation. A row's
+    bits depend on its own context alone. Keys of float8 are strided: ``[width][size]`` in a block.
 
     Args:
         order: the sequences, such that those with a common prefix stand side by side.
@@ -117,9 +124,12 @@ def paged_attention(
         sinks=sinks,
         order=order,
         shared_lens=shared_lens,
-        kernel=kernel_of(query.dtype) if kernel is None else kernel,
+        kernel=kernel_of(key_cache.dtype) if kernel is None else kernel,
     )
-    if getattr(library, _ATTEND[query.dtype])(ctypes.byref(arguments)):
+    name = _ATTEND[query.dtype]
+    if key_cache.dtype == torch.float8_e4m3fn:
+        name += "_e4m3"
+    if getattr(library, name)(ctypes.byref(arguments)):
         raise MemoryError("no memory for the workspace of paged attention")
 
 

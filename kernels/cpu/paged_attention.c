@@ -39,6 +39,35 @@
 #undef STORE
 #undef TAKEN
 
+/* Over a pool of float8 e4m3fn. */
+#define STORED uint8_t
+#define WIDEN widen_e4m3
+#define ELEMENT float
+#define NAME attend_f32_e4m3
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#define TAKEN "attend_plain.inc"
+#include "attend.inc"
+#undef ELEMENT
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef TAKEN
+
+#define STORED uint8_t
+#define WIDEN widen_e4m3
+#define ELEMENT uint16_t
+#define NAME attend_bf16_e4m3
+#define LOAD(x) from_bf16(x)
+#define STORE(x) to_bf16(x)
+#define TAKEN "attend_plain.inc"
+#include "attend.inc"
+#undef ELEMENT
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef TAKEN
+
 #define ELEMENT uint16_t
 #define NAME attend_vectors_bf16
 #define LOAD(x) from_bf16(x)
@@ -62,6 +91,8 @@
 
 /* By what instructions a kernel attends; a name for people. NULL: it does not work here. */
 const char *attend_instructions_f32(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
+
+const char *attend_instructions_e4m3(int kernel) { return kernel == VECTORS ? VECTORS_NAME : NULL; }
 
 const char *attend_instructions_bf16(int kernel) {
     if (kernel == TILES) return tiles_work() ? "AMX" : NULL;

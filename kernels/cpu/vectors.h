@@ -124,6 +124,31 @@ INLINE vec widened(const int second, vec pairs) {
     return (vec)(second ? (words)pairs & 0xffff0000u : (words)pairs << 16);
 }
 
+/* float8 e4m3fn to floats, exactly: sign, 4 bits of exponent with a bias of 7, 3 of mantissa; no
+   infinity, one NaN. Below 2^-6 the numbers lie 2^-9 apart. */
+INLINE void widen_e4m3(const uint8_t *from, float *to, int count) {
+    for (int at = 0; at < count; at += LANES) {
+        const int here = count - at < LANES ? count - at : LANES;
+        uint8_t bytes[LANES] = {0};
+        words x;
+        if (here == LANES) memcpy(bytes, from + at, LANES);
+        else memcpy(bytes, from + at, here);
+#if defined(__AVX512F__)
+        x = (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
+#else
+        for (int i = 0; i < LANES; i++) x[i] = bytes[i];
+#endif
+        const words code = x & 0x7fu;
+        const vec small = __builtin_convertvector(code, vec) * 0x1p-9f;
+        const words is_small = (words)(code < 8u), is_nan = (words)(code == 0x7fu);
+        const words normal = (code << 20) + (120u << 23);
+        const words size = (is_small & (words)small) | (~is_small & normal);
+        const words wide = size | (is_nan & 0x7fc00000u) | (x & 0x80u) << 24;
+        if (here == LANES) store(to + at, (vec)wide);
+        else memcpy(to + at, &wide, here * sizeof(float));
+    }
+}
+
 INLINE vec fma_of(const int pairs, vec a, vec b, vec c) {
 #if HAS_PAIRS
     if (pairs) return fma_pairs(a, b, c);

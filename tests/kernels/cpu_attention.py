@@ -20,6 +20,21 @@ ODD_CASES = (_ODD_WIDTHS, replace(_ODD_WIDTHS, name="odd_widths_and_blocks", blo
 CASES = (*ATTENTION_CASES, *ODD_CASES)
 
 
+def check_attention_over_fp8(case: AttentionCase, dtype: torch.dtype) -> None:
+    """Of queries in ``dtype`` over a pool of float8, beside its twin."""
+    got, expected = (build_attention(case, "cpu", dtype).with_fresh_out() for _ in range(2))
+    for inputs in (got, expected):
+        for name in ("key_cache", "value_cache"):
+            inputs[name] = reference.stored(inputs[name], torch.float8_e4m3fn)
+    got["key_cache"] = got["key_cache"].mT.contiguous().mT
+    for name in ("max_query_len", "max_context_len", "num_splits"):
+        got.pop(name, None)
+    native.paged_attention(**got)
+    reference.paged_attention(**expected)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
+
+
 def check_attention(case: AttentionCase, dtype: torch.dtype, kernel: int | None = None) -> None:
     """Of the build that is loaded; what its blocks hold is read back by position, too."""
     got, expected = (build_attention(case, "cpu", dtype).with_fresh_out() for _ in range(2))

@@ -10,7 +10,12 @@ import torch
 from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import library, native
 from tests.kernels.cases import WRITE_CASES, AttentionCase, WriteCase, build_write
-from tests.kernels.cpu_attention import CASES, TOLERANCE, check_attention
+from tests.kernels.cpu_attention import (
+    CASES,
+    TOLERANCE,
+    check_attention,
+    check_attention_over_fp8,
+)
 from tests.kernels.stored import store
 
 DTYPES = tuple(TOLERANCE)
@@ -23,6 +28,32 @@ compiled = pytest.mark.skipif(library.load() is None, reason="no C compiler here
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
     check_attention(case, dtype)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_over_a_pool_of_float8_equals_its_twin(
+    case: AttentionCase, dtype: torch.dtype
+) -> None:
+    check_attention_over_fp8(case, dtype)
+
+
+@compiled
+@pytest.mark.parametrize("width", [3, 16, 40])
+def test_every_number_of_float8_is_widened_exactly(width: int) -> None:
+    """A token that sees one position gets its value, whatever the key's score."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = codes[:, None, None, None].expand(256, 1, 1, width).contiguous()
+    table = torch.arange(256, dtype=torch.int32)[:, None]
+    starts, lens = torch.arange(257, dtype=torch.int32), torch.ones(256, dtype=torch.int32)
+    out = torch.empty(256, 1, width)
+    zeros = torch.zeros_like(values.float()).to(values.dtype)
+    query = torch.randn(256, 1, width)
+    native.paged_attention(query, zeros, values, table, starts, lens, scale=1.0, out=out)
+    torch.testing.assert_close(out, values[:, 0].float(), rtol=0, atol=0, equal_nan=True)
+    native.paged_attention(query, values, zeros, table, starts, lens, scale=1.0, out=out)
+    assert (out.isnan() == values[:, 0].float().isnan()).all()
 
 
 @compiled
@@ -44,17 +75,19 @@ def test_write_equals_its_twin(case: WriteCase, dtype: torch.dtype) -> None:
 
 
 @compiled
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 @pytest.mark.parametrize(("window", "width"), [(0, 64), (0, 24), (37, 64)])
 def test_a_token_has_the_same_bits_however_it_is_computed(
-    dtype: torch.dtype, block_size: int, window: int, width: int
+    dtype: torch.dtype, block_size: int, window: int, width: int, fp8: bool
 ) -> None:
     """One pass over a prompt, chunks of any size, and one token at a time."""
     torch.manual_seed(0)
     length, num_heads, num_kv_heads = 300, 6, 2
     blocks = -(-length // block_size)
-    pool = torch.randn(blocks, 2, num_kv_heads, block_size, width).to(dtype)
+    pool = torch.randn(blocks, 2, num_kv_heads, block_size, width)
+    pool = pool.to(torch.float8_e4m3fn if fp8 else dtype)
     query = torch.randn(length, num_heads, width).to(dtype)
     table = torch.randperm(blocks, dtype=torch.int32)[None]
 
@@ -105,11 +138,12 @@ BRANCHES = {
 
 
 @compiled
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [64, 24])
 @pytest.mark.parametrize("branches", BRANCHES.values(), ids=BRANCHES.keys())
 def test_shared_prefixes_change_no_bit(
-    branches: Branches, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    branches: Branches, width: int, dtype: torch.dtype, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences that share blocks, told so and not, and standing elsewhere in the step."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # large tasks, that many share
@@ -117,7 +151,8 @@ def test_shared_prefixes_change_no_bit(
     block_size, num_heads, num_kv_heads = 16, 6, 2
     query_lens, context_lens = (list(x) for x in zip(*branches.tokens, strict=True))
     tables = tables_of(branches, block_size)
-    pool = torch.randn(int(tables.max()) + 1, 2, num_kv_heads, block_size, width).to(dtype)
+    pool = torch.randn(int(tables.max()) + 1, 2, num_kv_heads, block_size, width)
+    pool = pool.to(torch.float8_e4m3fn if fp8 else dtype)
     queries = [torch.randn(n, num_heads, width).to(dtype) for n in query_lens]
 
     def attend(order: list[int], *, shares: bool) -> list[torch.Tensor]:

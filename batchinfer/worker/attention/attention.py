@@ -62,7 +62,7 @@ def make_backend(cache: KVCache, like: ProductKernel | None = None) -> Attention
     """
     if cache.pool.is_cuda:
         return CudaAttention(cache)
-    if native.supports(cache.pool.dtype):
+    if native.reads(cache.pool.dtype, cache.dtype):
         return NativeAttention(cache, like)
     return CpuAttention(cache)
 

@@ -37,6 +37,8 @@ class NativeAttention:
         dtype = cache.pool.dtype
         self.kernel = native.kernel_of(dtype, instructions_for(dtype, like))
         """The number of the C kernel."""
+        self.joins_layers = dtype == cache.dtype
+        """Whether whole layers can run in C: what they write to the pool is as they compute it."""
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         self._lens = [tensors[name].contiguous() for name in ("query_starts", "context_lens")]

@@ -63,13 +63,14 @@ class NativeDecoderLayers(nn.Module):
     ) -> torch.Tensor:
         """Run the layers on [1, T, hidden], in the memory of ``hidden_states``."""
         context, workspace = current_context(), self.workspace
-        if not isinstance(context.backend, NativeAttention):
+        backend = context.backend
+        if not (isinstance(backend, NativeAttention) and backend.joins_layers):
             options["position_embeddings"] = position_embeddings
             for layer in self.layers:
                 hidden_states = layer(hidden_states, **options)
             return hidden_states
         workspace.begin_step(context, position_embeddings)
-        made_for = context.cache, context.backend.kernel, workspace.generation
+        made_for = context.cache, backend.kernel, workspace.generation
         if made_for != self._made_for:
             try:
                 self._make_arguments(hidden_states[0], context)

@@ -18,6 +18,7 @@ from batchinfer.worker.attention.attention import (
     paged_attention_forward,
     register,
 )
+from batchinfer.worker.attention.native_cpu import NativeAttention
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from tests.models import FAMILIES, VOCAB_SIZE, tiny_model
@@ -176,6 +177,30 @@ def test_a_pool_of_float8_is_one_of_rounded_keys_and_values(
     torch.testing.assert_close(*runs, atol=TOLERANCE, rtol=TOLERANCE)
     exact = rounded.eager(first)[-1]
     assert not torch.allclose(runs[0][-2], exact, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler here")
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_a_pool_of_float8_is_read_natively(
+    block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by torch's operations, but for keys and values that round to another eighth."""
+    monkeypatch.undo()
+    own = Parity("llama", block_size, fp8=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "reads", lambda *dtypes: False)
+        by_torch = Parity("llama", block_size, fp8=True)
+        expected = steps_of_two(by_torch)
+    assert isinstance(own.backend, NativeAttention)
+    assert not isinstance(by_torch.backend, NativeAttention)
+    got = steps_of_two(own)
+    assert (got - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def steps_of_two(parity: Parity) -> torch.Tensor:
+    first, second = parity.sequences(40, 9)
+    parts = [(first, 39), (second, 8)], [(first, 1), (second, 1)]
+    return torch.cat([parity.step(part).float() for part in parts])
 
 
 def test_a_call_outside_paged_attention_is_refused() -> None:
