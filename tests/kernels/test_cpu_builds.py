@@ -16,7 +16,12 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.product_kernels import product_kernels
 from tests.kernels import test_cpu_gemm, test_cpu_native, test_cpu_row_ops
 from tests.kernels.cases import ATTENTION_CASES, AttentionCase
-from tests.kernels.cpu_attention import ODD_CASES, TOLERANCE, check_attention
+from tests.kernels.cpu_attention import (
+    ODD_CASES,
+    TOLERANCE,
+    check_attention,
+    check_attention_over_fp8,
+)
 from tests.kernels.cpu_product import (
     check_int8,
     check_many_rows,
@@ -63,6 +68,16 @@ def other(
         product_kernels.cache_clear()
         yield
     product_kernels.cache_clear()
+
+
+@dtypes
+@pytest.mark.parametrize("case", ODD_CASES, ids=str)
+def test_attention_over_a_pool_of_float8(case: AttentionCase, dtype: torch.dtype) -> None:
+    check_attention_over_fp8(case, dtype)
+
+
+def test_every_number_of_float8_is_widened_exactly() -> None:
+    test_cpu_native.test_every_number_of_float8_is_widened_exactly(40)
 
 
 @dtypes
