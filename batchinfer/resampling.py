@@ -64,7 +64,7 @@ class Resampling:
         goal = self._goal(row)
         if goal is None:
             return [self._requests.make(row)]
-        return [self._request(row, goal, goal.wanted, tried=0, part=0)]
+        return [self._request(row, goal, goal.wanted, tried=0, number=0)]
 
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
@@ -78,7 +78,7 @@ class Resampling:
         if verdicts.is_full or tried >= goal.max_tries:
             return []
         missing = verdicts.wanted - verdicts.count(Verdict.ACCEPTED)
-        return [self._request(row, goal, max(missing, tried), tried=tried, part=len(completions))]
+        return [self._request(row, goal, max(missing, tried), tried=tried, number=len(completions))]
 
     def result(self, row: PromptRow, completions: Sequence[Completion]) -> tuple[Completion, Tally]:
         """What came of a row: the samples that are kept, and the counts of all.
@@ -122,15 +122,15 @@ class Resampling:
         return _Goal(params.n, min(tries * params.n, MAX_SAMPLES), validator)
 
     def _request(
-        self, row: PromptRow, goal: _Goal, count: int, *, tried: int, part: int
+        self, row: PromptRow, goal: _Goal, count: int, *, tried: int, number: int
     ) -> Request:
         assert row.sampling is not None
         params = replace(row.sampling.params, n=min(count, goal.max_tries - tried))
-        if part:  # the first request has them
+        if number:  # the first request has them
             params = replace(params, prompt_logprobs=None)
         sampling = replace(row.sampling, params=params)
         request = self._requests.make(replace(row, sampling=sampling))
-        return replace(request, first_sample=tried, part=part)
+        return replace(request, first_sample=tried, number=part)
 
     def _verdicts(self, goal: _Goal, completions: Sequence[Completion]) -> RowVerdicts:
         return self._judge.judge(self._samples(goal, completions), goal.wanted)

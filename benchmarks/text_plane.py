@@ -23,9 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.build import make_tokenizer
-from batchinfer.job.job import LoadedJob, load
-from batchinfer.job.rows.prompt_row import prompt_rows
-from batchinfer.job.run.run import open_job
+from batchinfer.job.job import LoadedJob, load, open_input, open_job
+from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.spec.spec import JobSpec
 
 QUICKSTART = Path(__file__).parent.parent / "jobs" / "quickstart"
@@ -61,14 +60,14 @@ def datasets(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
 
 def rows_per_second(spec: JobSpec, seconds: float) -> str:
     """What reading a job's rows again and again comes to in so many seconds."""
-    job = open_job(spec)
+    job = open_job(spec, open_input(spec))
     loaded: LoadedJob | None = load(job, lambda *_, **__: NoEngine(make_tokenizer(spec.model)))
     assert loaded is not None
     with closing(loaded) if hasattr(loaded, "close") else nullcontext():
-        next(prompt_rows(job.source, job.manifest.parts(), loaded.reader))  # all is loaded then
+        next(read_prompts(job.source, job.manifest.parts(), loaded.reader))  # all is loaded then
         rows, began, used, of_children = 0, time.perf_counter(), time.process_time(), _children()
         while time.perf_counter() < began + seconds:
-            for batch in prompt_rows(job.source, job.manifest.parts(), loaded.reader):
+            for batch in read_prompts(job.source, job.manifest.parts(), loaded.reader):
                 rows += len(batch)
                 if time.perf_counter() >= began + seconds:
                     break

@@ -42,7 +42,7 @@ class Request:
     first_sample: int = 0
     """Index of its first sample: further ones of a row begin where those before it end, and
     computing the row's prompt for them counts as recomputing it."""
-    part: int = 0
+    number: int = 0
     """Number of the request among those of a row that has several."""
     given_token: int | None = None
     """Its one output token, whatever the logits say: scoring asks how likely it was."""

@@ -19,7 +19,7 @@ _MAX_COLUMNS_SHOWN = 20
 _DEFAULT_COLUMNS = ("messages", "prompt")
 
 
-class Source(Protocol):
+class PromptSource(Protocol):
     """Source of a row's text or conversation."""
 
     columns: frozenset[str]
@@ -91,7 +91,7 @@ class MessagesSource:
         return messages
 
 
-def make_source(config: PromptConfig, columns: Sequence[str]) -> Source:
+def make_source(config: PromptConfig, columns: Sequence[str]) -> PromptSource:
     """The source that ``config`` names, or the default for data with ``columns``.
 
     Raises:

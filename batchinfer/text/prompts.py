@@ -16,7 +16,7 @@ from batchinfer.text.prompt_sources import conflicts, require_column
 from batchinfer.text.render import RowRenderer
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
-Row = Mapping[str, object]
+RowValues = Mapping[str, object]
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
@@ -104,7 +104,7 @@ class PromptBuilder:
         """The input columns that ``build`` needs."""
         return self._reader.columns
 
-    def build(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
+    def build(self, rows: Sequence[RowValues]) -> list[Prompt | RowError]:
         """A prompt or an error for each row, in order. Text may be ``str`` or UTF-8 ``bytes``; a
         value that could not be read is a ``RowError``, which becomes the row's.
 
@@ -113,12 +113,12 @@ class PromptBuilder:
         """
         return self.tokenize(self.render(rows))
 
-    def start(self, rows: Sequence[Row]) -> Callable[[], list[Prompt | RowError]]:
+    def start(self, rows: Sequence[RowValues]) -> Callable[[], list[Prompt | RowError]]:
         """As those begin who ``build`` elsewhere; here it is done at once."""
         built = self.build(rows)
         return lambda: built
 
-    def render(self, rows: Sequence[Row]) -> list[Rendered]:
+    def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
         """The first half of ``build``: the rows' texts, or their errors."""
         return self._reader.render(rows)
 
@@ -173,7 +173,7 @@ class RawTexts:
 class _Reader(Protocol):
     columns: tuple[str, ...]
 
-    def render(self, rows: Sequence[Row]) -> list[Rendered]: ...
+    def render(self, rows: Sequence[RowValues]) -> list[Rendered]: ...
     def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]: ...
 
 
@@ -185,7 +185,7 @@ class _TextReader:
         self._renderer = renderer
         self._encoder = encoder
 
-    def render(self, rows: Sequence[Row]) -> list[Rendered]:
+    def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
         return [or_error(self._renderer.render, row) for row in rows]
 
     def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
@@ -206,13 +206,13 @@ class _TokenIdsReader:
         self.columns: tuple[str, ...] = (config.token_ids_column,)
         self._vocab_size = vocab_size
 
-    def render(self, rows: Sequence[Row]) -> list[Rendered]:
+    def render(self, rows: Sequence[RowValues]) -> list[Rendered]:
         return [or_error(self._read_row, row) for row in rows]
 
     def tokenize(self, rendered: Sequence[Rendered]) -> list[Prompt | RowError]:
         return [item for item in rendered if not isinstance(item, RenderedText)]
 
-    def _read_row(self, row: Row) -> Prompt:
+    def _read_row(self, row: RowValues) -> Prompt:
         name = self.columns[0]
         ids = row_token_ids(row.get(name), f"column {name}", self._vocab_size)
         return Prompt(ids, None, truncated=False, has_control_text=False)

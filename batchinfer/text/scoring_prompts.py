@@ -23,7 +23,7 @@ from batchinfer.errors import RowError, UsageError
 from batchinfer.text.control_tokens import Marks
 from batchinfer.text.encode import RenderedText, TextEncoder
 from batchinfer.text.prompt_sources import conflicts, require_column
-from batchinfer.text.prompts import Prompt, PromptTooLongError, Row, or_error, row_token_ids
+from batchinfer.text.prompts import Prompt, PromptTooLongError, RowValues, or_error, row_token_ids
 from batchinfer.text.render import RowRenderer
 from batchinfer.text.row_values import decoded
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
@@ -95,14 +95,14 @@ class ScoringBuilder:
         self.columns = drafts.columns
         """The input columns that ``build`` needs."""
 
-    def build(self, rows: Sequence[Row]) -> list[Prompt | RowError]:
+    def build(self, rows: Sequence[RowValues]) -> list[Prompt | RowError]:
         """A ``ScoredPrompt`` or an error for each row, in order.
 
         Error codes: those of ``PromptBuilder.build`` and ``empty_completion``.
         """
         return self.tokenize(self.render(rows))
 
-    def render(self, rows: Sequence[Row]) -> list[_Draft | RowError]:
+    def render(self, rows: Sequence[RowValues]) -> list[_Draft | RowError]:
         """The first half of ``build``: the rows' texts, or their errors."""
         return [or_error(self._drafts.draft, row) for row in rows]
 
@@ -177,7 +177,7 @@ class _Draft:
 class _Drafts(Protocol):
     columns: tuple[str, ...]
 
-    def draft(self, row: Row) -> _Draft: ...
+    def draft(self, row: RowValues) -> _Draft: ...
 
 
 class _TextDrafts:
@@ -191,7 +191,7 @@ class _TextDrafts:
         self._prefix = prefix
         self._completions = completions
 
-    def draft(self, row: Row) -> _Draft:
+    def draft(self, row: RowValues) -> _Draft:
         rendered = self._renderer.render(row)
         if self._completions is None:
             prefix = self._prefix if rendered.add_special_tokens else None
@@ -222,7 +222,7 @@ class _TokenIdDrafts:
         self._control = None if marking is None else marking.control
         self._completions = completions
 
-    def draft(self, row: Row) -> _Draft:
+    def draft(self, row: RowValues) -> _Draft:
         ids = row_token_ids(row.get(self._column), f"column {self._column}", self._vocab_size)
         if self._completions is None:
             return _Draft([], ids)

@@ -11,7 +11,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import RowError
 from batchinfer.job.input.format import Row
 from batchinfer.job.openai.request import ParsedRequest, parse_request
-from batchinfer.job.rows.reader import Prompts, prompt_row
+from batchinfer.job.rows.reader import Prompts, row_or_error
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.requests import BASE_MODEL, PromptRow
 from batchinfer.text.prompts import Prompt
@@ -67,7 +67,7 @@ class OpenAIReader:
             return [
                 PromptRow(row_id, request)
                 if isinstance(request, RowError)
-                else self._prompt_row(row_id, next(prompts[request.source]), request)
+                else self._row(row_id, next(prompts[request.source]), request)
                 for row_id, request in zip(row_ids, requests, strict=True)
             ]
 
@@ -81,11 +81,9 @@ class OpenAIReader:
         except RowError as error:
             return error
 
-    def _prompt_row(
-        self, row_id: int, prompt: Prompt | RowError, request: ParsedRequest
-    ) -> PromptRow:
+    def _row(self, row_id: int, prompt: Prompt | RowError, request: ParsedRequest) -> PromptRow:
         adapter = self._adapters.get(request.model or "", BASE_MODEL)
-        return prompt_row(row_id, prompt, self._params.of(to_json(request.sampling)), adapter)
+        return row_or_error(row_id, prompt, self._params.of(to_json(request.sampling)), adapter)
 
 
 def _values(

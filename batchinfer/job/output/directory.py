@@ -111,8 +111,8 @@ class OutputDir:
             return None
         file, requests = self.part_file(part), self.request_stats(part)
         found, found_requests = self.check_size(file, record.size), self._existing(requests)
-        is_later = trust == "times" and found.mtime_ns != record.mtime_ns
-        if is_later or not _is_trusted(trust, found.etag, record.etag):
+        has_other_time = trust == "times" and found.mtime_ns != record.mtime_ns
+        if has_other_time or not _is_trusted(trust, found.etag, record.etag):
             self.check_hash(file, record.sha256)
         if not _is_trusted(trust, found_requests.etag, record.requests_etag):
             self.check_hash(requests, record.requests_sha256)

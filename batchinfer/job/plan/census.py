@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from batchinfer.errors import RowError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.output.schema import OutputTable
-from batchinfer.job.plan.simulation import Lengths
+from batchinfer.job.plan.simulation import ExpectedLengths
 from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests import PromptRow
@@ -52,7 +52,7 @@ def sampled_parts(parts: Sequence[Part], window_rows: int, most_rows: int) -> li
 class Census:
     """Counts of the rows read: prompts, samples, tokens, errors."""
 
-    lengths: Lengths
+    lengths: ExpectedLengths
     rows: int = 0
     prompt_tokens: int = 0
     """Of rows that can run."""

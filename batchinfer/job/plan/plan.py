@@ -24,8 +24,8 @@ from batchinfer.errors import UsageError
 from batchinfer.job.job import Job, load, open_input, open_job
 from batchinfer.job.plan.census import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
 from batchinfer.job.plan.estimate import Outcome
-from batchinfer.job.plan.simulation import FixedLengths, Lengths, Simulation
-from batchinfer.job.rows.prompt_row import prompt_rows
+from batchinfer.job.plan.simulation import ExpectedLengths, FixedLengths, Simulation
+from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.rows.reader import RowReader
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.token_store import TokenStore
@@ -79,14 +79,14 @@ def plan_job(
 
 def _lengths(
     spec: JobSpec, context: SimulatedEngine, task: LoadedTask | None, expected: int | None
-) -> Lengths:
+) -> ExpectedLengths:
     """Expected lengths of a task's samples; ``task`` is None where there are no rows."""
     facts = context.max_model_len, context.eos_token_ids, expected
     if spec.task_spec.draws:
-        return Lengths(*facts)
+        return ExpectedLengths(*facts)
     if expected is not None:
         raise UsageError(f"--expect-output-tokens: a job with task: {spec.task} writes no tokens")
-    return Lengths(*facts) if task is None else FixedLengths(*facts, task=task)
+    return ExpectedLengths(*facts) if task is None else FixedLengths(*facts, task=task)
 
 
 def _device(name: str) -> Device:
@@ -99,7 +99,7 @@ def _rows(job: Job, reader: RowReader, census: Census) -> Iterator[list[PromptRo
     """The rows to simulate, counted, in the order they would run."""
     window = job.spec.engine.order_window
     parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
-    rows = prompt_rows(job.source, parts, reader)
+    rows = read_prompts(job.source, parts, reader)
     batches = plan_windows(
         census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS),
         parts,
@@ -107,4 +107,4 @@ def _rows(job: Job, reader: RowReader, census: Census) -> Iterator[list[PromptRo
         by_prefix=job.spec.engine.order == "prefix",
         make_store=lambda: TokenStore(None),
     )
-    yield from census.count_distinct(batch.prompt_rows() for batch in batches)
+    yield from census.count_distinct(batch.with_token_ids() for batch in batches)

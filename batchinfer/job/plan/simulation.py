@@ -25,7 +25,7 @@ MAX_OUTPUT_TOKENS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class ExpectedLengths:
     """Expected lengths of samples, in tokens.
 
     Args:
@@ -82,7 +82,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedLengths(Lengths):
+class FixedLengths(ExpectedLengths):
     """Lengths of a task that draws nothing: each request gives one token, which is not written."""
 
     task: LoadedTask
@@ -120,7 +120,7 @@ class Simulation:
 
     engine: Engine
     runner: DryRunner
-    lengths: Lengths
+    lengths: ExpectedLengths
     max_waiting: int
     """Rows queued in the engine, as the job's own loop does it."""
 

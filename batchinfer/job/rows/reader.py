@@ -99,7 +99,9 @@ class ColumnReader:
             return [
                 PromptRow(row_id, row)
                 if isinstance(row, RowError)
-                else prompt_row(row_id, next(prompts), self._sampling(row), self._adapters.of(row))
+                else row_or_error(
+                    row_id, next(prompts), self._sampling(row), self._adapters.of(row)
+                )
                 for row_id, row in zip(row_ids, rows, strict=True)
             ]
 
@@ -109,7 +111,7 @@ class ColumnReader:
         return None if self._params is None else self._params.of(row.get(SAMPLING_COLUMN))
 
 
-def prompt_row(
+def row_or_error(
     row_id: int,
     prompt: Prompt | RowError,
     sampling: RowSampling | RowError | None,

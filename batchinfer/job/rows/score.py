@@ -82,16 +82,16 @@ class Scoring:
         return [
             Request(
                 row_id=row.row_id,
-                part=part,
+                number=number,
                 prompt_token_ids=tokens[:-1],
                 params=SCORING,
                 rng_key=(0, row.row_id),
-                reused_prefix_len=later[part],
+                reused_prefix_len=later[number],
                 scored_from=scored_from,
                 given_token=int(tokens[-1]),
                 adapter=row.adapter,
             )
-            for part, (tokens, scored_from) in enumerate(sequences)
+            for number, (tokens, scored_from) in enumerate(sequences)
         ]
 
     def follow_up_requests(

@@ -47,7 +47,7 @@ class LoadedTask(Protocol):
     """A row's way to the engine and back."""
 
     def requests(self, row: PromptRow) -> Sequence[Request]:
-        """The requests of a row that can run, at least one; ``Request.part`` counts them."""
+        """The requests of a row that can run, at least one; ``Request.number`` counts them."""
         ...
 
     def follow_up_requests(

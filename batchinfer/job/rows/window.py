@@ -90,7 +90,7 @@ class RowBatch:
     """Without token ids."""
     keys: Sequence[Key]
 
-    def prompt_rows(self) -> list[PromptRow]:
+    def with_token_ids(self) -> list[PromptRow]:
         """The rows, their token ids read back."""
         return [
             row.with_token_ids(token_ids(key))

@@ -32,7 +32,7 @@ class RowResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class TurnResult:
     """Rows and step of one turn of the loop, for the writing thread."""
 
     rows: list[RowResult]
@@ -59,7 +59,9 @@ class EngineLoop:
     def __post_init__(self) -> None:
         self._in_flight: dict[int, RowResult] = {}
 
-    def run(self, rows: Prefetcher[list[PromptRow]], writer: BackgroundConsumer[Finished]) -> bool:
+    def run(
+        self, rows: Prefetcher[list[PromptRow]], writer: BackgroundConsumer[TurnResult]
+    ) -> bool:
         """Run ``rows`` until they are all finished, or until asked to stop.
 
         Returns:
@@ -100,16 +102,16 @@ class EngineLoop:
         for request in requests:
             self.engine.add_request(request)
 
-    def _step(self, failed: list[PromptRow]) -> Finished:
+    def _step(self, failed: list[PromptRow]) -> TurnResult:
         done = [RowResult(row, []) for row in failed]
         if not self.engine.num_unfinished:
             self.progress.update(len(done), 0, None)
-            return Finished(done, None)
+            return TurnResult(done, None)
         outcome = self.engine.step()
         for completion in outcome.completions:
             done += self._finished_by(completion)
         self.progress.update(len(done), outcome.output_tokens, outcome.stats)
-        return Finished(done, outcome.stats, outcome.recovered)
+        return TurnResult(done, outcome.stats, outcome.recovered)
 
     def _finished_by(self, completion: Completion) -> list[RowResult]:
         """The row whose last completion this is, if it is one, and the equal rows that waited."""
@@ -119,7 +121,7 @@ class EngineLoop:
         result.num_missing -= 1
         if result.num_missing:
             return []
-        result.completions.sort(key=lambda one: one.request.part)
+        result.completions.sort(key=lambda one: one.request.number)
         self._request(result, self.task.follow_up_requests(result.row, result.completions))
         if result.num_missing:
             return []

@@ -1,11 +1,11 @@
 """The way of a row through the four threads of a run.
 
-    reads        prompt_rows -> plan_windows      Prefetcher, a window ahead
+    reads        read_prompts -> plan_windows     Prefetcher, a window ahead
                        | RowBatch
-    reads back   RowBatch.prompt_rows             Prefetcher, two batches ahead
+    reads back   RowBatch.with_token_ids          Prefetcher, two batches ahead
                        | PromptRow
     runs         EngineLoop.run                   the thread that called run_pipeline
-                       | Finished
+                       | TurnResult
     writes       LoadedTask.finish -> PartWriter  BackgroundConsumer, at most 64 turns behind
 
 From the file it is read from to the part it is written to, a row is in turn a ``Row`` of values, a
@@ -35,13 +35,13 @@ from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.resume import RecoveredRows
 from batchinfer.job.rows.finished_row import FinishedRow, failed_row
-from batchinfer.job.rows.prompt_row import prompt_rows, without_text
+from batchinfer.job.rows.read_prompts import read_prompts, without_text
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.rows.token_store import TokenStore
 from batchinfer.job.rows.window import RowBatch, plan_windows
 from batchinfer.job.run.dedup import RequestDeduplicator
-from batchinfer.job.run.engine_loop import EngineLoop, Finished, RowResult
+from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder, package_versions
@@ -153,7 +153,7 @@ class RowPipeline:
             deduplicator=RequestDeduplicator(),
         )
 
-        def write(finished: Finished) -> None:
+        def write(finished: TurnResult) -> None:
             self.recorder.add(finished.step, len(finished.rows))
             if finished.recovered is not None:
                 self.recorder.note_recovery(finished.recovered)
@@ -164,7 +164,7 @@ class RowPipeline:
         window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
         with (
             Prefetcher(batches, window_batches, starved) as planned,
-            Prefetcher((batch.prompt_rows() for batch in planned), _BATCHES_READ_BACK) as rows,
+            Prefetcher((batch.with_token_ids() for batch in planned), _BATCHES_READ_BACK) as rows,
             BackgroundConsumer(write, _WRITES_DUE) as writer,
         ):
             complete = False
@@ -182,7 +182,7 @@ class RowPipeline:
     ) -> Iterator[RowBatch]:
         """The rows in ``ranges``, in the order they should run, until ``is_over``."""
         spec, parts, loaded = self.job.spec, self.recovered.parts, self.loaded
-        rows = prompt_rows(self.job.source, parts, loaded.reader, ranges, self.in_flight.making)
+        rows = read_prompts(self.job.source, parts, loaded.reader, ranges, self.in_flight.making)
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
         if "prompt" not in spec.output.include:
             rows = without_text(rows)

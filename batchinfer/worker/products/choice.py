@@ -74,7 +74,7 @@ def choose_kernel(model: nn.Module, dtype: torch.dtype, wish: KernelWish) -> Ker
             earlier runs of a deterministic job had one that is not here.
     """
     kernels = _allowed(product_kernels(dtype), dtype, wish)
-    kernel_before = wish.before.get(_named(dtype))
+    kernel_before = wish.before.get(_dtype_name(dtype))
     for kernel in kernels:
         if kernel.name == kernel_before:
             return KernelChoice(kernel, "as in the runs before", {})
@@ -98,7 +98,8 @@ def _choose(
     if not kernels:
         return KernelChoice(
             None,
-            f"nothing else multiplies {_named(dtype)}; a row's bits may depend on those beside it",
+            f"nothing else multiplies {_dtype_name(dtype)}; "
+            "a row's bits may depend on those beside it",
             {},
         )
     if len(kernels) == 1 or wish.deterministic:  # the same in every run, whatever is measured
@@ -131,8 +132,8 @@ def _allowed(
     if wish.kind not in ("auto", "torch") and not found:
         needs = "a C compiler (cc, or $CC)" if wish.kind == "own" else "oneDNN"
         raise DeviceError(
-            f"engine.cpu_kernels is {wish.kind}, and no such kernel multiplies {_named(dtype)} "
-            f"on this machine: {needs} is needed, and {_DTYPE_NAMES}",
+            f"engine.cpu_kernels is {wish.kind}, and no such kernel multiplies "
+            f"{_dtype_name(dtype)} on this machine: {needs} is needed, and {_DTYPE_NAMES}",
             hint="install it, choose another model.dtype, or set engine.cpu_kernels: auto",
         )
     if not wish.deterministic:
@@ -141,7 +142,7 @@ def _allowed(
     if not kept:
         raise DeviceError(
             "engine.deterministic is true, and no kernel that keeps a row's bits multiplies "
-            f"{_named(dtype)} on this machine: a C compiler (cc, or $CC) is needed, and "
+            f"{_dtype_name(dtype)} on this machine: a C compiler (cc, or $CC) is needed, and "
             f"{_DTYPE_NAMES}",
             hint="install one, or set engine.deterministic: false",
         )
@@ -159,5 +160,5 @@ def _elements(entry: tuple[Shape, int]) -> int:
     return math.prod(shape) * count
 
 
-def _named(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -50,7 +50,7 @@ def plan(
         make_store=lambda: TokenStore(None, budget),
         is_starved=is_starved,
     )
-    return (lot.prompt_rows() for lot in lots)
+    return (lot.with_token_ids() for lot in lots)
 
 
 def order(rows: list[PromptRow], parts: list[Part], window: int) -> list[int]:
@@ -166,7 +166,7 @@ def test_a_hungry_engine_gets_a_head_start(by_prefix: bool) -> None:
     )
     seen, after = [], []
     for lot in lots:
-        seen += lot.prompt_rows()
+        seen += lot.with_token_ids()
         after.append((read, len(seen)))
     if by_prefix:
         assert after[:4] == [(1024, 64), (2048, 128), (4096, 256), (8192, 512)]
@@ -200,7 +200,7 @@ def test_a_window_beyond_its_budget_is_in_files(tmp_path: Path) -> None:
 
     rows = random_rows(16)
     lots = plan_windows(batches(rows, 2), PARTS, 8, by_prefix=True, make_store=make_store)
-    assert [r.row_id for lot in lots for r in lot.prompt_rows()] == order(rows, PARTS, 8)
+    assert [r.row_id for lot in lots for r in lot.with_token_ids()] == order(rows, PARTS, 8)
     assert [bytes_in_files(store) > 0 for store in stores] == [True, True]
     assert list(tmp_path.iterdir()) == []
 
@@ -211,6 +211,6 @@ def test_rows_before_a_place_that_cannot_be_read_run_all_the_same() -> None:
         raise DataError("row group 1 cannot be read")
 
     lots = plan_windows(broken(), PARTS, 8, by_prefix=True, make_store=lambda: TokenStore(None))
-    assert [r.row_id for r in next(lots).prompt_rows()] == [1, 0]
+    assert [r.row_id for r in next(lots).with_token_ids()] == [1, 0]
     with pytest.raises(DataError, match="row group 1"):
         next(lots)

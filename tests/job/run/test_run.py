@@ -31,7 +31,7 @@ from batchinfer.errors import (
     UsageError,
 )
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.rows.prompt_row import prompt_rows
+from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.run import pipeline, run
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run import run_job
@@ -741,7 +741,7 @@ def test_a_failed_engine_does_not_wait_for_the_next_window(
             super().__exit__(*error)
 
     def reading(*arguments: Any) -> Iterator[list[PromptRow]]:
-        for number, batch in enumerate(prompt_rows(*arguments)):
+        for number, batch in enumerate(read_prompts(*arguments)):
             if number < 3:  # a window, and what shows that it has ended
                 yield batch
                 continue
@@ -753,7 +753,7 @@ def test_a_failed_engine_does_not_wait_for_the_next_window(
         raise RuntimeError("bug")
 
     build.before_step = crash
-    monkeypatch.setattr(pipeline, "prompt_rows", reading)
+    monkeypatch.setattr(pipeline, "read_prompts", reading)
     monkeypatch.setattr(pipeline, "BackgroundConsumer", Watched)
     spec = job(tmp_path, engine={"order_window": 10}, output={"rows_per_part": 5})
     with pytest.raises(RuntimeError, match="bug"):

@@ -10,7 +10,7 @@ from batchinfer.config import PromptConfig, SamplingParams
 from batchinfer.errors import RowError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.row_ids import Part
-from batchinfer.job.rows.prompt_row import prompt_rows, without_text
+from batchinfer.job.rows.read_prompts import read_prompts, without_text
 from batchinfer.job.rows.reader import ColumnReader, RowAdapters
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.requests import PromptRow
@@ -39,7 +39,7 @@ def test_rows_are_read_and_made_into_prompts(tmp_path: Path) -> None:
     )
     reader = ColumnReader(builder, PARAMS, RowAdapters(), source.schema.names)
     parts = [Part(0, range(2)), Part(2, range(3, 4))]
-    rows = [r for batch in prompt_rows(source, parts, reader) for r in batch]
+    rows = [r for batch in read_prompts(source, parts, reader) for r in batch]
     assert [r.row_id for r in rows] == [0, 1, 3]
     shown = [r.prompt.code if isinstance(r.prompt, RowError) else r.prompt.text for r in rows]
     assert shown == ["a", "empty_prompt", "d"]

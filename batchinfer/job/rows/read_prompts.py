@@ -25,7 +25,7 @@ _BATCHES_AHEAD = 1
 _Prompts = Iterator[list[PromptRow]]
 
 
-def prompt_rows(
+def read_prompts(
     source: Source,
     parts: Sequence[Part],
     reader: RowReader,
