@@ -105,9 +105,9 @@ def check_pool(
     readers: Counter[WindowSlot] = Counter()
     for table, gone in zip_longest(tables, num_evicted, fillvalue=()):
         counts.update(table)
-        readers.update(part for at, b in enumerate(table) for part in live_slots(b, at, gone))
+        readers.update(slot for at, b in enumerate(table) for slot in live_slots(b, at, gone))
     assert all(block.ref_count == count for block, count in counts.items())
-    assert all(part.readers == count for part, count in readers.items())
+    assert all(slot.readers == count for slot, count in readers.items())
     held: list[Block | WindowSlot] = [*(b for b in counts if pool.has_own), *readers]
     slots = [*pool.free, *(b.slot for b in pool.cached), *(b.slot for b in held)]
     assert sorted(slots) == list(range(pool.num_blocks)), "a slot is lost or held twice"
@@ -129,9 +129,9 @@ def _check_entry(pool: BlockPool, block: Block, counts: Counter[Block]) -> None:
     """Assert that an indexed block is filed where it should be."""
     assert (block.ref_count > 0) == (block in counts)
     assert (block in pool.cached) == (block.ref_count == 0 and block.slot >= 0)
-    for part in block.window_slots:
-        assert (part in pool.cached) == (part.readers == 0 and part.slot >= 0)
-    holds = max(block.slot, block.host_slot, *(part.slot for part in block.window_slots)) >= 0
+    for slot in block.window_slots:
+        assert (slot in pool.cached) == (slot.readers == 0 and slot.slot >= 0)
+    holds = max(block.slot, block.host_slot, *(slot.slot for slot in block.window_slots)) >= 0
     assert holds or block.ref_count or block.children, "an entry leads to nothing"
 
 

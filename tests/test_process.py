@@ -1,4 +1,4 @@
-"""Idle OpenMP threads sleep after a short wait, unless the environment says how they wait."""
+"""What is set for the whole process: idle OpenMP threads sleep after a short wait, unless told."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Completions of a row, and errors, to a row of the output."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -13,9 +15,9 @@ from batchinfer.job.rows.finished_row import RowFinisher, failed_row
 from batchinfer.job.rows.task import Task
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.protocols import StopMatch
-from batchinfer.requests import PromptRow, RequestMaker, RowSampling
+from batchinfer.requests import PromptRow
 from batchinfer.text.prompts import Prompt, PromptTooLongError
-from tests.job.fakes import byte_tokenizer, grammars
+from tests.job.fakes import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -33,44 +35,14 @@ def sample(index: int, text: str, **fields: Any) -> SampleOutput:
     return SampleOutput(index, ids(text), cumulative_logprob=-1.5, **{**values, **fields})
 
 
-def request_of(params: SamplingParams, *, own_seed: bool = False) -> Request:
-    maker = RequestMaker(TOKENIZER, frozenset({0}), grammars())
-    return maker.make(PromptRow(7, prompt("ask"), RowSampling(params, own_seed)))
+def request_of(params: SamplingParams) -> Request:
+    return Request(7, ids("ask"), params, (3, 7))
 
 
 def finish(*samples: SampleOutput, include: tuple[str, ...] = (), **params: Any) -> dict[str, Any]:
     completion = Completion(request_of(SamplingParams(seed=3, **params)), list(samples))
     finisher = RowFinisher(TOKENIZER, include)
     return finisher.finish(PromptRow(7, prompt("ask")), completion).values
-
-
-def test_a_request_carries_what_the_job_says() -> None:
-    params = SamplingParams(seed=3, stop=("\n",), bad_words=("no",))
-    request = request_of(params)
-    assert (request.row_id, request.rng_key, request.eos_token_ids) == (7, (3, 7), {0})
-    assert request.params is params
-    assert np.array_equal(request.prompt_token_ids, ids("ask"))
-    assert tuple(ids("no")) in request.bad_words_token_ids
-    assert request.make_stop_checker is not None
-
-
-def test_bad_words_are_tokenized_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = byte_tokenizer()
-    maker = RequestMaker(tokenizer, frozenset({0}), grammars())
-    sampling = RowSampling(SamplingParams(seed=3, bad_words=("no",)), own_seed=False)
-    first = maker.make(PromptRow(7, prompt("ask"), sampling))
-    monkeypatch.setattr(tokenizer, "encode_batch", None)
-    again = RowSampling(SamplingParams(seed=3, bad_words=("no",), logit_bias={5: 1.0}), True)
-    second = maker.make(PromptRow(8, prompt("ask"), again))
-    assert second.bad_words_token_ids == first.bad_words_token_ids
-
-
-def test_a_job_without_stop_strings_needs_no_checker() -> None:
-    assert request_of(SamplingParams(seed=3)).make_stop_checker is None
-
-
-def test_a_row_with_its_own_seed_forgets_its_id() -> None:
-    assert request_of(SamplingParams(seed=3), own_seed=True).rng_key == (3, 0)
 
 
 def test_a_finished_row() -> None:
