@@ -312,6 +312,12 @@ _BY_KEYWORD: Mapping[str, Sequence[Schema]] = {
             "$ref": "#/definitions/a",
             "definitions": {"a": {**_BOOL, "else": {}}},
         },
+        {
+            "$schema": _DRAFT_7,
+            "$ref": "#/definitions/a",
+            "type": "string",
+            "definitions": {"a": {**_BOOL, "if": {"const": True}, "then": False}},
+        },
     ],
     "tuples and booleans": [
         {"$schema": _DRAFT_7, "type": "array", "items": [_BOOL, _DIGIT], "additionalItems": False},

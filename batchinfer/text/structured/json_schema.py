@@ -29,6 +29,9 @@ _COUNTS = (
 _VALUES = (
     *("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
+_DRAFTS_OF_LONE_REFERENCES = ("draft-03", "draft-04", "draft-06", "draft-07")
+"""Drafts in which nothing beside a reference counts."""
+_BESIDE_REFERENCES = frozenset(("$ref", "$schema", "definitions", "$defs"))
 _LARGEST = 2**63
 """Larger whole numbers are out of llguidance's range."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -66,6 +69,9 @@ def exact_schema(schema: Any) -> Any:
     is left out. Formats that a calendar or a rule decides are patterns, and those that are not
     known are annotations, as JSON Schema has them.
     """
+    draft = schema.get("$schema") if isinstance(schema, dict) else None
+    if isinstance(draft, str) and any(old in draft for old in _DRAFTS_OF_LONE_REFERENCES):
+        schema = _rewritten(schema, _reference_alone)
     return _rewritten(schema, _spelt_out)
 
 
@@ -136,6 +142,12 @@ def _rewritten(schema: Any, change: Callable[[Keywords], Keywords]) -> Any:
         else:
             inner[key] = value if key in _DATA else _rewritten(value, change)
     return change(inner)
+
+
+def _reference_alone(keywords: Keywords) -> Keywords:
+    if not isinstance(keywords.get("$ref"), str):
+        return keywords
+    return {key: value for key, value in keywords.items() if key in _BESIDE_REFERENCES}
 
 
 def _spelt_out(keywords: Keywords) -> Keywords:
