@@ -105,7 +105,7 @@ class Resampling:
             whole.outputs = [replace(one, index=at) for at, one in enumerate(kept)]
             if whole.error_code is None and not verdicts.is_full:
                 whole.error_code = _CODE
-                whole.error_message = self._problem(goal, completions)
+                whole.error_message = self._problem(goal, verdicts, completions)
         return whole, Tally(len(samples), *map(verdicts.count, Verdict))
 
     def _goal(self, row: PromptRow) -> _Goal | None:
@@ -130,7 +130,7 @@ class Resampling:
             params = replace(params, prompt_logprobs=None)
         sampling = replace(row.sampling, params=params)
         request = self._requests.make(replace(row, sampling=sampling))
-        return replace(request, first_sample=tried, number=part)
+        return replace(request, first_sample=tried, number=number)
 
     def _verdicts(self, goal: _Goal, completions: Sequence[Completion]) -> RowVerdicts:
         return self._judge.judge(self._samples(goal, completions), goal.wanted)
@@ -149,17 +149,21 @@ class Resampling:
                 )
                 yield text, len(output.token_ids), checked
 
-    def _problem(self, goal: _Goal, completions: Sequence[Completion]) -> str:
-        """Message on a row none of whose last samples was right."""
+    def _problem(
+        self, goal: _Goal, verdicts: RowVerdicts, completions: Sequence[Completion]
+    ) -> str:
+        """Message on a row that has too few samples: how many were drawn, why the last failed."""
         assert goal.validator is not None
-        last = completions[-1]
-        sample = last.outputs[-1]
-        tried = sum(len(one.outputs) for one in completions)
-        text = output_text(self._tokenizer, sample, _without_stop(last.request.params))
-        why = goal.validator.problem(text)
+        samples = [(output, one.request.params) for one in completions for output in one.outputs]
+        last = max(at for at, one in enumerate(verdicts.verdicts) if one is Verdict.REJECTED)
+        sample, params = samples[last]
+        why = goal.validator.problem(output_text(self._tokenizer, sample, _without_stop(params)))
         if sample.finish_reason == "length":
             why = f"it was cut at {len(sample.token_ids)} tokens"
-        return f"of {tried} samples too few are what the schema allows; of the last, {why}"
+        drawn = len(samples)
+        return (
+            f"of {drawn} samples too few are what the schema allows; of the last that is not, {why}"
+        )
 
 
 def _without_stop(params: SamplingParams) -> SamplingParams:

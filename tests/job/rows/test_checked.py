@@ -94,6 +94,7 @@ def test_rows_that_fail_are_tried_again(folder: Path) -> None:
         assert all(is_valid(LETTERS, sample["text"]) for sample in samples)
         assert [sample["index"] for sample in samples] == list(range(len(samples)))
         assert (row["status"] == "ok") == (len(samples) == cell.get("n", 1))
+        assert row["status"] == "ok" or not row["error"]["message"].endswith("it is allowed")
         if cell == checked(NEVER):
             assert row["error"]["message"].startswith(f"of {CHECKED_TRIES} samples too few are")
         num_samples += len(samples)
@@ -125,7 +126,7 @@ def test_the_likeliest_text_is_not_tried_again(folder: Path) -> None:
 def test_a_text_that_was_cut_is_not_what_was_asked_for(folder: Path) -> None:
     long = {"type": "string", "minLength": 60, "not": {"const": ""}}
     (row,), _ = run(folder, "cut", [checked(long)])
-    assert row["error"]["message"].endswith("of the last, it was cut at 40 tokens")
+    assert row["error"]["message"].endswith("last that is not, it was cut at 40 tokens")
 
 
 def test_accept_says_how_often_and_makes_no_errors(folder: Path) -> None:
