@@ -44,6 +44,7 @@ pytestmark = [
     pytest.mark.usefixtures("other"),
 ]
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+pools = pytest.mark.parametrize("fp8", [False, True])
 
 
 @pytest.fixture(scope="module", params=_FLAGS.values(), ids=_FLAGS.keys())
@@ -87,24 +88,29 @@ def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> N
 
 
 @dtypes
+@pools
 @pytest.mark.parametrize("block_size", [2, 16, 32])
 @pytest.mark.parametrize(("window", "width"), [(0, 64), (0, 24), (37, 80)])
 def test_a_token_has_the_same_bits_however_its_attention_is_computed(
-    dtype: torch.dtype, block_size: int, window: int, width: int
+    dtype: torch.dtype, block_size: int, window: int, width: int, fp8: bool
 ) -> None:
     test_cpu_native.test_a_token_has_the_same_bits_however_it_is_computed(
-        dtype, block_size, window, width
+        dtype, block_size, window, width, fp8
     )
 
 
 @dtypes
+@pools
 @pytest.mark.parametrize(
     "branches", test_cpu_native.BRANCHES.values(), ids=test_cpu_native.BRANCHES
 )
 def test_shared_prefixes_change_no_bit(
-    branches: test_cpu_native.Branches, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    branches: test_cpu_native.Branches,
+    dtype: torch.dtype,
+    fp8: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    test_cpu_native.test_shared_prefixes_change_no_bit(branches, 64, dtype, monkeypatch)
+    test_cpu_native.test_shared_prefixes_change_no_bit(branches, 64, dtype, fp8, monkeypatch)
 
 
 @dtypes
