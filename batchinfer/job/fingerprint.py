@@ -82,8 +82,11 @@ def differences(
 
 
 def comparable(facts: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """``fingerprint_facts`` without what ``other`` does not know of a model's content: versions
-    before did not hash what weight files hold, and offline nobody may know a commit."""
+    """``fingerprint_facts`` without what ``other`` does not know of a model's content, and without
+    the model's revision where both know its commit.
+
+    Versions before did not hash what weight files hold, and offline nobody may know a commit.
+    """
     held, told = ({**_mapping(one.get("model_facts"))} for one in (facts, other))
     model, known = _mapping(held.get("model")), _mapping(told.get("model"))
     held["model"] = {
@@ -91,7 +94,17 @@ def comparable(facts: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
         for name, value in model.items()
         if name != COMMIT or COMMIT in known
     }
-    return {**facts, "model_facts": held}
+    section = dict(_mapping(facts.get("model")))
+    if COMMIT in model and COMMIT in known:  # a branch moves, and may be pinned to where it was
+        for named in (section, held["model"]):
+            named.pop("revision", None)
+    return {**facts, "model": section, "model_facts": held}
+
+
+def model_commit(facts: Mapping[str, Any]) -> str | None:
+    """The commit of a model on the hub, among ``fingerprint_facts``; None where it is not known."""
+    commit = _mapping(_mapping(facts.get("model_facts")).get("model")).get(COMMIT)
+    return commit if isinstance(commit, str) else None
 
 
 def _as_known(value: Any, other: Any) -> Any:

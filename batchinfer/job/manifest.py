@@ -11,7 +11,7 @@ from typing import Any
 
 from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError, LockedError
-from batchinfer.job.fingerprint import comparable, differences
+from batchinfer.job.fingerprint import comparable, differences, model_commit
 from batchinfer.job.input.format import InputFile
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import Files, LocalFiles, parse_json, read_file
@@ -68,13 +68,21 @@ class Manifest:
         if changes:
             raise LockedError(
                 f"{output} holds the output of another job. What differs: {changes}",
-                hint="use --output for another directory, or --overwrite to start over",
+                hint=f"{self._way_back(other)}use --output for another directory, or --overwrite "
+                "to start over",
             )
         for problem in _changed_files(self.inputs, other.inputs):
             raise DataError(
                 f"the input has changed since this output was begun: {problem}",
                 hint="put the input back, use --output for another directory, or --overwrite",
             )
+
+    def _way_back(self, other: Manifest) -> str:
+        """What to do besides where a model's repository has moved on."""
+        commit = model_commit(self.job)
+        if commit is None or model_commit(other.job) in (None, commit):
+            return ""
+        return f"set model.revision: {commit} to go on with the model as it was, "
 
 
 def read_manifest(path: PurePath, files: Files | None = None) -> Manifest:

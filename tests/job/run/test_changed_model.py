@@ -88,3 +88,27 @@ def test_a_job_of_a_version_before_goes_on(stopped: Any, tmp_path: Path) -> None
     model.write_bytes(model.read_bytes() + b"x")
     with pytest.raises(LockedError, match=r"model\.model\.safetensors was "):
         run_job(stopped, build=FakeBuild(), quiet=True)
+
+
+def test_a_job_goes_on_with_the_commit_that_its_branch_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The branch has moved on since; the message says how."""
+    first, second = "a" * 40, "b" * 40
+    hub = {None: first}
+    commit = "batchinfer.job.model_files.facts.hub_commit"
+    monkeypatch.setattr(commit, lambda name, revision: hub.get(revision, revision))
+    prompts(tmp_path)
+    build = FakeBuild(max_num_seqs=4)
+    build.before_step = stop_at(40)
+    spec = job(tmp_path, output=ONE_PART, model={"name": "org/model"})
+    assert run_job(spec, build=build, quiet=True) is ExitCode.INTERRUPTED
+
+    hub[None] = second
+    with pytest.raises(LockedError, match=rf"model\.commit was \"{first}\"") as raised:
+        run_job(spec, build=FakeBuild(), quiet=True)
+    assert f"model.revision: {first}" in str(raised.value)
+
+    pinned = job(tmp_path, output=ONE_PART, model={"name": "org/model", "revision": first})
+    assert run_job(pinned, build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert verify(OutputDir(Path(spec.output.path))).problems == []
