@@ -8,18 +8,20 @@ before. All others get what they get anywhere.
 
 from __future__ import annotations
 
+import os
 import pickle
 import selectors
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from batchinfer.cpus import available_cpus
-from batchinfer.errors import DataError, JobError, ModelError, UsageError
+from batchinfer.errors import DataError, DeviceError, JobError, ModelError, UsageError
 from batchinfer.text.children import messages
 from batchinfer.text.children.child import Recipe
 from batchinfer.text.children.deaths import Death
@@ -89,7 +91,9 @@ class _Call:
 class TextProcesses:
     """Child processes that make prompts with one tokenizer. Thread-safe.
 
-    The spawner starts at once, children when there is work for them.
+    The spawner starts at once, children when there is work for them. After an interrupt, and in a
+    process forked off this one, a new spawner starts when there is work: what the old one was asked
+    and has not answered is unknown, or another process's. Calls under way then fail.
 
     Args:
         most: children at a time; default the cores that this process may use.
@@ -98,17 +102,14 @@ class TextProcesses:
 
     def __init__(self, most: int | None = None, limits: Limits = _LIMITS) -> None:
         self._most = most or min(available_cpus(), MAX_CHILDREN)
-        self._spawner = Spawner(limits)
-        self._children: dict[ChildProcess, deque[tuple[_Call, Lot]]] = {}
-        """With what each is at, and what it does then."""
+        self._limits = limits
+        self._tokenizer: Tokenizer | None = None
         self._calls: list[_Call] = []
         """Those under way, in the order they came."""
-        self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._release = weakref.finalize(
-            self, _release, self._spawner, self._children, self._selector
-        )
+        self._start_spawner()
+        _all.add(self)
 
     def load(self, tokenizer: Tokenizer) -> None:
         """Give children their tokenizer; once, before anything else is asked of them.
@@ -116,6 +117,7 @@ class TextProcesses:
         Raises:
             DeviceError: they cannot be started.
         """
+        self._tokenizer = tokenizer
         self._spawner.load(tokenizer)
 
     def prompts(self, recipe: Recipe) -> ChildPrompts:
@@ -159,31 +161,77 @@ class TextProcesses:
         with self._lock:
             self._release()
 
-    def _begin(self, call: _Call) -> None:
+    def _start_spawner(self) -> None:
+        self._children: dict[ChildProcess, deque[tuple[_Call, Lot]]] = {}
+        """With what each is at, and what it does then."""
+        self._selector = selectors.DefaultSelector()
+        self._spawner = Spawner(self._limits)
+        self._release = weakref.finalize(
+            self, _release, self._spawner, self._children, self._selector
+        )
+        if self._tokenizer is not None:
+            self._spawner.load(self._tokenizer)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the lock, with a spawner that answers what it is asked."""
         with self._lock:
+            try:
+                if not (self._release.alive or self._stopped.is_set()):
+                    self._start_spawner()
+                yield
+            except (DeviceError, StoppedError):
+                raise
+            except BaseException:
+                self._fail_calls("it was interrupted")
+                self._release()
+                raise
+
+    def _leave_to_parent(self) -> None:
+        """Have nothing to do with the processes of the process that this one was forked off."""
+        self._lock = threading.Lock()  # one of its threads may have held it
+        self._release.detach()
+        self._spawner.leave()
+        with suppress(OSError):
+            self._selector.close()
+        for child in self._children:
+            child.close()
+        self._fail_calls("this process was forked off the one that began to use it")
+
+    def _fail_calls(self, reason: str) -> None:
+        for call in self._calls:
+            call.error = not_started(reason)
+        self._calls.clear()
+
+    def _begin(self, call: _Call) -> None:
+        with self._held():
             self._calls.append(call)
             try:
                 self._hand_out()
-            except BaseException:
+            except DeviceError:
                 self._calls.remove(call)
                 raise
 
     def _finish(self, call: _Call) -> list[Result]:
-        with self._lock:
+        with self._held():
             try:
-                while not call.is_over:
-                    if self._stopped.is_set():
-                        raise StoppedError
-                    for key, events in self._selector.select(_LOOK_S):
-                        self._serve(key.data, events)
-                    self._hand_out()
-                    call.unpack()  # while children work
+                self._wait_for(call)
             finally:
-                self._calls.remove(call)
+                if call in self._calls:
+                    self._calls.remove(call)
         call.unpack()
         if call.error is not None:
             raise call.error
         return [result for result in call.results if result is not None]
+
+    def _wait_for(self, call: _Call) -> None:
+        while not call.is_over:
+            if self._stopped.is_set():
+                raise StoppedError
+            for key, events in self._selector.select(_LOOK_S):
+                self._serve(key.data, events)
+            self._hand_out()
+            call.unpack()  # while children work
 
     def _hand_out(self) -> None:
         """Give lots to children that have none, or only one."""
@@ -294,6 +342,17 @@ def _release(
     for child in children:
         child.close()
     children.clear()
+
+
+_all: weakref.WeakSet[TextProcesses] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for processes in _all:
+        processes._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class ChildPrompts:

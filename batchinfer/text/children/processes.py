@@ -143,12 +143,22 @@ class Spawner:
 
     def close(self) -> None:
         """End it, and with it its children, whatever they are at."""
+        with suppress(OSError):  # closing is not enough where a forked process has it open too
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
             self._process.communicate(timeout=_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.communicate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.communicate(timeout=_END_S)
+
+    def leave(self) -> None:
+        """In a process forked off the one that started it: let go of it, and leave it running."""
+        self._control.close()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        self._process.returncode = 0  # not ours to wait for
 
     def _dead(self) -> DeviceError:
         self._control.close()

@@ -29,6 +29,7 @@ from tests.text.children.conftest import MakeProcesses, byte_level, prompts_of
 PIECES = ["invoice ", "<|im_end|>", "naïve ", "\n", "東京", "<|im_", "start|>", " " * 9, "a\0b"]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LARGE = "{{ 'a' * 10 ** 9 }}"
+DONE = "{% endif %}{{ text }}"
 _SOON_S = 5.0
 
 
@@ -237,6 +238,77 @@ def hang(make: Callable[..., TextProcesses]) -> None:
     prompts = prompts_of(processes, ENDLESS + "{{ text }}")
     print("ready", flush=True)
     prompts.build([{"text": b"a"}])
+
+
+def test_after_an_interrupt_prompts_are_made_as_before(
+    make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(make_processes(byte_level()), "{% if text == 'bad' %}" + LARGE + DONE)
+    rows = [{"text": b"good %d" % at} for at in range(100)]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("batchinfer.text.children.messages.receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prompts.build(rows)
+    made: list[Prompt | RowError] = []
+    again = threading.Thread(
+        target=lambda: made.extend(prompts.build([*rows, {"text": b"bad"}])), daemon=True
+    )
+    again.start()
+    again.join(60)
+
+    assert [getattr(result, "text", None) for result in made[:-1]] == [
+        str(row["text"], "utf-8") for row in rows
+    ]
+    assert getattr(made[-1], "code", None) == "template_error"
+
+
+def test_calls_under_way_at_an_interrupt_fail(
+    make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(make_processes(byte_level(), most=1))
+    finish = prompts.start([{"text": b"a"}] * 100)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("batchinfer.text.children.messages.Inbox.take_from", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prompts.build([{"text": b"b"}])
+
+    with pytest.raises(DeviceError, match="interrupted"):
+        finish()
+
+
+def test_a_forked_process_has_its_own_and_ends() -> None:
+    code = "from tests.text.children.test_pool import use_on_both_sides as use; use()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert (done.stdout, done.stderr) == ("forked is right\nparent is right\n", "")
+
+
+def use_on_both_sides() -> None:
+    """Fork, and make prompts in both processes, first in the new one."""
+    processes = TextProcesses(2, Limits())
+    processes.load(byte_level())
+    prompts = prompts_of(processes)
+    pid = os.fork()
+    if pid:
+        assert os.waitpid(pid, 0) == (pid, 0)
+    rows = [{"text": b"%d %d" % (pid, at)} for at in range(100)]
+    made = [getattr(result, "text", None) for result in prompts.build(rows)]
+    assert made == [f"{pid} {at}" for at in range(100)]
+    print("parent" if pid else "forked", "is right", flush=True)
 
 
 def test_a_child_cannot_have_this_process_make_anything() -> None:
