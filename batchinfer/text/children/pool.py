@@ -63,7 +63,7 @@ class _Call:
     has_more: bool = True
     """Whether there may be lots that none has."""
     columns: tuple[str, ...] = ()
-    error: JobError | None = None
+    error: JobError | RuntimeError | None = None
     arrived: list[tuple[Sequence[int], list[tuple[Any, ...]], bytes]] = field(default_factory=list)
     """Results that are still packed, and which rows' they are."""
 
@@ -79,6 +79,13 @@ class _Call:
     def put_back(self, lot: Lot) -> None:
         self.again.appendleft(lot)
         self.has_more = True
+
+    def all_results(self) -> list[Result]:
+        """Those of a call that is over."""
+        results = [result for result in self.results if result is not None]
+        if len(results) < len(self.results):
+            raise RuntimeError("a row was never handed to a child process, or its result is lost")
+        return results
 
     def unpack(self) -> None:
         """Unpack what has arrived."""
@@ -222,7 +229,7 @@ class TextProcesses:
         call.unpack()
         if call.error is not None:
             raise call.error
-        return [result for result in call.results if result is not None]
+        return call.all_results()
 
     def _wait_for(self, call: _Call) -> None:
         while not call.is_over:
@@ -237,7 +244,11 @@ class TextProcesses:
         """Give lots to children that have none, or only one."""
         for call in self._calls:
             while call.has_more and (lot := call.next_lot()) is not None:
-                child = self._child_for(lot)
+                try:
+                    child = self._child_for(lot)
+                except BaseException:
+                    call.put_back(lot)
+                    raise
                 if child is None:
                     call.put_back(lot)
                     return
@@ -322,7 +333,8 @@ class TextProcesses:
                 call.put_back(lot)
                 continue
             if death.is_bug:
-                raise RuntimeError(f"in a child process: {death.what}")
+                call.error = RuntimeError(f"in a child process: {death.what}")
+                continue
             error = lot.verdict(death)
             if error is not None and not lot.rows:
                 call.error = ModelError(f"the model's chat template cannot be compiled: {error}")

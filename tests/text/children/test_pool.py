@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -21,6 +21,7 @@ from batchinfer.errors import DeviceError, ModelError, RowError, UsageError
 from batchinfer.text.children.limits import Limits
 from batchinfer.text.children.messages import Inbox, send
 from batchinfer.text.children.pool import StoppedError, TextProcesses
+from batchinfer.text.children.processes import ForkRefusedError, Spawner
 from batchinfer.text.prompts import Prompt, PromptBuilder, PromptTooLongError
 from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
 from batchinfer.text.tokenizer import Tokenizer
@@ -282,6 +283,56 @@ def test_calls_under_way_at_an_interrupt_fail(
 
     with pytest.raises(DeviceError, match="interrupted"):
         finish()
+
+
+def test_a_call_that_no_child_can_be_had_for_costs_no_other_a_row(
+    make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(make_processes(byte_level(), most=2))
+
+    def raises(error: Exception) -> Callable[[Spawner], None]:
+        def fork(_: Spawner) -> None:
+            raise error
+
+        return fork
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spawner, "fork", raises(ForkRefusedError("full")))
+        finish = prompts.start([{"text": b"%d" % at} for at in range(100)])
+        patch.setattr(Spawner, "fork", raises(DeviceError("no child")))
+        with pytest.raises(DeviceError, match="no child"):
+            prompts.build([{"text": b"a"}])
+
+    texts = [getattr(result, "text", None) for result in finish()]
+    assert texts == [str(at) for at in range(100)]
+
+
+def test_a_bug_in_a_child_fails_the_call_it_is_of_alone(make_processes: MakeProcesses) -> None:
+    processes = make_processes(byte_level(), most=1)
+    prompts, faulty = prompts_of(processes), processes.prompts(Faulty)
+    finish_faulty = faulty.start([{"text": b"a"}])
+    finish = prompts.start([{"text": b"a"}] * 5)
+
+    assert all(isinstance(result, Prompt) for result in finish())
+    with pytest.raises(RuntimeError, match=r"(?s)in a child process: .*ZeroDivisionError"):
+        finish_faulty()
+
+
+class Faulty:
+    """A builder that fails where none should."""
+
+    columns = ("text",)
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        del tokenizer
+
+    def render(self, rows: Sequence[Any]) -> list[Any]:
+        """Fail."""
+        return [1 // 0 for _ in rows]
+
+    def tokenize(self, rendered: Sequence[Any]) -> list[Prompt | RowError]:
+        """Never reached."""
+        raise NotImplementedError
 
 
 def test_a_forked_process_has_its_own_and_ends() -> None:
