@@ -7,8 +7,9 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from batchinfer.errors import DeviceError
 from batchinfer.text.children import messages
@@ -29,6 +30,8 @@ _ENVIRONMENT = {  # one thread: it is to be forked, and a process for each core 
     "RUST_BACKTRACE": "0",
 }
 _END_S = 2.0
+_TOLD_BYTES = 4096
+"""Of what the spawner wrote to stderr: its end, which says what it died of."""
 
 
 class ForkRefusedError(Exception):
@@ -84,6 +87,7 @@ class Spawner:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self._stderr = _unnamed_file()  # a pipe that is full would stop it
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -91,11 +95,12 @@ class Spawner:
                     [sys.executable, "-c", _BOOT, *_paths()],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
+                    stderr=self._stderr,
                     env={**os.environ, **_ENVIRONMENT},
                 )
             except OSError as error:
                 ours.close()
+                self._stderr.close()
                 raise not_started(str(error)) from error
         self._control = ours
 
@@ -146,27 +151,33 @@ class Spawner:
         with suppress(OSError):  # closing is not enough where a forked process has it open too
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
+        self._stderr.close()
         try:
-            self._process.communicate(timeout=_END_S)
+            self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
-                self._process.communicate(timeout=_END_S)
+                self._process.wait(_END_S)
 
     def leave(self) -> None:
         """In a process forked off the one that started it: let go of it, and leave it running."""
         self._control.close()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
+        self._stderr.close()
         self._process.returncode = 0  # not ours to wait for
 
     def _dead(self) -> DeviceError:
         self._control.close()
         self._process.kill()  # if it is not dead, it does not do what it should
-        _, stderr = self._process.communicate()
-        lines = stderr.decode(errors="replace").strip().splitlines()
-        code = self._process.returncode
+        code = self._process.wait()
+        lines = self._last_written().strip().splitlines()
         return not_started(lines[-1] if lines else f"it ended (exit code {code})")
+
+    def _last_written(self) -> str:
+        if self._stderr.closed:
+            return ""
+        size = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, size - _TOLD_BYTES))
+        return self._stderr.read().decode(errors="replace")
 
 
 def not_started(reason: str) -> DeviceError:
@@ -176,6 +187,12 @@ def not_started(reason: str) -> DeviceError:
         hint=f"it is started as {sys.executable or 'python'} -c ...; it needs memory and a free "
         "process (ulimit -u)",
     )
+
+
+def _unnamed_file() -> IO[bytes]:
+    if sys.platform == "linux":  # needs no folder that can be written to
+        return os.fdopen(os.memfd_create("stderr"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _paths() -> list[str]:

@@ -176,6 +176,20 @@ def test_a_spawner_that_ends_while_it_starts_is_an_error_that_says_why(
         prompts_of(make_processes(byte_level()))
 
 
+def test_a_spawner_that_writes_much_starts_and_tells_what_it_ended_of(
+    monkeypatch: pytest.MonkeyPatch, make_processes: MakeProcesses
+) -> None:
+    boot = "import sys; sys.stderr.write('told ' * 10**5 + chr(10)); raise ValueError('spawner')"
+    monkeypatch.setattr("batchinfer.text.children.processes._BOOT", boot)
+    until = threading.Timer(60, lambda: _spawner().kill())
+    until.daemon = True
+    until.start()
+
+    with pytest.raises(DeviceError, match="ValueError: spawner"):
+        prompts_of(make_processes(byte_level()))
+    until.cancel()
+
+
 def test_what_the_builder_refuses_is_raised_here(make_processes: MakeProcesses) -> None:
     processes = make_processes(byte_level())
 
