@@ -22,6 +22,8 @@ class Death:
     """Whether it depends on the row alone: not on the rows before it, nor on the machine."""
     is_bug: bool = False
     """Whether it is none of the rows' doing."""
+    is_from_outside: bool = False
+    """Whether somebody else killed it: no limit of ours does so."""
 
 
 def death(limits: Limits, exit_code: int, stderr: str, said: tuple[str, str] | None) -> Death:
@@ -46,6 +48,8 @@ def death(limits: Limits, exit_code: int, stderr: str, said: tuple[str, str] | N
         return Death(f"took over {limits.seconds:g} s")
     if exit_code == -signal.SIGABRT and _OUT_OF_MEMORY in stderr:
         return Death(memory)
+    if exit_code == -signal.SIGKILL:
+        return Death("was killed (SIGKILL)", is_from_outside=True)
     lines = stderr.strip().splitlines()
     told_last = f": {_one_line(lines[-1])}" if lines else ""
     return Death(f"ended its process ({_name(exit_code)}){told_last}")

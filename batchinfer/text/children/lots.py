@@ -27,6 +27,8 @@ class Lot:
     fresh: bool = False
     """Whether by a child that has done nothing before."""
     num_done: int = 0
+    num_killed: int = 0
+    """How often somebody else has killed a child at its first row."""
     is_rendered: bool = False
     """Of the row it is at, if that is done alone."""
 
@@ -46,6 +48,12 @@ class Lot:
         """Rows that are not done, but the first ``skipped`` of them; each is to be done alone."""
         begin = self.num_done + skipped
         return Lot(self.at[begin:], self.rows[begin:], alone=True, fresh=True)
+
+    def after_kill(self) -> Lot:
+        """``rest`` where somebody else has killed the child."""
+        rest = self.rest()
+        rest.num_killed = 1 if self.num_done else self.num_killed + 1
+        return rest
 
     def verdict(self, death: Death) -> RowError | None:
         """The error of the row it is at when its child dies; None where that proves nothing."""

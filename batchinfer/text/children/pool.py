@@ -40,6 +40,11 @@ MAX_CHILDREN = 16
 """More than one process can feed."""
 _LOTS_PER_CHILD = 4  # of a call: then the last to finish does not keep the others waiting for long
 _MAX_DUE = 2  # lots that a child has been given
+_MAX_KILLED = 4
+_KILLED = (
+    f"something else has killed it {_MAX_KILLED} times (SIGKILL), as the system does when it is "
+    "out of memory"
+)
 _LOOK_S = 0.1
 _LIMITS = Limits()
 _REFUSALS = {kind.__name__: kind for kind in (UsageError, DataError, ModelError)}
@@ -334,6 +339,13 @@ class TextProcesses:
                 continue
             if death.is_bug:
                 call.error = RuntimeError(f"in a child process: {death.what}")
+                continue
+            if death.is_from_outside:
+                rest = lot.after_kill()
+                if rest.num_killed < _MAX_KILLED:
+                    call.put_back(rest)
+                else:
+                    call.error = not_started(_KILLED)
                 continue
             error = lot.verdict(death)
             if error is not None and not lot.rows:

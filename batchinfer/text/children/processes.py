@@ -74,7 +74,10 @@ class ChildProcess:
         """The answers that can be read now; None where there will be no more: it is dead."""
         try:
             answers = self._inbox.take_from(self._connection)
-        except (EOFError, pickle.UnpicklingError):
+        except EOFError:
+            return None
+        except pickle.UnpicklingError as error:
+            self.said = "forged", str(error)  # it lives, and is to be killed for that
             return None
         if answers and answers[-1][0] == "failed":
             _, cause, text = answers.pop()

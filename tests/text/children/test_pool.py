@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -146,6 +147,33 @@ def test_a_child_that_somebody_else_kills_costs_no_row(make_processes: MakeProce
         child.kill()
 
     assert all(isinstance(result, Prompt) for result in prompts.build(rows))
+
+
+def test_no_row_is_to_blame_for_children_that_somebody_else_kills(
+    make_processes: MakeProcesses,
+) -> None:
+    prompts = make_processes(byte_level(), most=1).prompts(Killed)
+
+    with pytest.raises(DeviceError, match=r"killed it 4 times \(SIGKILL\).* out of memory"):
+        prompts.build([{"text": b"a"}] * 3)
+
+
+class Killed:
+    """A builder that is killed."""
+
+    columns = ("text",)
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        del tokenizer
+
+    def render(self, rows: Sequence[Any]) -> list[Any]:
+        """Die as of the system's out-of-memory killer."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        return list(rows)
+
+    def tokenize(self, rendered: Sequence[Any]) -> list[Prompt | RowError]:
+        """Never reached."""
+        raise NotImplementedError
 
 
 def test_a_dead_spawner_is_an_error_that_says_so(make_processes: MakeProcesses) -> None:
