@@ -176,8 +176,8 @@ class TextProcesses:
     def _start_spawner(self) -> None:
         self._children: dict[ChildProcess, deque[tuple[_Call, Lot]]] = {}
         """With what each is at, and what it does then."""
-        self._selector = selectors.DefaultSelector()
         self._spawner = Spawner(self._limits)
+        self._selector = selectors.DefaultSelector()
         self._release = weakref.finalize(
             self, _release, self._spawner, self._children, self._selector
         )

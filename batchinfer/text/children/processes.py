@@ -90,6 +90,7 @@ class Spawner:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        _occupy_standard_streams()
         self._stderr = _unnamed_file()  # a pipe that is full would stop it
         ours, theirs = socket.socketpair()
         with theirs:
@@ -190,6 +191,13 @@ def not_started(reason: str) -> DeviceError:
         hint=f"it is started as {sys.executable or 'python'} -c ...; it needs memory and a free "
         "process (ulimit -u)",
     )
+
+
+def _occupy_standard_streams() -> None:
+    """Open those that are closed: else a socket to a child is what somebody prints to."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def _unnamed_file() -> IO[bytes]:

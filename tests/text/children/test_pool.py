@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import Any
@@ -375,6 +376,24 @@ class Faulty:
     def tokenize(self, rendered: Sequence[Any]) -> list[Prompt | RowError]:
         """Never reached."""
         raise NotImplementedError
+
+
+def test_closed_standard_streams_are_not_where_children_are_spoken_to() -> None:
+    code = "from tests.text.children.test_pool import print_astray; print_astray()"
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+
+    assert subprocess.run(closed, timeout=100, check=False).returncode == 7
+
+
+def print_astray() -> None:
+    """Write to standard streams, and make prompts; exit with 7 if they are right."""
+    processes = TextProcesses(1, Limits())
+    for descriptor in range(3):
+        with suppress(OSError):
+            os.write(descriptor, b"astray")
+    processes.load(byte_level())
+    (made,) = prompts_of(processes).build([{"text": b"a"}])
+    sys.exit(7 if isinstance(made, Prompt) else 1)
 
 
 def test_a_forked_process_has_its_own_and_ends() -> None:
