@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from batchinfer.build import build_engine
-from batchinfer.config import EngineConfig
+from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.kernels.cpu import library, native
-from batchinfer.llm.arguments import ModelArguments
 from batchinfer.worker.attention.kernel_name import AttentionKernel, attention_kernel
 from batchinfer.worker.product_kernels import product_kernels
 from tests.models import make_text_model
@@ -50,14 +49,14 @@ def test_a_run_that_goes_on_otherwise_says_so() -> None:
 
 
 def test_an_engine_says_what_attends(tmp_path: Path) -> None:
-    model = ModelArguments(str(make_text_model(tmp_path)), None, None, "float32", None, None, {})
+    model = ModelConfig(str(make_text_model(tmp_path)), dtype="float32")
     lines: list[str] = []
-    built = build_engine(
+    context = build_engine(
         model,
         EngineConfig(device="cpu", num_kv_blocks=8),
         log=lines.append,
         kernels_before={"attention": "another"},
     )
     [line] = [line for line in lines if line.startswith("attention by ")]
-    assert line.startswith(f"attention by {built.kernels['attention']}")
+    assert line.startswith(f"attention by {context.kernels['attention']}")
     assert line.endswith("runs before had another, and bits may differ")
