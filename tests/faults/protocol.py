@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -16,6 +17,7 @@ from batchinfer.engine.request import RequestStats
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.parquet import ParquetFormat
 from batchinfer.job.manifest import Manifest
+from batchinfer.job.output.commit import publish
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.resume import plan_resume, prepare_directory, recover_rows
@@ -75,6 +77,7 @@ class Job:
             SOURCE,
             {},
             lambda: None,
+            partial(publish, self.out),
             lambda: 0.0,
         )
         sink.write_complete()

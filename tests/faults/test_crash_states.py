@@ -46,7 +46,7 @@ def test_the_check_sees_a_part_that_is_on_disk_only_after_its_record(
     def rename_only(at: Files, staged: Path, final: Path) -> None:
         at.rename(staged, final)
 
-    monkeypatch.setattr(commit, "publish", rename_only)
+    monkeypatch.setattr(commit, "publish_file", rename_only)
     assert count_violations(LossyFiles, FEW, seed=1)["wrong"] > 5
 
 

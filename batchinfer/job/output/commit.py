@@ -1,12 +1,16 @@
-"""The commit of a part: its rows' statistics, then its file, then the record that says it is whole.
+"""The commit of a part, in two halves: ``stage`` writes it aside, ``publish`` puts it in its place.
 
-A part is read back before it appears, to see whether its bytes are what they must be.
+Whoever makes a part stages it and reads it back, to see whether its bytes are what they must be.
+Whoever may write to the output publishes it: its rows' statistics, then its file, then the record
+that says it is whole. A ``Draft`` goes from one to the other, in one process or between two.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import PurePath
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +22,8 @@ from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.row_ids import Part
-from batchinfer.job.storage.filesystem import publish, read_file, storage_errors
+from batchinfer.job.storage.filesystem import publish as publish_file
+from batchinfer.job.storage.filesystem import read_file, storage_errors
 
 
 def read_part(data: bytes, part: Part) -> pa.Table:
@@ -45,14 +50,37 @@ def read_part(data: bytes, part: Part) -> pa.Table:
     return table
 
 
-def commit(
+@dataclass(frozen=True)
+class Draft:
+    """A part that is staged and found whole, and that nobody sees yet: plain values, fit for JSON.
+
+    Paths are below ``OutputDir.state``.
+    """
+
+    part: int
+    """Its index."""
+    num_rows: int
+    error_codes: dict[str, int]
+    """Rows that failed, by code."""
+    control_text_row_ids: list[int]
+    """Rows whose own text holds what looks like one of the model's control tokens."""
+    staged: str
+    sha256: str
+    staged_requests: str
+    """File of the rows' statistics."""
+    requests_sha256: str
+    lease: int = 0
+    """The lease it was made under; 0: there are none."""
+
+
+def stage(
     out: OutputDir,
     part: Part,
     table: pa.Table,
     requests: pa.Table,
     control_text_row_ids: list[int],
-) -> None:
-    """Write a finished part; when this returns, it is on disk and counts as finished.
+) -> Draft:
+    """Write a part that is made, and the statistics of its rows, where nobody looks for them.
 
     Args:
         table: its rows, in input order.
@@ -60,15 +88,14 @@ def commit(
         control_text_row_ids: rows whose own text holds what looks like a control token.
 
     Raises:
-        StorageError: the file system refuses, or gives back other bytes than were written; the
-            part is then not finished.
+        StorageError: the file system refuses, or gives back other bytes than were written.
     """
     statistics = parquet_bytes([requests])
-    out.write(out.request_stats(part), statistics)
-    final = out.part_file(part)
-    staged = out.staging / final.name
+    staged = out.staging / out.part_file(part).name
+    staged_requests = out.staging / f"requests-{staged.name}"
     error_codes = _error_codes(first_of_rows(table))
-    with storage_errors(final):
+    with storage_errors(out.part_file(part)):
+        out.files.write(staged_requests, statistics)
         out.files.write(staged, parquet_bytes([table]))
         del table  # before it is read back: a row may be half a gigabyte
         data = read_file(out.files, staged)
@@ -79,22 +106,47 @@ def commit(
             f"{staged} was written and reads back wrong: {error}",
             hint="check the disk, then run again: finished rows are kept",
         ) from None
-    publish(out.files, staged, final)
-    stat, requests_stat = out.files.stat(final), out.files.stat(out.request_stats(part))
-    assert stat is not None
-    assert requests_stat is not None
-    record = PartRecord(
+    return Draft(
+        part.index,
         part.num_rows,
         error_codes,
         control_text_row_ids,
+        _below_state(out, staged),
+        hashlib.sha256(data).hexdigest(),
+        _below_state(out, staged_requests),
+        hashlib.sha256(statistics).hexdigest(),
+    )
+
+
+def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
+    """Put a part that is staged in its place; when this returns, it counts as finished.
+
+    Raises:
+        StorageError: the file system refuses; the part is then not finished.
+    """
+    final, requests = out.part_file(part), out.request_stats(part)
+    publish_file(out.files, out.state / draft.staged_requests, requests)
+    publish_file(out.files, out.state / draft.staged, final)
+    stat, requests_stat = out.files.stat(final), out.files.stat(requests)
+    assert stat is not None
+    assert requests_stat is not None
+    record = PartRecord(
+        draft.num_rows,
+        draft.error_codes,
+        draft.control_text_row_ids,
         stat.size,
         stat.mtime_ns,
-        hashlib.sha256(data).hexdigest(),
-        hashlib.sha256(statistics).hexdigest(),
+        draft.sha256,
+        draft.requests_sha256,
         stat.etag,
         requests_stat.etag,
     )
     out.write(out.record(part), record.to_json())
+    return record
+
+
+def _below_state(out: OutputDir, path: PurePath) -> str:
+    return "/".join(path.relative_to(out.state).parts)
 
 
 def _error_codes(table: pa.Table) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pyarrow as pa
 
 from batchinfer.job.input.dataset import Source
-from batchinfer.job.output.commit import commit
+from batchinfer.job.output.commit import Draft, stage
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.schema import OutputTable
 from batchinfer.job.output.segments import (
@@ -40,6 +40,7 @@ class PartWriter:
         source: has the kept columns.
         metadata: key-value metadata of every part.
         before_write: called before finished rows are written.
+        deliver: called with each part once it is staged: publishes it, or has it published.
         clock: seconds.
     """
 
@@ -53,6 +54,7 @@ class PartWriter:
         source: Source,
         metadata: Mapping[str, str],
         before_write: Callable[[], None],
+        deliver: Callable[[Part, Draft], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._out = out
@@ -62,6 +64,7 @@ class PartWriter:
         self._kept = source.scan(list(table.kept), [part.rows for part in parts])
         self._metadata = dict(metadata)
         self._before_write = before_write
+        self._deliver = deliver
         self._clock = clock
         self._flushed_at = clock()
         self._rows: dict[int, FinishedRow] = {}
@@ -116,13 +119,14 @@ class PartWriter:
         rows = pa.concat_tables(
             [self._segments.rows_of(part), segment_table(in_memory, self._segments.schema)]
         ).sort_by("row_id")
-        commit(
+        draft = stage(
             self._out,
             part,
             self._part_table(part, rows),
             requests_table(rows["row_id"], rows[REQUEST_COLUMN]),
             rows["row_id"].filter(rows[CONTROL_TEXT_COLUMN]).to_pylist(),
         )
+        self._deliver(part, draft)
         for row in in_memory:
             del self._rows[row.values["row_id"]]
         self._segments.drop(part)

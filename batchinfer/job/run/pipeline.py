@@ -31,6 +31,7 @@ from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.job import Job, LoadedJob, OutputJob
+from batchinfer.job.output.commit import publish
 from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.resume import RecoveredRows
@@ -87,6 +88,7 @@ def run_pipeline(
         job.source,
         _file_metadata(job),
         recorder.checkpoint,
+        partial(publish, job.out),
     )
     with flush_on_exit(recorder, part_writer):
         part_writer.write_complete()  # parts that lack no row, like that of an empty dataset

@@ -17,7 +17,7 @@ from batchinfer.errors import DataError, LockedError, StorageError
 from batchinfer.job.input.format import InputFile
 from batchinfer.job.manifest import Manifest, read_manifest
 from batchinfer.job.output import directory
-from batchinfer.job.output.commit import commit as write_part
+from batchinfer.job.output.commit import publish, stage
 from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.stats_tables import REQUESTS_SCHEMA
@@ -64,7 +64,7 @@ def begin(out: OutputDir, manifest: Manifest = MANIFEST, if_exists: str = "resum
 
 
 def commit(out: OutputDir, part: Part) -> Path:
-    write_part(out, part, pa.table({"row_id": list(part.rows)}), NO_REQUESTS, [])
+    publish(out, part, stage(out, part, pa.table({"row_id": list(part.rows)}), NO_REQUESTS, []))
     return out.data / f"{part.name}.parquet"
 
 
@@ -451,7 +451,7 @@ def test_a_record_says_what_is_in_the_part(out: OutputDir) -> None:
     error = {"code": "empty_prompt", "message": "why"}
     errors = [error if row_id in (3, 4) else None for row_id in part.rows]
     table = pa.table({"row_id": list(part.rows), "error": errors})
-    write_part(out, part, table, NO_REQUESTS, [5, 7])
+    publish(out, part, stage(out, part, table, NO_REQUESTS, [5, 7]))
     record = out.finished(part)
     assert record is not None
     assert record.rows == 10

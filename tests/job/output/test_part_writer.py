@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from batchinfer.errors import StorageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output import part_writer as sink
+from batchinfer.job.output.commit import publish
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.schema import output_table
@@ -65,6 +67,7 @@ class Fixture:
             source,
             {"k": "v"},
             self._count,
+            partial(publish, self.out),
             lambda: self.now,
         )
 
@@ -226,7 +229,9 @@ def test_no_kept_column(tmp_path: Path) -> None:
     table = output_table(source, spec)
     parts = [Part(0, range(2))]
     segments = Segments(out, plan, parts, table.generated_schema)
-    sink = PartWriter(out, parts, segments, NO_ROWS, table, source, {}, lambda: None)
+    sink = PartWriter(
+        out, parts, segments, NO_ROWS, table, source, {}, lambda: None, partial(publish, out)
+    )
     for row_id in (1, 0):
         sink.add(finished(row_id))
     written = pq.read_table(out.data / "part-00000.parquet")
