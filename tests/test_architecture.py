@@ -166,6 +166,7 @@ ROOMS = [
         ("errors", "console"),
     ),
     Room("job.row_ids", "sets of rows, and the parts they fall into"),
+    Room("job.run_ids", "ids of runs, and who wrote in them"),
     Room(
         "job.input",
         "The dataset: its files, formats, columns and selected rows.",

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from batchinfer.engine.engine import Engine
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.resume import clear_output, plan_resume, prepare_directory
+from batchinfer.job.output.resume import clear_output, clear_staging, plan_resume, prepare_directory
 from batchinfer.job.row_ids import Part
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.grammar import GrammarCompiler
@@ -131,6 +131,13 @@ def begin(out: OutputDir, manifest: Manifest, if_exists: str = "resume") -> list
         prepare_directory(out, work)
         clear_output(out, work)
     return list(work.todo)
+
+
+def for_writer(out: OutputDir, writer: str) -> OutputDir:
+    """``out``, ready for one of several writers."""
+    own = out.for_writer(writer)
+    clear_staging(own)
+    return own
 
 
 def job(tmp_path: Path, **sections: dict[str, Any]) -> JobSpec:

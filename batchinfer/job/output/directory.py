@@ -48,18 +48,25 @@ class OutputDir:
         root: the directory.
         files: its file system; None: this machine's.
         lock: its lock; None: one in this machine's file system.
+        writer: who writes beside others, as in the names of its runs and segments; "": who writes
+            alone.
     """
 
     def __init__(
-        self, root: PurePath, files: Files | None = None, lock: Lock | None = None
+        self,
+        root: PurePath,
+        files: Files | None = None,
+        lock: Lock | None = None,
+        writer: str = "",
     ) -> None:
         self.root = root
+        self.writer = writer
         self.files = files or LocalFiles()
         self.data = root / "data"
         self.stats = root / "stats"
         self.state = root / "_batchinfer"
         self.lock = lock or LocalLock(Path(self.state))
-        self.staging = self.state / "staging"
+        self.staging = self.state / "staging" / writer
         self.scratch = self.staging if isinstance(self.staging, Path) else None
         """A folder for what memory has no room for; None: the system's own place."""
         self.steps = self.state / "steps"
@@ -69,7 +76,7 @@ class OutputDir:
         self.parts = self.state / "parts"
         self.segments = self.state / "segments"
         self.in_flight = self.state / "in_flight"
-        self.suspects = self.state / "suspects.json"
+        self.suspects = self.state / f"suspects{writer and '-'}{writer}.json"
         self.manifest = self.state / "manifest.json"
         self.manifest_copy = self.state / "manifest-copy.json"
         self.openai = root / "openai"
@@ -78,6 +85,19 @@ class OutputDir:
         self.success = root / "_SUCCESS"
         self.summary = root / "summary.json"
         self.report = root / "report.html"
+
+    def for_writer(
+        self, writer: str, files: Files | None = None, lock: Lock | None = None
+    ) -> OutputDir:
+        """The same directory as one of several writers has it: what it stages, and what it knows of
+        crashes, is its own.
+
+        Args:
+            writer: a letter and then letters and digits.
+            files: what it writes with; None: what this one does.
+            lock: what it holds while it writes; None: what this one holds.
+        """
+        return OutputDir(self.root, files or self.files, lock or self.lock, writer)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

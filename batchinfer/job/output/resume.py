@@ -182,9 +182,20 @@ def _store_plan(out: OutputDir, work: ResumePlan) -> None:
             out.files.sync(out.root)
 
 
-def _make_directories(out: OutputDir) -> None:
+def clear_staging(out: OutputDir) -> None:
+    """Make the folder that ``out.writer`` stages files in, without those a dead run has left.
+
+    Raises:
+        StorageError: it cannot be written to.
+    """
     with storage_errors(out.staging, "delete"):
         out.files.delete(out.staging)
+    with storage_errors(out.staging):
+        out.files.make_directory(out.staging)
+
+
+def _make_directories(out: OutputDir) -> None:
+    clear_staging(out)
     rows = (out.data, out.parts, out.segments, out.requests)
     records = (out.stats, out.steps, out.runs, out.logs, out.in_flight)
     for directory in (out.staging, *rows, *records):

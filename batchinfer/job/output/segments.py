@@ -4,7 +4,11 @@ A segment holds the rows that finished in a few seconds, sorted by row id, with 
 part they belong to: making a part reads its rows only. A segment goes when no unfinished part needs
 it. A row may be in two segments (see ``batchinfer.job.output.retry``); the later one counts.
 
-A segment's name ends in a hash of its bytes: page checksums say nothing of the rest of a file.
+A segment's name ends in a hash of its bytes: page checksums say nothing of the rest of a file. Of
+one of several writers it says the writer, and the first and the last part it has rows of: whoever
+makes other parts need not open it.
+
+Where several write, each may delete only what has no rows of parts that others make.
 
 In a store, what a run sends off just before it freezes may arrive when others have taken over. So a
 segment says which plan it is of, and other rows have another name: what arrives late is taken for
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -38,7 +42,11 @@ from batchinfer.job.storage.filesystem import Files, read_file, storage_errors
 
 REQUEST_COLUMN = "request"
 CONTROL_TEXT_COLUMN = "has_control_text"
-_NAME = re.compile(r"segment-(\d{6,})-([0-9a-f]+)\.parquet")
+_NAME = re.compile(
+    r"segment-(?P<number>\d{6,})-"
+    r"((?P<writer>[a-z]\w*)-(?P<first>\d+)-(?P<last>\d+)-)?"
+    r"(?P<digest>[0-9a-f]+)\.parquet"
+)
 _PLAN = b"batchinfer.plan"
 
 
@@ -77,7 +85,7 @@ def read_segment(files: Files, path: PurePath) -> bytes:
         StorageError: it cannot be read.
     """
     data, named = read_file(files, path), _NAME.fullmatch(path.name)
-    if named is None or _digest(data) != named.group(2):
+    if named is None or _digest(data) != named["digest"]:
         raise ValueError("it holds other bytes than were written (its hash differs)")
     return data
 
@@ -86,21 +94,31 @@ class Segments:
     """The segments of an output directory.
 
     Args:
-        parts: the parts that are not finished, in order.
+        parts: the parts that are not finished, in order; of several writers: that this one makes.
         generated: the output's generated columns.
+        owned: indices of the parts that nobody else makes; None: of all.
     """
 
     def __init__(
-        self, out: OutputDir, plan: Manifest, parts: Sequence[Part], generated: pa.Schema
+        self,
+        out: OutputDir,
+        plan: Manifest,
+        parts: Sequence[Part],
+        generated: pa.Schema,
+        owned: range | None = None,
     ) -> None:
         self.schema = segment_schema(generated)
         """Columns of a segment."""
         self._out = out
         self._plan = f"{plan.fingerprint} {plan.planned_at}".encode()
-        self._parts = parts
-        self._first_rows = [part.rows.start for part in parts]
+        self._unfinished = [part.index for part in parts]
+        self._planned = plan.parts()
+        self._first_rows = [part.rows.start for part in self._planned]
+        self._owned = range(len(self._planned)) if owned is None else owned
         self._groups: dict[PurePath, dict[int, int]] = {}
         """Segments, oldest first: index of a part, and the row group of its rows."""
+        self._shared: set[PurePath] = set()
+        """Segments with rows of parts that others make, which are theirs to delete."""
         self._next = 0
 
     def recover(self) -> tuple[RowIds, dict[str, str]]:
@@ -116,27 +134,51 @@ class Segments:
         found: list[RowIds] = [NO_ROWS]
         damaged: dict[str, str] = {}
         for path in self._out.files.entries(self._out.segments):
-            if match := _NAME.fullmatch(path.name):
-                self._next = max(self._next, int(match.group(1)) + 1)
+            named = _NAME.fullmatch(path.name)
+            if named is not None:
+                self._next = max(self._next, int(named["number"]) + 1)
+            first, last = self._range_in(named)
+            self._note_owner(path, [first, last])
+            if not self._makes_any(first, last):
+                self._keep(path, {})
+                continue
             try:
-                groups = self._read_groups(path)
-            except MemoryError as error:  # pyarrow's is an ArrowException as well
-                raise StorageError(
-                    f"cannot read {path}: {first_line(error)}",
-                    hint="free memory, then run again: finished rows are kept",
-                ) from None
+                found.append(self.adopt(path))
+            except FileNotFoundError:
+                continue  # another writer has put its rows into a part
             except (OSError, pa.ArrowException, ValueError) as error:
                 damaged[path.name] = first_line(error)
-                groups = {}
-            found += [row_ids for _, row_ids in groups.values()]
-            self._keep(path, {part.index: group for part, (group, _) in groups.items()})
+                self._keep(path, {})
         return np.unique(np.concatenate(found)), damaged
 
-    def add(self, table: pa.Table) -> None:
+    def adopt(self, path: PurePath) -> RowIds:
+        """Take up a segment that is there, whoever wrote it; its rows of unfinished parts.
+
+        Raises:
+            ValueError, pyarrow.ArrowException: it is damaged.
+            OSError: it is missing.
+            StorageError: it cannot be read.
+        """
+        try:
+            groups = self._read_groups(path)
+        except MemoryError as error:  # pyarrow's is an ArrowException as well
+            raise StorageError(
+                f"cannot read {path}: {first_line(error)}",
+                hint="free memory, then run again: finished rows are kept",
+            ) from None
+        self._note_owner(path, groups)
+        mine = {index: found for index, found in groups.items() if self._makes_any(index, index)}
+        self._keep(path, {index: group for index, (group, _) in mine.items()})
+        return np.concatenate([NO_ROWS, *(row_ids for _, row_ids in mine.values())])
+
+    def add(self, table: pa.Table) -> PurePath:
         """Write a segment; when this returns, its rows will not run again.
 
         Args:
             table: rows of unfinished parts, in any order, with the columns of ``schema``.
+
+        Returns:
+            Its file.
 
         Raises:
             StorageError: it cannot be written.
@@ -145,17 +187,19 @@ class Segments:
         row_ids = table["row_id"].to_numpy()
         parts = [self._part_of(row_id) for row_id in row_ids.tolist()]
         slices, groups, start = [], {}, 0
-        for number, (part, members) in enumerate(groupby(parts)):
-            assert part is not None, "a row of no unfinished part"
+        for number, (index, members) in enumerate(groupby(parts)):
+            assert self._makes_any(index, index), "a row of no unfinished part"
             length = len(list(members))
             slices.append(table.slice(start, length))
-            groups[part.index] = number
+            groups[index] = number
             start += length
         data = parquet_bytes(slices)
-        path = self._out.segments / f"segment-{self._next:06d}-{_digest(data)}.parquet"
+        path = self._out.segments / self._name(_digest(data), min(groups), max(groups))
         self._next += 1
         self._out.write(path, data)
         self._groups[path] = groups
+        self._note_owner(path, groups)
+        return path
 
     def rows_of(self, part: Part) -> pa.Table:
         """The rows of a part that are in segments, each once, sorted by row id.
@@ -194,20 +238,44 @@ class Segments:
             self._keep(path, {})
 
     def _keep(self, path: PurePath, groups: dict[int, int]) -> None:
+        """Note the groups of a segment; delete one without any, if nobody else may need it."""
         if groups:
             self._groups[path] = groups
             return
         self._groups.pop(path, None)
-        with storage_errors(path, "delete"):
-            self._out.files.delete(path)
+        if path not in self._shared:
+            with storage_errors(path, "delete"):
+                self._out.files.delete(path)
 
-    def _part_of(self, row_id: int) -> Part | None:
-        at = bisect_right(self._first_rows, row_id) - 1
-        return self._parts[at] if at >= 0 and row_id in self._parts[at].rows else None
+    def _name(self, digest: str, first: int, last: int) -> str:
+        writer = self._out.writer
+        by = f"{writer}-{first}-{last}-" if writer else ""
+        return f"segment-{self._next:06d}-{by}{digest}.parquet"
 
-    def _read_groups(self, path: PurePath) -> dict[Part, tuple[int, RowIds]]:
-        """Row group and row ids of each unfinished part; all of the segment is checked."""
-        groups: dict[Part, tuple[int, RowIds]] = {}
+    def _part_of(self, row_id: int) -> int:
+        """Index of the planned part that a row is in."""
+        return bisect_right(self._first_rows, row_id) - 1
+
+    def _range_in(self, named: re.Match[str] | None) -> tuple[int, int]:
+        """First and last part that a segment may have rows of, by its name."""
+        if named is None or named["writer"] is None:
+            return 0, len(self._planned) - 1
+        return int(named["first"]), int(named["last"])
+
+    def _note_owner(self, path: PurePath, indices: Iterable[int]) -> None:
+        if all(index in self._owned for index in indices):
+            self._shared.discard(path)
+        else:
+            self._shared.add(path)
+
+    def _makes_any(self, first: int, last: int) -> bool:
+        """Whether one of the parts to make is among some consecutive ones."""
+        at = bisect_left(self._unfinished, first)
+        return at < len(self._unfinished) and self._unfinished[at] <= last
+
+    def _read_groups(self, path: PurePath) -> dict[int, tuple[int, RowIds]]:
+        """Row group and row ids by the index of their part; all of the segment is checked."""
+        groups: dict[int, tuple[int, RowIds]] = {}
         data = read_segment(self._out.files, path)
         with pq.ParquetFile(pa.BufferReader(data)) as reader:
             if not reader.schema_arrow.equals(self.schema):
@@ -218,9 +286,7 @@ class Segments:
             start = 0
             for group in range(reader.num_row_groups):
                 stop = start + reader.metadata.row_group(group).num_rows
-                part = self._part_of(int(row_ids[start]))
-                if part is not None:
-                    groups[part] = (group, row_ids[start:stop])
+                groups[self._part_of(int(row_ids[start]))] = (group, row_ids[start:stop])
                 start = stop
         return groups
 

@@ -45,7 +45,7 @@ from batchinfer.job.run.dedup import RequestDeduplicator
 from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
-from batchinfer.job.stats.recorder import Recorder, package_versions
+from batchinfer.job.stats.recorder import Recorder, next_run_id, package_versions
 from batchinfer.process import gc_frozen
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
@@ -78,7 +78,7 @@ def run_pipeline(
         JobError: data cannot be read, the model cannot be run, or a part cannot be written;
             finished rows are kept.
     """
-    recorder = Recorder(job.out, job.spec)
+    recorder = Recorder(job.out, job.spec, next_run_id(job.out))
     part_writer = PartWriter(
         job.out,
         recovered.parts,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.stats import StepStats
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA, StepRow, StepSampler
+from batchinfer.job.run_ids import run_id, run_number
 from batchinfer.job.spec.spec import JobSpec, resolved
 from batchinfer.job.storage.filesystem import STRICT, Files, read_file, storage_errors
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from batchinfer.build import EngineContext
 
 STEPS_PER_FILE = 16384
-_RUN_ID = re.compile(r"run-(\d+)")
 
 
 @dataclass
@@ -103,12 +102,16 @@ def kernels_of(runs: Iterable[Run]) -> dict[str, str]:
 
 
 class Recorder:
-    """Writer of a run's record, which is on disk at least as far as the finished rows go."""
+    """Writer of a run's record, which is on disk at least as far as the finished rows go.
 
-    def __init__(self, out: OutputDir, spec: JobSpec) -> None:
+    Args:
+        run_id: ``next_run_id``, or what whoever hands out ids to several writers has given.
+    """
+
+    def __init__(self, out: OutputDir, spec: JobSpec, run_id: str) -> None:
         self._out = out
         # Of the model, ``loaded`` tells more.
-        self.run = Run(_next_run_id(out), {"name": spec.model.name}, job=resolved(spec))
+        self.run = Run(run_id, {"name": spec.model.name}, job=resolved(spec))
         self._sampler = StepSampler(self.run.run_id, spec.stats.every_steps)
         self._device_bytes: Callable[[], int] = lambda: 0
         self._began = time.perf_counter()
@@ -180,11 +183,14 @@ class Recorder:
             self._steps, self._num_files = [], self._num_files + 1
 
 
-def _next_run_id(out: OutputDir) -> str:
-    """The id of the next run: ids sort in the order of runs, whatever the clock did or is lost."""
+def next_run_id(out: OutputDir) -> str:
+    """The id of the next run of ``out.writer``.
+
+    Ids sort in the order of runs, whatever the clock did or is lost. Those of writers that begin at
+    once may have one number, and differ in the writer.
+    """
     names = [path.name for folder in (out.runs, out.steps) for path in out.files.entries(folder)]
-    taken = [int(match.group(1)) for name in names if (match := _RUN_ID.match(name))]
-    return f"run-{max(taken, default=0) + 1:05d}"
+    return run_id(1 + max(map(run_number, names), default=0), out.writer)
 
 
 def package_versions() -> dict[str, str]:

@@ -20,7 +20,7 @@ from batchinfer.job.output.segments import Segments, segment_table
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.finished_row import FinishedRow
 from tests.job.datasets import flip_bit
-from tests.job.fakes import begin
+from tests.job.fakes import begin, for_writer
 
 GENERATED = pa.schema(
     [("row_id", pa.int64()), ("text", pa.string()), ("status", pa.string()), ("error", ERROR)]
@@ -177,3 +177,110 @@ def test_what_arrives_late_from_another_plan_is_not_taken_for_this_ones(out: Out
     assert found.tolist() == [1]
     assert list(damaged.values()) == ["it is of another plan"] * 2
     assert len(files(out)) == 1
+
+
+def of_writer(out: OutputDir, writer: str, parts: list[Part], owned: range) -> Segments:
+    return Segments(for_writer(out, writer), PLAN, parts, GENERATED, owned)
+
+
+def test_a_segment_of_one_of_several_writers_says_whose_it_is_and_of_which_parts(
+    out: OutputDir,
+) -> None:
+    path = of_writer(out, "s0001of2", PARTS[1:], range(1, 3)).add(rows(4, 9))
+    assert path.name.startswith("segment-000000-s0001of2-1-2-")
+    found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
+    assert (found.tolist(), damaged) == ([4, 9], {})
+
+
+def test_a_writer_reads_and_deletes_only_what_is_its_own(out: OutputDir) -> None:
+    of_writer(out, "s0001of2", PARTS[1:], range(1, 3)).add(rows(4))
+    harmed = only_file(out)
+    harmed.write_bytes(b"zork")
+    Segments(out, PLAN, PARTS, GENERATED).add(rows(0, 8))
+    one = of_writer(out, "s0000of2", PARTS[:1], range(1))
+    assert [found.tolist() for found in (one.recover()[0],)] == [[0]]
+    assert one.recover()[1] == {}, "it has not read the other's"
+    one.drop(PARTS[0])
+    assert len(files(out)) == 2, "one has a row of the other's, one is the other's"
+    two = of_writer(out, "s0001of2", PARTS[1:], range(1, 3))
+    found, damaged = two.recover()
+    assert (found.tolist(), list(damaged)) == ([8], [harmed.name])
+    two.drop(PARTS[2])
+    Segments(out, PLAN, (), GENERATED).recover()
+    assert files(out) == []
+
+
+def test_a_segment_that_another_writer_deletes_meanwhile_is_not_damaged(
+    out: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Segments(out, PLAN, PARTS, GENERATED).add(rows(0))
+    listed = out.files.entries(out.segments)
+    only_file(out).unlink()
+    monkeypatch.setattr(out.files, "entries", lambda folder: listed)
+    found, damaged = Segments(out, PLAN, PARTS, GENERATED).recover()
+    assert (found.tolist(), damaged) == ([], {})
+
+
+def test_a_segment_of_another_process_is_taken_up(out: OutputDir) -> None:
+    driver = Segments(out, PLAN, PARTS, GENERATED)
+    worker = of_writer(out, "w02", PARTS, range(0))
+    path = worker.add(rows(1, 9))
+    assert driver.adopt(path).tolist() == [1, 9]
+    assert texts(driver, PARTS[2]) == [(9, "answer 9")]
+    worker.drop(PARTS[0])
+    worker.drop(PARTS[2])
+    assert len(files(out)) == 1, "a worker deletes nothing"
+    driver.drop(PARTS[0])
+    driver.drop(PARTS[2])
+    assert files(out) == []
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_no_row_of_many_writers_is_lost_whatever_they_do(
+    out: OutputDir, data: st.DataObject
+) -> None:
+    """Writers of disjoint parts add, finish parts, die and come again, in any order."""
+    for path in out.files.entries(out.segments):
+        path.unlink()
+    owned = [range(1), range(1, 3)]
+    unfinished, kept = set(range(3)), set[int]()
+    lone = Segments(out, PLAN, PARTS, GENERATED)
+
+    def begin_again(at: int) -> Segments:
+        parts = [part for part in PARTS if part.index in unfinished and part.index in owned[at]]
+        writer = of_writer(out, f"s{at:04d}of2", parts, owned[at])
+        found, damaged = writer.recover()
+        mine = {row for part in parts for row in part.rows}
+        assert (set(found.tolist()), damaged) == (kept & mine, {})
+        return writer
+
+    first = data.draw(st.sets(st.integers(0, 11)), "of a run alone")
+    if first:
+        lone.add(rows(*first))
+        kept |= first
+    writers = [begin_again(at) for at in range(2)]
+    steps = st.tuples(st.integers(0, 1), st.sampled_from(["add", "finish", "die"]))
+    for at, what in data.draw(st.lists(steps, max_size=12), "steps"):
+        mine = [part for part in PARTS if part.index in unfinished and part.index in owned[at]]
+        left = [row for part in mine for row in part.rows if row not in kept]
+        if what == "die":
+            writers[at] = begin_again(at)
+        elif what == "add" and left:
+            some = data.draw(st.sets(st.sampled_from(left), min_size=1), "rows")
+            writers[at].add(rows(*some))
+            kept |= some
+        elif what == "finish" and mine:
+            [part, *_] = mine
+            there = [row for row, _ in texts(writers[at], part)]
+            assert there == [row for row in part.rows if row in kept]
+            writers[at].drop(part)
+            unfinished.discard(part.index)
+    alone = Segments(out, PLAN, [part for part in PARTS if part.index in unfinished], GENERATED)
+    found, damaged = alone.recover()
+    needed = {row for index in unfinished for row in PARTS[index].rows}
+    assert (set(found.tolist()), damaged) == (kept & needed, {})
+    Segments(out, PLAN, (), GENERATED).recover()
+    assert files(out) == []
