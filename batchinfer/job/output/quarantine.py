@@ -16,6 +16,7 @@ A row is given up only when the process has died twice while it ran alone.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
@@ -26,7 +27,8 @@ import numpy.typing as npt
 from pydantic import Field, NonNegativeInt, TypeAdapter
 
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.row_ids import RowIds, sorted_row_ids, within
+from batchinfer.job.row_ids import RowIds, in_range, sorted_row_ids, within
+from batchinfer.job.run_ids import writer_of
 from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 
 CRASHES_TO_SUSPECT = 2
@@ -34,6 +36,8 @@ DEATHS_TO_GIVE_UP = 2
 
 Group = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
 """Row ids."""
+
+_SUSPECTS = re.compile(r"suspects(-[a-z]\w*)?\.json")
 
 LOG_ENTRY = np.dtype("<i8")
 """Entry of a log of rows in flight."""
@@ -56,7 +60,7 @@ class CrashHistory:
     given_up: Group = ()
     """Rows that will not run again."""
     last_run: str = ""
-    """The last run whose death is counted."""
+    """The runs, with spaces between them, whose deaths were counted last."""
 
     def after_death(self, run_id: str, in_flight: Set[int], finished: Set[int]) -> CrashHistory:
         """The history with the death of one more run.
@@ -104,9 +108,11 @@ class CrashHistory:
         """
         groups = tuple(tuple(row for row in group if row in missing) for group in self.groups)
         left = tuple(group for group in groups if group)
+        in_flight = tuple(row for row in self.in_flight if row in missing)
         return replace(
             self,
-            in_flight=tuple(row for row in self.in_flight if row in missing),
+            crashes=self.crashes if in_flight else 0,
+            in_flight=in_flight,
             groups=left,
             deaths=self.deaths if left[:1] == self.groups[:1] else 0,
             given_up=tuple(row for row in self.given_up if row in missing),
@@ -146,29 +152,42 @@ def _halves(rows: Group) -> tuple[Group, ...]:
 def attribute_crashes(out: OutputDir, missing: Sequence[range]) -> CrashHistory:
     """The history with the deaths of all earlier runs, each counted once.
 
+    Logs that are found together tell of one death: writers beside each other die together, with
+    their machine. One of several writers that has no history yet takes up what all others have
+    left, as far as it is about its rows. Who writes alone takes up everything.
+
     Args:
-        missing: rows that are not finished, in order.
+        missing: rows that are not finished, in order; of several writers: that this one makes.
 
     Raises:
         StorageError: what was found cannot be read, written down or deleted.
     """
-    crash_history = _stored_history(out)
-    logs = out.files.entries(out.in_flight)
-    for log in logs:
-        if log.name != crash_history.last_run:  # else a run has died between these two writes
-            given = _logged_rows(out, log)
-            in_flight = within(given, missing)
-            finished = np.setdiff1d(given, in_flight, assume_unique=True)
-            crash_history = crash_history.after_death(
-                log.name, set(in_flight.tolist()), set(finished.tolist())
-            )
+    files, logs = _left_to(out)
+    histories = {path: _stored_history(out, path) for path in files}
+    crash_history = _merged(
+        [
+            history
+            for path, history in histories.items()
+            if _is_own(out, path) or len(within(sorted_row_ids(history.rows), missing))
+        ]
+    )
+    counted = crash_history.last_run.split()
+    new = [log for log in logs if log.name not in counted]  # else it died between these two writes
+    if new:
+        given = np.unique(np.concatenate([_own_rows(out, log, missing) for log in new]))
+        in_flight = within(given, missing)
+        finished = np.setdiff1d(given, in_flight, assume_unique=True)
+        crash_history = crash_history.after_death(
+            " ".join(log.name for log in new), set(in_flight.tolist()), set(finished.tolist())
+        )
     unfinished = within(sorted_row_ids(crash_history.rows), missing)
     crash_history = crash_history.among(set(unfinished.tolist()))
-    if logs:
+    if logs or files not in ([], [out.suspects]):
         out.write(out.suspects, crash_history.to_json())
-    for log in logs:
-        with storage_errors(log, "delete"):
-            out.files.delete(log)
+    for path in (*logs, *files):
+        if path != out.suspects and _is_own(out, path):
+            with storage_errors(path, "delete"):
+                out.files.delete(path)
     return crash_history
 
 
@@ -178,16 +197,63 @@ def clear_quarantine(out: OutputDir) -> None:
     Raises:
         StorageError: that cannot be written down.
     """
-    crash_history = _stored_history(out)
-    if crash_history.given_up:
-        out.write(out.suspects, replace(crash_history, given_up=()).to_json())
+    for path in _suspects_files(out):
+        crash_history = _stored_history(out, path)
+        if crash_history.given_up:
+            out.write(path, replace(crash_history, given_up=()).to_json())
 
 
-def _stored_history(out: OutputDir) -> CrashHistory:
+def _left_to(out: OutputDir) -> tuple[list[PurePath], list[PurePath]]:
+    """Files of histories and logs that ``out.writer`` goes on from: its own, where it has any."""
+    files, logs = _suspects_files(out), list(out.files.entries(out.in_flight))
+    if out.suspects not in files:
+        return files, logs
+    if out.writer:
+        return [out.suspects], [log for log in logs if _is_own(out, log)]
+    return [out.suspects, *(path for path in files if path != out.suspects)], logs
+
+
+def _suspects_files(out: OutputDir) -> list[PurePath]:
+    return [path for path in out.files.entries(out.state) if _SUSPECTS.fullmatch(path.name)]
+
+
+def _is_own(out: OutputDir, path: PurePath) -> bool:
+    """Whether nobody else goes on from a log or from a file of a history."""
+    return not out.writer or path == out.suspects or writer_of(path.name) == out.writer
+
+
+def _merged(histories: Sequence[CrashHistory]) -> CrashHistory:
+    """Several histories as one; where two have a row, the first counts."""
+    if len(histories) == 1:
+        return histories[0]
+    known = {row for history in histories for row in history.given_up}
+    given_up, groups = tuple(sorted(known)), list[Group]()
+    for group in (group for history in histories for group in history.groups):
+        groups.append(tuple(row for row in group if row not in known))
+        known.update(group)
+    return CrashHistory(
+        crashes=max((history.crashes for history in histories), default=0),
+        in_flight=tuple(sorted({row for history in histories for row in history.in_flight})),
+        groups=tuple(group for group in groups if group),
+        deaths=next((history.deaths for history in histories if history.groups), 0),
+        given_up=given_up,
+        last_run=" ".join(filter(None, (history.last_run for history in histories))),
+    )
+
+
+def _stored_history(out: OutputDir, path: PurePath) -> CrashHistory:
     try:
-        return crash_history_from(read_file(out.files, out.suspects))
+        return crash_history_from(read_file(out.files, path))
     except OSError:
         return CrashHistory()
+
+
+def _own_rows(out: OutputDir, log: PurePath, missing: Sequence[range]) -> RowIds:
+    """Rows of a log; of another writer's, those among which rows are missing: others may be its."""
+    row_ids = _logged_rows(out, log)
+    if _is_own(out, log) or not missing:
+        return row_ids
+    return in_range(row_ids, range(missing[0].start, missing[-1].stop))
 
 
 def _logged_rows(out: OutputDir, log: PurePath) -> RowIds:

@@ -14,7 +14,8 @@ from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.quarantine import CrashHistory, attribute_crashes
 from batchinfer.job.run.in_flight_log import InFlightLog
-from tests.job.fakes import begin
+from batchinfer.job.run_ids import run_id
+from tests.job.fakes import begin, for_writer
 
 PLAN = Manifest("f", {}, (), (), 12, 4, "2026-11-20T10:00:00")
 ALL = [part.rows for part in PLAN.parts()]
@@ -29,7 +30,7 @@ def out(tmp_path: Path) -> OutputDir:
 
 def die(out: OutputDir, run: int, *row_ids: int) -> None:
     """A run that is killed with these rows in flight."""
-    with suppress(KeyboardInterrupt), InFlightLog(out, f"run-{run:05d}") as log:
+    with suppress(KeyboardInterrupt), InFlightLog(out, run_id(run, out.writer)) as log:
         log.note(row_ids)
         raise KeyboardInterrupt
 
@@ -134,3 +135,58 @@ def test_a_log_that_cannot_be_deleted_is_a_storage_error(
         leave()
     with pytest.raises(StorageError, match=refused):
         attribute_crashes(out, ALL)
+
+
+FIRST, SECOND = [range(0, 4)], [range(4, 12)]
+"""Rows of two writers."""
+
+
+def test_writers_beside_each_other_know_of_their_own_crashes_alone(out: OutputDir) -> None:
+    one, two = for_writer(out, "s0000of2"), for_writer(out, "s0001of2")
+    die(one, 1, 1, 2)
+    assert attribute_crashes(one, FIRST).in_flight == (1, 2)
+    die(two, 1, 5)
+    die(one, 2, 2, 3)
+    assert attribute_crashes(one, FIRST).groups == ((2,),)
+    assert attribute_crashes(two, SECOND) == CrashHistory(1, (5,), last_run="run-00001-s0001of2")
+    assert [path.name for path in out.in_flight.iterdir()] == []
+
+
+def test_a_new_writer_takes_up_what_is_known_of_its_rows(out: OutputDir) -> None:
+    die(out, 1, 1, 5)
+    attribute_crashes(out, ALL)
+    die(out, 2, 1, 5, 6)
+    one, two = for_writer(out, "s0000of2"), for_writer(out, "s0001of2")
+    for writer, rows, row in ((one, FIRST, 1), (two, SECOND, 5)):
+        for _ in range(2):  # what it has taken up is its own, and not counted again
+            assert attribute_crashes(writer, rows).groups == ((row,),)
+    assert [path.name for path in out.in_flight.iterdir()] == ["run-00002"], "it is not theirs"
+
+
+def test_who_writes_alone_takes_up_everything_as_one_death(out: OutputDir) -> None:
+    writers = [for_writer(out, f"s{at:04d}of2") for at in range(2)]
+    for writer, row in zip(writers, (1, 5), strict=True):
+        die(writer, 1, row)
+    history = attribute_crashes(out, ALL)
+    assert (history.crashes, history.in_flight) == (1, (1, 5))
+    die(writers[0], 2, 1)
+    assert attribute_crashes(out, ALL).groups == ((1,),)
+    assert [path.name for path in out.state.glob("suspects*")] == ["suspects.json"]
+    assert list(out.in_flight.iterdir()) == []
+
+
+def test_histories_of_writers_are_put_together_once(out: OutputDir) -> None:
+    one, two = for_writer(out, "s0000of2"), for_writer(out, "s0001of2")
+    one.write(one.suspects, CrashHistory(groups=((1,), (2, 3)), deaths=1).to_json())
+    two.write(two.suspects, CrashHistory(groups=((5, 6),), given_up=(7,)).to_json())
+    with pytest.MonkeyPatch.context() as patch:
+
+        def die_too(path: Path) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(out.files, "delete", die_too)
+        with pytest.raises(KeyboardInterrupt):
+            attribute_crashes(out, ALL)
+    merged = CrashHistory(groups=((1,), (2, 3), (5, 6)), deaths=1, given_up=(7,))
+    assert attribute_crashes(out, ALL) == merged
+    assert attribute_crashes(out, ALL) == merged
