@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from batchinfer.errors import ExitCode, NotYetError
+from batchinfer.errors import ExitCode
 from batchinfer.options import BatchOptions, BenchOptions
 from batchinfer.program import crash_directory, print_stdout, run_program, to_json
 
@@ -105,7 +106,10 @@ def run(
     variables: Variables = None,
     output: Output = None,
     limit: Limit = None,
-    shard: Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Not yet.")] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option("--shard", metavar="I/N", help="Make one of N shares; auto: as Slurm says."),
+    ] = None,
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Run the rows again that ended in an error.")
     ] = False,
@@ -119,8 +123,11 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
 ) -> None:
     """Run a job; run it again to go on where it stopped."""
+    own = None
     if shard is not None:
-        raise NotYetError("--shard")
+        from batchinfer.job.shards.shard import parse_shard
+
+        own = parse_shard(shard, os.environ)
     spec = _read_job(job, overrides, variables, output, limit)
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
@@ -132,6 +139,7 @@ def run(
             spec,
             overwrite=overwrite,
             retry_errors=retry_errors,
+            shard=own,
             quiet=quiet,
             as_json=as_json,
             report=None if no_report else report_at_end,

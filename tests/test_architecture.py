@@ -206,6 +206,11 @@ ROOMS = [
         ("errors", "console", "engine", "text", "build", "job"),
     ),
     Room(
+        "job.shards",
+        "Who makes which parts of a job: one run all of them, or each of several shards its own.",
+        ("errors", "console", "job"),
+    ),
+    Room(
         "job.run",
         "``batchinfer run``: four threads, the engine's loop, and what is said of it.",
         ("config", "errors", "options", "process", "console", "engine", "requests", "build", "job"),

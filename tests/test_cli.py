@@ -204,7 +204,8 @@ def test_run_hands_the_job_over(batchinfer: Run, fake_run: Any, tmp_path: Path) 
     assert (spec.sampling.n, spec.sampling.top_k, spec.vars) == (2, 3, {"ds": "x"})
     assert (spec.output.path, spec.input.limit) == (str(tmp_path / "o"), 4)
     assert options.pop("report") is report_at_end
-    wanted = {"overwrite": True, "retry_errors": False, "quiet": True, "as_json": False}
+    wanted = {"overwrite": True, "retry_errors": False, "shard": None}
+    wanted |= {"quiet": True, "as_json": False}
     assert options == wanted
     assert batchinfer("run", str(job), "--var", "ds=x", "--no-report").code == 0
     assert calls[1][1]["report"] is None
@@ -272,7 +273,7 @@ def test_a_bug_is_one_line_and_a_log_in_the_output(
         (["run"], "Missing argument"),
         (["run", "x.yaml", "--limit", "-1"], "--limit"),
         (["run", "x.yaml", "--zork"], "--zork"),
-        (["run", "x.yaml", "--shard", "0/2"], "not yet: --shard"),
+        (["run", "x.yaml", "--shard", "two"], '--shard "two" is neither I/N nor auto'),
         (["run", "no-such.yaml"], "no-such.yaml: cannot be read: No such file"),
         (["run", "x.yaml", "--var", "zork"], "write --var name=text"),
         (["plan", "x.yaml", "--device", "zork"], "no such device; known: h200, h100, a100-80g"),

@@ -36,6 +36,7 @@ from batchinfer.job.storage.local_lock import LocalLock, Lock
 
 _MOST_DICTIONARY_BYTES = 64 << 20
 T = TypeVar("T")
+Access = Callable[[str, str], tuple[Files, Lock]]
 Trust = Literal["nothing", "marks", "times"]
 """What saves reading a finished part: nothing; a store's mark of its content; or, where there are
 no marks, the time it was written as well."""
@@ -50,6 +51,9 @@ class OutputDir:
         lock: its lock; None: one in this machine's file system.
         writer: who writes beside others, as in the names of its runs and segments; "": who writes
             alone.
+        access: makes a lock in ``_batchinfer`` by its name and its holder's task, and the files
+            that are written while it is held; None: ``files``, and locks in this machine's file
+            system.
     """
 
     def __init__(
@@ -58,13 +62,15 @@ class OutputDir:
         files: Files | None = None,
         lock: Lock | None = None,
         writer: str = "",
+        access: Access | None = None,
     ) -> None:
         self.root = root
         self.writer = writer
         self.files = files or LocalFiles()
+        self._access = access or (lambda *name: (self.files, LocalLock(Path(self.state), *name)))
         self.data = root / "data"
         self.stats = root / "stats"
-        self.state = root / "_batchinfer"
+        self.state: PurePath = root / "_batchinfer"
         self.lock = lock or LocalLock(Path(self.state))
         self.staging = self.state / "staging" / writer
         self.scratch = self.staging if isinstance(self.staging, Path) else None
@@ -76,6 +82,8 @@ class OutputDir:
         self.parts = self.state / "parts"
         self.segments = self.state / "segments"
         self.in_flight = self.state / "in_flight"
+        self.locks = self.state / "locks"
+        self.shards = self.state / "shards.json"
         self.suspects = self.state / f"suspects{writer and '-'}{writer}.json"
         self.manifest = self.state / "manifest.json"
         self.manifest_copy = self.state / "manifest-copy.json"
@@ -97,7 +105,18 @@ class OutputDir:
             files: what it writes with; None: what this one does.
             lock: what it holds while it writes; None: what this one holds.
         """
-        return OutputDir(self.root, files or self.files, lock or self.lock, writer)
+        return OutputDir(
+            self.root, files or self.files, lock or self.lock, writer, access=self._access
+        )
+
+    def under_lock(self, name: str, task: str = "") -> OutputDir:
+        """The same directory with another lock, and written to while that is held.
+
+        Args:
+            name: the lock's file below ``state``.
+            task: as others see it that meet the lock.
+        """
+        return self.for_writer(self.writer, *self._access(name, task))
 
     @contextmanager
     def locked(self) -> Iterator[None]:

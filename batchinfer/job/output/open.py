@@ -8,6 +8,8 @@ from batchinfer.console.format import printable
 from batchinfer.errors import UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.connection import connect
+from batchinfer.job.storage.filesystem import Files
+from batchinfer.job.storage.local_lock import LOCK, Lock
 from batchinfer.job.storage.urls import STORES, StorePath, is_url, scheme_of
 
 
@@ -39,5 +41,9 @@ def _in_store(url: str) -> OutputDir:
     from batchinfer.job.storage.object_store import Objects  # what follows needs obstore
 
     objects = Objects(root)
-    lock = StoreLock(objects, root / "_batchinfer")
-    return OutputDir(root, StoreFiles(objects, lock.check, lock.confirm), lock)
+
+    def access(name: str, task: str) -> tuple[Files, Lock]:
+        lock = StoreLock(objects, root / "_batchinfer", name=name, task=task)
+        return StoreFiles(objects, lock.check, lock.confirm), lock
+
+    return OutputDir(root, access=access).under_lock(LOCK)

@@ -50,6 +50,14 @@ class ResumePlan:
     """Parts that were finished once and are made again: name, and what is wrong."""
     starts_over: bool = False
     """Whether what is there has to go first."""
+    owned: range | None = None
+    """Indices of the parts that this run makes and no other; None: of all."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether none of the parts is finished that this run makes."""
+        owned = self.manifest.parts() if self.owned is None else self.owned
+        return len(self.todo) == len(owned)
 
 
 def plan_resume(
@@ -67,6 +75,18 @@ def plan_resume(
         LockedError: the directory holds finished rows of another job, or files of unknown origin.
         DataError: the input has changed since the first part was finished.
     """
+    agreed = agree_on_plan(out, manifest, if_exists)
+    if agreed.starts_over or not has_finished_rows(out):
+        return agreed
+    return only_unfinished(out, agreed, trust)
+
+
+def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumePlan:
+    """The plan of a run as ``plan_resume`` finds it, with all parts to make: none is looked at.
+
+    Raises:
+        LockedError, DataError: as ``plan_resume``.
+    """
     begun = is_begun(out)
     if begun and if_exists == "error":
         raise LockedError(
@@ -76,10 +96,12 @@ def plan_resume(
     overwrites = if_exists == "overwrite"
     if not begun or overwrites:
         _refuse_foreign(out, begun)
-    if overwrites or not _has_finished_rows(out):
-        starts_over = overwrites or _holds_another_plan(out, manifest)
+    if overwrites or not has_finished_rows(out):
+        starts_over = overwrites or (begun and not holds_plan(out, manifest))
         if not starts_over:
             refuse_unexpected_files(out, manifest)
+            if begun:  # what others may have begun to go by
+                manifest = replace(manifest, planned_at=stored_manifest(out).planned_at)
         return ResumePlan(manifest, manifest.parts(), starts_over=starts_over)
     stored = stored_manifest(out)
     stored.check_same_job(manifest, str(out.root))
@@ -87,9 +109,18 @@ def plan_resume(
     plan = replace(
         manifest, planned_at=stored.planned_at, fingerprint=stored.fingerprint, job=stored.job
     )
-    unfinished = dict(_unfinished(out, plan, trust))
+    return ResumePlan(plan, plan.parts())
+
+
+def only_unfinished(out: OutputDir, work: ResumePlan, trust: Trust = "marks") -> ResumePlan:
+    """``work`` without the parts that are finished.
+
+    Args:
+        trust: what saves reading these.
+    """
+    unfinished = dict(_unfinished(out, work.todo, trust))
     damaged = {part.name: problem for part, problem in unfinished.items() if problem}
-    return ResumePlan(plan, list(unfinished), damaged)
+    return replace(work, todo=list(unfinished), damaged=damaged)
 
 
 def prepare_directory(out: OutputDir, work: ResumePlan) -> None:
@@ -151,7 +182,7 @@ def refuse_unexpected_files(out: OutputDir, manifest: Manifest) -> None:
 
 
 def _unfinished(
-    out: OutputDir, manifest: Manifest, trust: Trust
+    out: OutputDir, parts: Sequence[Part], trust: Trust
 ) -> Iterator[tuple[Part, str | None]]:
     """Parts that are not finished, with what is wrong with those that were."""
     claims_success = _is_there(out, out.success)
@@ -165,14 +196,13 @@ def _unfinished(
             return False, str(error)
         return False, f"{out.part_file(part)} has no record" if claims_success else None
 
-    parts = manifest.parts()
     for part, (is_finished, problem) in zip(parts, out.of_each(look, parts), strict=True):
         if not is_finished:
             yield part, problem
 
 
 def _store_plan(out: OutputDir, work: ResumePlan) -> None:
-    if _has_finished_rows(out):
+    if has_finished_rows(out):
         restore_manifest(out, work.manifest)
     else:
         store_manifest(out, work.manifest)
@@ -196,7 +226,7 @@ def clear_staging(out: OutputDir) -> None:
 
 def _make_directories(out: OutputDir) -> None:
     clear_staging(out)
-    rows = (out.data, out.parts, out.segments, out.requests)
+    rows = (out.data, out.parts, out.segments, out.requests, out.locks)
     records = (out.stats, out.steps, out.runs, out.logs, out.in_flight)
     for directory in (out.staging, *rows, *records):
         with storage_errors(directory):
@@ -228,18 +258,17 @@ def _is_there(out: OutputDir, path: PurePath) -> bool:
     return out.files.stat(path) is not None
 
 
-def _holds_another_plan(out: OutputDir, manifest: Manifest) -> bool:
-    """Whether what is here was begun for another plan, and none of its rows was finished."""
-    if not is_begun(out):
-        return False
+def holds_plan(out: OutputDir, manifest: Manifest) -> bool:
+    """Whether what is here was begun for a plan, as far as its manifest can be read."""
     try:
         begun = stored_manifest(out)
     except DataError:
-        return True
-    return (begun.fingerprint, begun.inputs) != (manifest.fingerprint, manifest.inputs)
+        return False
+    return (begun.fingerprint, begun.inputs) == (manifest.fingerprint, manifest.inputs)
 
 
-def _has_finished_rows(out: OutputDir) -> bool:
+def has_finished_rows(out: OutputDir) -> bool:
+    """Whether rows of whatever job are in parts or segments."""
     return any(out.files.entries(out.parts)) or any(out.files.entries(out.segments))
 
 
@@ -252,13 +281,24 @@ def _clear(out: OutputDir) -> None:
         delete(path)
     for name in _STATS_FILES:
         delete(out.stats / name)
-    keep = {out.manifest, out.state / LOCK, out.state / HOLDER}
+    keep = {out.manifest, out.state / LOCK, out.state / HOLDER, out.locks, out.shards}
     for path in [path for path in entries(out.state) if path not in keep]:
         delete(path)
     for directory in (out.root, out.data, out.stats, out.openai, out.state):
         if _is_there(out, directory):
             out.files.sync(directory)  # or old parts might come back beside a new manifest
     delete(out.manifest)
+
+
+def delete_segments(out: OutputDir) -> None:
+    """Delete segments that are left over once all parts are made; call it under the lock.
+
+    Raises:
+        StorageError: one cannot be deleted.
+    """
+    for path in out.files.entries(out.segments):
+        with storage_errors(path, "delete"):
+            out.files.delete(path)
 
 
 @dataclass(frozen=True)
@@ -302,7 +342,7 @@ def recover_rows(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> Reco
     Raises:
         StorageError: the directory cannot be written to.
     """
-    segments = Segments(out, work.manifest, work.todo, generated)
+    segments = Segments(out, work.manifest, work.todo, generated, work.owned)
     finished, damaged = segments.recover()
     crash_history = attribute_crashes(out, missing_ranges(work.todo, finished))
     return RecoveredRows(work.todo, segments, finished, damaged, crash_history)
@@ -310,5 +350,5 @@ def recover_rows(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> Reco
 
 def from_scratch(out: OutputDir, work: ResumePlan, generated: pa.Schema) -> RecoveredRows:
     """No rows, where everything that is there will go first."""
-    segments = Segments(out, work.manifest, work.todo, generated)
+    segments = Segments(out, work.manifest, work.todo, generated, work.owned)
     return RecoveredRows(work.todo, segments, NO_ROWS, {}, CrashHistory())

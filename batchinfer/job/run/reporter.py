@@ -154,6 +154,18 @@ class RunReporter:
             place = shlex.quote(printable(str(out.root)))
             print_line(f"batchinfer report {place} shows how far it came", to_stderr=True)
 
+    def shard_without_parts(self, shard: str, num_parts: int) -> None:
+        """There are more shards than parts."""
+        if not self.quiet:
+            print_line(f"shard {shard} has none of the {num_parts:,} parts", to_stderr=self.as_json)
+
+    def parts_left(self, out: OutputDir, others_left: int) -> None:
+        """The parts of this run are made, and it is for others to end the job."""
+        left = f"{others_left:,} parts are left to other shards" if others_left else "so is the job"
+        if not self.quiet:
+            done = f"the parts of this shard are made in {printable(str(out.root))}; {left}"
+            print_line(done, to_stderr=self.as_json)
+
     def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
         """The parts of the job are made: write the report, show the summary."""
         lines = list(warnings)

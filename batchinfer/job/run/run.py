@@ -22,10 +22,9 @@ from batchinfer.job.output.open import output_at
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import (
     ResumePlan,
-    clear_output,
+    delete_segments,
     from_scratch,
     plan_resume,
-    prepare_directory,
     recover_rows,
     refuse_unexpected_files,
 )
@@ -33,6 +32,8 @@ from batchinfer.job.output.retry import has_errors, reopen
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.reporter import Report, RunReporter, too_many_errors
+from batchinfer.job.shards.claim import Claim, OneShard, WholeJob
+from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import kernels_of, runs_of
 from batchinfer.job.stats.summary import write_summary
@@ -46,6 +47,7 @@ def run_job(
     *,
     overwrite: bool = False,
     retry_errors: bool = False,
+    shard: Shard | None = None,
     quiet: bool = False,
     as_json: bool = False,
     build: BuildEngine | None = None,
@@ -60,6 +62,7 @@ def run_job(
     Args:
         overwrite: start over, as with ``output.if_exists: overwrite``.
         retry_errors: run the rows again that ended in an error.
+        shard: make its parts alone, beside other shards; the last one to end ends the job.
         quiet: print nothing but why the job did not succeed.
         as_json: print the summary as JSON.
         build: makes the engine, in place of ``batchinfer.build.build_engine``.
@@ -78,20 +81,28 @@ def run_job(
     if_exists = "overwrite" if overwrite else spec.output.if_exists
     if retry_errors and if_exists == "overwrite":
         raise UsageError("--retry-errors keeps the good rows, --overwrite keeps none: choose one")
+    if retry_errors and shard is not None:
+        raise UsageError(
+            "--retry-errors is not for a shard: its siblings would end the job before theirs are "
+            "open again",
+            hint="run it without --shard: it runs the rows alone that ended in an error",
+        )
     if _is_finished(job, if_exists) and not (retry_errors and has_errors(job.out, job.manifest)):
         reporter.nothing_to_do(job.out)
         return ExitCode.OK
-    with job.out.locked():
-        resume = plan_resume(job.out, job.manifest, if_exists)
-        job = replace(job, manifest=resume.manifest)
-        prepare_directory(job.out, resume)
+    claim = WholeJob(job.out) if shard is None else OneShard(job.out, shard)
+    if shard is not None and not shard.parts(len(job.manifest.parts())):
+        reporter.shard_without_parts(str(shard), len(job.manifest.parts()))
+        return ExitCode.OK
+    with claim.begun(job.manifest, if_exists) as resume:
+        job = replace(job, manifest=resume.manifest, out=claim.out)
         if retry_errors:
             reopen(job.out, job.manifest, job.table.generated_schema)
             resume = plan_resume(job.out, job.manifest, if_exists)
         if not resume.todo:
             with stop_signals():
-                return _finish(job, reporter)
-        return _run(job, resume, if_exists, reporter, build)
+                return _end(job, claim, reporter)
+        return _run(job, claim, resume, if_exists, reporter, build)
 
 
 def _open(spec: JobSpec, out: OutputDir, combined_output: Path | None) -> OutputJob:
@@ -113,6 +124,7 @@ def _refuse_own_output(source: Source, out: OutputDir) -> None:
 
 def _run(
     job: OutputJob,
+    claim: Claim,
     resume: ResumePlan,
     if_exists: str,
     reporter: RunReporter,
@@ -121,7 +133,7 @@ def _run(
     """Make the parts that are not finished."""
     recover = from_scratch if resume.starts_over else recover_rows
     recovered = recover(job.out, resume, job.table.generated_schema)
-    begins = not len(recovered.finished) and len(resume.todo) == len(job.manifest.parts())
+    begins = resume.begins and not len(recovered.finished)
     if job.spec.input.id_column is not None and begins:
         check_unique_ids(job.source, job.spec.input.id_column)
     lost = {f"what was in {name}": problem for name, problem in recovered.damaged.items()}
@@ -135,14 +147,14 @@ def _run(
         if loaded is not None:
             reporter.other_kernels(before, loaded.context.kernels)
     with nullcontext() if loaded is None else closing(loaded):
-        clear_output(job.out, resume)
+        claim.clear(resume)
         with stop_signals() as stop:
             with closing(make_progress(missing, quiet=reporter.quiet)) as progress:
                 complete = run_pipeline(job, recovered, loaded, progress, stop)
             if not complete:
                 reporter.stopped(job.out, overwrites=if_exists == "overwrite")
                 return ExitCode.INTERRUPTED
-            return _finish(job, reporter)
+            return _end(job, claim, reporter)
 
 
 def _default_builder() -> BuildEngine:
@@ -178,6 +190,15 @@ def _exports(job: OutputJob) -> bool:
     return job.spec.output.format == "openai-batch"
 
 
+def _end(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
+    """End a run that has made its parts, and the job, where nobody else has any to make."""
+    with claim.ending() as ending:
+        if ending.is_ours:
+            return _finish(replace(job, out=ending.out), reporter)
+        reporter.parts_left(job.out, ending.others_left)
+        return ExitCode.OK
+
+
 def _finish(job: OutputJob, reporter: RunReporter) -> ExitCode:
     """Write the statistics of a job whose parts are made, and _SUCCESS if few rows failed."""
     refuse_unexpected_files(job.out, job.manifest)
@@ -187,6 +208,7 @@ def _finish(job: OutputJob, reporter: RunReporter) -> ExitCode:
     warnings = _nothing_selected(job)
     summary = write_summary(job.out, job.manifest, records, warnings.append)
     reporter.end(job.out, summary, warnings)
+    delete_segments(job.out)
     job.source.check_unchanged()
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
     if rows["error"] > limit * rows["total"]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import psutil
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from batchinfer.console.format import printable
 from batchinfer.errors import LockedError
@@ -25,6 +25,19 @@ LOCK, HOLDER = "lock", "lock.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+class HeldError(LockedError):
+    """A lock is held by another process.
+
+    Args:
+        holder: what that has said of itself; None: nothing, or what a dead one has said.
+    """
+
+    def __init__(self, message: str, *, hint: str, holder: object) -> None:
+        super().__init__(message, hint=hint)
+        self.is_alone = isinstance(holder, dict) and not holder.get("task")
+        """Whether it is known to write alone, and so to hold the lock for as long as it does."""
+
+
 class Lock(Protocol):
     """The right to write to an output directory, of one run at a time."""
 
@@ -32,7 +45,16 @@ class Lock(Protocol):
         """Hold it; the folder it is in is there.
 
         Raises:
-            LockedError: another run holds it; names its process.
+            HeldError: another run holds it; names its process.
+            StorageError: it cannot be written to.
+        """
+        ...
+
+    def make_free(self) -> None:
+        """Make sure that nobody holds it: who was not heard of for long loses it.
+
+        Raises:
+            HeldError: a run holds it.
             StorageError: it cannot be written to.
         """
         ...
@@ -46,32 +68,54 @@ class Lock(Protocol):
 
 
 class LocalLock:
-    """A lock in the folder ``state`` of this machine's file system."""
+    """A lock in the folder ``state`` of this machine's file system.
 
-    def __init__(self, state: Path) -> None:
+    Args:
+        name: its file, which may be in a folder there.
+        task: what its holder does, of several that write; "": the holder writes alone.
+    """
+
+    def __init__(self, state: Path, name: str = LOCK, task: str = "") -> None:
         self._state = state
-        self._holder = state / HOLDER
+        self._path = state / name
+        self._holder = state / f"{name}.json"
+        self._task = task
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        with storage_errors(self._state):
-            lock = FileLock(self._state / LOCK, timeout=0)
-            try:
-                lock.acquire()
-            except Timeout:
-                place, by = printable(str(self._state.parent)), _held_by(self._holder)
-                raise LockedError(
-                    f"another run is writing to {place}{by}",
-                    hint="wait for it, or use --output for another directory",
-                ) from None
+        lock = self._acquire()
         try:
             with storage_errors(self._holder):
-                self._holder.write_text(json.dumps(this_process()))
+                self._holder.write_text(json.dumps(this_process(self._task)))
             yield
         finally:
             with suppress(OSError):  # the next holder writes its own
                 self._holder.unlink(missing_ok=True)
             lock.release()
+
+    def make_free(self) -> None:
+        self._acquire().release()
+
+    def _acquire(self) -> BaseFileLock:
+        with storage_errors(self._state):
+            lock = FileLock(self._path, timeout=0)
+            try:
+                lock.acquire()
+            except Timeout:
+                place, holder = printable(str(self._state.parent)), self._living_holder()
+                raise HeldError(
+                    f"another run is writing to {place}{named(holder)}",
+                    hint="wait for it, or use --output for another directory",
+                    holder=holder,
+                ) from None
+        return lock
+
+    def _living_holder(self) -> object:
+        """What the holder says of itself; None if it has not yet, and a dead one has."""
+        with suppress(OSError, ValueError):
+            found = parse_json(self._holder.read_bytes())
+            return None if process_lives(found) is False else found
+        return None
 
     def holder_lives(self) -> bool | None:
         """Whether the holder's process runs; None: it is on another machine, or nobody holds it."""
@@ -94,11 +138,12 @@ def process_lives(found: object) -> bool | None:
         return None
 
 
-def this_process() -> dict[str, int | float | str | None]:
-    """This process as a lock names it: id, host, boot, seconds at which it began."""
+def this_process(task: str = "") -> dict[str, int | float | str | None]:
+    """This process as a lock names it: id, host, boot, seconds at which it began, what it does."""
     pid = os.getpid()
     machine = {"host": socket.gethostname(), "boot_id": _boot_id()}
-    return {"pid": pid, **machine, "started": _started(pid)}
+    named_task = {"task": task} if task else {}
+    return {"pid": pid, **machine, "started": _started(pid), **named_task}
 
 
 def _started(pid: int) -> float | None:
@@ -122,13 +167,6 @@ def _boot_id() -> str:
         return f"{psutil.boot_time():.0f}"
 
 
-def _held_by(holder: Path) -> str:
-    try:
-        return named(parse_json(holder.read_bytes()))
-    except (OSError, ValueError):
-        return ""  # it has the lock, and has not written this yet
-
-
 def named(found: object) -> str:
     """A process that ``this_process`` described, for the end of a message; "" if damaged."""
     try:
@@ -138,4 +176,5 @@ def named(found: object) -> str:
         )
     except (TypeError, KeyError):
         return ""
-    return f": process {pid} on {host} (boot {boot})"
+    task = printable(str(found.get("task") or ""), 80)  # type: ignore[attr-defined]
+    return f": {task}{task and ', '}process {pid} on {host} (boot {boot})"

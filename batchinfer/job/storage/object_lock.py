@@ -26,7 +26,7 @@ from typing import Any
 from batchinfer.console.format import printable
 from batchinfer.errors import JobError, LockedError, StorageError
 from batchinfer.job.storage.filesystem import parse_json
-from batchinfer.job.storage.local_lock import HOLDER, named, process_lives, this_process
+from batchinfer.job.storage.local_lock import LOCK, HeldError, named, process_lives, this_process
 from batchinfer.job.storage.object_store import ObjectMeta, Objects, Version
 from batchinfer.job.storage.urls import StorePath
 
@@ -61,6 +61,8 @@ class StoreLock:
         state: the folder the lock is in.
         clock: seconds of this machine, to tell how long ago the store was asked.
         store_time: seconds since 1970 by the store's clock; None: asks it.
+        name: its object there, without ``.json``.
+        task: what its holder does, of several that write; "": the holder writes alone.
     """
 
     def __init__(
@@ -69,9 +71,13 @@ class StoreLock:
         state: StorePath,
         clock: Callable[[], float] = _awake_or_not,
         store_time: Callable[[], float] | None = None,
+        name: str = LOCK,
+        task: str = "",
     ) -> None:
         self._objects = objects
-        self._path = state / HOLDER
+        self._state = state
+        self._path = state / f"{name}.json"
+        self._task = task
         self._clock = clock
         self._store_time = store_time
         self._content = _Content(0)
@@ -109,12 +115,13 @@ class StoreLock:
                 version = meta.version
                 fence = content.fence + 1
                 self._refuse_if_held(content, now - meta.stat.mtime_ns / 1e9)
-            mine = _Content(fence, token_hex(16), 0, _holder())
+            mine = _Content(fence, token_hex(16), 0, _holder(self._task))
             if self._write(mine, version):
                 return
-        raise LockedError(
+        raise HeldError(
             f"other runs are beginning to write to {self._place}",
             hint="wait for them, or use --output for another directory",
+            holder=None,
         )
 
     def check(self) -> None:
@@ -154,6 +161,12 @@ class StoreLock:
                     self._write(_Content(self._content.fence), self._version)
             self._version = None
 
+    def make_free(self) -> None:
+        """Make sure that nobody holds it; one that was only asleep will find itself passed."""
+        if self.holder_lives() is not None:
+            self.acquire()
+            self.release()
+
     def holder_lives(self) -> bool | None:
         """Whether the holder was heard of lately, by the clock here; None: nobody holds it."""
         found = self._read()
@@ -164,16 +177,17 @@ class StoreLock:
 
     @property
     def _place(self) -> str:
-        return printable(str(self._path.parent.parent))
+        return printable(str(self._state.parent))
 
     def _refuse_if_held(self, content: _Content, age_s: float) -> None:
         if content.token is None or age_s > LAPSE_S or _is_dead(content.holder):
             return
-        raise LockedError(
+        raise HeldError(
             f"another run is writing to {self._place}{named(content.holder)}, "
             f"last heard of {max(age_s, 0.0):.0f} s ago",
             hint="wait for it, or use --output for another directory; if it died, its lock "
             f"lapses {LAPSE_S:.0f} s after that",
+            holder=content.holder,
         )
 
     def _beat_until(self, done: threading.Event) -> None:
@@ -226,8 +240,8 @@ class StoreLock:
         return self._store_time() if self._store_time else found.stat.mtime_ns / 1e9
 
 
-def _holder() -> dict[str, Any]:
-    return {**this_process(), "pids": _pid_namespace()}
+def _holder(task: str = "") -> dict[str, Any]:
+    return {**this_process(task), "pids": _pid_namespace()}
 
 
 def _is_dead(holder: dict[str, Any] | None) -> bool:

@@ -1,0 +1,110 @@
+"""A shard of a job: some of its parts, one after the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from batchinfer.console.format import format_value
+from batchinfer.errors import UsageError
+
+_SHARD = re.compile(r"(\d+)/(\d+)")
+_WRITER = re.compile(r"s(\d+)of(\d+)")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Shard ``index`` of ``count``, counted from 0."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @property
+    def writer(self) -> str:
+        """Its name as a writer of an ``OutputDir``."""
+        return f"s{self.index:04d}of{self.count}"
+
+    def parts(self, num_parts: int) -> range:
+        """Indices of the parts it makes, of a job that has so many."""
+        return range(
+            num_parts * self.index // self.count, num_parts * (self.index + 1) // self.count
+        )
+
+    def siblings(self) -> list[Shard]:
+        """The other shards."""
+        return [Shard(at, self.count) for at in range(self.count) if at != self.index]
+
+
+def shard_of(writer: str) -> Shard | None:
+    """The shard that writes under a name; None for another writer."""
+    match = _WRITER.fullmatch(writer)
+    return Shard(int(match[1]), int(match[2])) if match else None
+
+
+def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
+    """The shard that ``--shard`` names.
+
+    Args:
+        text: ``I/N``, or ``auto``: the task of a Slurm array that this is.
+        environment: has what Slurm says of that.
+
+    Raises:
+        UsageError: it names none.
+    """
+    if text == "auto":
+        return _of_array(environment)
+    match = _SHARD.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"--shard {format_value(text)} is neither I/N nor auto",
+            hint="give the shard and how many there are, like --shard 0/4",
+        )
+    return _checked(int(match[1]), int(match[2]))
+
+
+def _checked(index: int, count: int) -> Shard:
+    if not 0 <= index < count:
+        last = f": with N = {count}, the shards are 0/{count} to {count - 1}/{count}"
+        raise UsageError(
+            f"--shard {index}/{count}: I must be from 0 to N - 1{last if count else ''}",
+            hint="number a Slurm array from 0 (--array=0-3), or use --shard auto in it",
+        )
+    return Shard(index, count)
+
+
+def _of_array(environment: Mapping[str, str]) -> Shard:
+    if "SLURM_ARRAY_TASK_ID" in environment:
+        return _of_slurm(environment)
+    if "JOB_COMPLETION_INDEX" in environment:
+        raise UsageError(
+            "--shard auto: Kubernetes says which shard this is and not how many there are",
+            hint='give both, like --shard "$(JOB_COMPLETION_INDEX)/8" for completions: 8',
+        )
+    raise UsageError(
+        "--shard auto: this is no task of a Slurm array (SLURM_ARRAY_TASK_ID is not set)",
+        hint="give the shard and how many there are, like --shard 0/4",
+    )
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Shard:
+    """Task of an array, whatever its first number and its step are."""
+    names = ("TASK_ID", "TASK_MIN", "TASK_MAX", "TASK_COUNT")
+    try:
+        at, first, last, count = (int(environment[f"SLURM_ARRAY_{name}"]) for name in names)
+    except (KeyError, ValueError):
+        raise UsageError(
+            "--shard auto: Slurm does not say of this array how many tasks it has",
+            hint="give the shard and how many there are, like --shard 0/4",
+        ) from None
+    step = (last - first) // (count - 1) if count > 1 else 1
+    if first + step * (count - 1) != last or (at - first) % step:
+        raise UsageError(
+            "--shard auto: the numbers of this Slurm array have gaps, so that they do not say "
+            "which shard this is",
+            hint='give it, like --shard "$SLURM_ARRAY_TASK_ID/8"',
+        )
+    return Shard((at - first) // step, count)

@@ -1,0 +1,93 @@
+"""Shards that write to an object store, by way of moto's server on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchinfer.errors import ExitCode, LockedError
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.verify import verify
+from batchinfer.job.run.run import run_job
+from batchinfer.job.shards import locks
+from batchinfer.job.shards.locks import lives, own_lock
+from batchinfer.job.shards.shard import Shard
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.storage import connection, object_lock
+from batchinfer.job.storage.failpoints import VARIABLE
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
+from tests.job.stores import LAKE, environment, objects, point_to, s3_server
+
+OUT = f"{LAKE}/shards/out"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def spec(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobSpec]:
+    point_to(server, monkeypatch)
+    prompts = [f"{row} asks" for row in range(35)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    yield job(tmp_path, output={"path": f"{OUT}-{tmp_path.name}"})
+    connection.connect.cache_clear()
+
+
+def test_processes_beside_each_other_and_one_that_dies(
+    spec: JobSpec, tmp_path: Path, server: str
+) -> None:
+    program = [sys.executable, "-m", "tests.job.shards.program", str(tmp_path)]
+    started = [
+        subprocess.Popen(
+            [*program, shard, spec.output.path],
+            env={**os.environ, **environment(server), VARIABLE: failpoint},
+        )
+        for shard, failpoint in (("0/2", "parts-staged:1"), ("1/2", ""))
+    ]
+    assert [process.wait() for process in started] == [-signal.SIGKILL, 0]
+    out = output_at(spec.output.path)
+    assert (verify(out).problems, verify(out).parts_done) == ([], 2)
+    assert run_job(spec, shard=Shard(0, 2), build=FakeBuild(), quiet=True) is ExitCode.OK
+    alone = job(tmp_path)
+    run_job(alone, build=FakeBuild(), quiet=True)
+    data = {path.name: path.read_bytes() for path in (tmp_path / "out" / "data").iterdir()}
+    key = spec.output.path.removeprefix(f"{LAKE}/")
+    assert objects(f"{key}/data") == data
+    assert (verify(out).problems, verify(out).complete) == ([], True)
+
+
+def test_a_living_shard_keeps_out_who_it_must(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "ALONE_PATIENCE_S", 0.0)
+    out = output_at(spec.output.path)
+    with own_lock(out, Shard(1, 2)).locked():
+        for refused in (None, Shard(1, 2), Shard(0, 3)):
+            with pytest.raises(LockedError, match=r"shard 1/2"):
+                run_job(spec, shard=refused, build=FakeBuild(), quiet=True)
+        assert run_job(spec, shard=Shard(0, 2), build=FakeBuild(), quiet=True) is ExitCode.OK
+    with out.locked(), pytest.raises(LockedError, match="another run is writing to"):
+        run_job(spec, shard=Shard(1, 2), build=FakeBuild(), quiet=True)
+
+
+def test_a_shard_that_slept_too_long_finds_that_others_have_gone_on(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = output_at(spec.output.path)
+    shard = own_lock(out, Shard(0, 2))
+    with shard.locked():
+        assert lives(out, Shard(0, 2))
+        monkeypatch.setattr(object_lock, "LAPSE_S", -1e9)
+        assert not lives(out, Shard(0, 2))
+        with pytest.raises(LockedError, match="another run has taken over"):
+            shard.lock.confirm()  # type: ignore[attr-defined]

@@ -1,0 +1,70 @@
+"""Which parts a shard makes, and which shard a command names."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.errors import UsageError
+from batchinfer.job.shards.shard import Shard, parse_shard, shard_of
+
+
+@given(st.integers(1, 50), st.integers(0, 200))
+def test_every_part_is_made_by_one_shard_and_shares_are_even(count: int, num_parts: int) -> None:
+    shares = [Shard(at, count).parts(num_parts) for at in range(count)]
+    assert [index for share in shares for index in share] == list(range(num_parts))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_shard_writes_under_a_name_that_says_which_it_is() -> None:
+    shards = [Shard(at, 12) for at in range(12)]
+    names = [shard.writer for shard in shards]
+    assert all(one < other for one, other in pairwise(names))
+    assert [shard_of(name) for name in names] == shards
+    assert shard_of("w02") is shard_of("") is shard_of("s0001of2.json") is None
+
+
+def array(task: int, first: int, last: int, count: int) -> dict[str, str]:
+    values = {"TASK_ID": task, "TASK_MIN": first, "TASK_MAX": last, "TASK_COUNT": count}
+    return {f"SLURM_ARRAY_{name}": str(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "shard"),
+    [
+        ("0/4", {}, Shard(0, 4)),
+        ("3/4", array(1, 0, 1, 2), Shard(3, 4)),
+        ("auto", array(0, 0, 3, 4), Shard(0, 4)),
+        ("auto", array(4, 1, 4, 4), Shard(3, 4)),
+        ("auto", array(8, 0, 12, 4), Shard(2, 4)),
+        ("auto", array(7, 7, 7, 1), Shard(0, 1)),
+    ],
+)
+def test_a_shard_is_given_or_is_a_task_of_an_array(
+    text: str, environment: dict[str, str], shard: Shard
+) -> None:
+    assert parse_shard(text, environment) == shard
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "says"),
+    [
+        ("4/4", {}, r"--shard 4/4: I must be from 0 to N - 1: with N = 4, .* 0/4 to 3/4"),
+        ("0/0", {}, r"--shard 0/0: I must be from 0 to N - 1\n"),
+        ("-1/4", {}, "neither I/N nor auto"),
+        ("1", {}, "neither I/N nor auto"),
+        ("auto", {}, r"no task of a Slurm array .*not set"),
+        ("auto", {"JOB_COMPLETION_INDEX": "3"}, r'"\$\(JOB_COMPLETION_INDEX\)/8"'),
+        ("auto", {"SLURM_ARRAY_TASK_ID": "3"}, "does not say of this array how many"),
+        ("auto", array(3, 1, 7, 3), "have gaps"),
+        ("auto", array(5, 0, 9, 3), "have gaps"),
+    ],
+)
+def test_what_names_no_shard_is_an_error_that_says_what_to_do(
+    text: str, environment: dict[str, str], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        parse_shard(text, environment)

@@ -1,0 +1,471 @@
+"""Whole jobs that shards make beside each other: real files, locks and processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
+from batchinfer.job.input.dataset import open_source
+from batchinfer.job.job import open_job
+from batchinfer.job.output import part_writer
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.verify import verify
+from batchinfer.job.run import pipeline, run
+from batchinfer.job.run.run import run_job
+from batchinfer.job.shards import locks
+from batchinfer.job.shards.claim import OneShard
+from batchinfer.job.shards.shard import Shard
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.storage.failpoints import VARIABLE
+from tests.job.datasets import write_parquet
+from tests.job.fakes import AtOnce, FakeBuild, job
+
+NUM_ROWS = 75
+"""In eight parts."""
+COUNT = 4
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> JobSpec:
+    prompts = [f"{row if row % 5 else 'x'} asks" for row in range(NUM_ROWS)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    return job(tmp_path)
+
+
+def run_shard(
+    spec: JobSpec, index: int, count: int = COUNT, build: FakeBuild | None = None, **options: Any
+) -> ExitCode:
+    options = {"quiet": True, **options}
+    return run_job(spec, shard=Shard(index, count), build=build or FakeBuild(), **options)
+
+
+def data(spec: JobSpec) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (out_of(spec) / "data").iterdir()}
+
+
+def out_of(spec: JobSpec) -> Path:
+    return Path(spec.output.path)
+
+
+@pytest.fixture
+def plain(spec: JobSpec, tmp_path: Path) -> dict[str, bytes]:
+    """The parts of a run that makes them alone."""
+    alone = job(tmp_path, output={"path": str(tmp_path / "alone")})
+    assert run_job(alone, build=FakeBuild(), quiet=True) is ExitCode.OK
+    return data(alone)
+
+
+def check_finished(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    assert data(spec) == plain
+    assert verify(output_at(spec.output.path)).data() == {
+        **{"ok": True, "complete": True, "parts_total": 8, "parts_done": 8},
+        **{"rows": NUM_ROWS, "problems": []},
+    }
+    assert list((out_of(spec) / "_batchinfer" / "segments").iterdir()) == []
+    summary = json.loads((out_of(spec) / "summary.json").read_bytes())
+    assert summary["rows"]["total"] == NUM_ROWS
+
+
+@contextmanager
+def living(spec: JobSpec, index: int, count: int = COUNT) -> Iterator[None]:
+    """While another shard runs."""
+    shard = OneShard(output_at(spec.output.path), Shard(index, count))
+    manifest = open_job(spec, open_source(spec.input.paths)).manifest
+    with shard.begun(manifest, spec.output.if_exists):
+        yield
+
+
+def die_at(step: int) -> FakeBuild:
+    """An engine that fails at a step; rows go to disk one by one."""
+    build = FakeBuild(max_num_seqs=4)
+
+    def before_step(at: int) -> None:
+        if at == step:
+            raise KeyboardInterrupt
+
+    build.before_step = before_step
+    return build
+
+
+@pytest.fixture
+def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_writer, "FLUSH_ROWS", 1)
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
+
+
+def test_shards_make_what_one_run_makes(
+    spec: JobSpec, plain: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index, left in ((2, 6), (0, 4), (3, 2)):
+        assert run_shard(spec, index, quiet=False) is ExitCode.OK
+        assert f"{left} parts are left to other shards" in capsys.readouterr().out
+        assert not (out_of(spec) / "_SUCCESS").exists()
+    assert run_shard(spec, 1) is ExitCode.OK
+    check_finished(spec, plain)
+    again = FakeBuild()
+    assert run_shard(spec, 2, build=again) is ExitCode.OK
+    assert run_job(spec, build=again, quiet=True) is ExitCode.OK
+    assert again.count == 0, "nothing is left to do"
+
+
+def test_a_shard_without_parts_has_nothing_to_do(
+    spec: JobSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Shard(0, 9).parts(8) == range(0)
+    assert run_shard(spec, 0, 9, quiet=False, overwrite=True) is ExitCode.OK
+    assert capsys.readouterr().out == "shard 0/9 has none of the 8 parts\n"
+    assert not out_of(spec).exists()
+
+
+def processes(
+    spec: JobSpec, *shards: str, failpoint: str = ""
+) -> list[subprocess.CompletedProcess[str]]:
+    """Shards that run at once, each in a process of its own; the failpoint is the first one's."""
+    program = [sys.executable, "-m", "tests.job.shards.program", str(out_of(spec).parent)]
+    started = [
+        subprocess.Popen(
+            [*program, shard],
+            env={**os.environ, VARIABLE: "" if at else failpoint},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for at, shard in enumerate(shards)
+    ]
+    errors = [process.communicate()[1] for process in started]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, "", error)
+        for process, error in zip(started, errors, strict=True)
+    ]
+
+
+def test_one_of_four_processes_dies_and_is_run_again_alone(
+    spec: JobSpec, plain: dict[str, bytes]
+) -> None:
+    ended = processes(spec, "1/4", "0/4", "2/4", "3/4", failpoint="segments-durable:3")
+    assert [process.returncode for process in ended] == [-signal.SIGKILL, 0, 0, 0]
+    assert not (out_of(spec) / "_SUCCESS").exists()
+    found = verify(output_at(spec.output.path))
+    assert (found.parts_done, found.problems, found.complete) == (6, [], False)
+    assert processes(spec, "1/4")[0].returncode == 0
+    check_finished(spec, plain)
+
+
+@pytest.mark.parametrize("failpoint", ["out-staged:1", "out-durable:1", "stats-renamed:2"])
+def test_who_dies_while_ending_the_job_leaves_that_to_another(
+    spec: JobSpec, plain: dict[str, bytes], failpoint: str
+) -> None:
+    assert run_shard(spec, 0, 2) is ExitCode.OK
+    assert processes(spec, "1/2", failpoint=failpoint)[0].returncode == -signal.SIGKILL
+    assert not (out_of(spec) / "_SUCCESS").exists()
+    build = FakeBuild()
+    assert run_shard(spec, 0, 2, build=build) is ExitCode.OK
+    assert build.count == 0
+    check_finished(spec, plain)
+
+
+def test_of_shards_that_end_at_once_one_ends_the_job(
+    spec: JobSpec, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, finish, ending = threading.Barrier(2), run._finish, OneShard.ending
+    finishes: list[str] = []
+
+    def ending_together(claim: OneShard) -> Any:
+        both.wait()
+        return ending(claim)
+
+    def counted(*arguments: Any) -> ExitCode:
+        finishes.append("once")
+        return finish(*arguments)
+
+    monkeypatch.setattr(OneShard, "ending", ending_together)
+    monkeypatch.setattr(run, "_finish", counted)
+    codes: list[ExitCode] = []
+    threads = [
+        threading.Thread(target=lambda at=at: codes.append(run_shard(spec, at, 2)))
+        for at in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (codes, finishes) == ([ExitCode.OK] * 2, ["once"])
+    check_finished(spec, plain)
+
+
+def test_a_shard_of_the_same_number_runs_once_at_a_time(spec: JobSpec) -> None:
+    with living(spec, 1), pytest.raises(LockedError, match=r"is writing to .*: shard 1/4, process"):
+        run_shard(spec, 1)
+
+
+def test_a_run_alone_is_refused_while_a_shard_lives(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    with living(spec, 1):
+        with pytest.raises(LockedError, match=r"shard 1/4 is writing to .*\nwait until"):
+            run_job(spec, build=FakeBuild(), quiet=True)
+        assert run_shard(spec, 0) is ExitCode.OK, "which keeps no sibling out"
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    check_finished(spec, plain)
+
+
+def test_a_shard_is_refused_while_a_run_alone_lives(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "ALONE_PATIENCE_S", 0.0)
+    refused = pytest.raises(LockedError, match=r"another run is writing to .*: process \d+")
+    with output_at(spec.output.path).locked(), refused:
+        run_shard(spec, 0)
+
+
+def test_a_shard_waits_for_others_that_look_or_end_the_job(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "ALONE_PATIENCE_S", 0.0)
+    asked = threading.Event()
+    held = locks.wait_for
+
+    def tell(*arguments: Any, **options: Any) -> Any:
+        asked.set()
+        return held(*arguments, **options)
+
+    monkeypatch.setattr("batchinfer.job.shards.claim.wait_for", tell)
+    waiting = output_at(spec.output.path).under_lock("lock", "shard 3/4")
+    codes: list[ExitCode] = []
+    thread = threading.Thread(target=lambda: codes.append(run_shard(spec, 0)))
+    with waiting.locked():
+        thread.start()
+        assert asked.wait(60)
+    thread.join()
+    assert codes == [ExitCode.OK]
+
+
+def test_shards_of_another_number_wait_until_these_have_ended(
+    spec: JobSpec, plain: dict[str, bytes]
+) -> None:
+    with living(spec, 1), pytest.raises(LockedError, match=r"shard 1/4 is writing to"):
+        run_shard(spec, 0, 2)
+    assert run_shard(spec, 1) is ExitCode.OK
+    for index in range(3):
+        assert run_shard(spec, index, 3) is ExitCode.OK
+    check_finished(spec, plain)
+
+
+class Ran(FakeBuild):
+    """Counts the rows that are run."""
+
+    def __init__(self) -> None:
+        super().__init__(max_num_seqs=4)
+        self.rows: list[int] = []
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        built = super().__call__(*arguments, **options)
+        add = built.engine.add_request
+
+        def add_and_tell(request: Any) -> None:
+            self.rows.append(request.row_id)
+            add(request)
+
+        built.engine.add_request = add_and_tell
+        return built
+
+
+def kept(spec: JobSpec) -> set[int]:
+    """Rows that are on disk."""
+    state = out_of(spec) / "_batchinfer"
+    parts = [int(path.stem[-5:]) for path in (state / "parts").iterdir()]
+    rows = {row for part in parts for row in range(part * 10, min(part * 10 + 10, NUM_ROWS))}
+    for path in (state / "segments").iterdir():
+        rows |= set(pq.read_table(path)["row_id"].to_pylist())
+    return rows
+
+
+Again = Callable[[JobSpec, FakeBuild], None]
+
+
+def by_one_run(spec: JobSpec, build: FakeBuild) -> None:
+    assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+
+
+def by_shards_of(count: int) -> Again:
+    def run_all(spec: JobSpec, build: FakeBuild) -> None:
+        for index in range(count):
+            assert run_shard(spec, index, count, build) is ExitCode.OK
+
+    return run_all
+
+
+@pytest.mark.parametrize("again", [by_one_run, by_shards_of(3), by_shards_of(1)])
+@pytest.mark.usefixtures("row_by_row")
+def test_who_goes_on_takes_up_the_rows_of_those_before(
+    spec: JobSpec, plain: dict[str, bytes], again: Again
+) -> None:
+    for index, step in ((0, 12), (1, 30), (3, 12)):
+        with pytest.raises(KeyboardInterrupt):
+            run_shard(spec, index, build=die_at(step))
+    before = kept(spec)
+    names = [path.name for path in (out_of(spec) / "_batchinfer" / "segments").iterdir()]
+    assert {name.split("-")[2] for name in names} == {f"s{at:04d}of4" for at in (0, 1, 3)}
+    build = Ran()
+    again(spec, build)
+    assert not before & set(build.rows)
+    assert len(build.rows) == len(set(build.rows))
+    check_finished(spec, plain)
+
+
+@pytest.mark.usefixtures("row_by_row")
+def test_shards_take_up_the_rows_of_a_run_alone(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_job(spec, build=die_at(40), quiet=True)
+    before, build = kept(spec), Ran()
+    assert before
+    by_shards_of(4)(spec, build)
+    assert not before & set(build.rows)
+    check_finished(spec, plain)
+
+
+def test_a_damaged_part_is_made_again_by_its_shard(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    for index in (0, 1):
+        run_shard(spec, index)
+    part = out_of(spec) / "data" / "part-00003.parquet"
+    part.write_bytes(part.read_bytes()[:-5])
+    with living(spec, 1):
+        for index in (2, 3):
+            run_shard(spec, index)
+        assert not (out_of(spec) / "_SUCCESS").exists(), "its record has gone before the others end"
+    assert run_shard(spec, 1) is ExitCode.OK
+    check_finished(spec, plain)
+
+
+def test_overwriting_shards_delete_once_and_go_on_until_the_job_is_finished(
+    spec: JobSpec, plain: dict[str, bytes], tmp_path: Path
+) -> None:
+    old = job(tmp_path, sampling={"max_tokens": 7})
+    run_job(old, build=FakeBuild(), quiet=True)
+    assert run_shard(spec, 0, overwrite=True) is ExitCode.OK
+    assert len(data(spec)) == 2, "the others' have gone"
+    for index in (1, 2, 2):
+        assert run_shard(spec, index, overwrite=True) is ExitCode.OK
+    assert len(data(spec)) == 6
+    assert run_shard(spec, 3, overwrite=True) is ExitCode.OK
+    check_finished(spec, plain)
+    assert run_shard(spec, 3, overwrite=True) is ExitCode.OK
+    assert len(data(spec)) == 2, "a finished job is begun afresh"
+
+
+def test_output_stays_until_an_overwriting_shard_has_its_model(spec: JobSpec) -> None:
+    run_job(spec, build=FakeBuild(), quiet=True)
+    before = data(spec)
+
+    def fail(*arguments: object, **options: object) -> Any:
+        with living(spec.model_copy(update={"output": overwrites}), 1):
+            pass  # a sibling begins meanwhile
+        raise UsageError("no model")
+
+    overwrites = spec.output.model_copy(update={"if_exists": "overwrite"})
+    with pytest.raises(UsageError):
+        run_job(spec, shard=Shard(0, 4), overwrite=True, build=fail, quiet=True)
+    assert data(spec) == before
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+
+
+def test_siblings_that_begin_to_overwrite_together_share_a_plan(
+    spec: JobSpec, plain: dict[str, bytes]
+) -> None:
+    run_job(spec, build=FakeBuild(), quiet=True)
+    inner = FakeBuild()
+
+    class Outer(FakeBuild):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            run_shard(spec, 1, 2, build=inner, overwrite=True)  # begins later, deletes first
+            return super().__call__(*arguments, **options)
+
+    assert run_shard(spec, 0, 2, build=Outer(), overwrite=True) is ExitCode.OK
+    check_finished(spec, plain)
+
+
+def test_who_does_not_overwrite_and_who_does_keep_apart(spec: JobSpec, tmp_path: Path) -> None:
+    overwrites = spec.model_copy(
+        update={"output": spec.output.model_copy(update={"if_exists": "overwrite"})}
+    )
+    run_shard(spec, 0)
+    with living(spec, 1), pytest.raises(LockedError, match="others go on without if_exists"):
+        run_shard(spec, 2, overwrite=True)
+    with living(overwrites, 1), pytest.raises(LockedError, match="are about to start over"):
+        run_shard(spec, 2)
+    assert run_shard(spec, 2) is ExitCode.OK, "who was about to start over has died"
+    assert len(data(spec)) == 4
+
+
+def test_if_exists_error_lets_siblings_in(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    careful = spec.model_copy(
+        update={"output": spec.output.model_copy(update={"if_exists": "error"})}
+    )
+    by_shards_of(4)(careful, FakeBuild())
+    check_finished(spec, plain)
+    (out_of(spec) / "_SUCCESS").unlink()
+    with pytest.raises(LockedError, match="holds output already"):
+        run_shard(careful, 0, 2)
+
+
+def test_another_job_is_refused_while_shards_live_and_once_rows_are_finished(
+    spec: JobSpec, tmp_path: Path
+) -> None:
+    other = job(tmp_path, sampling={"max_tokens": 7})
+    with living(spec, 1), pytest.raises(LockedError, match="begun another job"):
+        run_shard(other, 0)
+    run_shard(spec, 1)
+    with pytest.raises(LockedError, match=r"sampling\.max_tokens was 8, is 7"):
+        run_shard(other, 0)
+
+
+def test_shards_that_begin_before_a_row_is_finished_have_one_plan(spec: JobSpec) -> None:
+    manifest = out_of(spec) / "_batchinfer" / "manifest.json"
+    with living(spec, 0):
+        before = manifest.read_bytes()
+        with living(spec, 1):
+            assert manifest.read_bytes() == before
+
+
+def test_what_failed_is_not_run_again_by_a_shard(spec: JobSpec) -> None:
+    with pytest.raises(UsageError, match=r"--retry-errors is not for a shard.*\nrun it without"):
+        run_shard(spec, 0, retry_errors=True)
+
+
+def test_duplicate_ids_are_found_by_every_shard(tmp_path: Path) -> None:
+    rows = {"prompt": ["a"] * 40, "id": [*range(39), 3]}
+    write_parquet(tmp_path / "in" / "x.parquet", rows)
+    spec = job(tmp_path, input={"id_column": "id"})
+    for index in range(2):
+        with pytest.raises(DataError, match="id"):
+            run_shard(spec, index, 2)
+
+
+def test_too_many_errors_are_told_by_who_ends_the_job(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", *("a" for _ in range(39))]})
+    spec = job(tmp_path)
+    assert run_shard(spec, 0, 2) is ExitCode.OK, "that has the bad row, and cannot tell yet"
+    assert run_shard(spec, 1, 2) is ExitCode.TOO_MANY_ROW_ERRORS
+    assert run_shard(spec, 0, 2) is ExitCode.TOO_MANY_ROW_ERRORS
+
+
+def test_a_stopped_shard_goes_on_where_it_was(spec: JobSpec, plain: dict[str, bytes]) -> None:
+    def stop(at: int) -> None:
+        if at == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    build = FakeBuild(max_num_seqs=4)
+    build.before_step = stop
+    assert run_shard(spec, 0, 2, build=build) is ExitCode.INTERRUPTED
+    assert run_shard(spec, 1, 2) is ExitCode.OK
+    assert run_shard(spec, 0, 2) is ExitCode.OK
+    check_finished(spec, plain)
