@@ -33,11 +33,6 @@
 #define STORE(x) (x)
 #define TAKEN "attend_plain.inc"
 #include "attend.inc"
-#undef ELEMENT
-#undef NAME
-#undef LOAD
-#undef STORE
-#undef TAKEN
 
 /* Over a pool of float8 e4m3fn. */
 #define STORED uint8_t
@@ -48,11 +43,6 @@
 #define STORE(x) (x)
 #define TAKEN "attend_plain.inc"
 #include "attend.inc"
-#undef ELEMENT
-#undef NAME
-#undef LOAD
-#undef STORE
-#undef TAKEN
 
 #define STORED uint8_t
 #define WIDEN widen_e4m3
@@ -62,29 +52,25 @@
 #define STORE(x) to_bf16(x)
 #define TAKEN "attend_plain.inc"
 #include "attend.inc"
-#undef ELEMENT
-#undef NAME
-#undef LOAD
-#undef STORE
-#undef TAKEN
 
+#if HAS_PAIRS || !HAS_TILES /* else values lie in pairs, as tiles take them */
 #define ELEMENT uint16_t
 #define NAME attend_vectors_bf16
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
 #if HAS_PAIRS
 #define TAKEN "attend_pairs.inc"
-#elif !HAS_TILES /* as values lie in pairs for these */
+#else
 #define TAKEN "attend_plain.inc"
 #endif
-#if defined(TAKEN)
 #include "attend.inc"
 #endif
-#undef NAME
-#undef TAKEN
 
 #if HAS_TILES
+#define ELEMENT uint16_t
 #define NAME attend_tiles_bf16
+#define LOAD(x) from_bf16(x)
+#define STORE(x) to_bf16(x)
 #define TAKEN "attend_tiles.inc"
 #include "attend.inc"
 #endif
