@@ -18,7 +18,7 @@ from batchinfer.engine.scheduler.beam_groups import (
 from batchinfer.engine.scheduler.forecast import PoolForecast
 from batchinfer.engine.scheduler.kv_manager import KVManager
 from batchinfer.engine.scheduler.preemption import ReuseHints
-from batchinfer.engine.scheduler.schedule import Schedule
+from batchinfer.engine.scheduler.schedule import ScheduledRows
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.sequence import Sequence
 
@@ -49,13 +49,13 @@ class Admission:
         self._reuse_hints = reuse_hints
 
     def admit(
-        self, waiting: deque[Sequence], schedule: Schedule, budget: int, forecast: PoolForecast
+        self, waiting: deque[Sequence], chosen: ScheduledRows, budget: int, forecast: PoolForecast
     ) -> None:
         """Start waiting sequences while tokens, rows and, by the forecast, blocks last.
 
         Args:
             waiting: the queue.
-            schedule: gets the rows that start.
+            chosen: gets the rows that start.
             budget: tokens left in the step.
             forecast: of what runs now; rows that start count from then on.
         """
@@ -77,12 +77,12 @@ class Admission:
             del waiting[at]
             forecast.expect_samples(sequence)
             chunk = min(budget, num_tokens_to_compute(sequence) - hit.num_tokens)
-            rows.append(self._start(sequence, hit, chunk, schedule, sources))
+            rows.append(self._start(sequence, hit, chunk, chosen, sources))
             chunks.append(chunk)
             budget -= chunk
         # A source of a copy keeps its slot until every block of this step is allocated.
         self._pool.release(sources)
-        schedule.append(rows, chunks)
+        chosen.append(rows, chunks)
 
     def _find_prefix(self, sequence: Sequence) -> tuple[PrefixHit, bool]:
         """The prefix hit of a sequence, and whether waiting a step would find more.
@@ -154,7 +154,7 @@ class Admission:
         sequence: Sequence,
         hit: PrefixHit,
         chunk: int,
-        schedule: Schedule,
+        chosen: ScheduledRows,
         sources: list[Block],
     ) -> int:
         """Make a waiting sequence run: take the hit's blocks, allocate the chunk's."""
@@ -165,7 +165,7 @@ class Admission:
             self._reuse_hints.note_copied(source, sequence)
         first_seen = max(hit.num_tokens - sequence.computed_once, 0)
         sequence.state.stats.cached_tokens += first_seen
-        schedule.num_cached += first_seen
+        chosen.num_cached += first_seen
         row = sequence.row
         self._table.pending_forks[row] = num_pending_forks(sequence)
         self._kv_manager.allocate_slots(row, chunk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,22 +11,35 @@ from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.step import Bool, Int32
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows and tokens that the next step computes; ``complete`` derives the rest."""
+    """Rows and tokens that the next step computes, and the rows that samples are drawn for."""
 
     rows: Rows
     """[S] table rows; those that compute one token first."""
     num_new: Int
     """[S] tokens each computes."""
-    finishes: Bool = field(init=False)
+    finishes: Bool
     """[S] whether a row's last known token is computed, so that samples are drawn for it."""
-    sampled: Rows = field(init=False)
+    sampled: Rows
     """[R] the rows that finish."""
-    samples_per_row: Int32 = field(init=False)
+    samples_per_row: Int32
     """[R] samples drawn from the logits of each."""
-    block_copies: BlockCopies = field(init=False)
-    num_preempted: int = 0
+    block_copies: BlockCopies
+    num_preempted: int
+    num_cached: int
+    """Prompt tokens found in the index, of rows admitted for the first time."""
+
+
+@dataclass(slots=True)
+class ScheduledRows:
+    """Rows chosen for the next step, to which more may be added."""
+
+    rows: Rows
+    """[S] table rows."""
+    num_new: Int
+    """[S] tokens each computes."""
+    num_preempted: int
     num_cached: int = 0
     """Prompt tokens found in the index, of rows admitted for the first time."""
 
@@ -35,17 +48,26 @@ class Schedule:
         self.rows = np.concatenate([self.rows, np.asarray(rows, dtype=np.intp)])
         self.num_new = np.concatenate([self.num_new, np.asarray(num_new, dtype=np.int32)])
 
-    def complete(self, table: SequenceTable, copies: BlockCopies) -> None:
-        """Put decodes first and derive which rows are sampled, when all rows are in.
+    def schedule(self, table: SequenceTable, copies: BlockCopies) -> Schedule:
+        """The step of these rows.
 
         A row's first token is drawn for all its samples at once, from the same logits.
         """
         decodes_first = np.argsort(self.num_new != 1, kind="stable")
         rows, num_new = self.rows[decodes_first], self.num_new[decodes_first]
-        self.rows, self.num_new, self.block_copies = rows, num_new, copies
         num_tokens = table.num_tokens[rows]
-        self.finishes = table.num_computed[rows] + num_new == num_tokens
-        self.sampled, num_tokens = rows[self.finishes], num_tokens[self.finishes]
-        self.samples_per_row = np.ones(len(self.sampled), dtype=np.int32)
-        for at in np.flatnonzero(num_tokens == table.num_prompt[self.sampled]):
-            self.samples_per_row[at] = table.sequence(self.sampled[at]).request.num_draws
+        finishes = table.num_computed[rows] + num_new == num_tokens
+        sampled, num_tokens = rows[finishes], num_tokens[finishes]
+        samples_per_row = np.ones(len(sampled), dtype=np.int32)
+        for at in np.flatnonzero(num_tokens == table.num_prompt[sampled]):
+            samples_per_row[at] = table.sequence(sampled[at]).request.num_draws
+        return Schedule(
+            rows,
+            num_new,
+            finishes,
+            sampled,
+            samples_per_row,
+            copies,
+            self.num_preempted,
+            self.num_cached,
+        )

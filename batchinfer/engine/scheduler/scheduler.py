@@ -18,7 +18,7 @@ from batchinfer.engine.scheduler.beam_groups import BeamGroups
 from batchinfer.engine.scheduler.forecast import OutputLengths, PoolForecast
 from batchinfer.engine.scheduler.kv_manager import KVManager
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy, ReuseHints
-from batchinfer.engine.scheduler.schedule import Schedule
+from batchinfer.engine.scheduler.schedule import Schedule, ScheduledRows
 from batchinfer.engine.scheduler.sequence_table import Int, Rows, SequenceTable
 from batchinfer.engine.scheduler.step_stats import note_tokens, step_stats
 from batchinfer.engine.sequence import Sequence
@@ -80,19 +80,18 @@ class Scheduler:
         with nothing in flight it is the first.
         """
         self.beam_groups.join()
-        schedule = self._continue_running()
-        if schedule is None:
+        chosen = self._continue_running()
+        if chosen is None:
             return None
         self._kv_manager.begin_step()
-        self._kv_manager.cache_prompt_blocks(schedule.rows, schedule.num_new)
-        if schedule.num_preempted == 0 and self.waiting:
-            budget = self.max_num_batched_tokens - int(schedule.num_new.sum())
-            self._admission.admit(self.waiting, schedule, budget, self.forecast())
-        if len(schedule.rows) == 0:
+        self._kv_manager.cache_prompt_blocks(chosen.rows, chosen.num_new)
+        if chosen.num_preempted == 0 and self.waiting:
+            budget = self.max_num_batched_tokens - int(chosen.num_new.sum())
+            self._admission.admit(self.waiting, chosen, budget, self.forecast())
+        if len(chosen.rows) == 0:
             assert not self.waiting, "nothing runs, yet nothing was admitted"
             return None
-        schedule.complete(self.table, self.pool.take_copies())
-        return schedule
+        return chosen.schedule(self.table, self.pool.take_copies())
 
     def advance(self, schedule: Schedule, now: float) -> StepStats:
         """Count a submitted step's tokens as computed and drawn, for every step after it.
@@ -221,8 +220,8 @@ class Scheduler:
             sequence.released_blocks = sequence.blocks
             self.finish(sequence)
 
-    def _continue_running(self) -> Schedule | None:
-        """Schedule of the running sequences, the newest preempted where blocks lack.
+    def _continue_running(self) -> ScheduledRows | None:
+        """What the running sequences compute, the newest preempted where blocks lack.
 
         None where the step in flight is better read first: when too many sequences would sit
         out otherwise, and before any is preempted, as one that ended may free the blocks.
@@ -241,10 +240,9 @@ class Scheduler:
             if in_flight.any():
                 return None
             preempted += self.preempt(self.table.sequence(running[-1]))
-        schedule = Schedule(rows, num_new, num_preempted=preempted)
         for at in np.flatnonzero(needed):
             self._kv_manager.allocate_slots(int(rows[at]), int(num_new[at]))
-        return schedule
+        return ScheduledRows(rows, num_new, preempted)
 
     def _can_run_ahead(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Rows whose next step does not depend on a token's value, or on forks it has to make."""
