@@ -7,6 +7,11 @@ import os
 import signal
 from collections.abc import Iterator
 
+# Models here are tiny: they only lose by sharing their work, the more so on a busy machine; where
+# a test does share it, threads that spin take the cores from the other tests. Both are read when
+# torch is first imported, here and in every process that a test starts.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
 import pytest
 import torch
 from hypothesis import settings
@@ -19,9 +24,6 @@ except ImportError:
 if not torch.cuda.is_available():
     # Read when triton is first imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# Models here are tiny: they only lose by sharing their work, the more so on a busy machine.
-torch.set_num_threads(1)
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("repeatable")
