@@ -7,10 +7,15 @@ import os
 import signal
 from collections.abc import Iterator
 
-# Models here are tiny: they only lose by sharing their work, the more so on a busy machine; where
-# a test does share it, threads that spin take the cores from the other tests. Both are read when
-# torch is first imported, here and in every process that a test starts.
-os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+# Read when torch and huggingface_hub are first imported, here and in every process a test starts.
+os.environ |= {
+    # Models here are tiny: they only lose by sharing their work, the more so on a busy machine.
+    "OMP_NUM_THREADS": "1",
+    # Where a test does share it, threads that spin would take the cores from the other tests.
+    "OMP_WAIT_POLICY": "passive",
+    # No test reaches for a model hub.
+    "HF_HUB_OFFLINE": "1",
+}
 
 import pytest
 import torch
@@ -33,12 +38,6 @@ settings.load_profile("repeatable")
 if hasattr(providers, "_get_local_constants") and hasattr(providers, "_local_constants"):
     _none = providers._local_constants
     providers._get_local_constants = lambda: _none
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reaches for a model hub."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The short kills, on an engine without a model: ``python -m tests.faults.quick FOLDER``.
+"""The short kills, on an engine without a model: ``python -m tests.faults.quick SCENARIO FOLDER``.
 
 A program of its own, because it forks.
 """
@@ -80,13 +80,13 @@ def stop_and_race(folder: Path) -> dict[str, object]:
     return {"stops": len(waited), "races": [killer.race() for _ in range(2)]}
 
 
-if __name__ == "__main__":
-    found = []
+SCENARIOS = {
+    scenario.__name__: scenario
     for scenario in (
         *(kill_at_named_points, kill_by_a_row, kill_by_a_prompt, stop_and_race),
         kill_while_accepting,
-    ):
-        place = Path(sys.argv[1]) / scenario.__name__
-        place.mkdir()
-        found.append(scenario(place))
-    print(json.dumps(found))
+    )
+}
+
+if __name__ == "__main__":
+    print(json.dumps(SCENARIOS[sys.argv[1]](Path(sys.argv[2]))))

@@ -5,49 +5,51 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchinfer.job.storage.failpoints import VARIABLE
+from tests.faults import quick
 from tests.faults.kills import KINDS, STAGES
-from tests.faults.quick import POISON
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("kills")
-    command = [sys.executable, "-m", "tests.faults.quick", str(folder)]
+def found(scenario: Callable[[Path], object], folder: Path) -> dict[str, Any]:
+    """What came of a scenario, run by a process of its own."""
+    command = [sys.executable, "-m", "tests.faults.quick", scenario.__name__, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
 
 
-def test_every_commit_step_may_be_the_last(found: list[dict[str, Any]]) -> None:
-    by_point = found[0]
+def test_every_commit_step_may_be_the_last(tmp_path: Path) -> None:
+    by_point = found(quick.kill_at_named_points, tmp_path)
     steps = len(KINDS) * len(STAGES)
     assert by_point["points"] == 3 * steps
     assert by_point["jobs"] == steps, "each went on to the output of an unbroken run"
     assert by_point["kills"] >= steps
 
 
-@pytest.mark.parametrize("where", [1, 2])
+@pytest.mark.parametrize("scenario", [quick.kill_by_a_row, quick.kill_by_a_prompt])
 def test_a_row_that_kills_the_process_is_given_up_and_no_other(
-    found: list[dict[str, Any]], where: int
+    scenario: Callable[[Path], object], tmp_path: Path
 ) -> None:
     """In the engine, or when it is made into a prompt."""
-    by_row = found[where]
+    by_row = found(scenario, tmp_path)
     assert by_row["code"] == 3
-    assert by_row["errors"] == {str(POISON): "crashed_engine"}
+    assert by_row["errors"] == {str(quick.POISON): "crashed_engine"}
     assert 4 <= by_row["kills"] <= 2 + 6 + 2
 
 
-def test_a_stop_is_exit_75_and_of_two_runs_one_wins(found: list[dict[str, Any]]) -> None:
-    assert found[3] == {"stops": 3, "races": [[0, 7], [0, 7]]}
+def test_a_stop_is_exit_75_and_of_two_runs_one_wins(tmp_path: Path) -> None:
+    assert found(quick.stop_and_race, tmp_path) == {"stops": 3, "races": [[0, 7], [0, 7]]}
 
 
-def test_the_same_samples_are_accepted_after_kills(found: list[dict[str, Any]]) -> None:
-    accepting = found[4]
+def test_the_same_samples_are_accepted_after_kills(tmp_path: Path) -> None:
+    accepting = found(quick.kill_while_accepting, tmp_path)
     assert accepting["jobs"] == accepting["points"] >= 4
     assert accepting["kills"] >= accepting["points"]
 

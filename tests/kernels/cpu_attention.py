@@ -17,7 +17,19 @@ _ODD_WIDTHS = AttentionCase(
     "odd_widths", ((7, 30), (1, 57), (64, 64)), key_width=13, value_width=11, sliding_window=20
 )
 ODD_CASES = (_ODD_WIDTHS, replace(_ODD_WIDTHS, name="odd_widths_and_blocks", block_size=3))
-CASES = (*ATTENTION_CASES, *ODD_CASES)
+
+
+def _on_a_cpu(case: AttentionCase) -> AttentionCase:
+    """A case without what is a GPU's: hints on launching, and gigabytes of blocks."""
+    case = replace(case, num_splits=None)
+    return replace(case, num_heads=4, num_kv_heads=2, key_width=40) if len(case.lens) > 50 else case
+
+
+CPU_CASES = tuple(
+    {replace(case, name=""): case for case in map(_on_a_cpu, ATTENTION_CASES)}.values()
+)
+"""Those that differ on a CPU."""
+CASES = (*CPU_CASES, *ODD_CASES)
 
 
 def check_attention_over_fp8(case: AttentionCase, dtype: torch.dtype) -> None:
