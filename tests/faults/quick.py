@@ -48,7 +48,7 @@ def kill_while_accepting(folder: Path) -> dict[str, object]:
     killer = Killer(folder, spec, build, Pace(1e9, 4))
     killer.run_unbroken()
     random = Random(1)
-    points = list(killer.named_points())[1::9]
+    points = list(killer.named_points())[1::12]
     for point in points:
         killer.kill_at(point, random)
     return {"points": len(points), "jobs": killer.outcome.jobs, "kills": killer.outcome.kills}

@@ -108,7 +108,7 @@ class Kept(FakeBuild):
         return built
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     regex=st.sampled_from(["", "^a", "b", "cc", "^$", "never"]),
     wanted=st.integers(1, 5),
