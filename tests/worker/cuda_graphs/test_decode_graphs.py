@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import SharedPrefixes
-from batchinfer.kernels import decode_work
+from batchinfer.kernels import decode_work, reference
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.cuda_graphs.capture import SyncWatch
@@ -33,6 +33,7 @@ from tests.worker.step_maker import HandSequence, StepMaker
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 MAX_SEQS, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE = 9, 96, 64, 16
+NUM_LAYERS = 2
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ class Bench:
 
     def __init__(self, family: str = "llama", *, fused: bool = True, **changes: Any) -> None:
         register()
-        self.model = tiny_model(family, num_hidden_layers=2, **changes)
+        self.model = tiny_model(family, num_hidden_layers=NUM_LAYERS, **changes)
         self.model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         layout = KVLayout.from_config(
             self.model.config.to_dict(),  # type: ignore[union-attr, operator]
@@ -71,12 +72,16 @@ class Bench:
         )
 
     def prefilled(self, lengths: list[int], seed: int = 0) -> list[HandSequence]:
-        """Sequences with all but their last token computed."""
+        """Sequences that have keys and values, random ones, of all but their last token."""
         ids = np.random.default_rng(seed)
         sequences = [self.maker.sequence(ids.integers(0, VOCAB_SIZE, n).tolist()) for n in lengths]
         parts = [(s, len(s.token_ids) - 1) for s in sequences if len(s.token_ids) > 1]
         if parts:
-            self.plain(self.maker.step(parts, every_logit=True))
+            slots = torch.from_numpy(self.maker.step(parts).slot_mapping)
+            for layer in range(NUM_LAYERS):
+                caches = self.cache.key(layer), self.cache.value(layer)
+                sizes = [(len(slots), cache.shape[1], cache.shape[3]) for cache in caches]
+                reference.kv_write(*map(torch.randn, sizes), *caches, slots)
         return sequences
 
     def plain(self, step: Any) -> torch.Tensor:
@@ -91,7 +96,7 @@ class Bench:
 @example(lengths=[20, 1, 33], seed=0)
 @given(
     st.sampled_from([2, 5, 7]).flatmap(
-        lambda size: st.lists(st.integers(1, 20), min_size=size, max_size=size)
+        lambda size: st.lists(st.integers(1, 35), min_size=size, max_size=size)
     ),
     st.integers(min_value=0, max_value=9),
 )
