@@ -17,6 +17,9 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
 }
 
+# Containers often set it: each of a thousand processes would compile all that it imports of ours.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import pytest
 import torch
 from hypothesis import settings
