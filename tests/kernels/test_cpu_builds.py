@@ -15,8 +15,9 @@ from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.product_kernels import product_kernels
 from tests.kernels import test_cpu_gemm, test_cpu_native, test_cpu_row_ops
-from tests.kernels.cases import ATTENTION_CASES, AttentionCase
+from tests.kernels.cases import AttentionCase
 from tests.kernels.cpu_attention import (
+    CPU_CASES,
     ODD_CASES,
     TOLERANCE,
     check_attention,
@@ -82,7 +83,7 @@ def test_every_number_of_float8_is_widened_exactly() -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("case", [*ATTENTION_CASES[::8], *ODD_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CPU_CASES[::6], *ODD_CASES], ids=str)
 def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
     check_attention(case, dtype)
 
