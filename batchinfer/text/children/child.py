@@ -41,12 +41,12 @@ Recipe = Callable[..., Builder]
 def serve(connection: socket.socket, tokenizer: Tokenizer, limits: Limits) -> None:
     """Answer requests until nobody asks any more, or until one is too much.
 
-    A request is a pickled recipe, rows (each pickled; none asks for the builder's columns), and
-    whether each is to be done alone. Answers are tuples that begin with what they are:
-    ``columns`` (names), ``rendered`` (nothing; before a row that is done alone is tokenized),
-    ``results`` (of ``messages.packed``: of one row alone, or of all), ``refused`` (name of a
-    ``JobError``, its text), ``failed`` (what of: ``memory``, ``recursion``, ``panic`` or ``bug``,
-    and a text; the process then ends).
+    A request is a pickled recipe, rows (each pickled; none asks for the builder's columns), whether
+    each is to be done alone, and how many seconds each, or all together, may take. Answers are
+    tuples that begin with what they are: ``columns`` (names), ``rendered`` (nothing; before a row
+    that is done alone is tokenized), ``results`` (of ``messages.packed``: of one row alone, or of
+    all), ``refused`` (name of a ``JobError``, its text), ``failed`` (what of: ``memory``,
+    ``recursion``, ``panic`` or ``bug``, and a text; the process then ends).
     """
     child = _Child(connection, tokenizer, limits)
     try:
@@ -69,14 +69,13 @@ class _Child:
     def __init__(self, connection: socket.socket, tokenizer: Tokenizer, limits: Limits) -> None:
         self._connection = connection
         self._tokenizer = tokenizer
-        self._shared = limits.shared_cpu_seconds, limits.seconds
-        self._alone = limits.cpu_seconds, limits.seconds
+        self._limits = limits
         self._builders: dict[bytes, Builder] = {}
         """By recipe, those used last; each call of a job's may have one of a few."""
 
-    def answer(self, recipe: bytes, rows: Sequence[bytes], alone: bool) -> None:
+    def answer(self, recipe: bytes, rows: Sequence[bytes], alone: bool, seconds: float) -> None:
         try:
-            builder = self._made(recipe)
+            builder = self._made(recipe, seconds)
         except JobError as error:
             messages.send(self._connection, ("refused", type(error).__name__, str(error)))
             return
@@ -84,17 +83,17 @@ class _Child:
             messages.send(self._connection, ("columns", builder.columns))
         elif alone:
             for row in rows:
-                self._answer_row(builder, row)
+                self._answer_row(builder, row, seconds)
         else:
-            with bounded_time(*self._shared):
+            with bounded_time(self._limits.shared_cpu_seconds, seconds):
                 rendered = builder.render(list(map(pickle.loads, rows)))
                 results = builder.tokenize(rendered)
             self._send(results)
 
-    def _made(self, recipe: bytes) -> Builder:
+    def _made(self, recipe: bytes, seconds: float) -> Builder:
         builder = self._builders.pop(recipe, None)
         if builder is None:
-            with bounded_time(*self._alone):
+            with bounded_time(self._limits.cpu_seconds, seconds):
                 make: Recipe = pickle.loads(recipe)
                 builder = make(tokenizer=self._tokenizer)
         while len(self._builders) >= _MAX_BUILDERS:
@@ -102,8 +101,8 @@ class _Child:
         self._builders[recipe] = builder
         return builder
 
-    def _answer_row(self, builder: Builder, row: bytes) -> None:
-        with bounded_time(*self._alone):
+    def _answer_row(self, builder: Builder, row: bytes, seconds: float) -> None:
+        with bounded_time(self._limits.cpu_seconds, seconds):
             rendered = builder.render([pickle.loads(row)])
             messages.send(self._connection, ("rendered",))
             results = builder.tokenize(rendered)

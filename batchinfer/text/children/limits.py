@@ -3,7 +3,8 @@
 Timers end the process by the signal's default action, which no code in it can delay: a regular
 expression in native code is interrupted like a loop in Python. What is counted is the process's own
 processor time (setitimer(2), ``ITIMER_PROF``), so that a busy or suspended machine changes nothing;
-a second, generous timer (``ITIMER_REAL``) ends what waits without computing. Memory is bounded as
+a second, generous timer (``ITIMER_REAL``) ends what waits without computing (and, as it runs on
+while a process is stopped or a virtual machine paused, blames nobody at once). Memory is bounded as
 address space (setrlimit(2), ``RLIMIT_AS``): Linux does not bound resident memory. macOS has no such
 limit (``setrlimit`` fails): there memory is not bounded, and ``BOUNDS_MEMORY`` says so.
 """
@@ -29,6 +30,8 @@ class Limits:
     """Processor time of rows done together: those that take more are done one by one."""
     seconds: float = 60.0
     """Time that a row alone, or rows together, may take, computing or not."""
+    patient_seconds: float = 300.0
+    """The same for rows that are done again because ``seconds`` were over."""
     memory_bytes: int = 2**30
     """Address space that it may add to what it was started with."""
 

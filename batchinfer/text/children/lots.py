@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchinfer.errors import RowError
 from batchinfer.text.children.deaths import Death
@@ -27,8 +27,10 @@ class Lot:
     fresh: bool = False
     """Whether by a child that has done nothing before."""
     num_done: int = 0
-    num_killed: int = 0
-    """How often somebody else has killed a child at its first row."""
+    is_patient: bool = False
+    """Whether a row may take longer: a child had no time left at it, or at one before."""
+    num_outside: int = 0
+    """How often something else has kept a child from doing its first row."""
     is_rendered: bool = False
     """Of the row it is at, if that is done alone."""
 
@@ -44,21 +46,35 @@ class Lot:
         self.is_rendered = False
         return at
 
+    def unfinished(self) -> Lot:
+        """Rows that are not done, to be done as they would have been."""
+        return replace(
+            self,
+            at=self.at[self.num_done :],
+            rows=self.rows[self.num_done :],
+            num_done=0,
+            is_rendered=False,
+        )
+
     def rest(self, skipped: int = 0) -> Lot:
         """Rows that are not done, but the first ``skipped`` of them; each is to be done alone."""
         begin = self.num_done + skipped
         return Lot(self.at[begin:], self.rows[begin:], alone=True, fresh=True)
 
-    def after_kill(self) -> Lot:
-        """``rest`` where somebody else has killed the child."""
+    def after(self, death: Death) -> Lot:
+        """``rest`` where the row it is at is not to blame for its child's death."""
         rest = self.rest()
-        rest.num_killed = 1 if self.num_done else self.num_killed + 1
+        if death.outside is not None:
+            rest.num_outside = 1 if self.num_done else self.num_outside + 1
+        rest.is_patient = death.is_out_of_time
         return rest
 
     def verdict(self, death: Death) -> RowError | None:
         """The error of the row it is at when its child dies; None where that proves nothing."""
         is_first = self.fresh and self.num_done == 0
         if not self.alone or not (death.is_certain or is_first):
+            return None
+        if death.outside is not None or (death.is_out_of_time and not self.is_patient):
             return None
         if self.is_rendered:
             return RowError("tokenizer_error", f"the tokenizer {death.what}")

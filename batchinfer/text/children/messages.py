@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import io
 import pickle
+import select
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,17 @@ from batchinfer.text.scoring_prompts import ScoredPrompt
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 1 << 20
+GREETING = b"batchinfer: makes prompts\n"
+"""What a spawner sends first. Another program that was started in place of a Python does not."""
 
 Result = Prompt | RowError
+
+Wait = Callable[[int], None]
+"""Returns once a connection may be ready for one of the events, of ``poll``; it may raise."""
+
+
+def _wait_in_call(events: int) -> None:
+    """Wait where it is sent or received: of a connection that blocks."""
 
 
 def framed(message: object) -> bytes:
@@ -31,30 +42,44 @@ def framed(message: object) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def send(connection: socket.socket, message: object) -> None:
+def send(connection: socket.socket, message: object, wait: Wait = _wait_in_call) -> None:
     """Send a message, and wait until that is done.
+
+    Args:
+        wait: called before each attempt to send a piece.
 
     Raises:
         OSError: nobody reads it any more.
     """
-    connection.sendall(framed(message))
+    data, sent = memoryview(framed(message)), 0
+    while sent < len(data):
+        wait(select.POLLOUT)
+        with suppress(BlockingIOError):
+            sent += connection.send(data[sent:])
 
 
-def receive(connection: socket.socket) -> Any:
+def receive(connection: socket.socket, wait: Wait = _wait_in_call) -> Any:
     """The next message of somebody who is trusted, waited for.
+
+    Args:
+        wait: called before each attempt to receive a piece.
 
     Raises:
         EOFError: there is none: the other end is closed.
     """
-    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
-    return pickle.loads(_receive_exactly(connection, length))
+    (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size, wait))
+    return pickle.loads(receive_exactly(connection, length, wait))
 
 
-def _receive_exactly(connection: socket.socket, length: int) -> bytes:
+def receive_exactly(connection: socket.socket, length: int, wait: Wait = _wait_in_call) -> bytes:
+    """So many bytes, waited for like ``receive``."""
     data = bytearray()
     while len(data) < length:
+        wait(select.POLLIN)
         try:
             piece = connection.recv(min(length - len(data), _CHUNK_BYTES))
+        except BlockingIOError:
+            continue
         except ConnectionError as error:
             raise EOFError from error
         if not piece:

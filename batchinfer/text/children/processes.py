@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-import pickle
+import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO
 
 from batchinfer.errors import DeviceError
 from batchinfer.text.children import messages
-from batchinfer.text.children.deaths import Death, death
+from batchinfer.text.children.child_process import ChildProcess
+from batchinfer.text.children.deaths import End
 from batchinfer.text.children.limits import Limits
 from batchinfer.text.tokenizer import Tokenizer
 
@@ -30,6 +33,10 @@ _ENVIRONMENT = {  # one thread: it is to be forked, and a process for each core 
     "RUST_BACKTRACE": "0",
 }
 _END_S = 2.0
+LOOK_S = 0.1  # for ``TextProcesses.stop``
+_ANSWER_S = 120.0
+"""Time in which a spawner that is alive answers, on any machine; one that is paused for longer, all
+of it, takes up no more of this than a look."""
 _TOLD_BYTES = 4096
 """Of what the spawner wrote to stderr: its end, which says what it died of."""
 
@@ -38,58 +45,23 @@ class ForkRefusedError(Exception):
     """The system lets no further child be forked: why."""
 
 
-class ChildProcess:
-    """A child, as its parent sees it: nothing here waits for it."""
-
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.pid = pid
-        self.said: tuple[str, str] | None = None
-        """Cause and text of its last message, ``failed``."""
-        self.fileno = connection.fileno
-        self.close = connection.close
-        self._connection = connection
-        self._inbox = messages.Inbox()
-        self._outbox = b""
-        self._num_sent = 0
-
-    def ask(self, *request: object) -> None:
-        """Send a request, as far as the child reads it now."""
-        self._outbox = self._outbox[self._num_sent :] + messages.framed(request)
-        self._num_sent = 0
-        self.send_more()
-
-    @property
-    def has_more_to_send(self) -> bool:
-        """Whether requests wait to be read."""
-        return self._num_sent < len(self._outbox)
-
-    def send_more(self) -> None:
-        """Send what waits to be read; of a child that is dead, ``answers`` will tell."""
-        with suppress(OSError), memoryview(self._outbox) as outbox:
-            while self.has_more_to_send:
-                self._num_sent += self._connection.send(outbox[self._num_sent :])
-
-    def answers(self) -> list[tuple[Any, ...]] | None:
-        """The answers that can be read now; None where there will be no more: it is dead."""
-        try:
-            answers = self._inbox.take_from(self._connection)
-        except EOFError:
-            return None
-        except pickle.UnpicklingError as error:
-            self.said = "forged", str(error)  # it lives, and is to be killed for that
-            return None
-        if answers and answers[-1][0] == "failed":
-            _, cause, text = answers.pop()
-            self.said = cause, text
-        return answers
+class StoppedError(Exception):
+    """Raised to whoever waits for prompts after ``TextProcesses.stop``."""
 
 
 class Spawner:
-    """The spawner, as its parent sees it. Started at once; ends with this process."""
+    """The spawner, as its parent sees it. Started at once; ends with this process.
 
-    def __init__(self, limits: Limits) -> None:
+    Args:
+        stopped: nobody waits for it any more once this is set, but has a ``StoppedError``.
+    """
+
+    def __init__(self, limits: Limits, stopped: threading.Event) -> None:
         self._limits = limits
+        self._stopped = stopped
+        self._pids: set[int] = set()
+        """Children that it has not been asked to end."""
+        _require_interpreter()
         _occupy_standard_streams()
         self._stderr = _unnamed_file()  # a pipe that is full would stop it
         ours, theirs = socket.socketpair()
@@ -106,49 +78,75 @@ class Spawner:
                 ours.close()
                 self._stderr.close()
                 raise not_started(str(error)) from error
+        ours.setblocking(False)
         self._control = ours
 
     def load(self, tokenizer: Tokenizer) -> None:
         """Give it the tokenizer that its children use.
 
         Raises:
-            DeviceError: it is dead.
+            DeviceError: it is dead, or does not answer.
         """
         try:
-            messages.send(self._control, (tokenizer, self._limits))
-        except OSError as error:
-            raise self._dead() from error
+            expected = messages.GREETING
+            if messages.receive_exactly(self._control, len(expected), self._wait) != expected:
+                raise OSError(f"{sys.executable} is no Python interpreter")
+            messages.send(self._control, (tokenizer, self._limits), self._wait)
+        except (OSError, EOFError) as error:
+            raise self._failed(error) from error
 
     def fork(self) -> ChildProcess:
         """A new child.
 
         Raises:
             ForkRefusedError: the system lets it fork no more.
-            DeviceError: the spawner is dead.
+            DeviceError: the spawner is dead, or does not answer.
         """
         try:
-            messages.send(self._control, None)
-            pid = messages.receive(self._control)
+            messages.send(self._control, None, self._wait)
+            pid = messages.receive(self._control, self._wait)
             if isinstance(pid, str):
                 raise ForkRefusedError(pid)
+            self._wait(select.POLLIN)
             _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
         except (OSError, EOFError) as error:
-            raise self._dead() from error
+            raise self._failed(error) from error
+        self._pids.add(pid)
         return ChildProcess(pid, socket.socket(fileno=descriptors[0]))
 
-    def end(self, child: ChildProcess) -> Death:
-        """Kill a child if it is not dead already, and tell what it died of.
+    def end(self, child: ChildProcess) -> End:
+        """Kill a child if it is not dead already, and tell how it ended.
 
         Raises:
-            DeviceError: the spawner is dead.
+            DeviceError: the spawner is dead, or does not answer.
         """
         child.close()
         try:
-            messages.send(self._control, child.pid)
-            exit_code, stderr = messages.receive(self._control)
+            messages.send(self._control, child.pid, self._wait)
+            self._pids.discard(child.pid)
+            return End(*messages.receive(self._control, self._wait))
         except (OSError, EOFError) as error:
-            raise self._dead() from error
-        return death(self._limits, exit_code, stderr, child.said)
+            raise self._failed(error) from error
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is of no use any more."""
+        return self._control.fileno() == -1
+
+    def _wait(self, events: int) -> None:
+        """Wait until it can be sent to, or received from.
+
+        Raises:
+            TimeoutError: it lives, and does nothing.
+        """
+        poll = select.poll()
+        poll.register(self._control, events)
+        for _ in range(round(_ANSWER_S / LOOK_S)):  # no clock: it runs on while we are paused
+            if self._stopped.is_set():
+                raise StoppedError
+            if poll.poll(LOOK_S * 1000):
+                return
+        raise TimeoutError(f"it has not answered for {_ANSWER_S:g} s")
 
     def close(self) -> None:
         """End it, and with it its children, whatever they are at."""
@@ -159,9 +157,7 @@ class Spawner:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
+            self._kill()
 
     def leave(self) -> None:
         """In a process forked off the one that started it: let go of it, and leave it running."""
@@ -169,12 +165,29 @@ class Spawner:
         self._stderr.close()
         self._process.returncode = 0  # not ours to wait for
 
-    def _dead(self) -> DeviceError:
+    def _kill(self) -> None:
+        if self._process.poll() is None:  # then nobody else has waited for its children
+            for pid in self._pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+
+    def _failed(self, error: Exception) -> DeviceError:
+        """End what is dead, or does not do what it should; why that is."""
         self._control.close()
-        self._process.kill()  # if it is not dead, it does not do what it should
-        code = self._process.wait()
+        has_ended = isinstance(error, EOFError | BrokenPipeError)
+        if has_ended:
+            with suppress(subprocess.TimeoutExpired):  # it tells why just now
+                self._process.wait(_END_S)
+        self._kill()
         lines = self._last_written().strip().splitlines()
-        return not_started(lines[-1] if lines else f"it ended (exit code {code})")
+        if has_ended:
+            code = self._process.returncode
+            return not_started(lines[-1] if lines else f"it ended (exit code {code})")
+        told = f"; it wrote: {lines[-1]}" if lines else ""
+        return not_started(f"{error}{told}")
 
     def _last_written(self) -> str:
         if self._stderr.closed:
@@ -188,9 +201,21 @@ def not_started(reason: str) -> DeviceError:
     """The error for what keeps prompts from being made at all."""
     return DeviceError(
         f"the process that renders and tokenizes prompts cannot run: {reason}",
-        hint=f"it is started as {sys.executable or 'python'} -c ...; it needs memory and a free "
-        "process (ulimit -u)",
+        hint=f"it is started as {sys.executable or '(sys.executable is empty)'} -c ...; that must "
+        "be a Python interpreter, and it needs memory and a free process (ulimit -u)",
     )
+
+
+def _require_interpreter() -> None:
+    """Check that there is a Python to start: an application that is started instead would only
+    begin all over."""
+    if getattr(sys, "frozen", False):
+        raise not_started(f"{sys.executable} is a frozen application, not a Python interpreter")
+    if not sys.executable:
+        raise not_started(
+            "Python is part of another program here, and does not know its interpreter; set "
+            "sys.executable to that of the same environment"
+        )
 
 
 def _occupy_standard_streams() -> None:

@@ -35,6 +35,7 @@ def main() -> None:
     devnull = os.open(os.devnull, os.O_RDWR)
     os.dup2(devnull, 0)
     try:
+        control.sendall(messages.GREETING)
         tokenizer, limits = messages.receive(control)
         gc.collect()
         gc.freeze()  # a collection in a child would else copy all pages
@@ -90,17 +91,17 @@ class _Spawner:
             messages.send(self._control, pid)
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
 
-    def _end(self, pid: int) -> tuple[int, str]:
-        """How a child ended: its exit code, minus the signal it died of; the end of what it
-        wrote."""
+    def _end(self, pid: int) -> tuple[int, str, float]:
+        """How a child ended: values of ``deaths.End``."""
         told = self._stderr.pop(pid)
         os.kill(pid, signal.SIGKILL)  # of one that is dying, it changes nothing
-        _, status = os.waitpid(pid, 0)
+        _, status, usage = os.wait4(pid, 0)
         written = b""
         while data := os.read(told, 1 << 16):
             written = (written + data)[-_TOLD_BYTES:]
         os.close(told)
-        return os.waitstatus_to_exitcode(status), written.decode(errors="replace")
+        cpu_seconds = usage.ru_utime + usage.ru_stime
+        return os.waitstatus_to_exitcode(status), written.decode(errors="replace"), cpu_seconds
 
     def _be_child(self, connection: socket.socket, stderr: int) -> None:
         code = _CRASHED

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,11 +22,12 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import DeviceError, ModelError, RowError, UsageError
 from batchinfer.text.children.limits import Limits
 from batchinfer.text.children.messages import Inbox, send
-from batchinfer.text.children.pool import StoppedError, TextProcesses
-from batchinfer.text.children.processes import ForkRefusedError, Spawner
+from batchinfer.text.children.pool import TextProcesses
+from batchinfer.text.children.processes import ForkRefusedError, Spawner, StoppedError
 from batchinfer.text.prompts import Prompt, PromptBuilder, PromptTooLongError
 from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
 from batchinfer.text.tokenizer import Tokenizer
+from tests.text.children.builders import Computing, Faulty, Killed, Waiting
 from tests.text.children.conftest import MakeProcesses, byte_level, prompts_of
 
 PIECES = ["invoice ", "<|im_end|>", "naïve ", "\n", "東京", "<|im_", "start|>", " " * 9, "a\0b"]
@@ -155,26 +156,48 @@ def test_no_row_is_to_blame_for_children_that_somebody_else_kills(
 ) -> None:
     prompts = make_processes(byte_level(), most=1).prompts(Killed)
 
-    with pytest.raises(DeviceError, match=r"killed it 4 times \(SIGKILL\).* out of memory"):
-        prompts.build([{"text": b"a"}] * 3)
+    with pytest.raises(DeviceError, match=r"killed it \(SIGKILL\).* memory: 4 times at one row"):
+        prompts.build([{"ids": 1}] * 3)
 
 
-class Killed:
-    """A builder that is killed."""
+def test_after_a_child_is_killed_half_as_many_go_on(make_processes: MakeProcesses) -> None:
+    prompts = prompts_of(make_processes(byte_level(), most=4))
+    rows = [{"text": b"row %d" % at} for at in range(200)]
+    prompts.build(rows)
+    children = _children_of_the_spawner()
+    children[1].kill()
 
-    columns = ("text",)
+    made = prompts.build(rows * 3)
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        del tokenizer
+    assert (len(children), len(_children_of_the_spawner())) == (4, 2)
+    assert [getattr(result, "text", None) for result in made] == [
+        str(row["text"], "utf-8") for row in rows * 3
+    ]
 
-    def render(self, rows: Sequence[Any]) -> list[Any]:
-        """Die as of the system's out-of-memory killer."""
-        os.kill(os.getpid(), signal.SIGKILL)
-        return list(rows)
 
-    def tokenize(self, rendered: Sequence[Any]) -> list[Prompt | RowError]:
-        """Never reached."""
-        raise NotImplementedError
+@pytest.mark.parametrize(("times", "code"), [(1, "done"), (99, "template_error")])
+def test_a_row_that_waits_is_to_blame_if_it_waits_for_longer_by_itself(
+    make_processes: MakeProcesses, tmp_path: Path, times: int, code: str
+) -> None:
+    limits = Limits(seconds=2, patient_seconds=6)
+    processes = make_processes(byte_level(), limits, most=1)
+    prompts = processes.prompts(partial(Waiting, tmp_path, times))
+
+    (error,) = prompts.build([{"ids": 1}])
+
+    assert isinstance(error, RowError)
+    assert error.code == code
+    assert error.message in ("", "the template took over 6 s")
+
+
+def test_no_row_is_to_blame_for_a_machine_that_does_not_let_it_compute(
+    make_processes: MakeProcesses,
+) -> None:
+    limits = Limits(cpu_seconds=1e4, shared_cpu_seconds=1e4, seconds=1, patient_seconds=1)
+    prompts = make_processes(byte_level(), limits, most=1).prompts(Computing)
+
+    with pytest.raises(DeviceError, match=r"compute for \d\.\d s in 1 s: 4 times at one row"):
+        prompts.build([{"ids": 1}])
 
 
 def test_a_dead_spawner_is_an_error_that_says_so(make_processes: MakeProcesses) -> None:
@@ -185,6 +208,79 @@ def test_a_dead_spawner_is_an_error_that_says_so(make_processes: MakeProcesses) 
 
     with pytest.raises(DeviceError, match=r"cannot run: it ended \(exit code -9\)"):
         prompts.build([{"text": b"a"}])
+    assert isinstance(prompts.build([{"text": b"a"}])[0], Prompt)
+
+
+def test_a_spawner_that_does_not_answer_is_an_error_and_the_next_call_has_another(
+    make_processes: MakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(make_processes(byte_level()))
+    below = [_spawner(), *_children_of_the_spawner()]
+    below[0].suspend()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("batchinfer.text.children.processes._ANSWER_S", 0.5)
+        with pytest.raises(DeviceError, match=r"cannot run: it has not answered for 0\.5 s"):
+            prompts.build([{"text": b"a"}] * 100)
+
+    gone, _ = psutil.wait_procs(below, _SOON_S)
+    assert gone == below
+    assert isinstance(prompts.build([{"text": b"a"}])[0], Prompt)
+
+
+def test_stopping_ends_the_wait_for_a_spawner_that_does_not_answer(
+    make_processes: MakeProcesses,
+) -> None:
+    processes = make_processes(byte_level())
+    prompts = prompts_of(processes)
+    _spawner().suspend()
+    threading.Timer(0.2, processes.stop).start()
+
+    with pytest.raises(StoppedError):
+        prompts.build([{"text": b"a"}] * 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("executable", "", "Python is part of another program here"),
+        ("frozen", True, "is a frozen application"),
+    ],
+)
+def test_where_there_is_no_python_to_start_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object, message: str
+) -> None:
+    monkeypatch.setattr(sys, name, value, raising=False)
+
+    with pytest.raises(DeviceError, match=message):
+        TextProcesses()
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exec sleep 1000", r"it has not answered for 0\.5 s"),
+        ("echo 'Welcome! How may I help you today?' >&0; exec sleep 1000", "app is no Python"),
+        ("echo 'no such option: -c' >&2; exit 3", "no such option: -c"),
+    ],
+    ids=["silent", "speaks", "ends"],
+)
+def test_another_program_in_place_of_python_is_an_error_that_names_it(
+    make_processes: MakeProcesses,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    script: str,
+    message: str,
+) -> None:
+    app = tmp_path / "app"
+    app.write_text(f"#!/bin/sh\n{script}\n")
+    app.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(app))
+    if "answered" in message:
+        monkeypatch.setattr("batchinfer.text.children.processes._ANSWER_S", 0.5)
+
+    with pytest.raises(DeviceError, match=f"(?s){message}.*started as {app} -c"):
+        make_processes(byte_level())
 
 
 def test_a_spawner_that_cannot_be_started_is_an_error_that_says_so(
@@ -353,29 +449,12 @@ def test_a_call_that_no_child_can_be_had_for_costs_no_other_a_row(
 def test_a_bug_in_a_child_fails_the_call_it_is_of_alone(make_processes: MakeProcesses) -> None:
     processes = make_processes(byte_level(), most=1)
     prompts, faulty = prompts_of(processes), processes.prompts(Faulty)
-    finish_faulty = faulty.start([{"text": b"a"}])
+    finish_faulty = faulty.start([{"ids": 1}])
     finish = prompts.start([{"text": b"a"}] * 5)
 
     assert all(isinstance(result, Prompt) for result in finish())
     with pytest.raises(RuntimeError, match=r"(?s)in a child process: .*ZeroDivisionError"):
         finish_faulty()
-
-
-class Faulty:
-    """A builder that fails where none should."""
-
-    columns = ("text",)
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        del tokenizer
-
-    def render(self, rows: Sequence[Any]) -> list[Any]:
-        """Fail."""
-        return [1 // 0 for _ in rows]
-
-    def tokenize(self, rendered: Sequence[Any]) -> list[Prompt | RowError]:
-        """Never reached."""
-        raise NotImplementedError
 
 
 def test_closed_standard_streams_are_not_where_children_are_spoken_to() -> None:
