@@ -304,6 +304,18 @@ def in_prefix_order(prompts: list[list[int]]) -> list[Request]:
     ]
 
 
+def in_rounds(prompts: list[list[int]], rounds: int) -> list[Request]:
+    """All prompts, again and again; each is told that it comes again."""
+    return [
+        replace(
+            make_request(at * len(prompts) + number, prompt, max_tokens=2, ignore_eos=True),
+            reused_prefix_len=len(prompt) if at + 1 < rounds else 0,
+        )
+        for at in range(rounds)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
 def test_short_rows_that_differ_leave_nothing_on_the_host(make_engine: MakeEngine) -> None:
     """Neighbours have a token or two in common, which is not worth a block's way there."""
     rng = np.random.default_rng(3)
@@ -312,6 +324,36 @@ def test_short_rows_that_differ_leave_nothing_on_the_host(make_engine: MakeEngin
     _, steps = run_all(engine, in_prefix_order(prompts))
     assert sum(step.cached_tokens for step in steps) > 0
     assert sum(step.swapped_out_blocks for step in steps) == 0
+
+
+@pytest.mark.parametrize("scored_from", [1, 13])
+def test_prompts_that_are_scored_leave_nothing_that_no_row_takes_on_the_host(
+    make_engine: MakeEngine, scored_from: int
+) -> None:
+    """Logits are needed of every token from ``scored_from`` on, so blocks with them are computed
+    again however many rows begin with them; those before are taken where they are."""
+    groups = [[group + 1] * 24 + [100] for group in range(20)]
+    rows = [replace(request, scored_from=scored_from) for request in in_rounds(groups, rounds=3)]
+    rows = [replace(row, params=replace(row.params, prompt_logprobs=1)) for row in rows]
+    engine, _ = make_engine(24, max_num_seqs=2, host_blocks=500, preemption="auto")
+    _, steps = run_all(engine, rows)
+    taken = 20 * (scored_from - 1) // 4
+    assert sum(step.swapped_out_blocks for step in steps) == taken
+    assert sum(step.swapped_in_blocks for step in steps) >= taken
+    assert not any(block.wanted for block in engine.scheduler.pool.index.blocks())
+
+
+def test_further_samples_of_a_row_want_nothing_for_rows_that_came_before_them(
+    make_engine: MakeEngine,
+) -> None:
+    """They arrive when all others have run; a row of theirs was told of one that ran long since."""
+    rows = in_rounds([[group + 1] * 24 + [100] for group in range(20)], rounds=2)
+    further = [replace(row, first_sample=1, number=1) for row in rows[:20]]
+    engine, _ = make_engine(24, max_num_seqs=2, host_blocks=500, preemption="auto")
+    run_all(engine, rows)
+    _, steps = run_all(engine, further)
+    assert sum(step.swapped_out_blocks for step in steps) == 0
+    assert not any(block.wanted for block in engine.scheduler.pool.index.blocks())
 
 
 def test_retired_prefixes_return_from_the_host(make_engine: MakeEngine) -> None:

@@ -127,15 +127,22 @@ class ReuseHints:
     def note_use(self, sequence: Sequence) -> None:
         """Mark which prompt blocks of a sequence that is done rows to come need.
 
-        The row that arrived last of those that used a block says so.
+        The row that arrived last of those that used a block says so. Further samples of a row say
+        nothing: they arrive after rows that the row's first ones spoke of.
         """
-        state, size = sequence.state, self._pool.block_size
+        request, size = sequence.state.request, self._pool.block_size
+        if request.first_sample:
+            return
+        reused = request.reused_prefix_len
+        if request.params.prompt_logprobs is not None:
+            # What this row had to compute for its logits, rows to come do for theirs.
+            reused = min(reused, request.logits_from)
         # Whole blocks: any of several may serve part of one, and the others would be kept for
         # nobody.
-        shared = state.request.reused_prefix_len // size
-        prompt_blocks = -(-state.request.num_prompt_tokens // size)
+        shared = reused // size
+        prompt_blocks = -(-request.num_prompt_tokens // size)
         for at, block in enumerate(sequence.blocks[:prompt_blocks]):
-            self._note(block, state.arrival, used_later=at < shared)
+            self._note(block, sequence.state.arrival, used_later=at < shared)
 
     def note_copied(self, source: Block, sequence: Sequence) -> None:
         """Unmark a block whose first tokens a sequence copied.
