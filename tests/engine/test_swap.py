@@ -366,3 +366,17 @@ def test_retired_prefixes_return_from_the_host(make_engine: MakeEngine) -> None:
     assert sum(step.swapped_out_blocks for step in steps) == 5 * 6
     # After the last question about it nobody needs a document.
     assert not any(block.wanted for block in engine.scheduler.pool.index.blocks())
+
+
+def test_host_memory_serves_again_before_more_is_touched(make_engine: MakeEngine) -> None:
+    """Of other documents than before, as a dataset's next window has, no more are kept than of
+    these."""
+    engine, runner = make_engine(16, max_num_seqs=1, host_blocks=500, preemption="auto")
+    touched = []
+    for window in range(4):
+        rows = documents(5, 6, told=True)
+        ids = [row.prompt_token_ids + 2000 * window for row in rows]
+        run_all(engine, [replace(r, prompt_token_ids=i) for r, i in zip(rows, ids, strict=True)])
+        slots = [slot for step in runner.steps for slot in step.swap_outs[:, 1].tolist()]
+        touched.append(len(set(slots)))
+    assert touched == [5 * 6] * 4

@@ -39,10 +39,14 @@ class HostPool:
         return self._next - len(self._returned)
 
     def take_slot(self) -> int | None:
-        """A slot that holds nothing, if there is one."""
+        """A slot that holds nothing, if there is one.
+
+        None also as long as a block holds one that nobody wants: before more memory is touched,
+        that serves again.
+        """
         if self._returned:
             return self._returned.pop()
-        if self._next == self.num_slots:
+        if self._next == self.num_slots or self._alone.first_idle() is not None:
             return None
         self._next += 1
         return self._next - 1
