@@ -24,7 +24,7 @@ def test_a_small_one_is_killed_goes_on_and_is_held_to_its_bounds(tmp_path: Path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names == ["rows", "memory", "resume", "commits"]
+    assert names == ["rows", "memory", "swap", "resume", "commits"]
     assert "12,000, 12,000 ok" in done.stdout
     runs = tmp_path / "here" / "out" / "_batchinfer" / "runs"
     assert len(list(runs.glob("*.json"))) == 2
