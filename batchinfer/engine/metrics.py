@@ -31,11 +31,65 @@ STEP_COLUMNS = (
 """Columns of ``steps`` that the metrics take."""
 KV_FACTS = ("block_size", "num_blocks", "bytes_per_block")
 """Sizes of the pool, which stand beside its metrics."""
+_MEANS = ("mean_utilization", "mean_waste", "contiguous_waste", "sharing_saving")
+
+
+class PoolTotals:
+    """Sums over steps, however many, that the KV pool's metrics follow from."""
+
+    def __init__(self) -> None:
+        self._peak_used_blocks = 0
+        self._peak_utilization = 0.0
+        self._cow_copies = 0
+        self._means = dict.fromkeys(_MEANS, (0.0, 0.0))
+        """Weighted sums of the values that are defined, and of their weights."""
+
+    def add(self, steps: Mapping[str, Float], block_size: Float) -> None:
+        """Add steps.
+
+        Args:
+            steps: ``STEP_COLUMNS`` by name, a value for each step.
+            block_size: tokens per block, of each step.
+        """
+        total, used, logical = (
+            steps[name] for name in ("kv_blocks_total", "kv_blocks_used", "kv_logical_blocks")
+        )
+        contiguous = steps["contiguous_blocks"] * block_size
+        utilization = _ratio(used, total)
+        weights = steps["step_ms"]
+        self._peak_used_blocks = max(self._peak_used_blocks, int(used.max(initial=0)))
+        self._peak_utilization = max(self._peak_utilization, float(utilization.max(initial=0)))
+        self._cow_copies += int(steps["cow_copies"].sum())
+        self._add_mean("mean_utilization", utilization, weights, total)
+        self._add_mean("mean_waste", steps["kv_waste"], weights, used)
+        reserved = 1 - _ratio(steps["kv_tokens_logical"], contiguous)
+        self._add_mean("contiguous_waste", reserved, weights, contiguous)
+        self._add_mean("sharing_saving", 1 - _ratio(used, logical), weights, logical)
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the pool's use; a mean that no step defines is 0."""
+        return {
+            "peak_used_blocks": self._peak_used_blocks,
+            "peak_utilization": self._peak_utilization,
+            "cow_copies": self._cow_copies,
+            **{
+                name: weighted / weights if weights else 0.0
+                for name, (weighted, weights) in self._means.items()
+            },
+        }
+
+    def _add_mean(self, name: str, values: Float, weights: Float, defined_by: Float) -> None:
+        """Add to a weighted mean the values whose ``defined_by`` is over 0."""
+        weights = np.where(defined_by > 0, weights, 0.0)
+        weighted, all_weights = self._means[name]
+        self._means[name] = (
+            weighted + float(values @ weights),
+            all_weights + float(weights.sum()),
+        )
 
 
 def compute_metrics(
-    steps: Mapping[str, Float],
-    block_size: Float,
+    pool: PoolTotals,
     requests: Mapping[str, float],
     num_rows: int,
     seconds: float,
@@ -43,8 +97,7 @@ def compute_metrics(
     """``tokens``, ``throughput`` and ``kv`` of ``summary.json``.
 
     Args:
-        steps: ``STEP_COLUMNS`` by name, a value for each step.
-        block_size: tokens per block, of each step.
+        pool: of all steps.
         requests: sums of the columns of ``requests``.
         num_rows: rows finished.
         seconds: time the engine ran.
@@ -67,7 +120,7 @@ def compute_metrics(
             "rows_per_s": num_rows * per_second,
         },
         "kv": {
-            **_pool(steps, block_size),
+            **pool.metrics(),
             "prefix_hit_rate": cached / prompt if prompt else 0.0,
             "preemptions": requests["preemptions"],
             "swap_preemptions": requests["swap_preemptions"],
@@ -138,35 +191,13 @@ class MetricsCollector:
         totals = self._totals
         rows = np.array(self._steps[: totals.num_steps], np.float64).reshape(-1, len(STEP_COLUMNS))
         columns = np.ascontiguousarray(rows.T)  # summed in the order that files are summed in
-        steps = dict(zip(STEP_COLUMNS, columns, strict=True))
-        block_size = np.full(totals.num_steps, float(self._block_size))
-        return compute_metrics(steps, block_size, totals.requests, totals.num_rows, self.seconds)
-
-
-def _pool(steps: Mapping[str, Float], block_size: Float) -> dict[str, float]:
-    total, used, logical = (
-        steps[name] for name in ("kv_blocks_total", "kv_blocks_used", "kv_logical_blocks")
-    )
-    contiguous = steps["contiguous_blocks"] * block_size
-    weights = steps["step_ms"]
-    return {
-        "peak_used_blocks": int(used.max(initial=0)),
-        "mean_utilization": _mean(_ratio(used, total), weights, total),
-        "peak_utilization": float(_ratio(used, total).max(initial=0)),
-        "mean_waste": _mean(steps["kv_waste"], weights, used),
-        "contiguous_waste": _mean(
-            1 - _ratio(steps["kv_tokens_logical"], contiguous), weights, contiguous
-        ),
-        "sharing_saving": _mean(1 - _ratio(used, logical), weights, logical),
-        "cow_copies": int(steps["cow_copies"].sum()),
-    }
+        pool = PoolTotals()
+        pool.add(
+            dict(zip(STEP_COLUMNS, columns, strict=True)),
+            np.full(totals.num_steps, float(self._block_size)),
+        )
+        return compute_metrics(pool, totals.requests, totals.num_rows, self.seconds)
 
 
 def _ratio(part: Float, whole: Float) -> Float:
     return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
-
-
-def _mean(values: Float, weights: Float, defined_by: Float) -> float:
-    """Weighted mean of the values whose ``defined_by`` is over 0; 0 if there are none."""
-    weights = np.where(defined_by > 0, weights, 0.0)
-    return float(values @ weights / weights.sum()) if weights.any() else 0.0

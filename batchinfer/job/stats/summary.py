@@ -20,15 +20,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.engine.metrics import STEP_COLUMNS, Float, compute_metrics, prefix_sharing
+from batchinfer.engine.metrics import STEP_COLUMNS, PoolTotals, compute_metrics, prefix_sharing
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUESTS_SCHEMA, STEPS_SCHEMA
-from batchinfer.job.stats.recorder import Run, package_versions, read_run
+from batchinfer.job.stats.recorder import STEPS_PER_FILE, Run, package_versions, read_run
 from batchinfer.job.storage.filesystem import publish, storage_errors
 from batchinfer.text.sample_filter import Tally
 
+_COMPUTED = ("prefill_tokens", "recomputed_tokens")
 _NO_POOL = {"block_size": 0, "num_blocks": 0, "bytes_per_block": 0}
 """The pool where no run has loaded the model, because there are no rows."""
 
@@ -50,33 +51,27 @@ def write_summary(
     """
     steps, requests = out.stats / "steps.parquet", out.stats / "requests.parquet"
     step_tables = _tables(out, _named(out, out.steps, ".parquet"), STEPS_SCHEMA, warn)
-    _merge(out, _with_unsampled(out, step_tables), steps, STEPS_SCHEMA)
+    with_steps: set[str] = set()
+    _merge(out, _noting_runs(_with_unsampled(out, step_tables), with_steps), steps, STEPS_SCHEMA)
     request_files = map(out.request_stats, manifest.parts())
     sums = dict.fromkeys(REQUESTS_SCHEMA.names, 0)
     request_tables = _summed(_tables(out, request_files, REQUESTS_SCHEMA, warn), sums)
     _merge(out, request_tables, requests, REQUESTS_SCHEMA)
-    columns, run_ids = _step_columns(out, steps)
-    runs = _runs(out, set(run_ids), warn)
+    runs = _runs(out, with_steps, warn)
     latest = ([run for run in runs if run.kv] or runs or [Run("", {})])[-1]
     for line in _changed_kernels(runs):
         warn(line)
-    block_sizes = {run.run_id: run.kv["block_size"] for run in runs if run.kv}
-    known = np.array([run_id in block_sizes for run_id in run_ids], dtype=np.bool_)
-    block_size = np.array([block_sizes.get(run_id, 0) for run_id in run_ids], dtype=np.float64)
+    pool, computed = PoolTotals(), dict.fromkeys(_COMPUTED, 0)
+    for table in _summed(_batches(out, steps, (*STEP_COLUMNS, *_COMPUTED)), computed):
+        _add_known(pool, table, runs)
     engine_s = sum(run.engine_s for run in runs)
     rows = _rows(records)
-    measured = compute_metrics(
-        {name: values[known] for name, values in columns.items() if name in STEP_COLUMNS},
-        block_size[known],
-        sums,
-        rows["total"],
-        engine_s,
-    )
+    measured = compute_metrics(pool, sums, rows["total"], engine_s)
     tokens = measured["tokens"]
     # Also what was computed for rows that were then lost with their run, or made again.
-    again = int(columns["prefill_tokens"].sum()) - tokens["prompt_computed"]
+    again = computed["prefill_tokens"] - tokens["prompt_computed"]
     tokens["recomputed"] = max(tokens["recomputed"], again)
-    tokens["lost"] = max(0, again - int(columns["recomputed_tokens"].sum()))
+    tokens["lost"] = max(0, again - computed["recomputed_tokens"])
     summary = {
         "rows": rows,
         "tokens": tokens,
@@ -242,9 +237,29 @@ def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
     }
 
 
-def _step_columns(out: OutputDir, path: PurePath) -> tuple[dict[str, Float], list[str]]:
-    """Columns of all steps that the summary is made of, and each step's run."""
-    names = (*STEP_COLUMNS, "prefill_tokens", "recomputed_tokens")
-    table = out.read_table(path, ["run_id", *names])
-    columns = {name: np.asarray(table[name].to_numpy(), dtype=np.float64) for name in names}
-    return columns, table["run_id"].to_pylist()
+def _noting_runs(tables: Iterable[pa.Table], run_ids: set[str]) -> Iterator[pa.Table]:
+    """Add the runs that tables of steps are of to ``run_ids`` on their way."""
+    for table in tables:
+        run_ids.update(pc.unique(table["run_id"]).to_pylist())
+        yield table
+
+
+def _batches(out: OutputDir, path: PurePath, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Some columns of all steps, and each step's run: a long job's are never in memory."""
+    with out.files.open(path) as file:
+        reader = pq.ParquetFile(file, page_checksum_verification=True)
+        for batch in reader.iter_batches(
+            STEPS_PER_FILE, columns=["run_id", *columns], use_threads=False
+        ):
+            yield pa.Table.from_batches([batch])
+
+
+def _add_known(pool: PoolTotals, steps: pa.Table, runs: Iterable[Run]) -> None:
+    """Add the steps of runs whose block size is known."""
+    for run in runs:
+        if not run.kv:
+            continue
+        of_run = steps.filter(pc.equal(steps["run_id"], run.run_id))
+        if len(of_run):
+            columns = {name: np.asarray(of_run[name], dtype=np.float64) for name in STEP_COLUMNS}
+            pool.add(columns, np.full(len(of_run), float(run.kv["block_size"])))
