@@ -118,7 +118,8 @@ class _Data:
         ] or texts
 
     def _is_short(self, name: str) -> bool:
-        return all(len(row[name] or b"") <= _LABEL_BYTES for row in self.rows)
+        values = (row[name] or b"" for row in self.rows)
+        return all(isinstance(v, bytes) and len(v) <= _LABEL_BYTES for v in values)
 
     @property
     def where(self) -> str:

@@ -15,9 +15,10 @@ _BYTES_TYPE = {
     pa.large_string(): pa.large_binary(),
     pa.string_view(): pa.binary_view(),
 }
-_CAN_BE_CUT = (pa.binary(), pa.large_binary())
-_MOST_BYTES = (64 << 20) + 4
-"""Over what a row's longest text may take, with every character in four bytes."""
+_HAVE_LENGTHS = (pa.binary(), pa.large_binary())
+_MOST_CHARS = 16 << 20
+_MOST_BYTES = 4 * _MOST_CHARS
+"""What a row's longest text may take, with every character in four bytes."""
 _NO_PYTHON_TIME = (OverflowError, pa.ArrowInvalid)
 
 
@@ -25,11 +26,11 @@ def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """Rows of ``batch`` as dicts, with every text in them, however deep, as its bytes.
 
     Times are Python's, which have no nanoseconds; a value with a time that Python does not have
-    is a ``RowError``. Of a text that is too large for any use only as much is there as shows that.
+    is a ``RowError``; so is a text that is too large for any use, of which no copy is made.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        values = _python_times(_cut(_cast(column, _as_bytes_and_microseconds)), name)
+        values = _python_texts(_cast(column, _as_bytes_and_microseconds), name)
         for row, value in zip(rows, values, strict=True):
             row[name] = value
     return rows
@@ -88,12 +89,17 @@ def _cast(column: pa.Array, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.Ar
     return column if column.type == wanted else column.cast(wanted, safe=False)
 
 
-def _cut(column: pa.Array) -> pa.Array:
-    """``column`` with texts that are over ``_MOST_BYTES`` cut, where it is of texts."""
-    if column.type not in _CAN_BE_CUT or column.nbytes <= _MOST_BYTES:
-        return column
-    longest = pc.max(pc.binary_length(column)).as_py() or 0
-    return pc.binary_slice(column, 0, _MOST_BYTES) if longest > _MOST_BYTES else column
+def _python_texts(column: pa.Array, name: str) -> list[Any]:
+    """Values of ``column``; where it is of texts, an error for those that are too large."""
+    if column.type not in _HAVE_LENGTHS or column.nbytes <= _MOST_BYTES:
+        return _python_times(column, name)
+    is_large = pc.fill_null(pc.greater(pc.binary_length(column), _MOST_BYTES), False)
+    small = iter(column.filter(pc.invert(is_large)).to_pylist())
+    return [_too_large(name) if large else next(small) for large in is_large.to_pylist()]
+
+
+def _too_large(name: str) -> RowError:
+    return RowError("row_too_large", f"column {name} holds over {_MOST_CHARS} characters")
 
 
 def _python_times(column: pa.Array, name: str) -> list[Any]:

@@ -18,15 +18,16 @@ from batchinfer.console.format import first_line, format_value
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import check_indices, python_rows
 from batchinfer.job.input.format import (
-    BATCH_ROWS,
     MEND,
     READ_ERRORS,
     InputFile,
     ReadRequest,
+    Row,
     Rows,
     check_unchanged,
     cut,
 )
+from batchinfer.job.input.parquet_batches import open_parquet, row_group_batches
 from batchinfer.job.input.parquet_footer import check_footer
 from batchinfer.job.storage.reader import store_of
 
@@ -34,7 +35,6 @@ Shape = tuple["str | Shape", ...]
 
 _KEY = b"ARROW:schema"
 
-_READ_BUFFER = 1 << 20
 _MAGIC_BYTES = 8  # a Parquet file ends in the footer's length (4 bytes) and "PAR1"
 
 
@@ -83,7 +83,7 @@ class ParquetFormat:
             if stat.size == 0:
                 raise DataError(f"{path} is empty (0 bytes), not a Parquet file; {MEND}")
             with store.open(path) as file:
-                with _reader(file) as reader:
+                with open_parquet(file) as reader:
                     num_rows, schema = _num_rows(reader.metadata), reader.schema_arrow
                     check_arrow_schema(reader.metadata, schema)
                 footer = _footer(file, stat.size)
@@ -108,18 +108,26 @@ class ParquetFormat:
         group, row = 0, request.first_row
         try:
             check_unchanged(file)
-            with store_of(file.path).open(file.path) as opened, _reader(opened) as reader:
-                for group in range(reader.num_row_groups):
-                    stop = row + reader.metadata.row_group(group).num_rows
+            with store_of(file.path).open(file.path) as opened:
+                metadata = open_parquet(opened).metadata
+                for group in range(metadata.num_row_groups):
+                    stop = row + metadata.row_group(group).num_rows
                     if wanted and wanted[0].start < stop:
-                        for batch in reader.iter_batches(
-                            BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
-                        ):
-                            for column in batch.columns:
-                                check_indices(column)
-                            chosen = batch.select(columns)
-                            yield from cut(chosen, len(batch), row, wanted, pa.RecordBatch.slice)
-                            row += len(batch)
+                        for batch in row_group_batches(opened, metadata, group, columns):
+                            _check_indices(batch)
+                            length, pieces = (
+                                len(batch),
+                                cut(
+                                    batch.select(columns),
+                                    len(batch),
+                                    row,
+                                    wanted,
+                                    pa.RecordBatch.slice,
+                                ),
+                            )
+                            del batch  # a huge one goes with its last piece
+                            yield from pieces
+                            row += length
                             if not wanted or wanted[0].start >= stop:
                                 break
                         else:
@@ -134,11 +142,13 @@ class ParquetFormat:
     def rows(self, request: ReadRequest) -> Iterator[Rows]:
         """Rows as Python's values, texts as their bytes."""
         for first, batch in self.scan(request):
-            yield first, list(python_rows(batch))
+            rows: list[Row] = list(python_rows(batch))
+            del batch  # before the next one is read: it may be huge
+            yield first, rows
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
         """Compressed bytes of the columns in the input."""
-        with store_of(file.path).open(file.path) as opened, _reader(opened) as reader:
+        with store_of(file.path).open(file.path) as opened, open_parquet(opened) as reader:
             groups = [reader.metadata.row_group(at) for at in range(reader.num_row_groups)]
         return sum(
             group.column(at).total_compressed_size
@@ -162,8 +172,9 @@ def _footer(file: pa.NativeFile, size: int) -> bytes:
     return bytes(file.read(length))
 
 
-def _reader(file: pa.NativeFile) -> pq.ParquetFile:
-    return pq.ParquetFile(file, buffer_size=_READ_BUFFER, page_checksum_verification=True)
+def _check_indices(batch: pa.RecordBatch) -> None:
+    for column in batch.columns:
+        check_indices(column)
 
 
 def _check_complete(row: int, stop: int) -> None:

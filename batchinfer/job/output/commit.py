@@ -14,16 +14,18 @@ from pathlib import PurePath
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinfer.console.format import first_line
 from batchinfer.errors import StorageError
+from batchinfer.job.input.parquet_batches import decode_all, open_parquet
 from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import publish as publish_file
 from batchinfer.job.storage.filesystem import read_file, storage_errors
+
+_PARQUET_ERRORS = (pa.ArrowException, OSError, KeyError)
 
 
 def read_part(data: bytes, part: Part) -> pa.Table:
@@ -37,17 +39,30 @@ def read_part(data: bytes, part: Part) -> pa.Table:
         ValueError: what is wrong with it.
     """
     try:
-        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        table = file.read(use_threads=False)
-        found = first_of_rows(table.select(["row_id"]))["row_id"].to_numpy()
-    except (pa.ArrowException, OSError, KeyError) as error:
+        table = open_parquet(pa.BufferReader(data)).read(use_threads=False)
+        _check_row_ids(table, part)
+    except _PARQUET_ERRORS as error:
         raise ValueError(first_line(error)) from None
+    return table
+
+
+def check_part(data: bytes, part: Part) -> None:
+    """``read_part`` for who needs none of it: no more than a column's batch is in memory."""
+    file = pa.BufferReader(data)
+    try:
+        decode_all(file)
+        _check_row_ids(open_parquet(file).read(["row_id"], use_threads=False), part)
+    except _PARQUET_ERRORS as error:
+        raise ValueError(first_line(error)) from None
+
+
+def _check_row_ids(table: pa.Table, part: Part) -> None:
+    found = first_of_rows(table.select(["row_id"]))["row_id"].to_numpy()
     if len(found) != part.num_rows:
         raise ValueError(f"it has {len(found):,} rows, not {part.num_rows:,}")
     known = np.concatenate([[part.rows.start - 1], found, [part.rows.stop]])
     if len(found) and not np.all(np.diff(known) > 0):
         raise ValueError("its rows are not the input's, in input order")
-    return table
 
 
 @dataclass(frozen=True)
@@ -98,9 +113,10 @@ def stage(
         out.files.write(staged_requests, statistics)
         out.files.write(staged, parquet_bytes([table]))
         del table  # before it is read back: a row may be half a gigabyte
+        pa.default_memory_pool().release_unused()
         data = read_file(out.files, staged)
     try:
-        read_part(data, part)
+        check_part(data, part)
     except ValueError as error:
         raise StorageError(
             f"{staged} was written and reads back wrong: {error}",

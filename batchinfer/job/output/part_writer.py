@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -23,6 +23,9 @@ from batchinfer.job.row_ids import Part, RowIds, in_range
 from batchinfer.job.rows.finished_row import FinishedRow
 
 FLUSH_ROWS = 4096
+_MOST_KEPT_BYTES = 64 << 20
+"""Of a part's kept columns; above, their file is left while the part is written: a page in it may
+be as large as all of them."""
 
 
 class PartWriter:
@@ -61,7 +64,8 @@ class PartWriter:
         self._parts = parts
         self._segments = segments
         self._table = table
-        self._kept = source.scan(list(table.kept), [part.rows for part in parts])
+        self._source = source
+        self._kept = self._scan_kept(0)
         self._metadata = dict(metadata)
         self._before_write = before_write
         self._deliver = deliver
@@ -144,4 +148,13 @@ class PartWriter:
             _, batch = next(self._kept)
             batches.append(batch)
             missing -= len(batch)
+        if sum(batch.nbytes for batch in batches) > _MOST_KEPT_BYTES:
+            self._kept = self._scan_kept(self._num_written + 1)
+            pa.default_memory_pool().release_unused()
         return batches
+
+    def _scan_kept(self, first: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Read the kept columns of parts, from the ``first`` on."""
+        return self._source.scan(
+            list(self._table.kept), [part.rows for part in self._parts[first:]]
+        )

@@ -123,18 +123,22 @@ def test_mending_keeps_nanoseconds() -> None:
     assert mended.field("role").to_pylist() == ["ok", MENDED, None]
 
 
-def test_of_a_text_that_is_too_large_only_as_much_is_read_as_shows_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow_text, "_MOST_BYTES", 8)
     texts = ["x" * 9, "x" * 8, None, "", "x" * 1000]
-    for kind in (pa.string(), pa.large_binary()):
+    for kind in (pa.string(), pa.large_binary(), pa.dictionary(pa.int8(), pa.string())):
         batch = pa.record_batch({"a": pa.array(texts, kind), "b": [[text] for text in texts]})
         rows = python_rows(batch)
-        assert [row["a"] for row in rows] == [b"x" * 8, b"x" * 8, None, b"", b"x" * 8]
+        found = [getattr(row["a"], "code", row["a"]) for row in rows]
+        assert found == ["row_too_large", b"x" * 8, None, b"", "row_too_large"]
         assert rows[0]["b"] == [b"x" * 9], "lists are as they are"
 
 
-def test_a_text_that_is_cut_is_too_large_all_the_same() -> None:
-    with pytest.raises(RowError, match="holds over 16777216 characters"):
-        decoded(b"x" * arrow_text._MOST_BYTES, "a")
+def test_the_error_of_a_text_is_that_of_one_that_was_read() -> None:
+    large = b"x" * (arrow_text._MOST_BYTES + 4)
+
+    (row,) = python_rows(pa.record_batch({"a": pa.array([large])}))
+
+    with pytest.raises(RowError) as caught:
+        decoded(large, "a")
+    assert (row["a"].code, row["a"].message) == (caught.value.code, caught.value.message)

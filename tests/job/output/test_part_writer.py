@@ -237,3 +237,14 @@ def test_no_kept_column(tmp_path: Path) -> None:
     written = pq.read_table(out.data / "part-00000.parquet")
     assert written.schema.names == table.generated_schema.names
     assert written["row_id"] == pa.chunked_array([[0, 1]])
+
+
+def test_a_file_that_was_left_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink, "_MOST_KEPT_BYTES", 40)  # three rows' prompts, not two
+    fixture = Fixture(tmp_path, 20, 3, done={2})
+    for part in fixture.parts:
+        for row_id in part.rows:
+            fixture.sink.add(finished(row_id))
+    for part in fixture.parts:
+        kept = pq.read_table(fixture.out.part_file(part))["prompt"].to_pylist()
+        assert kept == [f"prompt {row}" for row in part.rows]

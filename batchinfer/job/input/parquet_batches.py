@@ -1,0 +1,65 @@
+"""Row groups of Parquet files in batches, with little memory beside them where values are huge.
+
+A value takes pyarrow three to four times its size to read: its page as it is in the file, the page
+decompressed, the dictionary that it may be in, and the value itself. All but the last stay until
+further pages are read, or the row group is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.job.input.format import BATCH_ROWS
+
+_READ_BUFFER = 1 << 20
+_LARGE_ROW_BYTES = 1 << 16
+"""Of a row group's rows, on average: so large rows are read one by one. What is to be appended to
+after a huge value is in it is copied once more."""
+
+
+def open_parquet(file: pa.NativeFile, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """A Parquet file's reader, which checks pages.
+
+    Args:
+        metadata: the file's, if it has been read before.
+    """
+    buffer_size = 0 if isinstance(file, pa.BufferReader) else _READ_BUFFER
+    return pq.ParquetFile(
+        file, metadata=metadata, buffer_size=buffer_size, page_checksum_verification=True
+    )
+
+
+def row_group_batches(
+    file: pa.NativeFile, metadata: pq.FileMetaData, group: int, columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """Batches of a row group, of at most ``BATCH_ROWS`` rows."""
+    reader = open_parquet(file, metadata)  # with it goes what the row group's last page was read in
+    num_rows = 1 if _mean_row_bytes(metadata, group, columns) >= _LARGE_ROW_BYTES else BATCH_ROWS
+    yield from reader.iter_batches(num_rows, row_groups=[group], columns=columns, use_threads=False)
+
+
+def decode_all(file: pa.NativeFile) -> None:
+    """Decode all of a Parquet file, column by column, and keep none of it.
+
+    Raises:
+        pyarrow.ArrowException, OSError: it is damaged.
+    """
+    reader = open_parquet(file)
+    for group in range(reader.num_row_groups):
+        for name in reader.schema_arrow.names:
+            for _ in row_group_batches(file, reader.metadata, group, [name]):
+                pass
+
+
+def _mean_row_bytes(metadata: pq.FileMetaData, group: int, columns: Sequence[str]) -> float:
+    found = metadata.row_group(group)
+    chunks = (found.column(at) for at in range(found.num_columns))
+    num_bytes: int = sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if chunk.path_in_schema.partition(".")[0] in columns
+    )
+    return num_bytes / max(1, int(found.num_rows))

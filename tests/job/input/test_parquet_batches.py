@@ -1,0 +1,33 @@
+"""Row groups in batches: one by one where rows are large."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from batchinfer.job.input.format import BATCH_ROWS
+from batchinfer.job.input.parquet_batches import open_parquet, row_group_batches
+from tests.job.datasets import write_parquet
+
+COLUMNS = {"text": ["x" * 70_000, "y" * 70_000, "z"], "n": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(("columns", "num_rows"), [(["text", "n"], 1), (["n"], BATCH_ROWS)])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_large_rows_are_read_one_by_one(
+    tmp_path: Path, columns: list[str], num_rows: int, in_memory: bool
+) -> None:
+    path = write_parquet(tmp_path / "x.parquet", COLUMNS, rows_per_group=2)
+    file = pa.BufferReader(path.read_bytes()) if in_memory else pa.OSFile(str(path))
+    metadata = open_parquet(file).metadata
+
+    groups = [list(row_group_batches(file, metadata, at, columns)) for at in range(2)]
+
+    assert [[len(batch) for batch in group] for group in groups] == [
+        [min(num_rows, 2)] * (2 // min(num_rows, 2)),
+        [1],
+    ]
+    read = pa.Table.from_batches([batch for group in groups for batch in group])
+    assert read == pa.table(COLUMNS).select(columns)

@@ -1,0 +1,65 @@
+"""A row of a hundred megabytes is an error, and takes four times its size at most to be one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.run.run import run_job
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
+
+ROW_BYTES = 100_000_000
+MOST_TIMES = 4.2
+"""Four, and what a second job finds in memory that the first has left."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
+@pytest.mark.parametrize("kept", [False, True], ids=["left out", "kept"])
+def test_a_huge_row_takes_four_times_its_size_at_most(tmp_path: Path, kept: bool) -> None:
+    huge = Random(0).randbytes(ROW_BYTES // 2).hex()
+    texts = [*["small"] * 50, huge, *["small"] * 49]
+    write_parquet(tmp_path / "huge" / "in" / "x.parquet", {"text": texts})
+    write_parquet(tmp_path / "small" / "in" / "x.parquet", {"text": ["small"] * 100})
+    del texts
+    code = "import sys; from tests.job.run.test_huge_rows import run_both; run_both(*sys.argv[1:])"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), "kept" if kept else ""],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+
+    before, peak = map(int, done.stdout.split())
+    assert peak - before < MOST_TIMES * ROW_BYTES
+    rows = pl.read_parquet(tmp_path / "huge" / "out" / "data" / "*.parquet")
+    codes = [error and error["code"] for error in rows["error"].to_list()]
+    assert codes == [*[None] * 50, "row_too_large", *[None] * 49]
+    if kept:
+        assert rows["text"][50] == huge
+        files = sorted((tmp_path / "huge" / "out" / "data").iterdir())
+        assert [len(pq.read_table(file)) for file in files] == [10] * 10
+
+
+def run_both(folder: str, kept: str) -> None:
+    """Run a job over small rows, then one with a huge row; print the peak after each, in bytes."""
+    for name in ("small", "huge"):
+        spec = job(
+            Path(folder) / name,
+            input={"path": str(Path(folder) / name / "in"), "keep_columns": ["text"] * bool(kept)},
+            prompt={"column": "text"},
+            sampling={"max_tokens": 1},
+            errors={"max_error_rate": 1.0},
+        )
+        assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK  # type: ignore[arg-type]
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        print(int(status.partition("VmHWM:")[2].split()[0]) * 1024, flush=True)
