@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer as Backend
 
+from batchinfer.errors import RowError, one_line
 from batchinfer.text.control_tokens import ControlTokens
 
 TokenIds = npt.NDArray[np.int32]
@@ -151,8 +152,20 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool) -> str:
         """The text of ``token_ids``, as transformers' ``tokenizer.decode``; ids without a token
-        have no text."""
-        text = self._backend.decode(_as_list(token_ids), skip_special_tokens=skip_special_tokens)
+        have no text.
+
+        Raises:
+            RowError: ``tokenizer_error``: the decoder fails at them.
+        """
+        try:
+            text = self._backend.decode(
+                _as_list(token_ids), skip_special_tokens=skip_special_tokens
+            )
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust code: it is none of Exception
+                raise
+            failed = f"the tokenizer failed to decode the output: {one_line(error)}"
+            raise RowError("tokenizer_error", failed) from None
         return self._clean_up(text)
 
     def decode_batch(

@@ -202,7 +202,10 @@ def _finished(job: Job, task: LoadedTask, result: RowResult) -> FinishedRow:
     row = result.row
     if isinstance(row.prompt, RowError):
         return _failed(job, row.row_id, row.prompt)
-    return task.finish(row, result.completions)
+    try:
+        return task.finish(row, result.completions)
+    except RowError as error:  # its output cannot be decoded
+        return _failed(job, row.row_id, error)
 
 
 def _failed(job: Job, row_id: int, error: RowError) -> FinishedRow:

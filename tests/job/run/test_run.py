@@ -37,6 +37,7 @@ from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.run.threads import BackgroundConsumer
 from batchinfer.requests import PromptRow
+from tests.faults.hostile_texts import HostileBuild
 from tests.job.datasets import flip_bit, rot, strings, write_parquet
 from tests.job.fakes import FakeBuild, FakeBuilt, job
 
@@ -227,6 +228,23 @@ def test_a_row_the_engine_refuses_is_an_error_row(tmp_path: Path) -> None:
     good, bad = output(tmp_path).to_pylist()
     assert good["status"] == "ok"
     assert (bad["error"]["code"], bad["num_prompt_tokens"]) == ("does_not_fit", 100)
+
+
+def test_output_that_the_decoder_fails_at_is_the_error_of_its_row(tmp_path: Path) -> None:
+    def fail_at_letters(tokenizer: dict[str, Any]) -> None:
+        one = {"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}
+        tokenizer["decoder"] = {"type": "Sequence", "decoders": [{"type": "Fuse"}, one]}
+
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["good", "x" * 60, "well"]})
+    spec = job(tmp_path, sampling={"max_tokens": 100}, errors={"max_error_rate": 0.9})
+
+    assert run_job(spec, build=HostileBuild(fail_at_letters), quiet=True) is ExitCode.OK  # type: ignore[arg-type]
+
+    rows = polars.read_parquet(tmp_path / "out" / "data" / "*.parquet")
+    assert rows["generated_text"].to_list() == ["good", None, "well"]
+    error = rows["error"][1]
+    assert error["code"] == "tokenizer_error"
+    assert error["message"].startswith("the tokenizer failed to decode the output: Onig")
 
 
 def test_control_tokens_in_row_text_are_counted(tmp_path: Path, build: FakeBuild) -> None:
