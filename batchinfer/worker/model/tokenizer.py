@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 
 from batchinfer.errors import ModelError, one_line
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_json, resolve_folder
+from batchinfer.worker.model.tokenizer_trial import try_tokenizer
 
 _MARKUP = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 
@@ -49,6 +51,7 @@ def load_tokenizer(
             f"{folder}/tokenizer_config.json needs the model's own code (auto_map), "
             "which is never run; save the tokenizer as tokenizer.json"
         )
+    _try(folder / "tokenizer.json")
     from transformers import AutoTokenizer
 
     from batchinfer.worker.model.quiet import quiet_transformers
@@ -120,10 +123,17 @@ def _backend(folder: Path) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
+    _try(path)
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{path} cannot be read: {error}; fetch the model again") from error
+
+
+def _try(path: Path) -> None:
+    """``try_tokenizer``, where there is a file that can be read."""
+    with suppress(OSError):
+        try_tokenizer(path)
 
 
 def _chat_template(template: Any) -> str | None:

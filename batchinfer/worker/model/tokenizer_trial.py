@@ -1,0 +1,101 @@
+"""A tokenizer file loaded in a process of its own first, where it may loop, grow, panic or abort.
+
+Patterns and tables of a tokenizer file are worked on by native code as it is loaded, and by its
+decoder whenever tokens become text. What that dies of would else be the job's end, unexplained.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from batchinfer.errors import ModelError, one_line
+
+_CPU_S = 60
+_WALL_S = 600
+"""Of a process that does nothing, or gets no processor."""
+_MEMORY_BYTES = 4 << 30
+_PANICKED = 3
+_CODE = f"""
+import resource, sys
+path, sys.path[:] = sys.argv[1], sys.argv[2:]
+from tokenizers import Tokenizer
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CPU, ({_CPU_S}, {_CPU_S} + 5))
+if sys.platform == "linux":
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = {_MEMORY_BYTES} if most == resource.RLIM_INFINITY else min(most, {_MEMORY_BYTES})
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+try:
+    tokenizer = Tokenizer.from_file(path)
+except Exception:
+    sys.exit()  # told of where it is loaded to be used
+except BaseException as error:  # a panic
+    print(error, file=sys.stderr)
+    sys.exit({_PANICKED})
+try:
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    tokenizer.decode_batch([[id] for id in ids])
+except BaseException:
+    pass  # an error of the rows that it comes to
+"""
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
+
+
+def try_tokenizer(path: Path) -> None:
+    """Load a tokenizer.json, and decode each of its tokens, in a process with limits; once for what
+    it holds. Where no process can be had nothing is tried.
+
+    Raises:
+        ModelError: the process died of it.
+        OSError: the file cannot be read.
+    """
+    died_of = _died_of(path, hashlib.sha256(path.read_bytes()).digest())
+    if died_of:
+        raise ModelError(
+            f"{path} cannot be used: loading it, or decoding its tokens, {died_of}",
+            hint="fetch tokenizer.json again, or give model.tokenizer",
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _died_of(path: Path, content: bytes) -> str:
+    """The rest of a sentence; nothing where it has lived.
+
+    Args:
+        content: hash of the file's.
+    """
+    del content
+    if not sys.executable or getattr(sys, "frozen", False):
+        return ""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CODE, str(path), *sys.path],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **_ENVIRONMENT},
+            timeout=_WALL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"takes over {_WALL_S} s"
+    except OSError:
+        return ""
+    return _told(done.returncode, done.stderr.decode(errors="replace"))
+
+
+def _told(code: int, stderr: str) -> str:
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"takes over {_CPU_S} s of processor time, or all memory there is"
+    if code < 0 and "memory allocation of" in stderr:
+        return f"needs over {_MEMORY_BYTES >> 30} GiB of memory"
+    last = one_line(ValueError(stderr.strip().rpartition("\n")[2]), 200)
+    if code < 0:
+        return f"ends the process ({signal.Signals(-code).name}): {last}"
+    return f"fails: {last}" if code == _PANICKED else ""

@@ -1,0 +1,75 @@
+"""Tokenizer files that kill what loads them, or what decodes their tokens, are refused by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.errors import ModelError
+from batchinfer.worker.model import tokenizer_trial
+from batchinfer.worker.model.tokenizer import load_tokenizer
+from batchinfer.worker.model.tokenizer_trial import try_tokenizer
+from tests.models import make_text_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model."""
+    return make_text_model(tmp_path_factory.mktemp("model") / "tiny", num_hidden_layers=1)
+
+
+def changed(model: Path, folder: Path, **parts: Any) -> Path:
+    """The model's tokenizer file with other parts."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**tokenizer, **parts}))
+    return path
+
+
+def test_a_tokenizer_that_is_fine_is_tried_once(model: Path, tmp_path: Path) -> None:
+    tokenizer_trial._died_of.cache_clear()
+    for _ in range(2):
+        try_tokenizer(model / "tokenizer.json")
+    assert tokenizer_trial._died_of.cache_info().misses == 1
+    try_tokenizer(changed(model, tmp_path, padding=None, normalizer=None))
+    assert tokenizer_trial._died_of.cache_info().misses == 2
+
+
+def test_a_decoder_that_fills_memory_is_refused(model: Path, tmp_path: Path) -> None:
+    one = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 3000}
+    path = changed(model, tmp_path, decoder={"type": "Sequence", "decoders": [one] * 4})
+
+    with pytest.raises(ModelError, match=f"{path} cannot be used: .* needs over 4 GiB of memory"):
+        try_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("os.abort()", r"ends the process \(SIGABRT\): a table is broken"),
+        ("os.kill(os.getpid(), 24)", "takes over 60 s of processor time"),
+        ("sys.exit(3)", "fails: a table is broken"),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="numbers of signals")
+def test_what_ends_the_process_that_loads_is_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    told = "import os, sys; print('a table is broken', file=sys.stderr, flush=True); "
+    monkeypatch.setattr(tokenizer_trial, "_CODE", told + code)
+    tokenizer_trial._died_of.cache_clear()
+
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(str(model))
+    tokenizer_trial._died_of.cache_clear()
+
+
+def test_what_is_no_tokenizer_is_left_to_who_loads_it(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("[" * 10**5)
+
+    try_tokenizer(path)
