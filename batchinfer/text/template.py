@@ -46,6 +46,7 @@ class RowTemplate:
             names = _Names(_name_environment())
             names.visit(tree)
             self._names = frozenset(names.undeclared_identifiers)
+            self._may_be_set = _assigned(tree)
         except jinja2.TemplateError as error:
             line = (
                 f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
@@ -57,10 +58,11 @@ class RowTemplate:
     def columns(self, available: frozenset[str] | None = None) -> frozenset[str]:
         """Columns the template reads.
 
-        A name Jinja2 itself defines (``range``) is a column only if it is in ``available``.
+        A name Jinja2 itself defines (``range``), or that the template sets where a condition holds,
+        is a column only if it is in ``available``.
         """
-        builtin = self._names & set(_environment().globals)
-        return self._names - (builtin - (available or frozenset()))
+        others = self._names & (self._may_be_set | set(_environment().globals))
+        return self._names - (others - (available or frozenset()))
 
     def render(self, row: Mapping[str, object]) -> str:
         """The text for ``row``.
@@ -69,6 +71,12 @@ class RowTemplate:
             RowError: ``template_error``, naming the column where one is undefined.
         """
         return render_template(self._template, row, self.key)
+
+
+def _assigned(tree: nodes.Template) -> frozenset[str]:
+    """Names that a template sets somewhere."""
+    names = tree.find_all(nodes.Name)
+    return frozenset(name.name for name in names if name.ctx != "load")
 
 
 def _refuse_other_templates(tree: nodes.Template) -> None:

@@ -49,6 +49,19 @@ def test_columns_are_found_without_running() -> None:
     assert compile_template(source).columns() == {"n", "words", "x"}
 
 
+def test_names_that_are_set_under_a_condition_are_no_columns_unless_the_data_has_them() -> None:
+    template = compile_template(
+        "{% if n %}{% set title = n ~ '!' %}{% set ns = namespace(v=1) %}"
+        "{% for w in words %}{% set ns.v = ns.v + 1 %}{% endfor %}{{ title ~ ns.v }}"
+        "{% else %}{{ title }}{% endif %}"
+    )
+
+    assert template.columns() == {"n", "words"}
+    assert template.columns(frozenset({"n", "words", "title"})) == {"n", "words", "title"}
+    assert template.render({"n": 1, "words": "ab"}) == "1!3"
+    assert template.render({"n": 0, "words": "", "title": "T"}) == "T"
+
+
 def test_a_column_named_like_a_builtin_is_a_column_if_the_data_has_it() -> None:
     template = compile_template("{{ range }}")
 
