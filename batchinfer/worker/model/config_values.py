@@ -36,7 +36,9 @@ _EXPERTS = re.compile(r"(num|n)_\w*experts")
 _MAX_EXPERTS = 1 << 14
 _SIZES = re.compile(r"(num|n)_\w+|\w+_(size|dim|rank|heads|layers|embd|inner)|d_\w+")
 _MAX_SIZE = 1 << 24
-_OBJECTS = ("text_config", "rope_parameters", "rope_scaling", "quantization_config")
+_ROPE = ("rope_parameters", "rope_scaling")
+_ROPE_NUMBERS = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor")
+_OBJECTS = ("text_config", *_ROPE, "quantization_config")
 _TEXTS = ("model_type", "dtype", "torch_dtype")
 _LISTS = ("layer_types", "layers_block_type", "architectures")
 
@@ -63,6 +65,8 @@ def check_values(config: Mapping[str, Any]) -> None:
         _check_kind(key, value)
         if type(value) is int:
             _check_size(key, value)
+        if key in _ROPE and value:
+            _check_rope(key, value)
     nested = config.get("text_config")
     if nested:
         check_values(nested)
@@ -105,8 +109,19 @@ def _check_kind(key: str, value: Any) -> None:
         raise BadValueError(f"{key} is {_shown(value)}; it must be an object, or null")
     if key in _TEXTS and not isinstance(value, str):
         raise BadValueError(f"{key} is {_shown(value)}; it must be a text, or null")
+    if key in _ROPE_NUMBERS and isinstance(value, str):
+        raise BadValueError(f"{key} is {_shown(value)}; it must be a number")
     if key in _LISTS and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
         raise BadValueError(f"{key} is {_shown(value)}; it must be a list of texts, or null")
+
+
+def _check_rope(name: str, values: Mapping[str, Any]) -> None:
+    """Check the parameters of rotary positions, or those of each kind of layer."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _check_rope(f"{name}.{key}", value)
+        elif key in _ROPE_NUMBERS and isinstance(value, str):
+            raise BadValueError(f"{name}.{key} is {_shown(value)}; it must be a number")
 
 
 def _is_whole(value: Any) -> bool:

@@ -35,6 +35,11 @@ def nested(depth: int) -> Any:
         ({"hidden_size": "32"}, 'hidden_size is "32"; it must be a whole number'),
         ({"hidden_size": True}, "hidden_size is true; it must be a whole number"),
         ({"rope_parameters": "yarn"}, 'rope_parameters is "yarn"; it must be an object'),
+        ({"rope_theta": "1e4"}, 'rope_theta is "1e4"; it must be a number'),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": "x"}}},
+            r'rope_parameters\.full_attention\.rope_theta is "x"; it must be a number',
+        ),
         ({"quantization_config": [4]}, r"quantization_config is \[4\]; it must be an object"),
         ({"layer_types": [["x"]]}, "layer_types is .*; it must be a list of texts"),
         ({"dtype": 5}, "dtype is 5; it must be a text"),
