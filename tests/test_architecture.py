@@ -191,6 +191,11 @@ ROOMS = [
         ("errors", "console", "engine", "text", "job"),
     ),
     Room(
+        "job.shards",
+        "Who makes which parts of a job: one run all of them, or each of several shards its own.",
+        ("errors", "console", "job"),
+    ),
+    Room(
         "job.openai",
         "OpenAI's batch files: requests in, responses and errors out.",
         ("config", "errors", "console", "text", "requests", "build", "job"),
@@ -204,11 +209,6 @@ ROOMS = [
         "job.stats",
         "What a run records of itself, and the numbers of a job.",
         ("errors", "console", "engine", "text", "build", "job"),
-    ),
-    Room(
-        "job.shards",
-        "Who makes which parts of a job: one run all of them, or each of several shards its own.",
-        ("errors", "console", "job"),
     ),
     Room(
         "job.run",

@@ -43,9 +43,14 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {near}?" if near else f"; known: {listed(known)}"
 
 
+def counted(count: int, word: str) -> str:
+    """A number of things, with the word for one of them."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
 def counted_rows(count: int) -> str:
     """A number of rows, with the word."""
-    return f"{count:,} row" if count == 1 else f"{count:,} rows"
+    return counted(count, "row")
 
 
 def duration(seconds: float) -> str:

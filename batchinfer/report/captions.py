@@ -98,7 +98,9 @@ def figures(found: Findings, price_per_hour: float | None) -> Iterator[Figure]:
         yield Figure(f"Cost at {price_per_hour:g} an hour", _money(cost), each)
     else:
         load = f"{duration(found.load_s)} of it to load the model"
-        yield Figure("Time", duration(found.total_s), load)
+        if found.wall_s < found.total_s:
+            load = f"{duration(found.total_s)} of all workers together, {load}"
+        yield Figure("Time", duration(found.wall_s), load)
 
 
 def time_slices(found: Findings) -> list[Slice]:

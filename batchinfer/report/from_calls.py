@@ -87,6 +87,7 @@ class CallLog:
             total_s=span_s,
             load_s=0.0,
             engine_s=span_s,
+            wall_s=span_s,
             timeline=timeline,
             lengths=lengths,
             kv=kv,

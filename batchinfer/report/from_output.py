@@ -16,6 +16,7 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.stats.recorder import Run, package_versions, runs_of
 from batchinfer.job.stats.status import Status, read_status
+from batchinfer.job.stats.wall_time import engine_wall_s, wall_s
 from batchinfer.report.examples import find_examples, find_failures
 from batchinfer.report.report_data import Findings, RunFacts
 from batchinfer.report.sanitize import without_secrets
@@ -58,7 +59,8 @@ def from_output(out: OutputDir, now: float) -> Findings:
         rows_failed=status.rows_error,
         total_s=sum(run.total_s for run in runs),
         load_s=sum(run.load_s for run in runs),
-        engine_s=sum(run.engine_s for run in runs),
+        engine_s=engine_wall_s(runs),
+        wall_s=wall_s(runs),
         timeline=read_timeline(out, steps, runs, merged),
         lengths=read_lengths(out, requests, segments, done),
         kv=latest.kv,

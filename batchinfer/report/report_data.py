@@ -60,8 +60,12 @@ class Findings:
     rows_done: int
     rows_failed: int
     total_s: float
+    """Of all runs together; those beside each other have more than has passed."""
     load_s: float
     engine_s: float
+    """In which an engine ran."""
+    wall_s: float
+    """In which a run was under way."""
     timeline: Timeline
     lengths: Lengths
     kv: Mapping[str, int]

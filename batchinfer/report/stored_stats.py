@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby, pairwise
 from pathlib import PurePath
 
 import numpy as np
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.segments import REQUEST_COLUMN
 from batchinfer.job.output.stats_tables import STEPS_SCHEMA
+from batchinfer.job.run_ids import writer_of
 from batchinfer.job.stats.recorder import Run
 from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
 from batchinfer.report.histograms import Float, Lengths
@@ -39,7 +41,7 @@ def batches(
 def read_timeline(
     out: OutputDir, files: Sequence[PurePath], runs: Sequence[Run], merged: bool
 ) -> Timeline:
-    """Timeline of the steps of all runs, one run after the other.
+    """Timeline of the steps of all runs, one after the other or beside each other as they were.
 
     Args:
         files: of steps, in order.
@@ -51,11 +53,8 @@ def read_timeline(
     for batch in chain(_of_files(out, files, ("run_id", "t_s")), last):
         for run_id, part in _by_run(batch):
             ends[run_id] = max(ends.get(run_id, 0.0), float(_column(part, "t_s").max()))
-    offsets, span_s = {}, 0.0
-    for run_id in sorted(ends):
-        offsets[run_id] = span_s
-        span_s += ends[run_id]
-    timeline = Timeline(span_s)
+    offsets = _offsets(runs, ends)
+    timeline = Timeline(max((offsets[run_id] + end for run_id, end in ends.items()), default=0.0))
     sizes = {run.run_id: run.kv for run in runs if run.kv}
     began = dict.fromkeys(ends, 0.0)
     for batch in chain(_of_files(out, files, ("run_id", *STEP_COLUMNS)), last):
@@ -69,6 +68,26 @@ def read_timeline(
             )
             began[run_id] = max(began[run_id], float(steps["t_s"].max()))
     return timeline
+
+
+def _offsets(runs: Sequence[Run], ends: Mapping[str, float]) -> dict[str, float]:
+    """When each run's clock began, in seconds since the first one's, less those when none ran.
+
+    Args:
+        ends: when the runs' last steps ended, on their own clocks.
+    """
+    began = {run.run_id: run.saved_at - run.engine_s for run in runs if writer_of(run.run_id)}
+    offsets: dict[str, float] = {}
+    span_s = 0.0
+    for are_beside, group in groupby(sorted(ends), began.__contains__):
+        left_out_s = -math.inf
+        for run_id in sorted(group, key=lambda run_id: (began.get(run_id, 0.0), run_id)):
+            offsets[run_id] = span_s
+            if are_beside:
+                left_out_s = max(left_out_s, began[run_id] - span_s)
+                offsets[run_id] = began[run_id] - left_out_s
+            span_s = max(span_s, offsets[run_id] + ends[run_id])
+    return offsets
 
 
 class FinishedRows:

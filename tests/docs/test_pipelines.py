@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import ExitCode
+from batchinfer.job.shards.shard import Shard, parse_shard
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.yaml import parse_yaml
 from batchinfer.job.stats.status import Status
@@ -26,6 +27,13 @@ HOPELESS = {
     ExitCode.MODEL,
     ExitCode.DEVICE,
     ExitCode.LOCKED,
+}
+
+
+SLURM_ARRAY = {
+    "SLURM_ARRAY_JOB_ID": "6",
+    "SLURM_ARRAY_TASK_ID": "3",
+    "SLURM_ARRAY_TASK_MIN": "0",
 }
 
 
@@ -82,7 +90,8 @@ def run_script(block: Block, folder: Path, codes: list[int]) -> tuple[int, list[
     script = folder / "script.sh"
     script.write_text(block.text.replace("/var/lock/", f"{folder}/"))
     path = f"{programs}:/usr/bin:/bin"
-    environment = {"PATH": path, "DS": "2026-11-20", "SLURM_JOB_ID": "7"}
+    environment = {"PATH": path, "DS": "2026-11-20", "SLURM_JOB_ID": "7", **SLURM_ARRAY}
+    environment |= {"SKYPILOT_NODE_RANK": "3", "SKYPILOT_NUM_NODES": "8"}
     done = subprocess.run(["bash", script], env=environment, check=False, capture_output=True)
     return done.returncode, calls.read_text().splitlines()
 
@@ -102,12 +111,30 @@ def test_cron_runs_again_after_75_only(
     ("code", "ended", "requeued"), [(75, 0, True), (0, 0, False), (4, 4, False)]
 )
 def test_slurm_requeues_on_75_only(tmp_path: Path, code: int, ended: int, requeued: bool) -> None:
-    script = the("bash", "#SBATCH")
+    (script,) = [b for b in BLOCKS if "#SBATCH" in b.text and "--array" not in b.text]
     assert "#SBATCH --signal=" in script.text
     assert "#SBATCH --requeue" in script.text
     got, calls = run_script(script, tmp_path, [code])
     assert got == ended
     assert ("scontrol requeue 7" in calls) == requeued
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "requeued"), [(75, 0, True), (0, 0, False), (7, 7, False)]
+)
+def test_a_task_of_a_slurm_array_is_a_shard_and_requeued_alone(
+    tmp_path: Path, code: int, ended: int, requeued: bool
+) -> None:
+    script = the("bash", "#SBATCH --array")
+    first, last = map(int, re.findall(r"--array=(\d+)-(\d+)", script.text)[0])
+    got, calls = run_script(script, tmp_path, [code])
+    assert got == ended
+    assert ("scontrol requeue 6_3" in calls) == requeued
+    (called,) = [call for call in calls if call.startswith("batchinfer")]
+    option = called.partition("--shard ")[2].split()[0]
+    environment = {**SLURM_ARRAY, "SLURM_ARRAY_TASK_MAX": str(last)}
+    environment["SLURM_ARRAY_TASK_COUNT"] = str(last - first + 1)
+    assert parse_shard(option, environment) == Shard(3, 8)
 
 
 def test_airflow_does_not_retry_what_is_hopeless() -> None:
@@ -130,8 +157,12 @@ def test_dagster_retries_the_others() -> None:
     assert set(codes) == set(ExitCode) - HOPELESS - {ExitCode.OK}
 
 
-def test_kubernetes_acts_on_the_codes() -> None:
-    manifest: dict[str, Any] = parse_yaml(the("yaml", "podFailurePolicy").text, "job").data
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_kubernetes_acts_on_the_codes(is_indexed: bool) -> None:
+    (block,) = [
+        b for b in BLOCKS if "podFailurePolicy" in b.text and ("Indexed" in b.text) == is_indexed
+    ]
+    manifest: dict[str, Any] = parse_yaml(block.text, "job").data
     assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
     spec = manifest["spec"]
     pod = spec["template"]["spec"]
@@ -145,6 +176,27 @@ def test_kubernetes_acts_on_the_codes() -> None:
             assert codes["containerName"] in names
             assert codes["operator"] == "In"
             actions[rule["action"]] = set(codes["values"])
-    assert actions == {"Ignore": {ExitCode.INTERRUPTED}, "FailJob": HOPELESS}
+    # A shard may meet the lock of the pod that it takes the place of, which lapses.
+    hopeless = HOPELESS - {ExitCode.LOCKED} if is_indexed else HOPELESS
+    assert actions == {"Ignore": {ExitCode.INTERRUPTED}, "FailJob": hopeless}
     mounted = {mount["name"] for c in pod["containers"] for mount in c["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_each_pod_of_an_indexed_job_is_a_shard() -> None:
+    spec: dict[str, Any] = parse_yaml(the("yaml", "Indexed").text, "job").data["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    option, value = container["args"]
+    assert option == "--shard"
+    shards = [
+        parse_shard(value.replace("$(JOB_COMPLETION_INDEX)", str(index)), {})
+        for index in range(spec["completions"])
+    ]
+    assert shards == [Shard(index, spec["completions"]) for index in range(spec["completions"])]
+
+
+def test_each_node_of_skypilot_is_a_shard(tmp_path: Path) -> None:
+    task: dict[str, Any] = parse_yaml(the("yaml", "SKYPILOT").text, "task").data
+    ended, calls = run_script(Block(PAGE, 0, "bash", task["run"]), tmp_path, [0])
+    assert ended == 0
+    assert calls[0].endswith(f"--shard 3/{task['num_nodes']}")

@@ -74,6 +74,7 @@ def some_findings(texts: tuple[str, ...] = ("plain",), scale: float = 1.0) -> Fi
         total_s=600.0 * scale,
         load_s=20.0,
         engine_s=580.0 * scale,
+        wall_s=600.0 * scale,
         timeline=some_steps(scale),
         lengths=some_lengths(),
         kv=KV,

@@ -18,7 +18,7 @@ from batchinfer.job.output.segments import (
     Segments,
     segment_table,
 )
-from batchinfer.job.output.stats_tables import requests_table
+from batchinfer.job.output.stats_tables import WORKER, requests_table, with_worker
 from batchinfer.job.row_ids import Part, RowIds, in_range
 from batchinfer.job.rows.finished_row import FinishedRow
 
@@ -121,13 +121,16 @@ class PartWriter:
         both = [row_id for row_id in fewer if row_id in part.rows and row_id in self._rows]
         in_memory = [self._rows[row_id] for row_id in both]
         rows = pa.concat_tables(
-            [self._segments.rows_of(part), segment_table(in_memory, self._segments.schema)]
+            [
+                self._segments.rows_of(part),
+                with_worker(segment_table(in_memory, self._segments.schema), self._out.writer),
+            ]
         ).sort_by("row_id")
         draft = stage(
             self._out,
             part,
             self._part_table(part, rows),
-            requests_table(rows["row_id"], rows[REQUEST_COLUMN]),
+            requests_table(rows["row_id"], rows[REQUEST_COLUMN], rows[WORKER]),
             rows["row_id"].filter(rows[CONTROL_TEXT_COLUMN]).to_pylist(),
         )
         self._deliver(part, draft)

@@ -35,7 +35,7 @@ from batchinfer.console.format import first_line
 from batchinfer.errors import DataError, StorageError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir, parquet_bytes
-from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUEST
+from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUEST, with_worker
 from batchinfer.job.row_ids import NO_ROWS, Part, RowIds
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.storage.filesystem import Files, read_file, storage_errors
@@ -202,16 +202,17 @@ class Segments:
         return path
 
     def rows_of(self, part: Part) -> pa.Table:
-        """The rows of a part that are in segments, each once, sorted by row id.
+        """The rows of a part that are in segments, each once, sorted by row id, and who made them.
 
         Raises:
             DataError: a segment is damaged or missing by now.
             StorageError: one cannot be read.
         """
-        tables = [self.schema.empty_table()]
+        tables = [with_worker(self.schema.empty_table())]
         for path, groups in reversed(self._groups.items()):
             if part.index in groups:
-                tables.append(self._read_group(path, groups[part.index]))
+                rows = self._read_group(path, groups[part.index])
+                tables.append(with_worker(rows, _writer_of(path)))
         table = pa.concat_tables(tables)
         _, first = np.unique(table["row_id"].to_numpy(), return_index=True)
         return table.take(first)
@@ -300,6 +301,11 @@ class Segments:
                 f"{path} cannot be read: {first_line(error)}",
                 hint="run the same command again: its rows are then computed again",
             ) from error
+
+
+def _writer_of(path: PurePath) -> str:
+    named = _NAME.fullmatch(path.name)
+    return (named and named["writer"]) or ""
 
 
 def _digest(data: bytes) -> str:

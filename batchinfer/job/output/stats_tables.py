@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from batchinfer.engine.request import RequestStats
 from batchinfer.engine.stats import StepStats
+from batchinfer.job.run_ids import writer_of
 from batchinfer.text.sample_filter import Tally
 
 _FLOWS = (
@@ -27,12 +28,16 @@ _FLOWS = (
 _FLOATS = ("t_s", "step_ms", "kv_waste")
 _STEP_FIELDS = tuple(entry.name for entry in fields(StepStats))
 
+WORKER = "worker"
+"""Who wrote, of several that write to one output; "" for who wrote alone."""
+
 STEPS_SCHEMA = pa.schema(
     [
         ("run_id", pa.string()),
         *((name, pa.float64() if name in _FLOATS else pa.int64()) for name in _STEP_FIELDS),
         ("device_bytes", pa.int64()),
         ("host_rss_bytes", pa.int64()),
+        (WORKER, pa.string()),
     ]
 )
 DISTINCT_TOKENS = "distinct_tokens"
@@ -48,6 +53,7 @@ REQUESTS_SCHEMA = pa.schema(
         ),
         (DISTINCT_TOKENS, pa.int64()),
         *((entry.name, pa.int64()) for entry in fields(Tally)),
+        (WORKER, pa.string()),
     ]
 )
 
@@ -94,6 +100,7 @@ class StepSampler:
             **self._counts,
             "device_bytes": device_bytes,
             "host_rss_bytes": self._process.memory_info().rss,
+            WORKER: writer_of(self._run_id),
         }
 
     def rest(self, device_bytes: int) -> list[StepRow]:
@@ -103,17 +110,27 @@ class StepSampler:
         return [] if row is None else [row]
 
 
-REQUEST = pa.struct([field for field in REQUESTS_SCHEMA if field.name != "row_id"])
+REQUEST = pa.struct([field for field in REQUESTS_SCHEMA if field.name not in ("row_id", WORKER)])
 """Statistics of one row's request."""
 
 
-def requests_table(row_ids: pa.ChunkedArray, requests: pa.ChunkedArray) -> pa.Table:
+def with_worker(table: pa.Table, worker: str = "") -> pa.Table:
+    """A table with a last column that says who made its rows; as it is where it has one."""
+    if WORKER in table.schema.names:
+        return table
+    return table.append_column(WORKER, pa.repeat(worker, table.num_rows))
+
+
+def requests_table(
+    row_ids: pa.ChunkedArray, requests: pa.ChunkedArray, workers: pa.ChunkedArray
+) -> pa.Table:
     """The ``requests`` rows of finished rows; rows that never reached the engine have none.
 
     Args:
         row_ids: int64.
         requests: ``REQUEST``, null for rows that ran nothing.
+        workers: who ran them.
     """
     ran = requests.is_valid()
     columns = requests.filter(ran).combine_chunks().flatten()
-    return pa.table([row_ids.filter(ran), *columns], schema=REQUESTS_SCHEMA)
+    return pa.table([row_ids.filter(ran), *columns, workers.filter(ran)], schema=REQUESTS_SCHEMA)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from batchinfer.console.format import counted_rows, duration, printable
+from batchinfer.console.format import counted, counted_rows, duration, printable
 from batchinfer.console.progress import print_line
 from batchinfer.console.table import SummaryLine, render_table
 from batchinfer.job.output.directory import OutputDir
@@ -34,7 +34,7 @@ def summary_facts(
     yield SummaryLine(
         "rows",
         f"{rows['ok']:,} ok",
-        f", {rows['error']:,} failed, in {duration(time_s['total'])} "
+        f", {rows['error']:,} failed, in {duration(time_s['wall'])} "
         f"({duration(time_s['load'])} to load)",
         tone="bad" if rows["error"] and not rows["ok"] else "good",
     )
@@ -157,11 +157,16 @@ class RunReporter:
     def shard_without_parts(self, shard: str, num_parts: int) -> None:
         """There are more shards than parts."""
         if not self.quiet:
-            print_line(f"shard {shard} has none of the {num_parts:,} parts", to_stderr=self.as_json)
+            parts = counted(num_parts, "part")
+            print_line(
+                f"shard {shard} has nothing to do: there are {parts}", to_stderr=self.as_json
+            )
 
     def parts_left(self, out: OutputDir, others_left: int) -> None:
         """The parts of this run are made, and it is for others to end the job."""
-        left = f"{others_left:,} parts are left to other shards" if others_left else "so is the job"
+        left = f"left to other shards: {counted(others_left, 'part')}"
+        if not others_left:
+            left = "another shard has ended the job"
         if not self.quiet:
             done = f"the parts of this shard are made in {printable(str(out.root))}; {left}"
             print_line(done, to_stderr=self.as_json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,11 +20,8 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import NO_ROWS, Part, in_range
-from batchinfer.job.stats.recorder import Run, runs_of
-
-SILENT_S = 60.0
-"""A run on another machine that has written nothing for so long, or for three times as long as its
-finished rows wait, is taken for dead."""
+from batchinfer.job.stats.recorder import runs_of
+from batchinfer.job.stats.workers import Worker, any_lock_lives, latest_workers
 
 
 @dataclass(frozen=True)
@@ -42,13 +39,16 @@ class Status:
     parts_done: int
     runs: int
     rows_per_s: float | None
-    """Speed of the latest run; None before it has finished a row."""
+    """Speed of the latest run, or of those beside each other that run or ran last, together; None
+    before a row is finished."""
     eta_s: float | None
     """Seconds until it ends; None unless it is running, and has a speed."""
     pool_use: float | None
-    """Used share of the KV blocks in the latest run's last step."""
+    """Used share of the KV blocks in the latest run's last step; of several, the mean."""
     saved_at: float | None
     """When the latest run last wrote, in seconds since 1970."""
+    workers: list[Worker]
+    """The latest runs, where several write to one output; else empty."""
 
     def data(self) -> dict[str, Any]:
         """The values of ``--json``."""
@@ -68,12 +68,23 @@ class Status:
         yield SummaryLine("parts", f"{self.parts_done:,} of {self.parts_total:,}")
         if self.rows_per_s is not None:
             latest = f" in the latest of {self.runs:,} runs" if self.runs > 1 else ""
+            if self.workers:
+                running = sum(worker.state == "running" for worker in self.workers)
+                latest = f", {running:,} of {len(self.workers):,} workers running"
             yield SummaryLine("speed", f"{self.rows_per_s:,.1f} rows/s", latest)
         if self.eta_s is not None:
             yield SummaryLine("left", f"about {duration(self.eta_s)}")
         if self.pool_use is not None:
             yield SummaryLine(
                 "pool", f"{self.pool_use:.0%}", " of the blocks used", share=self.pool_use
+            )
+        for worker in self.workers:
+            speed = "" if worker.rows_per_s is None else f", {worker.rows_per_s:,.1f} rows/s"
+            yield SummaryLine(
+                worker.worker,
+                worker.state,
+                f", {worker.rows:,} rows{speed}",
+                tone=tones.get(worker.state, ""),
             )
 
     def lines(self) -> Iterator[str]:
@@ -94,12 +105,12 @@ def read_status(out: OutputDir, now: float) -> Status:
     segments = list(_segment_rows(out))  # before the records: rows move from here to there
     done, errors, parts_done = _count(out, plan, segments)
     runs = list(runs_of(out))
-    run = runs[-1] if runs else Run("", {})
-    lives = out.lock.holder_lives()
-    silent = now - run.saved_at >= max(SILENT_S, 3 * out.files.flush_every_s)
-    computing = bool(run.run_id) and not run.ended and not silent and lives is not False
-    state = _state(out, computing or lives is True, errors > 0 and done == plan.num_rows)
-    speed = run.rows / run.engine_s if run.rows and run.engine_s else None
+    workers = latest_workers(out, runs, now)
+    computing = [worker for worker in workers if worker.state == "running"]
+    running = bool(computing) or any_lock_lives(out)
+    state = _state(out, running, errors > 0 and done == plan.num_rows)
+    speed = _sum(worker.rows_per_s for worker in computing or workers)
+    pools = [worker.pool_use for worker in computing if worker.pool_use is not None]
     return Status(
         state=state,
         rows_total=plan.num_rows,
@@ -110,9 +121,14 @@ def read_status(out: OutputDir, now: float) -> Status:
         runs=len(runs),
         rows_per_s=speed,
         eta_s=(plan.num_rows - done) / speed if speed and computing else None,
-        pool_use=run.used_blocks / run.kv["num_blocks"] if run.kv and computing else None,
-        saved_at=run.saved_at if runs else None,
+        pool_use=sum(pools) / len(pools) if pools else None,
+        saved_at=max((worker.saved_at for worker in workers), default=None),
+        workers=workers if any(worker.worker for worker in workers) else [],
     )
+
+
+def _sum(speeds: Iterable[float | None]) -> float | None:
+    return sum(speed for speed in speeds if speed is not None) or None
 
 
 def _state(out: OutputDir, running: bool, done_with_errors: bool) -> str:

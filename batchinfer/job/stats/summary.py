@@ -24,8 +24,16 @@ from batchinfer.engine.metrics import STEP_COLUMNS, PoolTotals, compute_metrics,
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
-from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUESTS_SCHEMA, STEPS_SCHEMA
+from batchinfer.job.output.stats_tables import (
+    DISTINCT_TOKENS,
+    REQUESTS_SCHEMA,
+    STEPS_SCHEMA,
+    WORKER,
+    with_worker,
+)
+from batchinfer.job.run_ids import writer_of
 from batchinfer.job.stats.recorder import STEPS_PER_FILE, Run, package_versions, read_run
+from batchinfer.job.stats.wall_time import engine_wall_s, wall_s
 from batchinfer.job.storage.filesystem import publish, storage_errors
 from batchinfer.text.sample_filter import Tally
 
@@ -54,7 +62,7 @@ def write_summary(
     with_steps: set[str] = set()
     _merge(out, _noting_runs(_with_unsampled(out, step_tables), with_steps), steps, STEPS_SCHEMA)
     request_files = map(out.request_stats, manifest.parts())
-    sums = dict.fromkeys(REQUESTS_SCHEMA.names, 0)
+    sums = {name: 0 for name in REQUESTS_SCHEMA.names if name != WORKER}
     request_tables = _summed(_tables(out, request_files, REQUESTS_SCHEMA, warn), sums)
     _merge(out, request_tables, requests, REQUESTS_SCHEMA)
     runs = _runs(out, with_steps, warn)
@@ -64,9 +72,8 @@ def write_summary(
     pool, computed = PoolTotals(), dict.fromkeys(_COMPUTED, 0)
     for table in _summed(_batches(out, steps, (*STEP_COLUMNS, *_COMPUTED)), computed):
         _add_known(pool, table, runs)
-    engine_s = sum(run.engine_s for run in runs)
     rows = _rows(records)
-    measured = compute_metrics(pool, sums, rows["total"], engine_s)
+    measured = compute_metrics(pool, sums, rows["total"], engine_wall_s(runs))
     tokens = measured["tokens"]
     # Also what was computed for rows that were then lost with their run, or made again.
     again = computed["prefill_tokens"] - tokens["prompt_computed"]
@@ -78,8 +85,10 @@ def write_summary(
         "time_s": {
             "total": sum(run.total_s for run in runs),
             "load": sum(run.load_s for run in runs),
-            "engine": engine_s,
+            "engine": sum(run.engine_s for run in runs),
+            "wall": wall_s(runs),
         },
+        "workers": len({writer_of(run.run_id) for run in runs if run.rows}),
         "throughput": measured["throughput"],
         "kv": {**_NO_POOL, **latest.kv, **measured["kv"], **_peaks(runs)},
         "sharing": prefix_sharing(
@@ -174,7 +183,7 @@ def _tables(
     """The tables in ``files``, but for those that are damaged."""
     for file in files:
         try:
-            table = out.read_table(file)
+            table = with_worker(out.read_table(file))
         except (pa.ArrowException, OSError):
             table = None
         if table is not None and table.schema.equals(schema):
@@ -194,7 +203,7 @@ def _with_unsampled(out: OutputDir, tables: Iterable[pa.Table]) -> Iterator[pa.T
         with suppress(OSError, ValueError):
             row = read_run(out.files, path).unsampled
             if row is not None and row["step"] > last_step.get(path.stem, -1):
-                yield pa.Table.from_pylist([row], schema=STEPS_SCHEMA)
+                yield pa.Table.from_pylist([{WORKER: "", **row}], schema=STEPS_SCHEMA)
 
 
 def _named(out: OutputDir, folder: PurePath, suffix: str) -> list[PurePath]:

@@ -110,7 +110,7 @@ def test_shards_make_what_one_run_makes(
 ) -> None:
     for index, left in ((2, 6), (0, 4), (3, 2)):
         assert run_shard(spec, index, quiet=False) is ExitCode.OK
-        assert f"{left} parts are left to other shards" in capsys.readouterr().out
+        assert f"left to other shards: {left} parts" in capsys.readouterr().out
         assert not (out_of(spec) / "_SUCCESS").exists()
     assert run_shard(spec, 1) is ExitCode.OK
     check_finished(spec, plain)
@@ -125,7 +125,7 @@ def test_a_shard_without_parts_has_nothing_to_do(
 ) -> None:
     assert Shard(0, 9).parts(8) == range(0)
     assert run_shard(spec, 0, 9, quiet=False, overwrite=True) is ExitCode.OK
-    assert capsys.readouterr().out == "shard 0/9 has none of the 8 parts\n"
+    assert capsys.readouterr().out == "shard 0/9 has nothing to do: there are 8 parts\n"
     assert not out_of(spec).exists()
 
 

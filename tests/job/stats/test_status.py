@@ -17,7 +17,8 @@ from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
-from batchinfer.job.stats.status import SILENT_S, Status, read_status
+from batchinfer.job.stats.status import Status, read_status
+from batchinfer.job.stats.workers import SILENT_S
 from batchinfer.job.storage.local_lock import HOLDER
 from tests.job.datasets import write_parquet
 from tests.job.fakes import AtOnce, job

@@ -34,19 +34,19 @@ STEP_COLUMNS = [
     *("kv_blocks_total", "kv_blocks_used", "kv_blocks_shared", "kv_blocks_cached"),
     *("kv_tokens_live", "kv_waste", "kv_logical_blocks", "kv_tokens_logical"),
     *("contiguous_blocks", "cow_copies", "swapped_in_blocks", "swapped_out_blocks"),
-    *("device_bytes", "host_rss_bytes"),
+    *("device_bytes", "host_rss_bytes", "worker"),
 ]
 REQUEST_COLUMNS = [
     *("row_id", "prompt_tokens", "output_tokens", "cached_tokens", "recomputed_tokens"),
     *("preemptions", "swapped_blocks", "peak_blocks", "queue_ms", "prefill_ms", "decode_ms"),
     *("latency_ms", "swap_preemptions", "deduplicated", "distinct_tokens"),
     *("samples_tried", "samples_accepted", "samples_rejected"),
-    *("samples_duplicate", "samples_surplus"),
+    *("samples_duplicate", "samples_surplus", "worker"),
 ]
 SUMMARY_KEYS = {
     "rows": ["total", "ok", "error"],
     "tokens": ["prompt", "prompt_computed", "prompt_cached", "recomputed", "output"],
-    "time_s": ["total", "load", "engine"],
+    "time_s": ["total", "load", "engine", "wall"],
     "throughput": ["output_tokens_per_s", "total_tokens_per_s", "rows_per_s"],
     "kv": [
         *("block_size", "num_blocks", "bytes_per_block", "peak_used_blocks", "mean_utilization"),
