@@ -82,7 +82,8 @@ class Dispatcher:
         self._children.clear()
 
     def _seconds(self, lot: Lot) -> float:
-        return self._limits.patient_seconds if lot.is_patient else self._limits.seconds
+        seconds = self._limits.seconds
+        return max(seconds, self._limits.patient_seconds) if lot.is_patient else seconds
 
     def _child_for(self, lot: Lot) -> ChildProcess | None:
         """The child with the least to do; None where all have enough."""
