@@ -216,6 +216,11 @@ ROOMS = [
         ("config", "errors", "options", "process", "console", "engine", "requests", "build", "job"),
     ),
     Room(
+        "job.fleet",
+        "A fleet: one job on many workers, each with an engine of its own.",
+        ("config", "errors", "process", "console", "engine", "requests", "build", "job"),
+    ),
+    Room(
         "job.plan",
         "``batchinfer plan``: a job simulated before it runs.",
         ("config", "errors", "console", "engine", "text", "requests", "build_dry", "job"),

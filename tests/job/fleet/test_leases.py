@@ -1,0 +1,214 @@
+"""Leases in random order and size, deaths, thaws, workers that come and go: each row once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from batchinfer.errors import DeviceError
+from batchinfer.job.fleet.dispatcher import SILENT_S, Dispatcher
+from batchinfer.job.fleet.leases import MAX_UNPUBLISHED, LeaseLedger
+from batchinfer.job.row_ids import NO_ROWS, Part, sorted_row_ids
+from tests.job.fleet.fake_fleet import FakeFleet
+
+SMALL = st.integers(0, 12)
+
+
+def make_parts(*sizes: int) -> list[Part]:
+    """Parts of so many rows."""
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    return [
+        Part(index, range(start, start + size))
+        for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+
+
+def finish_job(fleet: FakeFleet) -> None:
+    """Let a fleet run to its end, with a new worker for each that dies."""
+    for _ in range(10_000):
+        if fleet.ledger.is_complete:
+            return
+        if len(fleet.workers) < 2:
+            fleet.start_worker()
+        for name in list(fleet.workers):
+            for act in (
+                lambda name=name: fleet.admit(name, 8),
+                lambda name=name: fleet.finish(name, 8),
+                *[lambda name=name: fleet.hear(name)] * 20,
+            ):
+                if name in fleet.workers:
+                    act()
+        fleet.publish()
+    raise AssertionError("the job does not end")
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """A job on workers to which anything happens at any time."""
+
+    @initialize(
+        sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+        window=st.integers(1, 40),
+        done=st.sets(st.integers(0, 40)),
+        poison=st.sets(st.integers(0, 60), max_size=2),
+    )
+    def begin(self, sizes: list[int], window: int, done: set[int], poison: set[int]) -> None:
+        parts = make_parts(*sizes)
+        done = {row for row in done if row < sum(sizes)}
+        self.fleet = FakeFleet(parts, window, frozenset(done), frozenset(poison - done))
+        self.fleet.start_worker()
+
+    @precondition(lambda self: len(self.fleet.workers) < 5)
+    @rule()
+    def join(self) -> None:
+        self.fleet.start_worker()
+
+    @precondition(lambda self: self.fleet.workers)
+    @rule(
+        data=st.data(),
+        count=SMALL,
+        what=st.sampled_from(
+            ["admit", "finish", "flush", "hear", "hear", "hear", "kill", "freeze"]
+        ),
+    )
+    def happen(self, data: st.DataObject, count: int, what: str) -> None:
+        fleet = self.fleet
+        name = data.draw(st.sampled_from(sorted(fleet.workers)))
+        try:
+            match what:
+                case "admit":
+                    fleet.admit(name, count)
+                case "finish":
+                    fleet.finish(name, count)
+                case "flush":
+                    fleet.flush(name)
+                case "hear":
+                    fleet.hear(name)
+                case "kill":
+                    fleet.kill(name, late=False)
+                case "freeze":
+                    fleet.kill(name, late=True)
+        except DeviceError:
+            fleet.dispatcher._fruitless = 0  # here anybody may be killed as often as they like
+
+    @precondition(lambda self: any(ghost.told for ghost in self.fleet.ghosts))
+    @rule()
+    def thaw(self) -> None:
+        """What a fenced worker has told arrives after all."""
+        next(ghost for ghost in self.fleet.ghosts if ghost.told).told.popleft()()
+        self.fleet.act()
+
+    @rule()
+    def publish(self) -> None:
+        self.fleet.publish()
+
+    @invariant()
+    def holds(self) -> None:
+        fleet = self.fleet
+        fleet.ledger.check_invariants()
+        for index, rows in fleet.published.items():
+            assert rows == set(fleet.parts[index].rows)
+
+    def teardown(self) -> None:
+        fleet = self.fleet
+        fleet.dispatcher._fruitless = -1000
+        finish_job(fleet)
+        assert fleet.published.keys() == fleet.parts.keys()
+        assert fleet.failed <= fleet.poison or not fleet.poison
+
+
+TestFleet = FleetMachine.TestCase
+TestFleet.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_each_poison_row_is_given_up_and_no_other() -> None:
+    poison = frozenset({5, 77, 78, 143})
+    fleet = FakeFleet(make_parts(*[16] * 10), 64, poison=poison)
+    finish_job(fleet)
+    assert fleet.failed == poison
+    assert fleet.published.keys() == set(range(10))
+
+
+def test_leases_shrink_with_what_is_left_and_end_in_single_parts() -> None:
+    ledger = LeaseLedger(make_parts(*[10] * 40), {}, 100)
+    sizes = []
+    while (lease := ledger.grant("w01", 2)) is not None:
+        sizes.append(lease.num_rows)
+        for share in lease.shares:
+            assert ledger.draft(lease.fence, share.part.index)
+            ledger.published(share.part.index)
+        ledger.end(lease.fence)
+    assert sizes[0] == 100
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 10
+    assert ledger.is_complete
+
+
+def test_a_worker_has_two_leases_at_most() -> None:
+    ledger = LeaseLedger(make_parts(*[10] * 40), {}, 20)
+    assert ledger.grant("w01", 1) is not None
+    assert ledger.grant("w01", 1) is not None
+    assert ledger.grant("w01", 1) is None
+    assert ledger.grant("w02", 1) is not None
+
+
+def test_nothing_is_leased_while_too_many_drafts_wait() -> None:
+    ledger = LeaseLedger(make_parts(*[1] * 200), {}, 100)
+    lease = ledger.grant("w01", 1)
+    assert lease is not None
+    for share in lease.shares[:MAX_UNPUBLISHED]:
+        assert ledger.draft(lease.fence, share.part.index)
+    assert ledger.grant("w02", 1) is None
+    ledger.published(0)
+    assert ledger.grant("w02", 1) is not None
+
+
+def test_the_draft_of_a_lease_that_was_revoked_is_refused() -> None:
+    ledger = LeaseLedger(make_parts(4), {}, 100)
+    old = ledger.grant("w01", 1)
+    assert old is not None
+    ledger.revoke(old.fence, sorted_row_ids([0, 1]))
+    new = ledger.grant("w02", 1)
+    assert new is not None
+    assert new.shares[0].rows == (range(2, 4),)
+    assert not ledger.draft(old.fence, 0)
+    assert ledger.draft(new.fence, 0)
+    assert not ledger.draft(new.fence, 0)
+
+
+def test_a_part_whose_rows_two_leases_ran_is_made_by_a_third() -> None:
+    ledger = LeaseLedger(make_parts(8), {}, 100)
+    slow = ledger.grant("w01", 2)
+    assert slow is not None
+    ledger.give_back(slow.fence, sorted_row_ids([4, 5, 6, 7]))
+    quick = ledger.grant("w02", 2)
+    assert quick is not None
+    assert not quick.shares[0].makes
+    assert not ledger.draft(slow.fence, 0)
+    ledger.end(quick.fence)
+    assert ledger.grant("w02", 2) is None
+    ledger.end(slow.fence)
+    last = ledger.grant("w02", 2)
+    assert last is not None
+    assert last.shares[0].makes
+    assert not last.num_rows
+
+
+def test_a_silent_worker_is_killed() -> None:
+    dispatcher = Dispatcher(LeaseLedger(make_parts(8), {}, 100))
+    dispatcher.ready("w01", 0.0)
+    dispatcher.ready("w02", 0.0)
+    assert not [act for act in dispatcher.actions(1.0) if type(act).__name__ == "Kill"]
+    dispatcher.reported("w02", 10.0, 0, 0, 0)
+    kills = [act for act in dispatcher.actions(SILENT_S + 1) if type(act).__name__ == "Kill"]
+    assert [kill.worker for kill in kills] == ["w01"]
+
+
+def test_workers_that_die_without_a_finished_row_end_the_job() -> None:
+    dispatcher = Dispatcher(LeaseLedger(make_parts(8), {}, 100))
+    with pytest.raises(DeviceError, match="die one after another"):
+        for number in range(100):
+            dispatcher.ready(f"w{number}", 0.0)
+            list(dispatcher.actions(0.0))
+            dispatcher.died(f"w{number}", NO_ROWS, NO_ROWS)
