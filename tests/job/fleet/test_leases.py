@@ -207,8 +207,12 @@ def test_a_silent_worker_is_killed() -> None:
 
 def test_workers_that_die_without_a_finished_row_end_the_job() -> None:
     dispatcher = Dispatcher(LeaseLedger(make_parts(8), {}, 100))
-    with pytest.raises(DeviceError, match="die one after another"):
+
+    def die_in_turn() -> None:
         for number in range(100):
             dispatcher.ready(f"w{number}", 0.0)
             list(dispatcher.actions(0.0))
             dispatcher.died(f"w{number}", NO_ROWS, NO_ROWS)
+
+    with pytest.raises(DeviceError, match="die one after another"):
+        die_in_turn()
