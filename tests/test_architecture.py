@@ -218,7 +218,7 @@ ROOMS = [
     Room(
         "job.fleet",
         "A fleet: one job on many workers, each with an engine of its own.",
-        ("config", "errors", "process", "console", "engine", "requests", "build", "job"),
+        ("config", "cpus", "errors", "process", "console", "engine", "requests", "build", "job"),
     ),
     Room(
         "job.plan",

@@ -1,6 +1,10 @@
 """A fleet: one job on many workers, each with an engine of its own.
 
-``leases`` is the ledger of who runs which rows, ``dispatcher`` decides on what workers tell.
+``leases`` is the ledger of who runs which rows, ``dispatcher`` decides on what workers tell, and
+``driver`` does it: it alone publishes parts and deletes segments. ``worker`` runs leases
+(``lease_run``) on one engine, in a process that ``boot`` begins; ``messages`` go between the two.
+``ray_workers`` and ``ray_cluster`` are Ray, which starts processes and carries messages;
+``run_fleet`` puts all of it together.
 
-May import: config, errors, process, console, engine, requests, build, job.
+May import: config, cpus, errors, process, console, engine, requests, build, job.
 """

@@ -101,6 +101,14 @@ class Dispatcher:
         """Who is up."""
         return list(self._workers)
 
+    def adopt(self, history: CrashHistory) -> None:
+        """Go on from what earlier runs have died of."""
+        self.given_up.update(history.given_up)
+        suspects = sorted_row_ids(row for group in history.groups for row in group)
+        if len(suspects):
+            self.ledger.set_aside(suspects)
+            self._cases.append(_Case(CrashHistory(groups=history.groups, deaths=history.deaths)))
+
     def ready(self, worker: str, now: float) -> None:
         """A worker has loaded its model."""
         self._workers[worker] = _Worker(now, now)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from batchinfer.console.format import format_value, listed, printable
@@ -16,6 +17,7 @@ from batchinfer.job.input.discover import find_files, named_format
 from batchinfer.job.input.filter import Condition, Selection, select_rows
 from batchinfer.job.input.format import Format, InputFile, ReadRequest, Row, Rows, check_unchanged
 from batchinfer.job.input.hive_partitions import HiveFormat, folder_values
+from batchinfer.job.row_ids import RowIds
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
 _Found = Iterator[tuple[int, _Piece]]
@@ -44,6 +46,12 @@ class Source:
     def count(self, rows: range) -> int:
         """How many of the rows in ``rows`` are selected."""
         return len(rows) if self.selection is None else self.selection.count(rows)
+
+    def row_ids(self, rows: range) -> RowIds:
+        """Those of the rows in ``rows`` that are selected."""
+        if self.selection is None:
+            return np.arange(rows.start, rows.stop)
+        return self.selection.within(rows)
 
     def bounds(self, rows_per_part: int) -> tuple[int, ...] | None:
         """The first row id of each part, and where the last one ends; None without a filter."""

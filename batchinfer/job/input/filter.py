@@ -177,6 +177,10 @@ class Selection:
         """How many of ``rows`` are selected."""
         return len(in_range(self._row_ids, rows))
 
+    def within(self, rows: range) -> RowIds:
+        """Those of ``rows`` that are selected."""
+        return in_range(self._row_ids, rows)
+
     def bounds(self, rows_per_part: int) -> tuple[int, ...]:
         """The first row of each part, and where the last one ends."""
         if not len(self):

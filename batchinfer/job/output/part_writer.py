@@ -74,6 +74,7 @@ class PartWriter:
         self._rows: dict[int, FinishedRow] = {}
         self._first_rows = [part.rows.start for part in parts]
         self._missing = [part.num_rows - len(in_range(finished, part.rows)) for part in parts]
+        self._left: set[int] = set()
         self._num_written = 0
 
     def add(self, row: FinishedRow) -> None:
@@ -91,10 +92,19 @@ class PartWriter:
         self._missing[at] -= 1
         self.write_complete()
 
+    def leave(self, part: Part) -> None:
+        """Do not make a part, of which others have rows: those that come here stay in segments."""
+        self._left.add(part.index)
+
     def write_complete(self) -> None:
         """Write the parts that lack no row, up to the first that does."""
-        while self._num_written < len(self._parts) and self._missing[self._num_written] == 0:
-            self._write(self._parts[self._num_written])
+        for part in self._parts[self._num_written :]:
+            if part.index in self._left:
+                self._kept_of(part)  # they are read one part after the other
+            elif self._missing[self._num_written] == 0:
+                self._write(part)
+            else:
+                return
             self._num_written += 1
 
     def flush_if_due(self) -> None:

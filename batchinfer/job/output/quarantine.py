@@ -250,13 +250,14 @@ def _stored_history(out: OutputDir, path: PurePath) -> CrashHistory:
 
 def _own_rows(out: OutputDir, log: PurePath, missing: Sequence[range]) -> RowIds:
     """Rows of a log; of another writer's, those among which rows are missing: others may be its."""
-    row_ids = _logged_rows(out, log)
+    row_ids = logged_rows(out, log)
     if _is_own(out, log) or not missing:
         return row_ids
     return in_range(row_ids, range(missing[0].start, missing[-1].stop))
 
 
-def _logged_rows(out: OutputDir, log: PurePath) -> RowIds:
+def logged_rows(out: OutputDir, log: PurePath) -> RowIds:
+    """Rows that a run's log says were in flight, finished or not; none where there is no log."""
     try:
         data = read_file(out.files, log)
     except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event
+from typing import Protocol
 
 from batchinfer.console.progress import Progress
 from batchinfer.engine.engine import Engine
@@ -14,11 +15,31 @@ from batchinfer.engine.stats import StepStats
 from batchinfer.errors import RowError
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
-from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.requests import PromptRow
 
 _WAIT_S = 0.1  # for rows, before looking whether to stop
+
+
+class RowSource(Protocol):
+    """Rows for the engine, as a ``Prefetcher`` of them has them."""
+
+    def take(self, timeout_s: float) -> list[PromptRow] | None:
+        """The next rows; None if there are none within the time, or ever again."""
+        ...
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all rows have been taken, and no more will come."""
+        ...
+
+
+class TurnWriter(Protocol):
+    """Takes what the engine's turns come to, and writes it."""
+
+    def put(self, item: TurnResult) -> None:
+        """Hand over a turn's rows."""
+        ...
 
 
 @dataclass(slots=True)
@@ -59,9 +80,7 @@ class EngineLoop:
     def __post_init__(self) -> None:
         self._in_flight: dict[int, RowResult] = {}
 
-    def run(
-        self, rows: Prefetcher[list[PromptRow]], writer: BackgroundConsumer[TurnResult]
-    ) -> bool:
+    def run(self, rows: RowSource, writer: TurnWriter) -> bool:
         """Run ``rows`` until they are all finished, or until asked to stop.
 
         Returns:
@@ -77,7 +96,7 @@ class EngineLoop:
                 complete = rows.exhausted and not self.stop.is_set()
         return complete
 
-    def _feed(self, rows: Prefetcher[list[PromptRow]]) -> list[PromptRow]:
+    def _feed(self, rows: RowSource) -> list[PromptRow]:
         """Queue rows in the engine; give back those that cannot run."""
         failed: list[PromptRow] = []
         while self.engine.num_waiting < self.max_waiting:

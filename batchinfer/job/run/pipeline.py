@@ -50,7 +50,8 @@ from batchinfer.process import gc_frozen
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
 _BATCHES_READ_BACK = 2
-_QUARANTINED = RowError("crashed_engine", "the process died twice while this row ran alone")
+QUARANTINED = RowError("crashed_engine", "the process died twice while this row ran alone")
+"""The error of a row that is given up."""
 
 
 def run_pipeline(
@@ -86,14 +87,14 @@ def run_pipeline(
         recovered.finished,
         job.table,
         job.source,
-        _file_metadata(job),
+        file_metadata(job),
         recorder.checkpoint,
         partial(publish, job.out),
     )
     with flush_on_exit(recorder, part_writer):
         part_writer.write_complete()  # parts that lack no row, like that of an empty dataset
         for row_id in recovered.crash_history.given_up:
-            part_writer.add(_failed(job, row_id, _QUARANTINED))
+            part_writer.add(fail_row(job, row_id, QUARANTINED))
         if loaded is None:
             return True
         recorder.loaded(loaded.context, loaded.seconds)
@@ -160,7 +161,7 @@ class RowPipeline:
             if finished.recovered is not None:
                 self.recorder.note_recovery(finished.recovered)
             for result in finished.rows:
-                self.part_writer.add(_finished(self.job, task, result))
+                self.part_writer.add(finish_row(self.job, task, result))
             self.part_writer.flush_if_due()
 
         window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
@@ -198,21 +199,23 @@ class RowPipeline:
         )
 
 
-def _finished(job: Job, task: LoadedTask, result: RowResult) -> FinishedRow:
+def finish_row(job: Job, task: LoadedTask, result: RowResult) -> FinishedRow:
+    """The output of a row that has run, or that could not."""
     row = result.row
     if isinstance(row.prompt, RowError):
-        return _failed(job, row.row_id, row.prompt)
+        return fail_row(job, row.row_id, row.prompt)
     try:
         return task.finish(row, result.completions)
     except RowError as error:  # its output cannot be decoded
-        return _failed(job, row.row_id, error)
+        return fail_row(job, row.row_id, error)
 
 
-def _failed(job: Job, row_id: int, error: RowError) -> FinishedRow:
+def fail_row(job: Job, row_id: int, error: RowError) -> FinishedRow:
+    """The output of a row that the engine does not run."""
     return failed_row(row_id, error, TASKS[job.spec.task].failed_results)
 
 
-def _file_metadata(job: OutputJob) -> dict[str, str]:
+def file_metadata(job: OutputJob) -> dict[str, str]:
     """Key-value metadata of every part: what made it, nothing of when or where."""
     facts, model = job.manifest.job, job.spec.model
     template = json.dumps(facts["prompt"], sort_keys=True).encode()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 from batchinfer.console.format import printable
-from batchinfer.console.progress import make_progress, print_line
+from batchinfer.console.progress import Progress, make_progress, print_line
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.unique_ids import check_unique_ids
@@ -21,6 +22,7 @@ from batchinfer.job.output.manifest_file import is_stored_whole
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import (
+    RecoveredRows,
     ResumePlan,
     delete_segments,
     from_scratch,
@@ -39,6 +41,11 @@ from batchinfer.job.stats.recorder import kernels_of, runs_of
 from batchinfer.job.stats.summary import write_summary
 from batchinfer.process import gc_paused, stop_signals
 
+RunFleet = Callable[
+    [OutputJob, RecoveredRows, BuildEngine | None, Mapping[str, str], Progress, Event], bool
+]
+"""``run_pipeline`` with several workers, each with an engine that it builds itself; given the
+kernels of the runs whose rows stay. Whether all parts were made."""
 _AGAIN = "run the same command again: the part is then made again"
 
 
@@ -53,6 +60,7 @@ def run_job(
     build: BuildEngine | None = None,
     report: Report | None = None,
     combined_output: Path | None = None,
+    fleet: RunFleet | None = None,
 ) -> ExitCode:
     """Run a job, or what is left of it, and write its output directory.
 
@@ -69,6 +77,7 @@ def run_job(
         report: writes ``report.html`` of a job that has ended, if it can; None: there is none.
         combined_output: a file for all of OpenAI's output and error lines, with that
             ``output.format``.
+        fleet: runs the job on several workers; None: it runs here, on one.
 
     Returns:
         OK, TOO_MANY_ROW_ERRORS or INTERRUPTED.
@@ -102,7 +111,7 @@ def run_job(
         if not resume.todo:
             with stop_signals():
                 return _end(job, claim, reporter)
-        return _run(job, claim, resume, if_exists, reporter, build)
+        return _run(job, claim, resume, if_exists, reporter, build, fleet)
 
 
 def _open(spec: JobSpec, out: OutputDir, combined_output: Path | None) -> OutputJob:
@@ -129,6 +138,7 @@ def _run(
     if_exists: str,
     reporter: RunReporter,
     build: BuildEngine | None,
+    fleet: RunFleet | None,
 ) -> ExitCode:
     """Make the parts that are not finished."""
     recover = from_scratch if resume.starts_over else recover_rows
@@ -140,8 +150,8 @@ def _run(
     reporter.damage({**resume.damaged, **lost})
     missing = sum(map(job.source.count, recovered.missing))
     loaded = None
-    if missing:
-        before = {} if resume.starts_over else kernels_of(runs_of(job.out))
+    before = {} if resume.starts_over else kernels_of(runs_of(job.out))
+    if missing and fleet is None:
         with gc_paused():
             loaded = load(job, _like_before(build or _default_builder(), before))
         if loaded is not None:
@@ -150,7 +160,10 @@ def _run(
         claim.clear(resume)
         with stop_signals() as stop:
             with closing(make_progress(missing, quiet=reporter.quiet)) as progress:
-                complete = run_pipeline(job, recovered, loaded, progress, stop)
+                if missing and fleet is not None:
+                    complete = fleet(job, recovered, build, before, progress, stop)
+                else:
+                    complete = run_pipeline(job, recovered, loaded, progress, stop)
             if not complete:
                 reporter.stopped(job.out, overwrites=if_exists == "overwrite")
                 return ExitCode.INTERRUPTED

@@ -29,6 +29,8 @@ from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec, check_task
 from batchinfer.job.storage.urls import STORES
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_HOST_PORT = re.compile(r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
 _PROMPT_COLUMNS = ("column", "template", "messages", "token_ids_column", "adapter_column")
 _PLANNED_STORES = (*STORES, "hf")
 
@@ -200,6 +202,41 @@ class StatsSpec(_Section):
     """Write every so manieth engine step to stats/steps.parquet."""
 
 
+class ScaleSpec(_Section):
+    """How many workers share the job, and where they run. Needs ``batchinfer[ray]``."""
+
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Engines, each with a device of its own; without GPUs they share the cores. auto: as many as
+    there are GPUs."""
+    min_workers: int = Field(default=1, ge=1)
+    """Begin when so many are up; the others join when there is room for them."""
+    cluster: Text = "local"
+    """local: a Ray cluster of this machine's own, for this job. auto: the one that RAY_ADDRESS
+    names. Else its host:port."""
+    start_timeout: Text = "10m"
+    """How long min_workers may take to come up, like 90s or 10m."""
+    resources: Mapping[Text, Annotated[float, Field(gt=0)]] = {}
+    """Ray resources to set aside for each worker, like {"spot": 1}; num_cpus and num_gpus are
+    Ray's own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.start_timeout_s  # noqa: B018 - raises
+        if self.cluster not in ("local", "auto") and not _HOST_PORT.fullmatch(self.cluster):
+            raise ValueError("cluster must be local, auto or host:port")
+        if self.workers != "auto" and self.min_workers > self.workers:
+            raise ValueError("min_workers is more than workers; lower it")
+        return self
+
+    @property
+    def start_timeout_s(self) -> float:
+        """``start_timeout`` in seconds."""
+        match = _DURATION.fullmatch(self.start_timeout)
+        if match is None:
+            raise ValueError(f"start_timeout: {self.start_timeout!r}; write it like 90s or 10m")
+        return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
 def _seeded(params: SamplingParams) -> SamplingParams:
     """A job can be repeated: its seed is 0 where none is given."""
     return params if params.seed is not None else replace(params, seed=0)
@@ -245,6 +282,7 @@ class JobSpec(_Section):
     output: OutputSpec
     errors: ErrorsSpec = ErrorsSpec()
     stats: StatsSpec = StatsSpec()
+    scale: ScaleSpec = ScaleSpec()
 
     @property
     def task_spec(self) -> TaskSpec:

@@ -1,0 +1,132 @@
+"""A worker's start in its own process: the job opened and checked there, the model loaded."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from batchinfer.errors import DataError, JobError, ModelError, StorageError
+from batchinfer.job.fleet.messages import Assignment, Failure, Ready, WorkerReport
+from batchinfer.job.fleet.worker import FleetWorker
+from batchinfer.job.job import BuildEngine, OutputJob, load, open_input, open_job
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.resume import clear_staging
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.recorder import package_versions
+from batchinfer.job.storage.filesystem import read_file
+from batchinfer.process import gc_paused
+
+NONCE = "fleet"
+"""File in ``OutputDir.state``: who reads there what the driver has written shares its disk."""
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker is started with."""
+
+    spec: JobSpec
+    manifest: Manifest
+    """The job's plan, as the driver has it."""
+    fingerprint: str
+    """Of the job and its model as the driver finds them now."""
+    nonce: bytes
+    versions: Mapping[str, str] = field(default_factory=package_versions)
+    build: BuildEngine | None = None
+    """Makes the engine; None: ``batchinfer.build.build_engine``."""
+    kernels_before: Mapping[str, str] = field(default_factory=dict)
+
+
+class WorkerProcess:
+    """A worker, as what starts processes calls it; from several threads.
+
+    Args:
+        worker: its name.
+        run_id: of its run.
+    """
+
+    def __init__(self, setup: WorkerSetup, worker: str, run_id: str) -> None:
+        self._setup = setup
+        self._name = worker
+        self._run_id = run_id
+        self._worker: FleetWorker | None = None
+
+    def load(self) -> Ready | Failure:
+        """Load the model, and begin to run leases as they come."""
+        try:
+            job = _open(self._setup, self._name)
+            with gc_paused():
+                loaded = load(job, self._builder())
+        except JobError as error:
+            return Failure(type(error).__name__, str(error))
+        assert loaded is not None, "a fleet without rows to run"
+        self._worker = FleetWorker(job, loaded, self._run_id)
+        threading.Thread(target=self._worker.run, daemon=True).start()
+        context = loaded.context
+        return Ready(socket.gethostname(), context.device, dict(context.kernels))
+
+    def report(self, wait_s: float) -> WorkerReport:
+        """What is new; within the time, or as soon as the driver should know."""
+        assert self._worker is not None
+        return self._worker.outbox.take(wait_s)
+
+    def give(self, assignment: Assignment) -> None:
+        """Take a lease."""
+        assert self._worker is not None
+        self._worker.give(assignment)
+
+    def take_back(self, everything: bool) -> None:
+        """Give rows back."""
+        assert self._worker is not None
+        self._worker.take_back(everything=everything)
+
+    def stop(self) -> None:
+        """Put everything on disk, and run nothing more."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    def _builder(self) -> BuildEngine:
+        build = self._setup.build
+        if build is None:
+            from batchinfer.build import build_engine  # imports torch
+
+            build = build_engine
+        before = self._setup.kernels_before
+        return partial(build, kernels_before=before) if before else build
+
+
+def _open(setup: WorkerSetup, worker: str) -> OutputJob:
+    """The job as it is found here, which must be as the driver found it.
+
+    Raises:
+        JobError: it is not, or cannot be opened.
+    """
+    here = package_versions()
+    for name, version in setup.versions.items():
+        if here[name] != version:
+            raise ModelError(f"{name} is {here[name]} on this node, {version} on the driver's")
+    out = output_at(setup.spec.output.path).for_writer(worker)
+    if _nonce(out) != setup.nonce:
+        raise StorageError(
+            f"not yet: {out.root} is not the driver's own on this node",
+            hint="put output.path on a file system that all nodes share",
+        )
+    source = open_input(setup.spec)
+    if source.files != setup.manifest.inputs:
+        raise DataError("the input is another on this node than on the driver's")
+    job = open_job(setup.spec, source)
+    if job.manifest.fingerprint != setup.fingerprint:
+        raise ModelError("the model is another on this node than on the driver's")
+    clear_staging(out)
+    return OutputJob(job.spec, source, job.table, setup.manifest, out)
+
+
+def _nonce(out: OutputDir) -> bytes:
+    try:
+        return read_file(out.files, out.state / NONCE)
+    except OSError:
+        return b""

@@ -1,0 +1,397 @@
+"""The driver of a fleet: what workers tell goes into the ledger, what is decided goes to them.
+
+Only the driver publishes parts, writes records and deletes segments. It holds the output's lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer import errors
+from batchinfer.console.progress import Progress
+from batchinfer.errors import DeviceError, JobError
+from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, TakeBack
+from batchinfer.job.fleet.leases import LeaseLedger, Ranges, row_ids_of
+from batchinfer.job.fleet.messages import Assignment, Failure, Ready, WorkerReport
+from batchinfer.job.job import OutputJob
+from batchinfer.job.output.commit import Draft, publish
+from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.quarantine import logged_rows
+from batchinfer.job.output.resume import RecoveredRows
+from batchinfer.job.row_ids import NO_ROWS, RowIds, in_range, missing_ranges, sorted_row_ids
+from batchinfer.job.run_ids import run_id
+from batchinfer.job.storage.filesystem import storage_errors
+
+BOOTS_PER_NODE = 2
+"""Workers that could not be started on a node, until it is left out."""
+STOP_S = 4.0
+"""How long workers have to put everything on disk when the job stops."""
+_WAIT_S = 0.2
+
+
+@dataclass(frozen=True)
+class Up:
+    """A worker is ready."""
+
+    worker: str
+    ready: Ready
+
+
+@dataclass(frozen=True)
+class NotUp:
+    """A worker could not be started."""
+
+    worker: str
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """A worker's report."""
+
+    worker: str
+    report: WorkerReport
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A worker that was up is no more."""
+
+    worker: str
+    reason: str
+
+
+WorkerEvent = Up | NotUp | Told | Gone
+
+
+class Workers(Protocol):
+    """Processes with an engine each, wherever they run."""
+
+    def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
+        """Begin to start a worker, on none of the nodes in ``avoid``; it may have to wait."""
+        ...
+
+    def use_kernels(self, kernels: Mapping[str, str]) -> None:
+        """Have workers that are started from now on compute with these."""
+        ...
+
+    def give(self, worker: str, assignment: Assignment) -> None:
+        """Send a lease."""
+        ...
+
+    def take_back(self, worker: str, *, everything: bool) -> None:
+        """Ask for rows."""
+        ...
+
+    def stop(self, worker: str) -> None:
+        """Ask a worker to put everything on disk and end."""
+        ...
+
+    def kill(self, worker: str) -> None:
+        """End a worker's process; a ``Gone`` follows."""
+        ...
+
+    def close(self) -> None:
+        """End all processes."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+        """What has happened; within the time, or as soon as something has."""
+        ...
+
+
+@dataclass(frozen=True)
+class FleetSize:
+    """How many workers there are to be."""
+
+    workers: int
+    min_workers: int = 1
+    """Rows are leased when so many are up."""
+    start_timeout_s: float = 600.0
+    """Until so many must be up."""
+    first_alone: bool = False
+    """Start the others when the first is up: what it has found to be the fastest kernels, they
+    take."""
+
+
+@dataclass
+class FleetDriver:
+    """One job's driver.
+
+    Args:
+        recovered: the parts to make, and what is there of them already.
+        run_number: of the run; workers' run ids have it.
+        log: told what happens to workers.
+        clock: seconds.
+    """
+
+    job: OutputJob
+    recovered: RecoveredRows
+    workers: Workers
+    size: FleetSize
+    run_number: int
+    progress: Progress
+    stop: Event
+    log: Callable[[str], None] = lambda line: None
+    clock: Callable[[], float] = time.monotonic
+
+    _started: dict[str, float] = field(default_factory=dict, init=False)
+    """Workers that are to come up, and since when."""
+    _counted: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
+    """Rows and tokens of each worker that are counted."""
+    _bad_boots: Counter[str] = field(default_factory=Counter, init=False)
+    _publishing: dict[Future[PartRecord], int] = field(default_factory=dict, init=False)
+    _over: set[str] = field(default_factory=set, init=False)
+    _num_started: int = field(default=0, init=False)
+    _has_begun: bool = field(default=False, init=False)
+    _last_reason: str = field(default="", init=False)
+    """Why a worker could not be started."""
+    _is_ending: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        parts = self.recovered.parts
+        self._by_index = {part.index: part for part in parts}
+        self._segments = self.recovered.segments
+        missing = _missing(self.recovered)
+        self._ledger = LeaseLedger(parts, missing, self.job.spec.engine.order_window)
+        self._dispatcher = Dispatcher(self._ledger)
+        self._dispatcher.adopt(self.recovered.crash_history)
+        self._awaits_first = self.size.first_alone
+
+    def run(self) -> bool:
+        """Have all parts made and published.
+
+        Returns:
+            False where it was asked to stop before.
+
+        Raises:
+            JobError: workers cannot be started, or one met what all would; what is finished stays.
+        """
+        began = self.clock()
+        with ThreadPoolExecutor(1) as self._publisher:
+            for _ in range(1 if self.size.first_alone else self.size.workers):
+                self._start()
+            try:
+                while not self._ledger.is_complete and not self.stop.is_set():
+                    self._turn(began)
+            finally:
+                self._end()
+        if self._ledger.is_complete:
+            self._sweep()
+        return self._ledger.is_complete
+
+    def _turn(self, began: float) -> None:
+        for event in self.workers.wait(_WAIT_S):
+            self._handle(event)
+        self._take_published()
+        if not self._has_begun:
+            self._check_boots(began)
+        if self._has_begun:
+            for action in self._dispatcher.actions(self.clock()):
+                self._do(action)
+
+    def _check_boots(self, began: float) -> None:
+        """Begin when enough workers are up.
+
+        Raises:
+            DeviceError: so many cannot be had.
+        """
+        least, num_up = self.size.min_workers, len(self._dispatcher.workers)
+        self._has_begun = num_up >= least
+        coming = self.size.workers - 1 if self._awaits_first else 0
+        if num_up + len(self._started) + coming < least:
+            raise DeviceError(
+                f"no more than {num_up} workers could be started: {self._last_reason}",
+                hint="the logs in _batchinfer/logs say more",
+            )
+        if self.clock() - began > self.size.start_timeout_s and not self._has_begun:
+            raise DeviceError(
+                f"{num_up} of scale.min_workers {least} came up within scale.start_timeout",
+                hint="give the cluster more nodes, or the job more time",
+            )
+
+    def _start_others(self, ready: Ready) -> None:
+        """Once the first worker is up: the others, if they have waited for it."""
+        if self._awaits_first:
+            self._awaits_first = False
+            self.workers.use_kernels(ready.kernels)
+            for _ in range(self.size.workers - 1):
+                self._start()
+
+    def _start(self) -> None:
+        self._num_started += 1
+        worker = f"w{self._num_started:02d}"
+        self._started[worker] = self.clock()
+        self.workers.start(worker, run_id(self.run_number, worker), self._bad_nodes)
+
+    @property
+    def _bad_nodes(self) -> frozenset[str]:
+        bad = (node for node, count in self._bad_boots.items() if count >= BOOTS_PER_NODE)
+        return frozenset(bad)
+
+    def _handle(self, event: WorkerEvent) -> None:
+        match event:
+            case Up(worker, ready):
+                self._started.pop(worker, None)
+                self._bad_boots.clear()
+                self._dispatcher.ready(worker, self.clock())
+                self._start_others(ready)
+                self.log(f"{worker} is up on {ready.host}: {ready.device}")
+            case NotUp(worker, node, reason):
+                self._not_up(worker, node, reason)
+            case Told(worker, report):
+                self._hear(worker, report)
+            case Gone(worker, reason):
+                self._bury(worker, reason)
+
+    def _not_up(self, worker: str, node: str, reason: str) -> None:
+        self._started.pop(worker, None)
+        self.log(f"{worker} could not be started on {node}: {reason}")
+        self._last_reason = reason
+        self._bad_boots[node] += 1
+        if self._bad_boots[node] < BOOTS_PER_NODE:
+            self._start()
+        elif not self._started and not self._dispatcher.workers:
+            raise DeviceError(
+                f"no worker could be started: {reason}",
+                hint="the logs in _batchinfer/logs say more",
+            )
+
+    def _hear(self, worker: str, report: WorkerReport) -> None:
+        for name, groups in report.segments.items():
+            self._segments.note(self.job.out.segments / name, groups)
+        for draft in report.drafts:
+            self._publish(worker, draft)
+        for answer in report.given_back:
+            self._dispatcher.gave_back(worker, answer)
+        for fence in report.ended:
+            self._dispatcher.ended(worker, fence)
+        self._dispatcher.reported(
+            worker, self.clock(), report.num_unadmitted, report.rows, report.latest_fence
+        )
+        rows, tokens = self._counted.get(worker, (0, 0))
+        self._counted[worker] = (report.rows, report.tokens)
+        self.progress.update(report.rows - rows, report.tokens - tokens, None)
+        if report.is_over:
+            self._over.add(worker)
+            if report.failure is not None and report.failure.kind:
+                raise _error(report.failure)
+            if not self._is_ending:
+                why = "it was told to stop" if report.failure is None else report.failure.text
+                self._bury(worker, why)
+
+    def _publish(self, worker: str, draft: Draft) -> None:
+        if not self._ledger.draft(draft.lease, draft.part):
+            self.log(f"a draft of part {draft.part} by {worker} is refused: it comes too late")
+            return
+        part = self._by_index[draft.part]
+        future = self._publisher.submit(publish, self.job.out, part, draft)
+        self._publishing[future] = draft.part
+
+    def _take_published(self) -> None:
+        for future in [future for future in self._publishing if future.done()]:
+            index = self._publishing.pop(future)
+            future.result()
+            self._segments.drop(self._by_index[index])
+            self._ledger.published(index)
+
+    def _bury(self, worker: str, reason: str) -> None:
+        """Take a dead worker's rows back, and have another come in its place."""
+        self.log(f"{worker} is gone: {reason}")
+        log = self.job.out.in_flight / run_id(self.run_number, worker)
+        self._adopt_segments(worker)
+        finished = self._finished_rows(worker)
+        leased = self._leased_rows(worker)
+        in_flight = np.setdiff1d(np.intersect1d(logged_rows(self.job.out, log), leased), finished)
+        self._dispatcher.died(worker, in_flight, finished)
+        with storage_errors(log, "delete"):
+            self.job.out.files.delete(log)
+        self._over.add(worker)
+        if not self.stop.is_set() and not self._is_ending:
+            self._start()
+
+    def _adopt_segments(self, worker: str) -> None:
+        """Take up what a worker has put on disk and not told."""
+        for path in self.job.out.files.entries(self.job.out.segments):
+            if f"-{worker}-" in path.name and not self._segments.is_known(path):
+                with suppress(OSError, ValueError, pa.ArrowException):
+                    self._segments.adopt(path)
+
+    def _leased_rows(self, worker: str) -> RowIds:
+        leases = self._ledger.leases_of(worker)
+        shares = [share for lease in leases for share in lease.shares]
+        return np.unique(np.concatenate([NO_ROWS, *(row_ids_of(share.rows) for share in shares)]))
+
+    def _finished_rows(self, worker: str) -> RowIds:
+        """Rows on disk of the parts that a worker had."""
+        indices = {s.part.index for lease in self._ledger.leases_of(worker) for s in lease.shares}
+        rows = [
+            self._segments.rows_of(self._by_index[index])["row_id"].to_numpy()
+            for index in sorted(indices)
+        ]
+        return sorted_row_ids(np.concatenate([NO_ROWS, *rows]).tolist())
+
+    def _do(self, action: Give | TakeBack | Kill) -> None:
+        match action:
+            case Give(lease, given_up):
+                indices = {share.part.index for share in lease.shares}
+                names = tuple(path.name for path in self._segments.files_of(indices))
+                self.workers.give(lease.worker, Assignment(lease, names, given_up))
+            case TakeBack(worker, everything):
+                self.workers.take_back(worker, everything=everything)
+            case Kill(worker, reason):
+                self.log(f"{worker} is killed: {reason}")
+                self.workers.kill(worker)
+
+    def _end(self) -> None:
+        """Have all workers put what they have on disk; publish what they made until then."""
+        self._is_ending = True
+        alive = set(self._dispatcher.workers)
+        for worker in alive:
+            self.workers.stop(worker)
+        until = self.clock() + STOP_S
+        while alive - self._over and self.clock() < until:
+            for event in self.workers.wait(_WAIT_S):
+                if isinstance(event, Told):
+                    with suppress(JobError):  # another error, or none, is what ends the job
+                        self._hear(event.worker, event.report)
+                elif isinstance(event, Gone):
+                    self._over.add(event.worker)
+        self.workers.close()
+        for future in list(self._publishing):
+            future.exception()
+        self._take_published()
+
+    def _sweep(self) -> None:
+        """Delete what dead workers have left of parts that are published."""
+        out = self.job.out
+        for path in (*out.files.entries(out.segments), *out.files.entries(out.staging)):
+            with storage_errors(path, "delete"):
+                out.files.delete(path)
+
+
+def _missing(recovered: RecoveredRows) -> Mapping[int, Ranges]:
+    """Rows that are not finished, of parts that have finished rows."""
+    return {
+        part.index: tuple(missing_ranges([part], recovered.finished))
+        for part in recovered.parts
+        if len(in_range(recovered.finished, part.rows))
+    }
+
+
+def _error(failure: Failure) -> JobError:
+    """The error that a worker met, to be raised again here."""
+    kind = getattr(errors, failure.kind, JobError)
+    raised: JobError = kind(failure.text)
+    return raised

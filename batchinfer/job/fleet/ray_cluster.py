@@ -1,0 +1,200 @@
+"""A Ray cluster to run a fleet in: one of this machine's own, or one that is there.
+
+An embedded cluster leaves nothing: its folder is its own, and a process that watches its driver
+deletes it whatever the driver dies of. All of Ray's ports listen on every interface, so that
+nothing is let in without a token; an embedded one has a token that nobody else is told.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
+from typing import Any
+
+from batchinfer.errors import DeviceError, UsageError, one_line
+
+_LONGEST_FOLDER = 24
+"""Characters of a folder's name: sockets lie below it, whose paths end at 107."""
+_STORE_BYTES = 80 * 2**20
+"""What goes through Ray's object store is small."""
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_DEDUP_LOGS": "0",
+}
+"""Unless the user has set them: no telemetry, dead nodes noticed in seconds."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+_WATCH = """
+import os, shutil, sys, time
+folder = sys.argv[1]
+sys.stdin.read()
+def left():
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                if folder.encode() in file.read() and int(pid) != os.getpid():
+                    yield int(pid)
+        except OSError:
+            pass
+for turn in range(100):
+    pids = list(left())
+    if not pids:
+        break
+    if turn > 50:
+        for pid in pids:
+            try:
+                os.kill(pid, 9)
+            except OSError:
+                pass
+    time.sleep(0.1)
+for turn in range(20):
+    shutil.rmtree(folder, ignore_errors=True)
+    if not os.path.exists(folder):
+        break
+    time.sleep(0.1)
+"""
+"""Program that waits for its driver's end, then for the cluster's, and deletes its folder."""
+
+
+@contextmanager
+def connected(cluster: str, *, num_workers: int, threads: int) -> Iterator[None]:
+    """Be the driver in a Ray cluster; where this process is one already, it stays that.
+
+    Args:
+        cluster: ``local``: one of this machine's own, for this job alone; ``auto``: the one that
+            RAY_ADDRESS names; else its host:port.
+        num_workers: workers of a local one.
+        threads: each of these computes on so many.
+
+    Raises:
+        UsageError: Ray is not installed.
+        DeviceError: the cluster cannot be started, or not be reached.
+    """
+    ray = _import_ray() if "ray" in sys.modules else None
+    if ray is not None and ray.is_initialized():
+        yield
+        return
+    local = cluster == "local"
+    with (
+        _environment(_local_settings(threads) if local else {}),
+        _folder() if local else nullcontext("") as folder,
+    ):
+        with _signals_kept():
+            ray = _import_ray()
+            _read_settings_again()
+            try:
+                _init(ray, cluster, folder, num_workers)
+            except Exception as error:  # Ray raises whatever it met
+                raise DeviceError(
+                    f"the Ray cluster ({cluster}) cannot be used: {one_line(error)}"
+                ) from None
+        try:
+            yield
+        finally:
+            with _signals_kept():
+                ray.shutdown()
+
+
+def _init(ray: Any, cluster: str, folder: str, num_workers: int) -> None:
+    settings: dict[str, object] = {
+        "configure_logging": False,
+        "log_to_driver": False,
+        "include_dashboard": False if folder else None,
+    }
+    if folder:
+        settings |= {
+            "address": "local",
+            "num_cpus": num_workers,
+            "object_store_memory": _STORE_BYTES,
+            "_temp_dir": folder,
+        }
+    else:
+        settings["address"] = "auto" if cluster == "auto" else cluster
+    ray.init(**settings)
+
+
+def _read_settings_again() -> None:
+    """Ray reads its variables when it is imported, which may have been before they were set."""
+    core = import_module("ray._raylet")
+    core.Config.initialize("")
+    core.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise UsageError(
+            "scale.workers over 1 needs Ray", hint="pip install 'batchinfer[ray]'"
+        ) from None
+    return ray
+
+
+def _local_settings(threads: int) -> dict[str, str]:
+    """Variables of an embedded cluster's processes."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Have variables set for the processes that are started meanwhile."""
+    wanted = {name: os.environ.get(name, value) for name, value in _SETTINGS.items()} | dict(
+        settings
+    )
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if "ray" in sys.modules:
+            _read_settings_again()
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A folder that goes when this process does."""
+    parent = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="bi-", dir=parent if len(parent) < _LONGEST_FOLDER else "/tmp")
+    watcher = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _WATCH, folder],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield folder
+    finally:
+        assert watcher.stdin is not None
+        watcher.stdin.close()
+        watcher.wait()
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself when it connects: keep what was there."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with suppress(ValueError):  # not in the main thread
+                signal.signal(number, handler)

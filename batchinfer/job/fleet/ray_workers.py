@@ -1,0 +1,162 @@
+"""Workers as Ray actors. This module and ``ray_cluster`` alone import Ray.
+
+Ray starts processes, tells when they die, and carries messages. It never runs anything again by
+itself: what is lost with a worker, the driver leases anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+
+from batchinfer.errors import one_line
+from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
+from batchinfer.job.fleet.driver import Gone, NotUp, Told, Up, WorkerEvent
+from batchinfer.job.fleet.messages import Assignment, Failure, Ready
+
+REPORT_S = 5.0
+"""A worker reports so often, and when there is something the driver should know."""
+_THREADS = 4
+"""One waits to report, the others take what is sent."""
+_RETRY_S = 1.0
+
+
+class RayWorker(WorkerProcess):
+    """A worker that knows which node it is on."""
+
+    def where(self) -> str:
+        """Id of its node."""
+        return str(ray.get_runtime_context().get_node_id())
+
+
+@dataclass
+class _Actor:
+    handle: Any
+    node: str = "an unknown node"
+    is_up: bool = False
+
+
+@dataclass
+class RayWorkers:
+    """A fleet's workers in a cluster that this process is connected to.
+
+    Args:
+        setup: what each is started with.
+        resources: what Ray sets aside for each: ``num_cpus``, ``num_gpus``, ``resources``.
+    """
+
+    setup: WorkerSetup
+    resources: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self._class = ray.remote(RayWorker)
+        self._stored = ray.put(self.setup)
+        self._actors: dict[str, _Actor] = {}
+        self._asked: dict[Any, str] = {}
+        """Calls that are not answered, and whose they are."""
+        self._unavailable: dict[str, float] = {}
+        """Workers to ask again, and when."""
+        self._killed: list[WorkerEvent] = []
+
+    def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
+        elsewhere = {"label_selector": {"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}}
+        handle = self._class.options(
+            **self.resources,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=_THREADS,
+            **(elsewhere if avoid else {}),
+        ).remote(self._stored, worker, run_id)
+        self._actors[worker] = _Actor(handle)
+        self._asked[handle.where.remote()] = worker
+        self._asked[handle.load.remote()] = worker
+
+    def use_kernels(self, kernels: Mapping[str, str]) -> None:
+        self._stored = ray.put(replace(self.setup, kernels_before=dict(kernels)))
+
+    def give(self, worker: str, assignment: Assignment) -> None:
+        self._send(worker, "give", assignment)
+
+    def take_back(self, worker: str, *, everything: bool) -> None:
+        self._send(worker, "take_back", everything)
+
+    def stop(self, worker: str) -> None:
+        self._send(worker, "stop")
+
+    def kill(self, worker: str) -> None:
+        """End a worker's process. Nothing that it still says is heard."""
+        if worker in self._actors:
+            with suppress(RayError, ValueError):
+                ray.kill(self._actors[worker].handle)
+            self._killed.append(self._failed(worker, "it was killed"))
+
+    def close(self) -> None:
+        for worker in list(self._actors):
+            self.kill(worker)
+
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+        events, self._killed = self._killed, []
+        for worker, at in list(self._unavailable.items()):
+            if time.monotonic() >= at:
+                del self._unavailable[worker]
+                self._ask(worker)
+        asked = list(self._asked)
+        done, _ = ray.wait(asked, timeout=0 if events else timeout_s) if asked else ([], [])
+        if done:
+            done, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
+        for call in done:
+            if call in self._asked:  # else its worker's end was heard of a moment ago
+                events += self._answered(call, self._asked.pop(call))
+        return events
+
+    def _answered(self, call: Any, worker: str) -> list[WorkerEvent]:
+        actor = self._actors[worker]
+        try:
+            answer = ray.get(call)
+        except ActorUnavailableError:
+            self._unavailable[worker] = time.monotonic() + _RETRY_S  # if it stays so: killed
+            return []
+        except RayError as error:
+            return [self._failed(worker, _reason(error))]
+        match answer:
+            case str(node):
+                actor.node = node
+                return []
+            case Failure(_, text):
+                ray.kill(actor.handle)
+                return [self._failed(worker, text)]
+            case Ready():
+                actor.is_up = True
+                self._ask(worker)
+                return [Up(worker, answer)]
+        if not answer.is_over:
+            self._ask(worker)
+        return [Told(worker, answer)]
+
+    def _ask(self, worker: str) -> None:
+        self._asked[self._actors[worker].handle.report.remote(REPORT_S)] = worker
+
+    def _send(self, worker: str, method: str, *arguments: Any) -> None:
+        """Call a worker and wait for nothing: whether it still lives, its reports tell."""
+        if worker in self._actors:
+            with suppress(RayError):
+                getattr(self._actors[worker].handle, method).remote(*arguments)
+
+    def _failed(self, worker: str, reason: str) -> WorkerEvent:
+        actor = self._actors.pop(worker)
+        self._asked = {call: name for call, name in self._asked.items() if name != worker}
+        self._unavailable.pop(worker, None)
+        return Gone(worker, reason) if actor.is_up else NotUp(worker, actor.node, reason)
+
+
+def _reason(error: RayError) -> str:
+    """What Ray says of a worker's end, on one line."""
+    if isinstance(error, RayTaskError) and error.cause is not None:
+        return one_line(error.cause)
+    return one_line(error)

@@ -1,0 +1,141 @@
+"""A job on a fleet: workers counted, a cluster to run them in, a driver for both."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from threading import Event
+from typing import Any, BinaryIO
+
+from batchinfer.console.progress import Progress
+from batchinfer.cpus import cpu_limits
+from batchinfer.errors import NotYetError
+from batchinfer.job.fleet.boot import NONCE, WorkerSetup
+from batchinfer.job.fleet.driver import FleetDriver, FleetSize
+from batchinfer.job.job import BuildEngine, OutputJob, open_job
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.resume import RecoveredRows
+from batchinfer.job.run_ids import run_id, run_number
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.recorder import next_run_id
+from batchinfer.job.storage.filesystem import storage_errors
+from batchinfer.job.storage.urls import is_url
+
+
+def run_fleet(
+    job: OutputJob,
+    recovered: RecoveredRows,
+    build: BuildEngine | None,
+    kernels_before: Mapping[str, str],
+    progress: Progress,
+    stop: Event,
+) -> bool:
+    """Make the parts that are not finished, with several workers.
+
+    Args:
+        recovered: the parts to make, and what is there of them already.
+        build: makes a worker's engine, in place of ``batchinfer.build.build_engine``.
+        kernels_before: of the runs whose rows stay.
+        progress: shows finished rows.
+        stop: when set, workers put on disk what they have, and end.
+
+    Returns:
+        Whether all parts were made.
+
+    Raises:
+        JobError: the fleet cannot be started or run; finished rows are kept.
+    """
+    if is_url(job.spec.output.path):
+        raise NotYetError("scale.workers with output.path in an object store")
+    from batchinfer.job.fleet.ray_cluster import connected  # imports Ray, as what follows
+
+    scale, has_gpus = job.spec.scale, _has_gpus()
+    num_workers = _num_gpus() if scale.workers == "auto" else scale.workers
+    assert isinstance(num_workers, int)
+    threads = max(1, cpu_limits().count // num_workers)
+    spec = job.spec if has_gpus or scale.cluster != "local" else _on_threads(job.spec, threads)
+    number = run_number(next_run_id(job.out))
+    with (
+        _nonce(job.out) as nonce,
+        _log_of(job.out, number) as log,
+        connected(scale.cluster, num_workers=num_workers, threads=threads),
+    ):
+        from batchinfer.job.fleet.ray_workers import RayWorkers
+
+        setup = WorkerSetup(
+            spec,
+            job.manifest,
+            open_job(spec, job.source).manifest.fingerprint,
+            nonce,
+            build=build,
+            kernels_before=kernels_before,
+        )
+        size = FleetSize(
+            num_workers,
+            scale.min_workers,
+            scale.start_timeout_s,
+            first_alone=not has_gpus and not kernels_before,
+        )
+        workers = RayWorkers(setup, _resources(scale.resources, has_gpus))
+        return FleetDriver(job, recovered, workers, size, number, progress, stop, log).run()
+
+
+def is_fleet(spec: JobSpec) -> bool:
+    """Whether a job is to run on more than one worker."""
+    workers = spec.scale.workers
+    return (_num_gpus() if workers == "auto" else workers) > 1
+
+
+def _num_gpus() -> int:
+    """GPUs of this machine; 1 where there is none."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _on_threads(spec: JobSpec, threads: int) -> JobSpec:
+    """A job whose workers compute on so many threads each, unless it says otherwise."""
+    if spec.engine.num_threads is not None:
+        return spec
+    return spec.model_copy(update={"engine": replace(spec.engine, num_threads=threads)})
+
+
+def _resources(wanted: Mapping[str, float], has_gpus: bool) -> dict[str, Any]:
+    """What Ray sets aside for a worker, as options of an actor."""
+    own = {"num_cpus": 1.0, "num_gpus": float(has_gpus)}
+    named = {name: amount for name, amount in wanted.items() if name in own}
+    return {**own, **named, "resources": {n: a for n, a in wanted.items() if n not in own}}
+
+
+@contextmanager
+def _nonce(out: OutputDir) -> Iterator[bytes]:
+    """A file that tells workers whether they share the output's disk."""
+    path, nonce = out.state / NONCE, secrets.token_hex(16).encode()
+    out.write(path, nonce)
+    try:
+        yield nonce
+    finally:
+        with storage_errors(path, "delete"):
+            out.files.delete(path)
+
+
+@contextmanager
+def _log_of(out: OutputDir, number: int) -> Iterator[Callable[[str], None]]:
+    """The driver's log: who came, who went, and why."""
+    path = out.logs / f"{run_id(number, 'driver')}.log"
+    with storage_errors(path), out.files.append_to(path) as file:
+        yield lambda line: _write_line(file, line)
+
+
+def _write_line(file: BinaryIO, line: str) -> None:
+    now = datetime.now().isoformat(timespec="milliseconds")
+    file.write(f"{now} {line}\n".encode())

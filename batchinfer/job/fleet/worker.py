@@ -1,0 +1,351 @@
+"""A worker of a fleet: one engine, fed by leases as they come.
+
+    reads        read_prompts -> plan_windows     Prefetcher, lease after lease
+                       | RowBatch
+    reads back   RowBatch.with_token_ids          Prefetcher, two batches ahead
+                       | PromptRow                what was given back is left out here
+    runs         EngineLoop.run                   the thread that called run
+                       | TurnResult
+    writes       LeaseRun.add, give_back          BackgroundConsumer
+
+The engine never knows where a lease ends: rows of the next come while the last ones of the one
+before still run. What is told to the driver is collected until it asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Condition, Event, Lock
+
+from batchinfer.engine.stats import StepStats
+from batchinfer.errors import JobError
+from batchinfer.job.fleet.lease_run import LeaseRun
+from batchinfer.job.fleet.messages import Assignment, Failure, WorkerReport
+from batchinfer.job.input.format import BATCH_ROWS
+from batchinfer.job.job import LoadedJob, OutputJob
+from batchinfer.job.output.commit import Draft
+from batchinfer.job.row_ids import RowIds
+from batchinfer.job.rows.read_prompts import read_prompts, without_text
+from batchinfer.job.rows.token_store import TokenStore
+from batchinfer.job.rows.window import RowBatch, plan_windows
+from batchinfer.job.run.dedup import RequestDeduplicator
+from batchinfer.job.run.engine_loop import EngineLoop, TurnResult
+from batchinfer.job.run.in_flight_log import InFlightLog
+from batchinfer.job.run.pipeline import QUARANTINED, fail_row, file_metadata, finish_row
+from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
+from batchinfer.job.stats.recorder import Recorder
+from batchinfer.process import gc_frozen
+from batchinfer.requests import PromptRow
+
+_WRITES_DUE = 64
+_BATCHES_READ_BACK = 1
+_POLL_S = 0.1
+
+_Write = TurnResult | Callable[[], None]
+_Planned = tuple[LeaseRun, RowBatch]
+
+
+class Outbox:
+    """What a worker has to tell, until its driver asks."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._report = WorkerReport()
+        self._is_urgent = False
+
+    def tell(self, change: Callable[[WorkerReport], WorkerReport], *, urgent: bool = True) -> None:
+        """Add to the next report; with ``urgent``, let the driver have it at once."""
+        with self._changed:
+            self._report = change(self._report)
+            if urgent:
+                self._is_urgent = True
+                self._changed.notify()
+
+    def take(self, wait_s: float) -> WorkerReport:
+        """The next report; within ``wait_s``, or as soon as something is urgent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_urgent, wait_s)
+            report = self._report
+            self._report = replace(
+                report, segments={}, drafts=(), given_back=(), ended=(), failure=report.failure
+            )
+            self._is_urgent = False
+            return report
+
+
+class FleetWorker:
+    """One engine's way through the leases it is given.
+
+    Args:
+        job: the job; its ``out`` is this worker's own view of the directory.
+        run_id: its id, which the driver has handed out.
+    """
+
+    def __init__(self, job: OutputJob, loaded: LoadedJob, run_id: str) -> None:
+        self.outbox = Outbox()
+        self._job = job
+        self._loaded = loaded
+        self._recorder = Recorder(job.out, job.spec, run_id)
+        self._recorder.loaded(loaded.context, loaded.seconds)
+        for line in loaded.log:
+            self._recorder.log(line)
+        self._metadata = file_metadata(job)
+        self._assignments: SimpleQueue[Assignment] = SimpleQueue()
+        self._leases: tuple[LeaseRun, ...] = ()
+        """Replaced, never changed: two threads do that, under the lock, and all look."""
+        self._leases_lock = Lock()
+        self._admitted: dict[int, LeaseRun] = {}
+        """The lease under which a row runs: it may have been of another before."""
+        self._writer: BackgroundConsumer[_Write] | None = None
+        self._stop = Event()
+
+    def give(self, assignment: Assignment) -> None:
+        """Take a lease."""
+        self._assignments.put(assignment)
+
+    def take_back(self, *, everything: bool) -> None:
+        """Give rows back that the engine has not got: half of them, or all."""
+        if self._writer is not None:
+            self._writer.put(partial(self._answer, everything))
+
+    def stop(self) -> None:
+        """Stop after the running step, and put everything on disk."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Run leases until stopped; the last report says how it ended."""
+        try:
+            with InFlightLog(self._job.out, self._recorder.run.run_id) as in_flight:
+                self._run(in_flight)
+        except JobError as error:
+            self._end(Failure(type(error).__name__, str(error)))
+        except BaseException as error:
+            self._end(Failure("", repr(error)))
+            raise
+        else:
+            self._end(None)
+
+    def _end(self, failure: Failure | None) -> None:
+        self.outbox.tell(lambda report: replace(report, failure=failure, is_over=True))
+
+    def _run(self, in_flight: InFlightLog) -> None:
+        spec, context = self._job.spec, self._loaded.context
+        starved = Event()
+        loop = EngineLoop(
+            context.engine,
+            self._loaded.task,
+            self,
+            self._stop,
+            # Nobody can take back what the engine has: half of what runs is queued, not twice it.
+            max_waiting=max(1, spec.engine.max_num_seqs // 2),
+            admit=in_flight.note,
+            deduplicator=RequestDeduplicator(),
+        )
+        try:
+            with (
+                BackgroundConsumer(self._write, _WRITES_DUE) as writer,
+                Prefetcher(
+                    self._batches(writer, in_flight, starved),
+                    max(1, spec.engine.order_window // BATCH_ROWS),
+                    starved,
+                ) as planned,
+                Prefetcher(map(_read_back, planned), _BATCHES_READ_BACK) as rows,
+            ):
+                self._writer = writer
+                try:
+                    with gc_frozen():
+                        most = max(1, spec.engine.max_num_seqs // 4)
+                        loop.run(_Admission(rows, self.admit, most), writer)
+                finally:
+                    self._stop.set()
+                    self._loaded.processes.stop()
+        finally:
+            self._flush_all()
+
+    def _flush_all(self) -> None:
+        """Whatever ends the worker, the rows it has finished are on disk afterwards."""
+        with suppress(JobError):
+            for lease in self._leases:
+                lease.flush()
+            self._recorder.end()
+
+    def _batches(
+        self, writer: BackgroundConsumer[_Write], in_flight: InFlightLog, starved: Event
+    ) -> Iterator[_Planned]:
+        """Rows of one lease after the other, in the order they should run, until stopped."""
+        while not self._stop.is_set():
+            try:
+                assignment = self._assignments.get(timeout=_POLL_S)
+            except Empty:
+                continue
+            lease = self._lease_run(assignment)
+            with self._leases_lock:
+                self._leases = (*self._leases, lease)
+            writer.put(partial(self._begin, lease))
+            if lease.num_unadmitted:
+                for batch in self._planned(lease, in_flight, starved):
+                    yield lease, batch
+
+    def _lease_run(self, assignment: Assignment) -> LeaseRun:
+        return LeaseRun(
+            self._job,
+            assignment,
+            self._metadata,
+            self._recorder.checkpoint,
+            self._deliver,
+            self._wrote,
+        )
+
+    def _planned(
+        self, lease: LeaseRun, in_flight: InFlightLog, starved: Event
+    ) -> Iterator[RowBatch]:
+        spec = self._job.spec
+        rows = read_prompts(
+            self._job.source, lease.parts, self._loaded.reader, lease.ranges, in_flight.making
+        )
+        rows = self._while_needed(rows, lease)
+        if "prompt" not in spec.output.include:
+            rows = without_text(rows)
+        return plan_windows(
+            rows,
+            lease.parts,
+            spec.engine.order_window,
+            by_prefix=spec.engine.order == "prefix",
+            make_store=partial(TokenStore, self._job.out.scratch),
+            is_starved=starved.is_set,
+        )
+
+    def _while_needed(
+        self, batches: Iterator[list[PromptRow]], lease: LeaseRun
+    ) -> Iterator[list[PromptRow]]:
+        """Rows until the worker stops, or has given back all that follow."""
+        for batch in batches:
+            if self._stop.is_set() or not lease.has_unadmitted_from(batch[0].row_id):
+                return
+            yield batch
+
+    def _begin(self, lease: LeaseRun) -> None:
+        lease.begin(lambda row_id: fail_row(self._job, row_id, QUARANTINED))
+        self.outbox.tell(
+            lambda report: replace(
+                report, latest_fence=lease.fence, num_unadmitted=self._num_unadmitted()
+            )
+        )
+        self._end_finished()
+
+    def _write(self, item: _Write) -> None:
+        if not isinstance(item, TurnResult):
+            item()
+            return
+        self._recorder.add(item.step, len(item.rows))
+        if item.recovered is not None:
+            self._recorder.note_recovery(item.recovered)
+        for result in item.rows:
+            lease = self._admitted.pop(result.row.row_id)
+            lease.add(finish_row(self._job, self._loaded.task, result))
+        for lease in self._leases:
+            lease.flush_if_due()
+        self._end_finished()
+
+    def _end_finished(self) -> None:
+        """Tell of leases that lack no row; their rows are put on disk before."""
+        for lease in [lease for lease in self._leases if lease.is_done]:
+            lease.flush()
+            with self._leases_lock:
+                self._leases = tuple(other for other in self._leases if other is not lease)
+            self.outbox.tell(partial(_with_ended, lease.fence))
+
+    def _answer(self, everything: bool) -> None:
+        """Give back rows that the engine has not got: all, or half of them."""
+        left = self._num_unadmitted()
+        left = left if everything else left // 2
+        answer: list[tuple[int, RowIds]] = []
+        for lease in reversed(self._leases):
+            rows = lease.give_back(left)
+            if len(rows):
+                left -= len(rows)
+                answer.append((lease.fence, rows))
+        self.outbox.tell(
+            lambda report: replace(
+                report,
+                given_back=(*report.given_back, tuple(answer)),
+                num_unadmitted=self._num_unadmitted(),
+            )
+        )
+        self._end_finished()
+
+    def _num_unadmitted(self) -> int:
+        return sum(lease.num_unadmitted for lease in self._leases)
+
+    def admit(self, lease: LeaseRun, rows: list[PromptRow]) -> list[PromptRow]:
+        """Those of a lease's rows that have not been given back; in the engine's thread."""
+        kept = lease.admit(rows)
+        self._admitted.update((row.row_id, lease) for row in kept)
+        left = self._num_unadmitted()
+        self.outbox.tell(lambda report: replace(report, num_unadmitted=left), urgent=not left)
+        return kept
+
+    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
+        """Count what a step has finished; as ``Progress`` has it."""
+        use = stats.kv_blocks_used / max(1, stats.kv_blocks_total) if stats else 0.0
+        self.outbox.tell(
+            lambda r: replace(r, rows=r.rows + rows, tokens=r.tokens + tokens, pool_use=use),
+            urgent=False,
+        )
+
+    def close(self) -> None:
+        """Nothing is shown here."""
+
+    def _deliver(self, draft: Draft) -> None:
+        self.outbox.tell(lambda report: replace(report, drafts=(*report.drafts, draft)))
+
+    def _wrote(self, name: str, groups: Mapping[int, int]) -> None:
+        self.outbox.tell(
+            lambda report: replace(report, segments={**report.segments, name: groups}),
+            urgent=False,
+        )
+
+
+def _with_ended(fence: int, report: WorkerReport) -> WorkerReport:
+    return replace(report, ended=(*report.ended, fence))
+
+
+def _read_back(planned: _Planned) -> tuple[LeaseRun, list[PromptRow]]:
+    lease, batch = planned
+    return lease, batch.with_token_ids()
+
+
+class _Admission:
+    """Rows on their way to the engine, few at a time, without those that were given back."""
+
+    def __init__(
+        self,
+        rows: Prefetcher[tuple[LeaseRun, list[PromptRow]]],
+        admit: Callable[[LeaseRun, list[PromptRow]], list[PromptRow]],
+        most: int,
+    ) -> None:
+        self._rows = rows
+        self._admit = admit
+        self._most = most
+        self._lease: LeaseRun | None = None
+        self._next: list[PromptRow] = []
+
+    def take(self, timeout_s: float) -> list[PromptRow] | None:
+        """The next rows; None if there are none within the time."""
+        if not self._next:
+            found = self._rows.take(timeout_s)
+            if found is None:
+                return None
+            self._lease, self._next = found
+        assert self._lease is not None
+        taken, self._next = self._next[: self._most], self._next[self._most :]
+        return self._admit(self._lease, taken)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no more rows will come."""
+        return not self._next and self._rows.exhausted

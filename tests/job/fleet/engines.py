@@ -1,0 +1,81 @@
+"""Engines without a model that die, freeze or fail when a test wants it; they go to other processes
+by their names."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.errors import DeviceError
+from tests.job.fakes import FakeBuild, FakeBuilt, drawn
+
+
+def happens(folder: Path, name: str, times: int) -> bool:
+    """Whether this is one of the first ``times`` calls, of all processes'."""
+    for number in range(times):
+        try:
+            os.close(os.open(folder / f"{name}-{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        return True
+    return False
+
+
+def how_often(folder: Path, name: str) -> int:
+    """How many times it has happened."""
+    return len(list(folder.glob(f"{name}-*")))
+
+
+@dataclass(frozen=True)
+class Dies:
+    """Builds engines of which the first ``times`` get a signal in their ``step``th step."""
+
+    folder: Path
+    times: int
+    step: int = 4
+    number: signal.Signals = signal.SIGKILL
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        build = FakeBuild(next_token=drawn)
+        build.before_step = self._before_step
+        return build(model, engine, log=log)
+
+    def _before_step(self, number: int) -> None:
+        if number == self.step and happens(self.folder, "death", self.times):
+            os.kill(os.getpid(), self.number)
+
+
+@dataclass(frozen=True)
+class DiesOf:
+    """Builds engines that no process survives that run a prompt which begins so."""
+
+    prompt: bytes
+    folder: Path
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        return FakeBuild(next_token=self._next_token)(model, engine, log=log)
+
+    def _next_token(self, context: bytes, stream: int, sample: int, position: int) -> int:
+        ids = np.frombuffer(context, dtype=np.int32).tolist()
+        if bytes_of(ids).startswith(self.prompt):
+            happens(self.folder, "poisoned", 1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return drawn(context, stream, sample, position)
+
+
+def bytes_of(ids: list[int]) -> bytes:
+    """The text of the byte tokenizer's ids."""
+    from tests.job.fakes import byte_tokenizer
+
+    return byte_tokenizer().decode(ids, skip_special_tokens=True).encode()
+
+
+def never_built(model: object, engine: object, *, log: Any) -> FakeBuilt:
+    """No engine: the device is too small."""
+    raise DeviceError("the device is too small for this test")

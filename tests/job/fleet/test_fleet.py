@@ -1,0 +1,97 @@
+"""Fleets on Ray on this machine: whatever happens to workers, the bytes of one process."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import DeviceError, ExitCode, LockedError
+from batchinfer.job.fleet import dispatcher, ray_workers
+from batchinfer.job.fleet.ray_cluster import connected
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.verify import verify
+from tests.job.fleet.engines import Dies, DiesOf, how_often, never_built
+from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
+
+ROWS = 600
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One cluster for all jobs here."""
+    with connected("local", num_workers=4, threads=1):
+        yield
+
+
+def assert_as_of_one_process(folder: Path) -> None:
+    """The output is whole, the bytes are those of one process, and nothing else is left."""
+    spec = fleet_job(folder)
+    assert part_hashes(folder / "out") == expected(folder, spec)
+    assert not verify(output_at(spec.output.path)).problems
+    state = folder / "out" / "_batchinfer"
+    for name in ("segments", "staging", "in_flight"):
+        assert not list((state / name).iterdir()), name
+    assert not (state / "fleet").exists()
+
+
+def test_two_workers_give_the_bytes_of_one_process(tmp_path: Path) -> None:
+    write_rows(tmp_path, ROWS)
+    assert run(fleet_job(tmp_path)) == ExitCode.OK
+    assert_as_of_one_process(tmp_path)
+    runs = sorted(path.name for path in (tmp_path / "out/_batchinfer/runs").iterdir())
+    assert runs == ["run-00001-w01.json", "run-00001-w02.json"]
+
+
+def test_a_job_with_fewer_rows_than_a_part_is_shared(tmp_path: Path) -> None:
+    write_rows(tmp_path, 60)
+    assert run(fleet_job(tmp_path, engine={"max_num_seqs": 2})) == ExitCode.OK
+    assert_as_of_one_process(tmp_path)
+
+
+def test_workers_that_are_killed_lose_nothing(tmp_path: Path) -> None:
+    write_rows(tmp_path, ROWS)
+    assert run(fleet_job(tmp_path), Dies(tmp_path, times=3)) == ExitCode.OK
+    assert how_often(tmp_path, "death") == 3
+    assert_as_of_one_process(tmp_path)
+
+
+def test_a_row_that_kills_its_worker_is_given_up_and_no_other(tmp_path: Path) -> None:
+    write_rows(tmp_path, 300)
+    spec = fleet_job(tmp_path, errors={"max_error_rate": 0.5})
+    assert run(spec, DiesOf(b"row 77 ", tmp_path)) == ExitCode.OK
+    rows = [
+        row
+        for path in sorted((tmp_path / "out" / "data").iterdir())
+        for row in pq.read_table(path).to_pylist()
+    ]
+    assert [row["row_id"] for row in rows] == list(range(300))
+    failed = [(row["row_id"], row["error"]["code"]) for row in rows if row["error"]]
+    assert failed == [(77, "crashed_engine")]
+
+
+def test_a_frozen_worker_is_killed_and_its_rows_run_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "SILENT_S", 3.0)
+    monkeypatch.setattr(ray_workers, "REPORT_S", 0.5)
+    write_rows(tmp_path, ROWS)
+    assert run(fleet_job(tmp_path), Dies(tmp_path, 1, number=signal.SIGSTOP)) == ExitCode.OK
+    assert how_often(tmp_path, "death") == 1
+    assert_as_of_one_process(tmp_path)
+
+
+def test_no_worker_can_be_started(tmp_path: Path) -> None:
+    write_rows(tmp_path, ROWS)
+    with pytest.raises(DeviceError, match="too small for this test"):
+        run(fleet_job(tmp_path), never_built)
+
+
+def test_a_second_driver_is_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path, ROWS)
+    spec = fleet_job(tmp_path)
+    with output_at(spec.output.path).locked(), pytest.raises(LockedError, match="another run"):
+        run(spec)
