@@ -237,6 +237,11 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
 
 
+def num_gpus() -> int:
+    """CUDA devices that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def describe(device: torch.device) -> str:
     """The device's name, for the summary."""
     if device.type == "cuda":

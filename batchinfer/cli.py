@@ -17,6 +17,7 @@ from batchinfer.options import BatchOptions, BenchOptions
 from batchinfer.program import crash_directory, print_stdout, run_program, to_json
 
 if TYPE_CHECKING:
+    from batchinfer.job.run.run import RunFleet
     from batchinfer.job.spec.spec import JobSpec
 
 _Options = TypeVar("_Options", BatchOptions, BenchOptions)
@@ -110,6 +111,14 @@ def run(
         str | None,
         typer.Option("--shard", metavar="I/N", help="Make one of N shares; auto: as Slurm says."),
     ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option("--workers", metavar="N|auto", help="Share the job among N engines, on Ray."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="WHERE", help="Run them there: local, auto, HOST:PORT."),
+    ] = None,
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Run the rows again that ended in an error.")
     ] = False,
@@ -128,7 +137,9 @@ def run(
         from batchinfer.job.shards.shard import parse_shard
 
         own = parse_shard(shard, os.environ)
-    spec = _read_job(job, overrides, variables, output, limit)
+    scale = {"scale.workers": workers, "scale.cluster": cluster}
+    sets = [*(overrides or ()), *(f"{key}={value}" for key, value in scale.items() if value)]
+    spec = _read_job(job, sets, variables, output, limit)
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"):
@@ -143,8 +154,18 @@ def run(
             quiet=quiet,
             as_json=as_json,
             report=None if no_report else report_at_end,
+            fleet=_fleet_of(spec),
         )
     raise typer.Exit(int(code))
+
+
+def _fleet_of(spec: JobSpec) -> RunFleet | None:
+    """What runs a job on several workers, where it is to."""
+    if spec.scale.workers == 1:
+        return None
+    from batchinfer.job.fleet.run_fleet import num_workers_of, run_fleet
+
+    return run_fleet if num_workers_of(spec) > 1 else None
 
 
 @app.command("run-batch")

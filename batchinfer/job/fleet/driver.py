@@ -374,9 +374,9 @@ class FleetDriver:
         self._take_published()
 
     def _sweep(self) -> None:
-        """Delete what dead workers have left of parts that are published."""
+        """Delete what workers have staged of parts that others published."""
         out = self.job.out
-        for path in (*out.files.entries(out.segments), *out.files.entries(out.staging)):
+        for path in out.files.entries(out.staging):
             with storage_errors(path, "delete"):
                 out.files.delete(path)
 

@@ -52,9 +52,8 @@ def run_fleet(
         raise NotYetError("scale.workers with output.path in an object store")
     from batchinfer.job.fleet.ray_cluster import connected  # imports Ray, as what follows
 
-    scale, has_gpus = job.spec.scale, _has_gpus()
-    num_workers = _num_gpus() if scale.workers == "auto" else scale.workers
-    assert isinstance(num_workers, int)
+    scale, has_gpus = job.spec.scale, _num_gpus() > 0 and job.spec.engine.device != "cpu"
+    num_workers = num_workers_of(job.spec)
     threads = max(1, cpu_limits().count // num_workers)
     spec = job.spec if has_gpus or scale.cluster != "local" else _on_threads(job.spec, threads)
     number = run_number(next_run_id(job.out))
@@ -83,23 +82,17 @@ def run_fleet(
         return FleetDriver(job, recovered, workers, size, number, progress, stop, log).run()
 
 
-def is_fleet(spec: JobSpec) -> bool:
-    """Whether a job is to run on more than one worker."""
+def num_workers_of(spec: JobSpec) -> int:
+    """Workers that a job asks for; one for each GPU with ``auto``, one where there is none."""
     workers = spec.scale.workers
-    return (_num_gpus() if workers == "auto" else workers) > 1
+    return max(1, _num_gpus()) if workers == "auto" else workers
 
 
 def _num_gpus() -> int:
-    """GPUs of this machine; 1 where there is none."""
-    import torch
+    """GPUs of this machine."""
+    from batchinfer.build import num_gpus  # imports torch
 
-    return max(1, torch.cuda.device_count())
-
-
-def _has_gpus() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+    return num_gpus()
 
 
 def _on_threads(spec: JobSpec, threads: int) -> JobSpec:

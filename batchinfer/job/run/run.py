@@ -11,7 +11,7 @@ from threading import Event
 
 from batchinfer.console.format import printable
 from batchinfer.console.progress import Progress, make_progress, print_line
-from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.errors import DataError, ExitCode, NotYetError, UsageError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.unique_ids import check_unique_ids
 from batchinfer.job.job import BuildEngine, OutputJob, load, open_input, open_job
@@ -90,6 +90,8 @@ def run_job(
     if_exists = "overwrite" if overwrite else spec.output.if_exists
     if retry_errors and if_exists == "overwrite":
         raise UsageError("--retry-errors keeps the good rows, --overwrite keeps none: choose one")
+    if fleet is not None and shard is not None:
+        raise NotYetError("--shard with scale.workers over 1")
     if retry_errors and shard is not None:
         raise UsageError(
             "--retry-errors is not for a shard: its siblings would end the job before theirs are "
