@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +21,7 @@ from batchinfer.job.output.resume import clear_staging
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import package_versions
 from batchinfer.job.storage.filesystem import read_file
-from batchinfer.process import gc_paused
+from batchinfer.process import bound_spinning, gc_paused
 
 NONCE = "fleet"
 """File in ``OutputDir.state``: who reads there what the driver has written shares its disk."""
@@ -39,6 +41,8 @@ class WorkerSetup:
     build: BuildEngine | None = None
     """Makes the engine; None: ``batchinfer.build.build_engine``."""
     kernels_before: Mapping[str, str] = field(default_factory=dict)
+    omp_num_threads: str | None = None
+    """``OMP_NUM_THREADS`` as the driver has it; Ray sets it where nobody has."""
 
 
 class WorkerProcess:
@@ -47,9 +51,17 @@ class WorkerProcess:
     Args:
         worker: its name.
         run_id: of its run.
+        cores: where it may run; none: anywhere.
     """
 
-    def __init__(self, setup: WorkerSetup, worker: str, run_id: str) -> None:
+    def __init__(
+        self, setup: WorkerSetup, worker: str, run_id: str, cores: Sequence[int] = ()
+    ) -> None:
+        if cores:
+            _keep_to(cores)
+        if setup.omp_num_threads is None:
+            os.environ.pop("OMP_NUM_THREADS", None)  # torch is not imported yet
+        bound_spinning()
         self._setup = setup
         self._name = worker
         self._run_id = run_id
@@ -97,6 +109,13 @@ class WorkerProcess:
             build = build_engine
         before = self._setup.kernels_before
         return partial(build, kernels_before=before) if before else build
+
+
+def _keep_to(cores: Sequence[int]) -> None:
+    """Have all threads of this process, and those begun later, run on some cores alone."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 def _open(setup: WorkerSetup, worker: str) -> OutputJob:

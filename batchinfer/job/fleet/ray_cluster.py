@@ -67,14 +67,13 @@ for turn in range(20):
 
 
 @contextmanager
-def connected(cluster: str, *, num_workers: int, threads: int) -> Iterator[None]:
+def connected(cluster: str, *, num_workers: int) -> Iterator[None]:
     """Be the driver in a Ray cluster; where this process is one already, it stays that.
 
     Args:
         cluster: ``local``: one of this machine's own, for this job alone; ``auto``: the one that
             RAY_ADDRESS names; else its host:port.
         num_workers: workers of a local one.
-        threads: each of these computes on so many.
 
     Raises:
         UsageError: Ray is not installed.
@@ -86,7 +85,7 @@ def connected(cluster: str, *, num_workers: int, threads: int) -> Iterator[None]
         return
     local = cluster == "local"
     with (
-        _environment(_local_settings(threads) if local else {}),
+        _environment(_local_settings() if local else {}),
         _folder() if local else nullcontext("") as folder,
     ):
         with _signals_kept():
@@ -140,12 +139,11 @@ def _import_ray() -> Any:
     return ray
 
 
-def _local_settings(threads: int) -> dict[str, str]:
+def _local_settings() -> dict[str, str]:
     """Variables of an embedded cluster's processes."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
 

@@ -7,7 +7,7 @@ itself: what is lost with a worker, the driver leases anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +38,8 @@ class RayWorker(WorkerProcess):
 @dataclass
 class _Actor:
     handle: Any
+    slot: int
+    """Which of ``RayWorkers.cores`` are its own."""
     node: str = "an unknown node"
     is_up: bool = False
 
@@ -49,10 +51,12 @@ class RayWorkers:
     Args:
         setup: what each is started with.
         resources: what Ray sets aside for each: ``num_cpus``, ``num_gpus``, ``resources``.
+        cores: of this machine, for each of as many workers; none: each runs anywhere.
     """
 
     setup: WorkerSetup
     resources: Mapping[str, Any]
+    cores: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         self._class = ray.remote(RayWorker)
@@ -65,6 +69,8 @@ class RayWorkers:
         self._killed: list[WorkerEvent] = []
 
     def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
+        taken = {actor.slot for actor in self._actors.values()}
+        slot = min(set(range(len(taken) + 1)) - taken)
         elsewhere = {"label_selector": {"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}}
         handle = self._class.options(
             **self.resources,
@@ -72,8 +78,8 @@ class RayWorkers:
             max_task_retries=0,
             max_concurrency=_THREADS,
             **(elsewhere if avoid else {}),
-        ).remote(self._stored, worker, run_id)
-        self._actors[worker] = _Actor(handle)
+        ).remote(self._stored, worker, run_id, self.cores[slot] if self.cores else ())
+        self._actors[worker] = _Actor(handle, slot)
         self._asked[handle.where.remote()] = worker
         self._asked[handle.load.remote()] = worker
 

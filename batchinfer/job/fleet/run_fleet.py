@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import datetime
 from threading import Event
 from typing import Any, BinaryIO
@@ -54,23 +54,23 @@ def run_fleet(
 
     scale, has_gpus = job.spec.scale, _num_gpus() > 0 and job.spec.engine.device != "cpu"
     num_workers = num_workers_of(job.spec)
-    threads = max(1, cpu_limits().count // num_workers)
-    spec = job.spec if has_gpus or scale.cluster != "local" else _on_threads(job.spec, threads)
+    shares_cores = not has_gpus and scale.cluster == "local" and job.spec.engine.num_threads is None
     number = run_number(next_run_id(job.out))
     with (
         _nonce(job.out) as nonce,
         _log_of(job.out, number) as log,
-        connected(scale.cluster, num_workers=num_workers, threads=threads),
+        connected(scale.cluster, num_workers=num_workers),
     ):
         from batchinfer.job.fleet.ray_workers import RayWorkers
 
         setup = WorkerSetup(
-            spec,
+            job.spec,
             job.manifest,
-            open_job(spec, job.source).manifest.fingerprint,
+            open_job(job.spec, job.source).manifest.fingerprint,
             nonce,
             build=build,
             kernels_before=kernels_before,
+            omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         )
         size = FleetSize(
             num_workers,
@@ -78,7 +78,11 @@ def run_fleet(
             scale.start_timeout_s,
             first_alone=not has_gpus and not kernels_before,
         )
-        workers = RayWorkers(setup, _resources(scale.resources, has_gpus))
+        workers = RayWorkers(
+            setup,
+            _resources(scale.resources, has_gpus),
+            _shares(num_workers) if shares_cores else (),
+        )
         return FleetDriver(job, recovered, workers, size, number, progress, stop, log).run()
 
 
@@ -95,11 +99,14 @@ def _num_gpus() -> int:
     return num_gpus()
 
 
-def _on_threads(spec: JobSpec, threads: int) -> JobSpec:
-    """A job whose workers compute on so many threads each, unless it says otherwise."""
-    if spec.engine.num_threads is not None:
-        return spec
-    return spec.model_copy(update={"engine": replace(spec.engine, num_threads=threads)})
+def _shares(num_workers: int) -> list[list[int]]:
+    """The cores that this process may use, dealt to workers."""
+    cores = sorted(os.sched_getaffinity(0))[: cpu_limits().count]
+    each = len(cores) / num_workers
+    return [
+        cores[int(at * each) : int((at + 1) * each)] or [cores[at % len(cores)]]
+        for at in range(num_workers)
+    ]
 
 
 def _resources(wanted: Mapping[str, float], has_gpus: bool) -> dict[str, Any]:

@@ -23,7 +23,7 @@ ROWS = 600
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One cluster for all jobs here."""
-    with connected("local", num_workers=4, threads=1):
+    with connected("local", num_workers=4):
         yield
 
 
