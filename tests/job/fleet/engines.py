@@ -79,3 +79,22 @@ def bytes_of(ids: list[int]) -> bytes:
 def never_built(model: object, engine: object, *, log: Any) -> FakeBuilt:
     """No engine: the device is too small."""
     raise DeviceError("the device is too small for this test")
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Builds engines of which one, in its ``step``th step, sends its driver a signal."""
+
+    folder: Path
+    driver: int
+    number: signal.Signals
+    step: int = 6
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        build = FakeBuild(next_token=drawn)
+        build.before_step = self._before_step
+        return build(model, engine, log=log)
+
+    def _before_step(self, number: int) -> None:
+        if number == self.step and happens(self.folder, "signal", 1):
+            os.kill(self.driver, self.number)
