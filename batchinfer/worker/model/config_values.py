@@ -120,7 +120,7 @@ def _check_rope(name: str, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, Mapping):
             _check_rope(f"{name}.{key}", value)
-        elif key in _ROPE_NUMBERS and isinstance(value, str):
+        elif key in _ROPE_NUMBERS and type(value) not in (int, float, type(None)):
             raise BadValueError(f"{name}.{key} is {_shown(value)}; it must be a number")
 
 

@@ -36,6 +36,7 @@ def nested(depth: int) -> Any:
         ({"hidden_size": True}, "hidden_size is true; it must be a whole number"),
         ({"rope_parameters": "yarn"}, 'rope_parameters is "yarn"; it must be an object'),
         ({"rope_theta": "1e4"}, 'rope_theta is "1e4"; it must be a number'),
+        ({"rope_parameters": {"rope_theta": []}}, r"rope_parameters\.rope_theta is \[\]; it must"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": "x"}}},
             r'rope_parameters\.full_attention\.rope_theta is "x"; it must be a number',
