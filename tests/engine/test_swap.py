@@ -356,6 +356,21 @@ def test_further_samples_of_a_row_want_nothing_for_rows_that_came_before_them(
     assert not any(block.wanted for block in engine.scheduler.pool.index.blocks())
 
 
+def test_a_copied_part_of_a_block_leaves_the_block_to_those_who_need_all_of_it(
+    make_engine: MakeEngine,
+) -> None:
+    """A row that begins another group copies the tokens that this one's first block has in common
+    with a block that rows to come begin with."""
+    groups = [[500, 500, 500, group] + [group] * 20 + [100] for group in range(1, 21)]
+    engine, _ = make_engine(24, max_num_seqs=1, host_blocks=500, preemption="auto")
+    _, steps = run_all(engine, in_rounds(groups, rounds=3))
+    assert sum(step.cow_copies for step in steps) > 10
+    # Of each group all is computed once, but for what is copied; then the last token of each row.
+    computed = sum(step.prefill_tokens for step in steps)
+    assert computed <= 20 * 25 + 2 * 20
+    assert sum(step.swapped_out_blocks for step in steps) == 20 * 6
+
+
 def test_retired_prefixes_return_from_the_host(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(16, max_num_seqs=1, host_blocks=64, preemption="auto")
     completions, steps = run_all(engine, documents(5, 6, told=True))

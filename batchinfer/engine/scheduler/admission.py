@@ -162,7 +162,7 @@ class Admission:
         sources += acquired.sources
         self._reuse_hints.remove(sequence)
         for source in acquired.sources:
-            self._reuse_hints.note_copied(source, sequence)
+            self._reuse_hints.note_copied(source, len(hit.blocks), sequence)
         first_seen = max(hit.num_tokens - sequence.computed_once, 0)
         sequence.state.stats.cached_tokens += first_seen
         chosen.num_cached += first_seen

@@ -127,31 +127,37 @@ class ReuseHints:
     def note_use(self, sequence: Sequence) -> None:
         """Mark which prompt blocks of a sequence that is done rows to come need.
 
-        The row that arrived last of those that used a block says so. Further samples of a row say
-        nothing: they arrive after rows that the row's first ones spoke of.
+        The row that arrived last of those that used a block says so.
         """
-        request, size = sequence.state.request, self._pool.block_size
-        if request.first_sample:
-            return
+        size, shared = self._pool.block_size, self._num_reused(sequence)
+        prompt_blocks = -(-sequence.request.num_prompt_tokens // size)
+        for at, block in enumerate(sequence.blocks[:prompt_blocks]):
+            self._note(block, sequence, used_later=at < shared)
+
+    def note_copied(self, source: Block, at: int, sequence: Sequence) -> None:
+        """Mark a block, number ``at`` of a prompt, that a sequence copied to write its end anew.
+
+        A sequence that goes another way within the block says nothing of it.
+        """
+        size = self._pool.block_size
+        if sequence.key(at * size, (at + 1) * size) == source.key:
+            self._note(source, sequence, used_later=at < self._num_reused(sequence))
+
+    def _num_reused(self, sequence: Sequence) -> int:
+        """Leading blocks of a sequence's prompt that rows to come begin with."""
+        request = sequence.request
         reused = request.reused_prefix_len
         if request.params.prompt_logprobs is not None:
             # What this row had to compute for its logits, rows to come do for theirs.
             reused = min(reused, request.logits_from)
         # Whole blocks: any of several may serve part of one, and the others would be kept for
         # nobody.
-        shared = reused // size
-        prompt_blocks = -(-request.num_prompt_tokens // size)
-        for at, block in enumerate(sequence.blocks[:prompt_blocks]):
-            self._note(block, sequence.state.arrival, used_later=at < shared)
+        return reused // self._pool.block_size
 
-    def note_copied(self, source: Block, sequence: Sequence) -> None:
-        """Unmark a block whose first tokens a sequence copied.
-
-        Rows after it that need these find them there.
-        """
-        self._note(source, sequence.state.arrival, used_later=False)
-
-    def _note(self, block: Block, arrival: int, *, used_later: bool) -> None:
+    def _note(self, block: Block, sequence: Sequence, *, used_later: bool) -> None:
+        arrival = sequence.state.arrival
+        if sequence.request.first_sample:
+            return  # further samples of a row arrive after rows that its first ones spoke of
         if arrival >= block.last_arrival:
             block.last_arrival, block.used_later = arrival, used_later
             if block.window_slots:  # some may have been freed before
