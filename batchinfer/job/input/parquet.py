@@ -115,17 +115,9 @@ class ParquetFormat:
                     if wanted and wanted[0].start < stop:
                         for batch in row_group_batches(opened, metadata, group, columns):
                             _check_indices(batch)
-                            length, pieces = (
-                                len(batch),
-                                cut(
-                                    batch.select(columns),
-                                    len(batch),
-                                    row,
-                                    wanted,
-                                    pa.RecordBatch.slice,
-                                ),
-                            )
-                            del batch  # a huge one goes with its last piece
+                            length, chosen = len(batch), batch.select(columns)
+                            pieces = cut(chosen, length, row, wanted, pa.RecordBatch.slice)
+                            del batch, chosen  # a huge one goes with its last piece
                             yield from pieces
                             row += length
                             if not wanted or wanted[0].start >= stop:
