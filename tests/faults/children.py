@@ -20,6 +20,7 @@ from batchinfer.job.output import part_writer
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.run.run import run_job
+from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
 from batchinfer.job.storage.filesystem import LocalFiles
@@ -83,6 +84,7 @@ def start(
     around: Callable[[], None] = lambda: None,
     *,
     retry_errors: bool = False,
+    shard: Shard | None = None,
 ) -> Child:
     """Run a job in a process of its own.
 
@@ -95,6 +97,7 @@ def start(
         failpoint: where it kills itself.
         around: called in the process first.
         retry_errors: run the rows again that ended in an error.
+        shard: makes its parts only.
     """
     log = folder / "log"
     # What is sent to a process that has not come to ``around`` yet waits for what that says of it.
@@ -114,7 +117,8 @@ def start(
         _tell_finished(folder / "finished")
         around()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        code = int(run_job(spec, build=build, quiet=True, retry_errors=retry_errors))  # type: ignore[arg-type]
+        options = {"quiet": True, "retry_errors": retry_errors, "shard": shard}
+        code = int(run_job(spec, build=build, **options))  # type: ignore[arg-type]
     except JobError as error:
         print(error)
         code = int(error.exit_code)

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.errors import ExitCode
+from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import filesystem as files
 from batchinfer.process import leave_on_signals
@@ -56,6 +57,7 @@ class Killer:
         build: makes the engine; None: the real one.
         pace: how often finished rows go to disk.
         output: where output goes.
+        shard: the share of the job that is run; None: all of it.
     """
 
     folder: Path
@@ -63,6 +65,7 @@ class Killer:
     build: BuildEngine | None
     pace: Pace
     output: Output = field(default_factory=InFolder)
+    shard: Shard | None = None
 
     def __post_init__(self) -> None:
         self.outcome = Outcome()
@@ -81,7 +84,12 @@ class Killer:
         counts = self._place / "counts"
         began = time.monotonic()
         code = start(
-            self._job(), self.build, self.pace, self._place, around=lambda: _count_to(counts)
+            self._job(),
+            self.build,
+            self.pace,
+            self._place,
+            around=lambda: _count_to(counts),
+            shard=self.shard,
         ).wait()
         self.seconds = time.monotonic() - began
         self._expect(code, ExitCode.OK)
@@ -185,7 +193,9 @@ class Killer:
         before = self._kept()
         told = self._place / "finished"
         told.unlink(missing_ok=True)
-        child: Child = start(self._job(), self.build, self.pace, self._place, failpoint)
+        child: Child = start(
+            self._job(), self.build, self.pace, self._place, failpoint, shard=self.shard
+        )
         code = child.kill_after(kill_after_s)
         self._note(code, before, told)
         return code

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from random import Random
 
+from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from tests.faults.children import Pace
 from tests.faults.kills import Killer
@@ -35,6 +36,25 @@ def kill_at_named_points(folder: Path) -> dict[str, object]:
     for at in range(0, len(points), 3):
         killer.kill_at(points[at + at // 3 % 3], random)
     return {"points": len(points), "jobs": killer.outcome.jobs, "kills": killer.outcome.kills}
+
+
+def kill_a_shard_at_named_points(folder: Path) -> dict[str, object]:
+    """The same with the first of two shards; some points only."""
+    build = FakeBuild(max_num_seqs=8)
+    killer = Killer(folder, echo_job(folder), build, Pace(1e9, 4), shard=Shard(0, 2))
+    killer.run_unbroken()
+    random = Random(1)
+    points = list(killer.named_points())[2::5]
+    for point in points:
+        killer.kill_at(point, random)
+    return {"points": len(points), "jobs": killer.outcome.jobs, "kills": killer.outcome.kills}
+
+
+def kill_by_a_row_of_a_shard(folder: Path) -> dict[str, object]:
+    """A row that kills the shard that it is of."""
+    build = FakeBuild(max_num_seqs=8)
+    killer = Killer(folder, echo_job(folder), build, Pace(1e9, 4), shard=Shard(0, 2))
+    return _given_up(killer, f"row-{POISON}:1")
 
 
 def kill_while_accepting(folder: Path) -> dict[str, object]:
@@ -84,7 +104,7 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         *(kill_at_named_points, kill_by_a_row, kill_by_a_prompt, stop_and_race),
-        kill_while_accepting,
+        *(kill_while_accepting, kill_a_shard_at_named_points, kill_by_a_row_of_a_shard),
     )
 }
 

@@ -54,6 +54,19 @@ def test_the_same_samples_are_accepted_after_kills(tmp_path: Path) -> None:
     assert accepting["kills"] >= accepting["points"]
 
 
+def test_a_shard_goes_on_after_each_kill(tmp_path: Path) -> None:
+    by_point = found(quick.kill_a_shard_at_named_points, tmp_path)
+    assert by_point["jobs"] == by_point["points"] >= 12
+    assert by_point["kills"] >= by_point["points"]
+
+
+def test_a_row_that_kills_a_shard_is_given_up_by_it(tmp_path: Path) -> None:
+    by_row = found(quick.kill_by_a_row_of_a_shard, tmp_path)
+    assert by_row["code"] == 0, "too many errors are for who ends the job to tell"
+    assert by_row["errors"] == {str(quick.POISON): "crashed_engine"}
+    assert 4 <= by_row["kills"] <= 2 + 6 + 2
+
+
 def test_a_failpoint_does_nothing_unless_it_is_asked_for() -> None:
     code = "from batchinfer.job.storage.failpoints import failpoint\nfailpoint('x')\nfailpoint('x')"
     for value, expected in ((None, 0), ("x:3", 0), ("y:1", 0), ("x:2", -9)):

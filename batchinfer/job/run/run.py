@@ -46,7 +46,7 @@ RunFleet = Callable[
 ]
 """``run_pipeline`` with several workers, each with an engine that it builds itself; given the
 kernels of the runs whose rows stay. Whether all parts were made."""
-_AGAIN = "run the same command again: the part is then made again"
+_AGAIN = "run the same command again, or the shard whose part it is: the part is then made again"
 
 
 def run_job(

@@ -198,8 +198,10 @@ class OneShard:
         return work
 
     def _siblings_live(self) -> bool:
-        there = shards_seen(self._shared)
-        return any(lives(self._shared, shard) for shard in self.shard.siblings() if shard in there)
+        others = (shard for shard in shards_seen(self._shared) if shard != self.shard)
+        return any(
+            shard.count == self.shard.count and lives(self._shared, shard) for shard in others
+        )
 
     def _num_left(self) -> int:
         """Parts without a record."""

@@ -34,10 +34,6 @@ class Shard:
             num_parts * self.index // self.count, num_parts * (self.index + 1) // self.count
         )
 
-    def siblings(self) -> list[Shard]:
-        """The other shards."""
-        return [Shard(at, self.count) for at in range(self.count) if at != self.index]
-
 
 def shard_of(writer: str) -> Shard | None:
     """The shard that writes under a name; None for another writer."""

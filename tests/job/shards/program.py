@@ -1,4 +1,7 @@
-"""A shard of a job in a process of its own: ``python -m tests.job.shards.program FOLDER I/N``."""
+"""A shard of a job in a process of its own.
+
+``python -m tests.job.shards.program FOLDER I/N``, and keys of ``output`` as ``NAME=VALUE``.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from tests.job.fakes import FakeBuild, job
 
 if __name__ == "__main__":
     part_writer.FLUSH_ROWS = 2
-    folder, shard, output = Path(sys.argv[1]), parse_shard(sys.argv[2], {}), sys.argv[3:]
-    spec = job(folder, output={"path": output[0]}) if output else job(folder)
+    folder, shard, options = Path(sys.argv[1]), parse_shard(sys.argv[2], {}), sys.argv[3:]
+    output = dict(option.split("=") for option in options)
+    spec = job(folder, output=output)
     try:
         code = run_job(spec, shard=shard, build=FakeBuild(max_num_seqs=4))
     except JobError as error:

@@ -49,7 +49,7 @@ def test_processes_beside_each_other_and_one_that_dies(
     program = [sys.executable, "-m", "tests.job.shards.program", str(tmp_path)]
     started = [
         subprocess.Popen(
-            [*program, shard, spec.output.path],
+            [*program, shard, f"path={spec.output.path}"],
             env={**os.environ, **environment(server), VARIABLE: failpoint},
         )
         for shard, failpoint in (("0/2", "parts-staged:1"), ("1/2", ""))

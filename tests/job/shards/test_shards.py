@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,13 +130,13 @@ def test_a_shard_without_parts_has_nothing_to_do(
 
 
 def processes(
-    spec: JobSpec, *shards: str, failpoint: str = ""
+    spec: JobSpec, *shards: str, failpoint: str = "", options: Sequence[str] = ()
 ) -> list[subprocess.CompletedProcess[str]]:
     """Shards that run at once, each in a process of its own; the failpoint is the first one's."""
     program = [sys.executable, "-m", "tests.job.shards.program", str(out_of(spec).parent)]
     started = [
         subprocess.Popen(
-            [*program, shard],
+            [*program, shard, *options],
             env={**os.environ, VARIABLE: "" if at else failpoint},
             stderr=subprocess.PIPE,
             text=True,
@@ -360,6 +360,20 @@ def test_overwriting_shards_delete_once_and_go_on_until_the_job_is_finished(
     check_finished(spec, plain)
     assert run_shard(spec, 3, overwrite=True) is ExitCode.OK
     assert len(data(spec)) == 2, "a finished job is begun afresh"
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_an_overwriting_shard_that_dies_leaves_that_to_another(
+    spec: JobSpec, plain: dict[str, bytes], tmp_path: Path, times: int
+) -> None:
+    """While it writes down that it begins, then its plan, twice, then that all is clear."""
+    run_job(job(tmp_path, sampling={"max_tokens": 7}), build=FakeBuild(), quiet=True)
+    failpoint, options = f"_batchinfer-renamed:{times}", ["if_exists=overwrite"]
+    ended = processes(spec, "1/2", failpoint=failpoint, options=options)
+    assert [process.returncode for process in ended] == [-signal.SIGKILL]
+    for index in (0, 1):
+        assert run_shard(spec, index, 2, overwrite=True) is ExitCode.OK
+    check_finished(spec, plain)
 
 
 def test_output_stays_until_an_overwriting_shard_has_its_model(spec: JobSpec) -> None:
