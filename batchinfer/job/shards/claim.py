@@ -175,8 +175,9 @@ class OneShard:
         begins_elsewhere = start is not None and not start.is_clear
         if begins_elsewhere and self._siblings_live():
             raise self._refusal("other shards are about to start over in")
-        if begins_elsewhere:
-            self._shared.files.delete(self._shared.shards)
+        if begins_elsewhere:  # who wrote that has died
+            with storage_errors(self._shared.shards, "delete"):
+                self._shared.files.delete(self._shared.shards)
         agreed = agree_on_plan(self._shared, manifest, "resume")
         if not agreed.starts_over:
             return agreed

@@ -78,12 +78,10 @@ def refuse_shards(out: OutputDir, but_of: int | None = None) -> None:
     """
     for shard in shards_seen(out):
         if shard.count != but_of and lives(out, shard):
-            what = "" if but_of is None else f" of {but_of}"
             raise LockedError(
                 f"shard {shard} is writing to {printable(str(out.root))}",
-                hint=f"wait until the shards of {shard.count} have ended to go on with shards{what}"
-                if but_of
-                else "wait until its shards have ended, or use --output for another directory",
+                hint=f"wait until the shards of {shard.count} have ended, which others then go on "
+                "from, or use --output for another directory",
             )
 
 
