@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -148,14 +147,19 @@ def _held(place: Place) -> list[str]:
     state = place.folder / "out" / "_batchinfer"
     held = FileLock(state / local_lock.LOCK)
     held.acquire()
-    place.patch.setattr(local_lock, "_held_by", partial(_and_release, held, local_lock._held_by))
+    ask = local_lock.LocalLock._living_holder
+    place.patch.setattr(
+        local_lock.LocalLock, "_living_holder", lambda lock: _and_release(held, ask, lock)
+    )
     (state / local_lock.HOLDER).write_text(json.dumps(local_lock.this_process()))
     return RUN
 
 
-def _and_release(held: FileLock, held_by: Callable[[Path], str], holder: Path) -> str:
+def _and_release(
+    held: FileLock, ask: Callable[[local_lock.LocalLock], object], lock: local_lock.LocalLock
+) -> object:
     try:
-        return held_by(holder)
+        return ask(lock)
     finally:
         held.release()
 

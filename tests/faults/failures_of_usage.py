@@ -63,7 +63,7 @@ def _input_in_output(place: Place) -> list[str]:
 
 
 USAGE: dict[str, Failure] = {
-    "--shard": _command("run", "job.yaml", "--shard", "0/2"),
+    "--shard": _command("run", "job.yaml", "--shard", "2/2"),
     "--set without a value": _command("validate", "job.yaml", "--set", "sampling.top_p"),
     "--set without a key": _command("validate", "job.yaml", "--set", "=3"),
     "--set with an empty value": _command("validate", "job.yaml", "--set", "model.dtype="),

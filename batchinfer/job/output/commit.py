@@ -109,8 +109,9 @@ def stage(
     staged = out.staging / out.part_file(part).name
     staged_requests = out.staging / f"requests-{staged.name}"
     error_codes = _error_codes(first_of_rows(table))
-    with storage_errors(out.part_file(part)):
+    with storage_errors(out.request_stats(part)):
         out.files.write(staged_requests, statistics)
+    with storage_errors(out.part_file(part)):
         out.files.write(staged, parquet_bytes([table]))
         del table  # before it is read back: a row may be half a gigabyte
         pa.default_memory_pool().release_unused()
