@@ -17,6 +17,8 @@ from tests.faults.violation import ViolationError
 
 _COUNTS = {
     "kills": (200, "kills at random times"),
+    "fleet-workers": (20, "kills of workers of fleets"),
+    "fleet-drivers": (10, "kills of drivers of fleets"),
     "named": (72, "kills at named points"),
     "stops": (50, "SIGTERMs at random times"),
     "races": (10, "races of two runs for one output"),
@@ -37,6 +39,9 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
     seed, jobs = options.seed, options.jobs
     if options.kills:
         yield stages.random_kills(_new(folder), options.kills, seed)
+    if options.fleet_workers or options.fleet_drivers:
+        counts = (options.fleet_workers, options.fleet_drivers)
+        yield stages.fleet_kills(_new(folder), *counts, seed)
     if options.named:
         yield stages.named_kills(_new(folder), options.named, seed)
     if options.stops:

@@ -14,6 +14,7 @@ from batchinfer.errors import ExitCode
 from tests.families import FAMILIES
 from tests.faults import fuzz_families, fuzz_jobs, fuzz_models, fuzz_parquet, hostile_texts
 from tests.faults.children import Pace
+from tests.faults.fleet_kills import drivers_killed, workers_killed
 from tests.faults.fuzz import MOST_S, Case, run_cases
 from tests.faults.jobs import tiny_job
 from tests.faults.kills import Killer
@@ -46,6 +47,16 @@ def random_kills(folder: Path, kills: int, seed: int) -> Row:
         "0 lost, 0 duplicated, 0 out of order, text as unbroken; of finished rows at most "
         f"{worst:.1f} s again, {found.rows_again / found.kills:.0f} rows a kill",
         "ok" if worst <= MOST_AGAIN_S else "TOO MUCH AGAIN",
+    )
+
+
+def fleet_kills(folder: Path, workers: int, drivers: int, seed: int) -> Row:
+    jobs = workers_killed(folder / "workers", workers, seed) if workers else 0
+    jobs += drivers_killed(folder / "drivers", drivers, seed) if drivers else 0
+    return (
+        f"{workers} workers and {drivers} drivers of fleets killed, {jobs} jobs of 2,000 rows",
+        "0 lost, 0 duplicated, 0 out of order, bytes of one process, verify 0",
+        "ok",
     )
 
 

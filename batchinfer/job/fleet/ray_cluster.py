@@ -85,12 +85,11 @@ def connected(cluster: str, *, num_workers: int) -> Iterator[None]:
         return
     local = cluster == "local"
     with (
-        _environment(_local_settings() if local else {}),
+        environment(_local_settings() if local else {}),
         _folder() if local else nullcontext("") as folder,
     ):
         with _signals_kept():
             ray = _import_ray()
-            _read_settings_again()
             try:
                 _init(ray, cluster, folder, num_workers)
             except Exception as error:  # Ray raises whatever it met
@@ -119,6 +118,9 @@ def _init(ray: Any, cluster: str, folder: str, num_workers: int) -> None:
         }
     else:
         settings["address"] = "auto" if cluster == "auto" else cluster
+    # Ray prints what becomes of workers on stdout, which is not its own here.
+    private: Any = import_module("ray._private.worker")
+    private.listen_error_messages = lambda *_: None
     ray.init(**settings)
 
 
@@ -149,13 +151,15 @@ def _local_settings() -> dict[str, str]:
 
 
 @contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Have variables set for the processes that are started meanwhile."""
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Have variables set, for Ray in this process and for those that are started meanwhile."""
     wanted = {name: os.environ.get(name, value) for name, value in _SETTINGS.items()} | dict(
         settings
     )
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
+    if "ray" in sys.modules:
+        _read_settings_again()
     try:
         yield
     finally:

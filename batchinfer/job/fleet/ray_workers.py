@@ -64,6 +64,8 @@ class RayWorkers:
         self._actors: dict[str, _Actor] = {}
         self._asked: dict[Any, str] = {}
         """Calls that are not answered, and whose they are."""
+        self._sent: set[Any] = set()
+        """Those of them that sent something: what is lost on the way is lost with its worker."""
         self._unavailable: dict[str, float] = {}
         """Workers to ask again, and when."""
         self._killed: list[WorkerEvent] = []
@@ -123,13 +125,20 @@ class RayWorkers:
 
     def _answered(self, call: Any, worker: str) -> list[WorkerEvent]:
         actor = self._actors[worker]
+        was_sent = call in self._sent
+        self._sent.discard(call)
         try:
             answer = ray.get(call)
         except ActorUnavailableError:
+            if was_sent:
+                self.kill(worker)
+                return []
             self._unavailable[worker] = time.monotonic() + _RETRY_S  # if it stays so: killed
             return []
         except RayError as error:
             return [self._failed(worker, _reason(error))]
+        if was_sent:
+            return []
         match answer:
             case str(node):
                 actor.node = node
@@ -149,14 +158,15 @@ class RayWorkers:
         self._asked[self._actors[worker].handle.report.remote(REPORT_S)] = worker
 
     def _send(self, worker: str, method: str, *arguments: Any) -> None:
-        """Call a worker and wait for nothing: whether it still lives, its reports tell."""
         if worker in self._actors:
-            with suppress(RayError):
-                getattr(self._actors[worker].handle, method).remote(*arguments)
+            call = getattr(self._actors[worker].handle, method).remote(*arguments)
+            self._asked[call] = worker
+            self._sent.add(call)
 
     def _failed(self, worker: str, reason: str) -> WorkerEvent:
         actor = self._actors.pop(worker)
         self._asked = {call: name for call, name in self._asked.items() if name != worker}
+        self._sent &= self._asked.keys()
         self._unavailable.pop(worker, None)
         return Gone(worker, reason) if actor.is_up else NotUp(worker, actor.node, reason)
 

@@ -102,10 +102,13 @@ class FleetWorker:
         """The lease under which a row runs: it may have been of another before."""
         self._writer: BackgroundConsumer[_Write] | None = None
         self._stop = Event()
+        self._woken = Event()
+        """Set when there is a lease, or nothing to wait for any more."""
 
     def give(self, assignment: Assignment) -> None:
         """Take a lease."""
         self._assignments.put(assignment)
+        self._woken.set()
 
     def take_back(self, *, everything: bool) -> None:
         """Give rows back that the engine has not got: half of them, or all."""
@@ -115,9 +118,11 @@ class FleetWorker:
     def stop(self) -> None:
         """Stop after the running step, and put everything on disk."""
         self._stop.set()
+        self._woken.set()
 
     def run(self) -> None:
         """Run leases until stopped; the last report says how it ended."""
+        self._woken.wait()  # who is killed before it has a lease leaves no log of rows in flight
         try:
             with InFlightLog(self._job.out, self._recorder.run.run_id) as in_flight:
                 self._run(in_flight)

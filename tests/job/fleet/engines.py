@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,3 +99,38 @@ class Signals:
     def _before_step(self, number: int) -> None:
         if number == self.step and happens(self.folder, "signal", 1):
             os.kill(self.driver, self.number)
+
+
+@dataclass(frozen=True)
+class KillsNode:
+    """Builds engines of which one, in its ``step``th step, kills its node's raylet."""
+
+    folder: Path
+    step: int = 4
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        build = FakeBuild(next_token=drawn)
+        build.before_step = self._before_step
+        return build(model, engine, log=log)
+
+    def _before_step(self, number: int) -> None:
+        if number == self.step and happens(self.folder, "node", 1):
+            os.kill(os.getppid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class WaitsForAnother:
+    """Builds engines that go on when two of them run."""
+
+    folder: Path
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        build = FakeBuild(next_token=drawn)
+        build.before_step = self._before_step
+        return build(model, engine, log=log)
+
+    def _before_step(self, number: int) -> None:
+        if number == 0:
+            happens(self.folder, "engine", 2)
+        while number == 2 and how_often(self.folder, "engine") < 2:
+            time.sleep(0.05)

@@ -1,0 +1,88 @@
+"""A fleet on several nodes, which come and go."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.fleet.ray_cluster import environment
+from tests.job.fleet.engines import KillsNode, WaitsForAnother, how_often
+from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
+
+ROWS = 600
+_STORE = 80 * 2**20
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster whose head runs no workers."""
+    folder = tempfile.mkdtemp(dir="/tmp", prefix="bn-")  # Ray's sockets want short paths
+    os.mkdir(f"{folder}/ray")
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_TMPDIR": folder,
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    with environment(settings):
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "temp_dir": folder, "include_dashboard": False}
+        made = Cluster(initialize_head=True, head_node_args={**head, "object_store_memory": _STORE})
+        yield made
+        made.shutdown()
+    shutil.rmtree(folder)
+
+
+def add_node(cluster: Any) -> Any:
+    """A node with room for one worker."""
+    return cluster.add_node(num_cpus=1, object_store_memory=_STORE)
+
+
+def test_a_node_that_dies_loses_nothing(cluster: Any, tmp_path: Path) -> None:
+    nodes = [add_node(cluster), add_node(cluster)]
+    for node in nodes:  # who kills a raylet must reap it: else its workers take it for alive
+        raylet = node.all_processes["raylet"][0].process
+        Thread(target=raylet.wait, daemon=True).start()
+    write_rows(tmp_path, ROWS)
+    spec = fleet_job(tmp_path, scale={"cluster": cluster.address})
+    assert run(spec, KillsNode(tmp_path)) == ExitCode.OK
+    assert how_often(tmp_path, "node") == 1
+    assert part_hashes(tmp_path / "out") == expected(tmp_path, spec)
+    for node in nodes:
+        cluster.remove_node(node, allow_graceful=False)
+
+
+def test_a_node_that_joins_takes_rows(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private.node import Node
+
+    # A node that is started outside the main thread cannot take signals; the fixture ends it.
+    monkeypatch.setattr(Node, "_register_shutdown_hooks", lambda node: None)
+    first = add_node(cluster)
+    write_rows(tmp_path, ROWS)
+    spec = fleet_job(tmp_path, scale={"cluster": cluster.address, "min_workers": 1})
+    joined: list[Any] = []
+
+    def join() -> None:
+        while not how_often(tmp_path, "engine"):
+            time.sleep(0.05)
+        joined.append(add_node(cluster))
+
+    Thread(target=join, daemon=True).start()
+    assert run(spec, WaitsForAnother(tmp_path)) == ExitCode.OK
+    assert how_often(tmp_path, "engine") == 2
+    assert part_hashes(tmp_path / "out") == expected(tmp_path, spec)
+    for node in (first, *joined):
+        cluster.remove_node(node, allow_graceful=False)
