@@ -103,6 +103,16 @@ class Outcome:
         }
 
 
+def fleet_facts(time_s: float, workers: int, price_per_hour: float | None) -> dict[str, Any]:
+    """What several devices make of a job that takes one of them ``time_s``.
+
+    Rows do not depend on each other, and the last ones are shared out (``benchmarks/fleet.py``
+    measures what that leaves): they take together as long as one, and a job costs as much.
+    """
+    cost = None if price_per_hour is None else time_s / 3600 * price_per_hour
+    return {"workers": workers, "wall_s": time_s / workers, "cost": cost}
+
+
 def plan_facts(plan: dict[str, Any]) -> Iterator[SummaryLine]:
     """A plan in a few lines, in the manner of a job's last ones."""
     rows, errors = plan["rows"], plan["errors"]
@@ -152,6 +162,14 @@ def plan_facts(plan: dict[str, Any]) -> Iterator[SummaryLine]:
         f"about {duration(plan['time_s'])}",
         f", at the device's limits {duration(plan['bound_s'])}; loading left out",
     )
+    if plan["workers"] > 1:
+        yield SummaryLine(
+            "workers",
+            f"about {duration(plan['wall_s'])}",
+            f", on {plan['workers']:,} devices like this one",
+        )
+    if plan["cost"] is not None:
+        yield SummaryLine("cost", f"about {plan['cost']:,.2f}", ", while devices compute")
     yield SummaryLine("output", f"about {plan['output_bytes'] / 2**20:,.1f} MiB")
     yield from _notes(plan)
 

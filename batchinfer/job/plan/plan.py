@@ -23,7 +23,7 @@ from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
 from batchinfer.job.job import Job, load, open_input, open_job
 from batchinfer.job.plan.census import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
-from batchinfer.job.plan.estimate import Outcome
+from batchinfer.job.plan.estimate import Outcome, fleet_facts
 from batchinfer.job.plan.simulation import ExpectedLengths, FixedLengths, Simulation
 from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.rows.reader import RowReader
@@ -38,13 +38,20 @@ if TYPE_CHECKING:
 
 
 def plan_job(
-    spec: JobSpec, *, device: str | None = None, expect_output_tokens: int | None = None
+    spec: JobSpec,
+    *,
+    device: str | None = None,
+    expect_output_tokens: int | None = None,
+    workers: int | None = None,
+    price_per_hour: float | None = None,
 ) -> dict[str, Any]:
     """A forecast of what a run of the whole job needs, as JSON data. Writes nothing.
 
     Args:
         device: a name of ``DEVICES``; None: the one that ``engine.device`` means here.
         expect_output_tokens: tokens of each sample; None: ``max_tokens``, an upper bound.
+        workers: devices that share the job; None: ``scale.workers``, and one for ``auto``.
+        price_per_hour: of one of them; None: no cost is told.
 
     Raises:
         JobError: as a run would, as far as weights and the device's presence do not matter.
@@ -74,7 +81,9 @@ def plan_job(
         complete = simulation.run(batches)
         for _ in batches:  # what the simulation did not come to is counted all the same
             pass
-    return Outcome(job, context, census, simulation, complete).data()
+    plan = Outcome(job, context, census, simulation, complete).data()
+    asked = 1 if spec.scale.workers == "auto" else spec.scale.workers
+    return {**plan, **fleet_facts(plan["time_s"], workers or asked, price_per_hour)}
 
 
 def _lengths(

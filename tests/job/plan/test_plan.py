@@ -362,3 +362,13 @@ def batchinfer(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | 
     with pytest.raises(SystemExit) as done:
         main()
     return done.value.code
+
+
+def test_workers_share_the_time_and_not_the_cost(tmp_path: Path, model: Path) -> None:
+    spec = job(tmp_path, model, {"prompt": strings(texts(3, 40, 5, 40))})
+    alone = plan_job(spec, price_per_hour=3.6)
+    shared = plan_job(spec, workers=4, price_per_hour=3.6)
+    assert (alone["workers"], alone["wall_s"]) == (1, alone["time_s"])
+    assert (shared["workers"], shared["wall_s"]) == (4, shared["time_s"] / 4)
+    assert shared["cost"] == alone["cost"] == pytest.approx(alone["time_s"] * 0.001)
+    assert any("on 4 devices like this one" in line for line in plain(plan_facts(shared)))
