@@ -163,9 +163,9 @@ def _fleet_of(spec: JobSpec) -> RunFleet | None:
     """What runs a job on several workers, where it is to."""
     if spec.scale.workers == 1:
         return None
-    from batchinfer.job.fleet.run_fleet import num_workers_of, run_fleet
+    from batchinfer.job.fleet.run_fleet import is_fleet, run_fleet
 
-    return run_fleet if num_workers_of(spec) > 1 else None
+    return run_fleet if is_fleet(spec) else None
 
 
 @app.command("run-batch")
@@ -203,6 +203,14 @@ def plan(
         int | None,
         typer.Option(min=1, metavar="N", help="Tokens of an answer; else sampling.max_tokens."),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Say how long so many devices take together."),
+    ] = None,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="PRICE", help="Of one device, to say what the job costs."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a job will need: reads data, tokenizer and model config, no weights, no GPU."""
@@ -211,7 +219,13 @@ def plan(
     from batchinfer.job.plan.estimate import plan_facts
     from batchinfer.job.plan.plan import plan_job
 
-    planned = plan_job(spec, device=device, expect_output_tokens=expect_output_tokens)
+    planned = plan_job(
+        spec,
+        device=device,
+        expect_output_tokens=expect_output_tokens,
+        workers=workers,
+        price_per_hour=price_per_hour,
+    )
     print_stdout(to_json(planned) if as_json else render_table("plan", plan_facts(planned)))
 
 

@@ -25,6 +25,10 @@ class Progress(Protocol):
         """Add the rows a step finished and its output tokens, and show the pool's use."""
         ...
 
+    def note(self, text: str) -> None:
+        """Show ``text`` where the pool's use of one engine would be: of several, say."""
+        ...
+
     def close(self) -> None:
         """End the display and leave the screen in order."""
         ...
@@ -56,6 +60,9 @@ class _Silence:
     def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
         pass
 
+    def note(self, text: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -74,6 +81,7 @@ class Meter:
         self.tokens = 0
         self.pool = 0.0
         self.shared = 0.0
+        self.note = ""
         self._clock = clock
         self._began = clock()
 
@@ -94,6 +102,8 @@ class Meter:
     def rates(self) -> str:
         """Speed and pool, for the end of a progress bar or line."""
         speed = f"{self.tokens / self.elapsed_s:,.0f} tokens/s"
+        if self.note:
+            return f"{speed}, {self.note}"
         return f"{speed}, pool {self.pool:.0%}, shared {self.shared:.0%}"
 
 
@@ -106,6 +116,9 @@ class _Bar:
         self._counter.add(rows, tokens, stats)
         self._bar.set_postfix_str(self._counter.rates, refresh=False)
         self._bar.update(rows)
+
+    def note(self, text: str) -> None:
+        self._counter.note = text
 
     def close(self) -> None:
         self._bar.close()
@@ -142,6 +155,9 @@ class Lines:
                 line += f", about {duration(left)} left"
             self._write(line)
 
+    def note(self, text: str) -> None:
+        self._counter.note = text
+
     def close(self) -> None: ...
 
 
@@ -171,6 +187,9 @@ class StallNotice:
     def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
         self._progress.update(rows, tokens, stats)
         self._note_step()
+
+    def note(self, text: str) -> None:
+        self._progress.note(text)
 
     def _note_step(self) -> None:
         self._last_s, self._patience_s = self._clock(), LINE_EVERY_S

@@ -30,6 +30,15 @@ def test_a_line_every_thirty_seconds() -> None:
     ]
 
 
+def test_a_note_stands_where_the_pool_would() -> None:
+    now, lines = [0.0], []
+    progress = Lines(200, clock=lambda: now[0], write=lines.append)
+    progress.note("3 of 4 workers up, pools 50%")
+    now[0] = 31.0
+    progress.update(rows=0, tokens=62, stats=None)
+    assert lines == ["0 of 200 rows, 2 tokens/s, 3 of 4 workers up, pools 50%"]
+
+
 def test_no_guess_before_a_row_is_finished() -> None:
     now, lines = [0.0], []
     progress = Lines(200, clock=lambda: now[0], write=lines.append)

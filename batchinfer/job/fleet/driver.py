@@ -150,6 +150,8 @@ class FleetDriver:
     """Workers that are to come up, and since when."""
     _counted: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
     """Rows and tokens of each worker that are counted."""
+    _pools: dict[str, float] = field(default_factory=dict, init=False)
+    """Used share of each worker's KV blocks."""
     _bad_boots: Counter[str] = field(default_factory=Counter, init=False)
     _publishing: dict[Future[PartRecord], int] = field(default_factory=dict, init=False)
     _over: set[str] = field(default_factory=set, init=False)
@@ -282,6 +284,8 @@ class FleetDriver:
         )
         rows, tokens = self._counted.get(worker, (0, 0))
         self._counted[worker] = (report.rows, report.tokens)
+        self._pools[worker] = report.pool_use
+        self.progress.note(self._state())
         self.progress.update(report.rows - rows, report.tokens - tokens, None)
         if report.is_over:
             self._over.add(worker)
@@ -290,6 +294,13 @@ class FleetDriver:
             if not self._is_ending:
                 why = "it was told to stop" if report.failure is None else report.failure.text
                 self._bury(worker, why)
+
+    def _state(self) -> str:
+        """How many workers are up, and the use of their pools."""
+        up = self._dispatcher.workers
+        pools = [self._pools[worker] for worker in up if worker in self._pools]
+        pool = sum(pools) / max(1, len(pools))
+        return f"{len(up)} of {self.size.workers} workers up, pools {pool:.0%}"
 
     def _publish(self, worker: str, draft: Draft) -> None:
         if not self._ledger.draft(draft.lease, draft.part):

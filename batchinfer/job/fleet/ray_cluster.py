@@ -67,7 +67,7 @@ for turn in range(20):
 
 
 @contextmanager
-def connected(cluster: str, *, num_workers: int) -> Iterator[None]:
+def connected(cluster: str, *, num_workers: int) -> Iterator[int]:
     """Be the driver in a Ray cluster; where this process is one already, it stays that.
 
     Args:
@@ -75,13 +75,16 @@ def connected(cluster: str, *, num_workers: int) -> Iterator[None]:
             RAY_ADDRESS names; else its host:port.
         num_workers: workers of a local one.
 
+    Yields:
+        How many GPUs it has.
+
     Raises:
         UsageError: Ray is not installed.
         DeviceError: the cluster cannot be started, or not be reached.
     """
     ray = _import_ray() if "ray" in sys.modules else None
     if ray is not None and ray.is_initialized():
-        yield
+        yield _num_gpus(ray)
         return
     local = cluster == "local"
     with (
@@ -97,10 +100,14 @@ def connected(cluster: str, *, num_workers: int) -> Iterator[None]:
                     f"the Ray cluster ({cluster}) cannot be used: {one_line(error)}"
                 ) from None
         try:
-            yield
+            yield _num_gpus(ray)
         finally:
             with _signals_kept():
                 ray.shutdown()
+
+
+def _num_gpus(ray: Any) -> int:
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def _init(ray: Any, cluster: str, folder: str, num_workers: int) -> None:

@@ -52,17 +52,18 @@ def run_fleet(
         raise NotYetError("scale.workers with output.path in an object store")
     from batchinfer.job.fleet.ray_cluster import connected  # imports Ray, as what follows
 
-    scale, has_gpus = job.spec.scale, _num_gpus() > 0 and job.spec.engine.device != "cpu"
-    num_workers = num_workers_of(job.spec)
-    shares_cores = not has_gpus and scale.cluster == "local" and job.spec.engine.num_threads is None
+    scale = job.spec.scale
     number = run_number(next_run_id(job.out))
     with (
         _nonce(job.out) as nonce,
         _log_of(job.out, number) as log,
-        connected(scale.cluster, num_workers=num_workers),
+        connected(scale.cluster, num_workers=_num_local(job.spec)) as cluster_gpus,
     ):
         from batchinfer.job.fleet.ray_workers import RayWorkers
 
+        has_gpus = _uses_gpus(job.spec, cluster_gpus)
+        num_workers = max(1, cluster_gpus) if scale.workers == "auto" else scale.workers
+        shares_cores = scale.cluster == "local" and not has_gpus
         setup = WorkerSetup(
             job.spec,
             job.manifest,
@@ -81,15 +82,25 @@ def run_fleet(
         workers = RayWorkers(
             setup,
             _resources(scale.resources, has_gpus),
-            _shares(num_workers) if shares_cores else (),
+            _shares(num_workers) if shares_cores and job.spec.engine.num_threads is None else (),
         )
         return FleetDriver(job, recovered, workers, size, number, progress, stop, log).run()
 
 
-def num_workers_of(spec: JobSpec) -> int:
-    """Workers that a job asks for; one for each GPU with ``auto``, one where there is none."""
+def is_fleet(spec: JobSpec) -> bool:
+    """Whether a job is to run on several workers, as far as can be told without its cluster."""
+    return spec.scale.workers != 1 and (spec.scale.cluster != "local" or _num_local(spec) > 1)
+
+
+def _num_local(spec: JobSpec) -> int:
+    """Workers on this machine; one for each GPU with ``auto``, one where there is none."""
     workers = spec.scale.workers
     return max(1, _num_gpus()) if workers == "auto" else workers
+
+
+def _uses_gpus(spec: JobSpec, cluster_gpus: int) -> bool:
+    """Whether each worker has a GPU; a cluster that grows may have none yet."""
+    return spec.engine.device == "cuda" or (cluster_gpus > 0 and spec.engine.device != "cpu")
 
 
 def _num_gpus() -> int:

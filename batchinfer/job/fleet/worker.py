@@ -302,6 +302,9 @@ class FleetWorker:
             urgent=False,
         )
 
+    def note(self, text: str) -> None:
+        """Nothing is shown here."""
+
     def close(self) -> None:
         """Nothing is shown here."""
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -74,14 +74,19 @@ def test_a_node_that_joins_takes_rows(
     write_rows(tmp_path, ROWS)
     spec = fleet_job(tmp_path, scale={"cluster": cluster.address, "min_workers": 1})
     joined: list[Any] = []
+    over = Event()
 
     def join() -> None:
         while not how_often(tmp_path, "engine"):
             time.sleep(0.05)
         joined.append(add_node(cluster))
+        over.wait()  # a raylet dies with the thread that started it
 
-    Thread(target=join, daemon=True).start()
+    joiner = Thread(target=join, daemon=True)
+    joiner.start()
     assert run(spec, WaitsForAnother(tmp_path)) == ExitCode.OK
+    over.set()
+    joiner.join()
     assert how_often(tmp_path, "engine") == 2
     assert part_hashes(tmp_path / "out") == expected(tmp_path, spec)
     for node in (first, *joined):
