@@ -21,9 +21,11 @@ _WALL_S = 600
 """Of a process that does nothing, or gets no processor."""
 _MEMORY_BYTES = 4 << 30
 _PANICKED = 3
+# The folder it is started in is the first of its path, until that is set: whatever is in there.
 _CODE = f"""
-import resource, sys
+import sys
 path, sys.path[:] = sys.argv[1], sys.argv[2:]
+import resource
 from tokenizers import Tokenizer
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_CPU, ({_CPU_S}, {_CPU_S} + 5))

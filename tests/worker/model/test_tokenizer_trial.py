@@ -68,6 +68,19 @@ def test_what_ends_the_process_that_loads_is_told(
     tokenizer_trial._died_of.cache_clear()
 
 
+def test_no_code_of_the_folder_it_is_started_in_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("resource", "tokenizers"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    tokenizer_trial._died_of.cache_clear()
+
+    try_tokenizer(model / "tokenizer.json")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_what_is_no_tokenizer_is_left_to_who_loads_it(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("[" * 10**5)
