@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.run_ids import writer_of
+from batchinfer.job.run_ids import run_number, writer_of
 from batchinfer.job.shards.locks import own_lock
 from batchinfer.job.shards.shard import shard_of
 from batchinfer.job.stats.recorder import Run
@@ -59,15 +59,21 @@ def _latest(runs: Sequence[Run]) -> list[Run]:
     """The last run; of those that are beside others, the last of each since one wrote alone."""
     latest: dict[str, Run] = {}
     for run in runs:
-        writer = writer_of(run.run_id)
-        if not all(_kind(writer) == _kind(other) for other in latest):
+        if any(_group(run.run_id) != _group(other.run_id) for other in latest.values()):
             latest.clear()
-        latest[writer] = run
+        latest[writer_of(run.run_id)] = run
     return sorted(latest.values(), key=lambda run: writer_of(run.run_id))
 
 
-def _kind(writer: str) -> str:
-    """What writers beside each other have in common in their names."""
+def _group(run_id: str) -> str:
+    """What runs beside each other have in common in their ids.
+
+    A shard is begun by itself, and again under another number; workers are, all of them, with
+    their driver.
+    """
+    writer = writer_of(run_id)
+    if writer and shard_of(writer) is None:
+        return str(run_number(run_id))
     return _NUMBER.sub(r"\1", writer)
 
 
