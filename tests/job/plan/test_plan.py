@@ -34,6 +34,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_text_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
+SWAP = {"swap_space": "64MiB"}
+"""The default depends on what the host has free."""
+
+
 def job(tmp_path: Path, model: Path, columns: Columns, **sections: dict[str, Any]) -> JobSpec:
     """A job over ``columns`` that runs every row to ``max_tokens``."""
     fields: dict[str, dict[str, Any]] = {
@@ -227,15 +231,15 @@ def test_no_weights_are_needed(tmp_path: Path, model: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy, ignore=shutil.ignore_patterns("*.safetensors"))
     columns = {"prompt": texts(6, 20, 10, 30)}
-    spec = job(tmp_path, copy, columns)
-    with_weights = plan_job(job(tmp_path, model, columns))
+    spec = job(tmp_path, copy, columns, engine=SWAP)
+    with_weights = plan_job(job(tmp_path, model, columns, engine=SWAP))
     assert plan_job(spec) | {"model": {}} == with_weights | {"model": {}}
 
 
 def test_where_the_output_goes_does_not_matter(tmp_path: Path, model: Path) -> None:
     columns = {"prompt": texts(6, 3, 10, 30)}
     inside, in_store = (
-        job(tmp_path, model, columns, output={"path": path})
+        job(tmp_path, model, columns, output={"path": path}, engine=SWAP)
         for path in (str(tmp_path), "s3://bucket/out")
     )
     assert plan_job(inside) == plan_job(in_store)
@@ -246,8 +250,7 @@ def test_expected_lengths_end_answers_sooner(tmp_path: Path, model: Path) -> Non
         "prompt": texts(7, 50, 10, 30),
         "sampling_params": [None] * 49 + ['{"min_tokens": 9}'],
     }
-    engine = {"swap_space": "64MiB"}  # the default depends on what the host has free
-    spec = job(tmp_path, model, columns, sampling={"ignore_eos": False}, engine=engine)
+    spec = job(tmp_path, model, columns, sampling={"ignore_eos": False}, engine=SWAP)
     longest, shorter = plan_job(spec), plan_job(spec, expect_output_tokens=5)
     assert longest["output_tokens"] == 50 * 16
     assert shorter["output_tokens"] == 49 * 5 + 9
