@@ -138,7 +138,10 @@ def run(
 
         own = parse_shard(shard, os.environ)
     scale = {"scale.workers": workers, "scale.cluster": cluster}
-    sets = [*(overrides or ()), *(f"{key}={value}" for key, value in scale.items() if value)]
+    sets = [
+        *(overrides or ()),
+        *(f"{key}={value}" for key, value in scale.items() if value is not None),
+    ]
     spec = _read_job(job, sets, variables, output, limit)
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)

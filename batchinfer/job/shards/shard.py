@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from batchinfer.console.format import format_value
 from batchinfer.errors import UsageError
 
-_SHARD = re.compile(r"(\d+)/(\d+)")
-_WRITER = re.compile(r"s(\d+)of(\d+)")
+_SHARD = re.compile(r"([0-9]+)/([0-9]+)")
+_WRITER = re.compile(r"s([0-9]+)of([0-9]+)")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from batchinfer.job.spec.spec import (
     JobSpec,
     ModelSpec,
     OutputSpec,
+    ScaleSpec,
     StatsSpec,
 )
 from batchinfer.job.spec.yaml import KeyPath
@@ -71,6 +72,7 @@ def known_keys() -> dict[str, tuple[str, ...]]:
         "output": _names(OutputSpec),
         "errors": _names(ErrorsSpec),
         "stats": _names(StatsSpec),
+        "scale": _names(ScaleSpec),
     }
 
 

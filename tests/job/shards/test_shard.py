@@ -56,6 +56,7 @@ def test_a_shard_is_given_or_is_a_task_of_an_array(
         ("0/0", {}, r"--shard 0/0: I must be from 0 to N - 1\n"),
         ("-1/4", {}, "neither I/N nor auto"),
         ("1", {}, "neither I/N nor auto"),
+        ("\N{ARABIC-INDIC DIGIT ONE}/4", {}, "neither I/N nor auto"),
         ("auto", {}, r"no task of a Slurm array .*not set"),
         ("auto", {"JOB_COMPLETION_INDEX": "3"}, r'"\$\(JOB_COMPLETION_INDEX\)/8"'),
         ("auto", {"SLURM_ARRAY_TASK_ID": "3"}, "does not say of this array how many"),

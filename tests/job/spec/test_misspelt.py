@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from batchinfer.config import SAMPLING_ALIASES
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.errors import known_keys
 from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.yaml import parse_yaml
 from tests.job.job_files import MINIMAL, write_job
 
@@ -19,6 +21,16 @@ KEYS = [
     for key in keys
     if len(key) > 5 and key not in SAMPLING_ALIASES
 ]
+
+
+def test_every_section_is_known() -> None:
+    """Sections that hold keys of the user's own choice have no nearest one."""
+    sections = {
+        name
+        for name, field in JobSpec.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    }
+    assert sections <= known_keys().keys()
 
 
 def misspelt(key: str) -> str:
