@@ -21,7 +21,7 @@ from batchinfer import errors
 from batchinfer.console.progress import Progress
 from batchinfer.errors import DeviceError, JobError
 from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, TakeBack
-from batchinfer.job.fleet.leases import LeaseLedger, Ranges, row_ids_of
+from batchinfer.job.fleet.leases import LeaseLedger, Ranges
 from batchinfer.job.fleet.messages import Assignment, Failure, Ready, WorkerReport
 from batchinfer.job.job import OutputJob
 from batchinfer.job.output.commit import Draft, publish
@@ -293,7 +293,8 @@ class FleetDriver:
                 raise _error(report.failure)
             if not self._is_ending:
                 why = "it was told to stop" if report.failure is None else report.failure.text
-                self._bury(worker, why)
+                self.log(f"{worker} has ended: {why}")
+                self.workers.kill(worker)  # its process; that it is gone comes as an event
 
     def _state(self) -> str:
         """How many workers are up, and the use of their pools."""
@@ -323,8 +324,8 @@ class FleetDriver:
         log = self.job.out.in_flight / run_id(self.run_number, worker)
         self._adopt_segments(worker)
         finished = self._finished_rows(worker)
-        leased = self._leased_rows(worker)
-        in_flight = np.setdiff1d(np.intersect1d(logged_rows(self.job.out, log), leased), finished)
+        held = np.setdiff1d(self._ledger.rows_held(worker), finished)
+        in_flight = np.intersect1d(logged_rows(self.job.out, log), held)
         self._dispatcher.died(worker, in_flight, finished)
         with storage_errors(log, "delete"):
             self.job.out.files.delete(log)
@@ -338,11 +339,6 @@ class FleetDriver:
             if f"-{worker}-" in path.name and not self._segments.is_known(path):
                 with suppress(OSError, ValueError, pa.ArrowException):
                     self._segments.adopt(path)
-
-    def _leased_rows(self, worker: str) -> RowIds:
-        leases = self._ledger.leases_of(worker)
-        shares = [share for lease in leases for share in lease.shares]
-        return np.unique(np.concatenate([NO_ROWS, *(row_ids_of(share.rows) for share in shares)]))
 
     def _finished_rows(self, worker: str) -> RowIds:
         """Rows on disk of the parts that a worker had."""

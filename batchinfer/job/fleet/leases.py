@@ -120,6 +120,7 @@ class LeaseLedger:
         self._of_worker: dict[str, dict[int, Lease]] = defaultdict(dict)
         self._free = [part.index for part in parts]  # ascending, and so a heap
         self._queued = set(self._free)
+        self._is_published: set[int] = set()
         self._num_unpublished = 0
         self._num_left = len(self._parts)
         self._latest_fence = 0
@@ -148,6 +149,16 @@ class LeaseLedger:
     def leases_of(self, worker: str) -> list[Lease]:
         """The current leases of a worker, oldest first."""
         return list(self._of_worker[worker].values())
+
+    def rows_held(self, worker: str) -> RowIds:
+        """Rows that a worker has and that are in no draft: all that can be lost with it."""
+        held = [
+            row_ids_of(self._states[index].held[lease.fence])
+            for lease in self.leases_of(worker)
+            for index in self._held_by(lease)
+            if not self._states[index].is_drafted
+        ]
+        return np.unique(np.concatenate([NO_ROWS, *held]))
 
     def is_current(self, fence: int) -> bool:
         """Whether a lease has neither ended nor been revoked."""
@@ -226,6 +237,7 @@ class LeaseLedger:
         """A part that was drafted is out: nothing of it is left to do."""
         assert self._states[index].is_drafted
         del self._states[index]
+        self._is_published.add(index)
         self._num_unpublished -= 1
         self._num_left -= 1
 
@@ -331,6 +343,7 @@ class LeaseLedger:
         return index
 
     def _state(self, index: int) -> _PartState:
+        assert index not in self._is_published, "nothing of a published part is left to do"
         if index not in self._states:
             self._states[index] = _PartState(self._rows_at_first(index))
             self._missing.pop(index, None)

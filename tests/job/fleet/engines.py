@@ -83,6 +83,23 @@ def never_built(model: object, engine: object, *, log: Any) -> FakeBuilt:
 
 
 @dataclass(frozen=True)
+class Breaks:
+    """Builds engines of which the first has a bug in its ``step``th step."""
+
+    folder: Path
+    step: int = 4
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        build = FakeBuild(next_token=drawn)
+        build.before_step = self._before_step
+        return build(model, engine, log=log)
+
+    def _before_step(self, number: int) -> None:
+        if number == self.step and happens(self.folder, "bug", 1):
+            raise ZeroDivisionError("a bug of this test")
+
+
+@dataclass(frozen=True)
 class Signals:
     """Builds engines of which one, in its ``step``th step, sends its driver a signal."""
 

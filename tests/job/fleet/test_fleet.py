@@ -14,7 +14,7 @@ from batchinfer.job.fleet import dispatcher, ray_workers
 from batchinfer.job.fleet.ray_cluster import connected
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from tests.job.fleet.engines import Dies, DiesOf, how_often, never_built
+from tests.job.fleet.engines import Breaks, Dies, DiesOf, how_often, never_built
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 
 ROWS = 600
@@ -56,6 +56,16 @@ def test_workers_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     assert run(fleet_job(tmp_path), Dies(tmp_path, times=3)) == ExitCode.OK
     assert how_often(tmp_path, "death") == 3
+    assert_as_of_one_process(tmp_path)
+
+
+def test_a_worker_with_a_bug_is_replaced(tmp_path: Path) -> None:
+    write_rows(tmp_path, ROWS)
+    assert run(fleet_job(tmp_path), Breaks(tmp_path)) == ExitCode.OK
+    assert how_often(tmp_path, "bug") == 1
+    state = tmp_path / "out" / "_batchinfer"
+    log = (state / "logs" / "run-00001-driver.log").read_text()
+    assert "has ended: ZeroDivisionError('a bug of this test')" in log
     assert_as_of_one_process(tmp_path)
 
 

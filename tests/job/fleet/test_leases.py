@@ -177,6 +177,21 @@ def test_the_draft_of_a_lease_that_was_revoked_is_refused() -> None:
     assert not ledger.draft(new.fence, 0)
 
 
+def test_rows_of_drafts_are_not_lost_with_their_worker() -> None:
+    """They were in flight once, as its log says: they must not be blamed, nor run again."""
+    ledger = LeaseLedger(make_parts(4, 4), {}, 100)
+    lease = ledger.grant("w01", 1)
+    assert lease is not None
+    second = ledger.grant("w01", 1)
+    assert second is not None
+    assert ledger.rows_held("w01").tolist() == list(range(8))
+    assert ledger.draft(lease.fence, 0)
+    assert ledger.rows_held("w01").tolist() == [4, 5, 6, 7]
+    ledger.published(0)
+    ledger.give_back(second.fence, sorted_row_ids([7]))
+    assert ledger.rows_held("w01").tolist() == [4, 5, 6]
+
+
 def test_a_part_whose_rows_two_leases_ran_is_made_by_a_third() -> None:
     ledger = LeaseLedger(make_parts(8), {}, 100)
     slow = ledger.grant("w01", 2)
