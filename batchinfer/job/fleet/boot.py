@@ -17,7 +17,6 @@ from batchinfer.job.job import BuildEngine, OutputJob, load, open_input, open_jo
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import output_at
-from batchinfer.job.output.resume import clear_staging
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import package_versions
 from batchinfer.job.storage.filesystem import read_file
@@ -140,7 +139,6 @@ def _open(setup: WorkerSetup, worker: str) -> OutputJob:
     job = open_job(setup.spec, source)
     if job.manifest.fingerprint != setup.fingerprint:
         raise ModelError("the model is another on this node than on the driver's")
-    clear_staging(out)
     return OutputJob(job.spec, source, job.table, setup.manifest, out)
 
 

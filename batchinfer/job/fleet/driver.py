@@ -141,6 +141,8 @@ class FleetDriver:
     workers: Workers
     size: FleetSize
     run_number: int
+    clear: Callable[[], None]
+    """Called when the first worker is up: deletes what is to be overwritten."""
     progress: Progress
     stop: Event
     log: Callable[[str], None] = lambda line: None
@@ -159,6 +161,7 @@ class FleetDriver:
     _has_begun: bool = field(default=False, init=False)
     _last_reason: str = field(default="", init=False)
     """Why a worker could not be started."""
+    _is_cleared: bool = field(default=False, init=False)
     _is_ending: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -247,6 +250,9 @@ class FleetDriver:
             case Up(worker, ready):
                 self._started.pop(worker, None)
                 self._bad_boots.clear()
+                if not self._is_cleared:
+                    self.clear()
+                    self._is_cleared = True
                 self._dispatcher.ready(worker, self.clock())
                 self._start_others(ready)
                 self.log(f"{worker} is up on {ready.host}: {ready.device}")

@@ -28,6 +28,7 @@ from batchinfer.job.row_ids import (
     sorted_row_ids,
 )
 from batchinfer.job.rows.finished_row import FinishedRow
+from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.requests import PromptRow
 
 Wrote = Callable[[str, Mapping[int, int]], None]
@@ -164,7 +165,9 @@ class LeaseRun:
         return np.intersect1d(in_range(row_ids, part.rows), self._leased[part.index])
 
     def _deliver(self, deliver: Callable[[Draft], None], part: Part, draft: Draft) -> None:
+        failpoint("draft-staged")
         deliver(replace(draft, lease=self.fence))
+        failpoint("draft-told")
 
 
 def _row_ids(job: OutputJob, ranges: Sequence[range]) -> RowIds:

@@ -7,8 +7,9 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from threading import Event
-from typing import Any, BinaryIO
+from typing import Any
 
 from batchinfer.console.progress import Progress
 from batchinfer.cpus import cpu_limits
@@ -30,6 +31,7 @@ def run_fleet(
     recovered: RecoveredRows,
     build: BuildEngine | None,
     kernels_before: Mapping[str, str],
+    clear: Callable[[], None],
     progress: Progress,
     stop: Event,
 ) -> bool:
@@ -39,6 +41,7 @@ def run_fleet(
         recovered: the parts to make, and what is there of them already.
         build: makes a worker's engine, in place of ``batchinfer.build.build_engine``.
         kernels_before: of the runs whose rows stay.
+        clear: deletes what is to be overwritten; called when a worker has its model.
         progress: shows finished rows.
         stop: when set, workers put on disk what they have, and end.
 
@@ -48,15 +51,13 @@ def run_fleet(
     Raises:
         JobError: the fleet cannot be started or run; finished rows are kept.
     """
-    if is_url(job.spec.output.path):
-        raise NotYetError("scale.workers with output.path in an object store")
+    check_output(job.spec)
     from batchinfer.job.fleet.ray_cluster import connected  # imports Ray, as what follows
 
     scale = job.spec.scale
     number = run_number(next_run_id(job.out))
     with (
         _nonce(job.out) as nonce,
-        _log_of(job.out, number) as log,
         connected(scale.cluster, num_workers=_num_local(job.spec)) as cluster_gpus,
     ):
         from batchinfer.job.fleet.ray_workers import RayWorkers
@@ -84,7 +85,26 @@ def run_fleet(
             _resources(scale.resources, has_gpus),
             _shares(num_workers) if shares_cores and job.spec.engine.num_threads is None else (),
         )
-        return FleetDriver(job, recovered, workers, size, number, progress, stop, log).run()
+
+        log = partial(_write_line, job.out, number)
+
+        def clear_and_tell() -> None:
+            clear()
+            job.out.write(job.out.state / NONCE, nonce)  # for workers that are still to come
+
+        return FleetDriver(
+            job, recovered, workers, size, number, clear_and_tell, progress, stop, log
+        ).run()
+
+
+def check_output(spec: JobSpec) -> None:
+    """Check that a fleet can write there.
+
+    Raises:
+        NotYetError: it is in an object store.
+    """
+    if is_url(spec.output.path):
+        raise NotYetError("scale.workers with output.path in an object store")
 
 
 def is_fleet(spec: JobSpec) -> bool:
@@ -139,14 +159,9 @@ def _nonce(out: OutputDir) -> Iterator[bytes]:
             out.files.delete(path)
 
 
-@contextmanager
-def _log_of(out: OutputDir, number: int) -> Iterator[Callable[[str], None]]:
-    """The driver's log: who came, who went, and why."""
+def _write_line(out: OutputDir, number: int, line: str) -> None:
+    """Add to the driver's log: who came, who went, and why."""
     path = out.logs / f"{run_id(number, 'driver')}.log"
-    with storage_errors(path), out.files.append_to(path) as file:
-        yield lambda line: _write_line(file, line)
-
-
-def _write_line(file: BinaryIO, line: str) -> None:
     now = datetime.now().isoformat(timespec="milliseconds")
-    file.write(f"{now} {line}\n".encode())
+    with storage_errors(path), out.files.append_to(path) as file:
+        file.write(f"{now} {line}\n".encode())

@@ -28,6 +28,7 @@ from batchinfer.job.fleet.messages import Assignment, Failure, WorkerReport
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.job import LoadedJob, OutputJob
 from batchinfer.job.output.commit import Draft
+from batchinfer.job.output.resume import clear_staging
 from batchinfer.job.row_ids import RowIds
 from batchinfer.job.rows.read_prompts import read_prompts, without_text
 from batchinfer.job.rows.token_store import TokenStore
@@ -89,10 +90,7 @@ class FleetWorker:
         self.outbox = Outbox()
         self._job = job
         self._loaded = loaded
-        self._recorder = Recorder(job.out, job.spec, run_id)
-        self._recorder.loaded(loaded.context, loaded.seconds)
-        for line in loaded.log:
-            self._recorder.log(line)
+        self._run_id = run_id
         self._metadata = file_metadata(job)
         self._assignments: SimpleQueue[Assignment] = SimpleQueue()
         self._leases: tuple[LeaseRun, ...] = ()
@@ -122,9 +120,11 @@ class FleetWorker:
 
     def run(self) -> None:
         """Run leases until stopped; the last report says how it ended."""
-        self._woken.wait()  # who is killed before it has a lease leaves no log of rows in flight
+        self._woken.wait()
+        # Who never has a lease writes nothing: what is overwritten goes before the first.
         try:
-            with InFlightLog(self._job.out, self._recorder.run.run_id) as in_flight:
+            self._recorder = self._begun_recorder()
+            with InFlightLog(self._job.out, self._run_id) as in_flight:
                 self._run(in_flight)
         except JobError as error:
             self._end(Failure(type(error).__name__, str(error)))
@@ -133,6 +133,14 @@ class FleetWorker:
             raise
         else:
             self._end(None)
+
+    def _begun_recorder(self) -> Recorder:
+        clear_staging(self._job.out)
+        recorder = Recorder(self._job.out, self._job.spec, self._run_id)
+        recorder.loaded(self._loaded.context, self._loaded.seconds)
+        for line in self._loaded.log:
+            recorder.log(line)
+        return recorder
 
     def _end(self, failure: Failure | None) -> None:
         self.outbox.tell(lambda report: replace(report, failure=failure, is_over=True))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import Protocol
 
 from batchinfer.console.format import printable
 from batchinfer.console.progress import Progress, make_progress, print_line
@@ -41,11 +42,29 @@ from batchinfer.job.stats.recorder import kernels_of, runs_of
 from batchinfer.job.stats.summary import write_summary
 from batchinfer.process import gc_paused, stop_signals
 
-RunFleet = Callable[
-    [OutputJob, RecoveredRows, BuildEngine | None, Mapping[str, str], Progress, Event], bool
-]
-"""``run_pipeline`` with several workers, each with an engine that it builds itself; given the
-kernels of the runs whose rows stay. Whether all parts were made."""
+
+class RunFleet(Protocol):
+    """``run_pipeline`` with several workers, each with an engine that it builds itself."""
+
+    def __call__(
+        self,
+        job: OutputJob,
+        recovered: RecoveredRows,
+        build: BuildEngine | None,
+        kernels_before: Mapping[str, str],
+        clear: Callable[[], None],
+        progress: Progress,
+        stop: Event,
+    ) -> bool:
+        """Make the parts that are not finished; whether all were made.
+
+        Args:
+            kernels_before: of the runs whose rows stay.
+            clear: deletes what is to be overwritten; to be called once a model is loaded.
+        """
+        ...
+
+
 _AGAIN = "run the same command again, or the shard whose part it is: the part is then made again"
 
 
@@ -159,11 +178,14 @@ def _run(
         if loaded is not None:
             reporter.other_kernels(before, loaded.context.kernels)
     with nullcontext() if loaded is None else closing(loaded):
-        claim.clear(resume)
+        clear = partial(claim.clear, resume)
+        runs_here = not missing or fleet is None
+        if runs_here:
+            clear()
         with stop_signals() as stop:
             with closing(make_progress(missing, quiet=reporter.quiet)) as progress:
-                if missing and fleet is not None:
-                    complete = fleet(job, recovered, build, before, progress, stop)
+                if fleet is not None and not runs_here:
+                    complete = fleet(job, recovered, build, before, clear, progress, stop)
                 else:
                     complete = run_pipeline(job, recovered, loaded, progress, stop)
             if not complete:

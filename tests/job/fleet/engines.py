@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from batchinfer.errors import DeviceError
+from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.fakes import FakeBuild, FakeBuilt, drawn
 
 
@@ -151,3 +152,17 @@ class WaitsForAnother:
             happens(self.folder, "engine", 2)
         while number == 2 and how_often(self.folder, "engine") < 2:
             time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class DiesAt:
+    """Builds engines of which one dies at a failpoint, the ``count``th time it comes there."""
+
+    folder: Path
+    point: str
+    count: int = 1
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        if happens(self.folder, "failpoint", 1):
+            os.environ[VARIABLE] = f"{self.point}:{self.count}"
+        return FakeBuild(next_token=drawn)(model, engine, log=log)

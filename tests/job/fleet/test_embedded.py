@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from batchinfer.errors import ExitCode
+from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +33,7 @@ class Machine:
     home: Path
     mark: str
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, failpoint: str = "") -> subprocess.CompletedProcess[str]:
         """Run a Python program to its end."""
         environment = {
             **os.environ,
@@ -40,6 +41,7 @@ class Machine:
             "HOME": str(self.home),
             "PYTHONPATH": str(ROOT),
             MARK: self.mark,
+            VARIABLE: failpoint,
         }
         return subprocess.run(
             [sys.executable, *arguments],
@@ -102,6 +104,19 @@ def test_a_killed_driver_loses_nothing(tmp_path: Path, machine: Machine, workers
     spec = fleet_job(tmp_path, scale={"workers": workers, "min_workers": 1})
     assert run(spec) == ExitCode.OK
     assert part_hashes(tmp_path / "out") == expected(tmp_path, spec)
+
+
+def test_a_driver_killed_between_a_part_and_its_record_loses_nothing(
+    tmp_path: Path, machine: Machine
+) -> None:
+    write_rows(tmp_path, ROWS)
+    program = ("-m", "tests.job.fleet.program", str(tmp_path), "2")
+    done = machine.run(*program, failpoint="data-durable:3")
+    assert done.returncode == -9, done.stderr
+    assert len(list((tmp_path / "out" / "data").iterdir())) == 3
+    assert machine.run(*program).returncode == ExitCode.OK
+    machine.assert_nothing_left()
+    assert part_hashes(tmp_path / "out") == expected(tmp_path, fleet_job(tmp_path))
 
 
 def test_a_stopped_fleet_keeps_its_rows(tmp_path: Path, machine: Machine) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DeviceError, ExitCode, LockedError
+from batchinfer.errors import DeviceError, ExitCode, LockedError, NotYetError
 from batchinfer.job.fleet import dispatcher, ray_workers
 from batchinfer.job.fleet.ray_cluster import connected
+from batchinfer.job.fleet.run_fleet import check_output
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from tests.job.fleet.engines import Breaks, Dies, DiesOf, how_often, never_built
+from tests.job.fleet.engines import Breaks, Dies, DiesAt, DiesOf, how_often, never_built
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 
 ROWS = 600
@@ -59,6 +60,15 @@ def test_workers_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     assert_as_of_one_process(tmp_path)
 
 
+@pytest.mark.parametrize("point", ["steps-renamed", "draft-staged", "draft-told"])
+def test_a_worker_that_dies_at_a_step_of_a_commit_loses_nothing(tmp_path: Path, point: str) -> None:
+    write_rows(tmp_path, ROWS)
+    assert run(fleet_job(tmp_path), DiesAt(tmp_path, point)) == ExitCode.OK
+    log = tmp_path / "out" / "_batchinfer" / "logs" / "run-00001-driver.log"
+    assert "w01 is gone" in log.read_text()
+    assert_as_of_one_process(tmp_path)
+
+
 def test_a_worker_with_a_bug_is_replaced(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     assert run(fleet_job(tmp_path), Breaks(tmp_path)) == ExitCode.OK
@@ -98,6 +108,26 @@ def test_no_worker_can_be_started(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     with pytest.raises(DeviceError, match="too small for this test"):
         run(fleet_job(tmp_path), never_built)
+
+
+def test_what_is_overwritten_stays_until_a_model_is_loaded(tmp_path: Path) -> None:
+    write_rows(tmp_path, ROWS)
+    spec = fleet_job(tmp_path)
+    assert run(spec) == ExitCode.OK
+    before = part_hashes(tmp_path / "out")
+    with pytest.raises(DeviceError, match="too small for this test"):
+        run(spec, never_built, overwrite=True)
+    assert part_hashes(tmp_path / "out") == before
+    assert run(spec, overwrite=True) == ExitCode.OK
+    assert_as_of_one_process(tmp_path)
+
+
+def test_output_in_a_store_is_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path, 10)
+    spec = fleet_job(tmp_path).model_copy()
+    in_store = spec.output.model_copy(update={"path": "s3://bucket/out"})
+    with pytest.raises(NotYetError, match="in an object store"):
+        check_output(spec.model_copy(update={"output": in_store}))
 
 
 def test_a_second_driver_is_refused(tmp_path: Path) -> None:

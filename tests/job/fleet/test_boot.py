@@ -1,0 +1,58 @@
+"""A worker that finds another job, model, input or disk than its driver does not run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchinfer.job.fleet.boot import NONCE, WorkerProcess, WorkerSetup
+from batchinfer.job.fleet.messages import Failure
+from batchinfer.job.job import open_input, open_job
+from tests.job.fakes import FakeBuild, begin
+from tests.job.fleet.jobs import fleet_job, write_rows
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> WorkerSetup:
+    """What a driver starts its workers with."""
+    from batchinfer.job.output.open import output_at
+
+    write_rows(tmp_path, 10)
+    spec = fleet_job(tmp_path)
+    job = open_job(spec, open_input(spec))
+    out = output_at(spec.output.path)
+    begin(out, job.manifest)
+    out.write(out.state / NONCE, b"of this driver")
+    fingerprint = job.manifest.fingerprint
+    return WorkerSetup(spec, job.manifest, fingerprint, b"of this driver", build=FakeBuild())
+
+
+def why_not(setup: WorkerSetup) -> Failure:
+    """What a worker says that does not start."""
+    found = WorkerProcess(setup, "w01", "run-00001-w01").load()
+    assert isinstance(found, Failure)
+    return found
+
+
+def test_a_disk_that_is_not_shared(setup: WorkerSetup) -> None:
+    found = why_not(replace(setup, nonce=b"of another one"))
+    assert found.kind == "StorageError"
+    assert "put output.path on a file system that all nodes share" in found.text
+
+
+def test_another_input(setup: WorkerSetup, tmp_path: Path) -> None:
+    write_rows(tmp_path, 11)
+    assert "the input is another on this node" in why_not(setup).text
+
+
+def test_another_model(setup: WorkerSetup) -> None:
+    assert "the model is another on this node" in why_not(replace(setup, fingerprint="0")).text
+
+
+def test_other_versions(setup: WorkerSetup) -> None:
+    versions = {**setup.versions, "pyarrow": "1.0"}
+    found = why_not(replace(setup, versions=versions))
+    assert "pyarrow is" in found.text
+    assert "1.0 on the driver's" in found.text
