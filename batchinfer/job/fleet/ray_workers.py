@@ -6,6 +6,8 @@ itself: what is lost with a worker, the driver leases anew.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from batchinfer.errors import one_line
+from batchinfer.errors import ExitCode, one_line
 from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
 from batchinfer.job.fleet.driver import Gone, NotUp, Told, Up, WorkerEvent
 from batchinfer.job.fleet.messages import Assignment, Failure, Ready
@@ -28,7 +30,20 @@ _RETRY_S = 1.0
 
 
 class RayWorker(WorkerProcess):
-    """A worker that knows which node it is on."""
+    """A worker that knows which node it is on, and that stops in order where that goes."""
+
+    def __init__(
+        self, setup: WorkerSetup, worker: str, run_id: str, cores: Sequence[int] = ()
+    ) -> None:
+        super().__init__(setup, worker, run_id, cores)
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, self._leave)
+
+    def _leave(self, *_: object) -> None:
+        """Put on disk what there is; who has nothing yet ends at once."""
+        if self._worker is None:
+            os._exit(ExitCode.INTERRUPTED)
+        self.stop()
 
     def where(self) -> str:
         """Id of its node."""

@@ -60,6 +60,14 @@ def test_workers_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     assert_as_of_one_process(tmp_path)
 
 
+def test_a_worker_that_is_told_to_go_puts_its_rows_on_disk(tmp_path: Path) -> None:
+    write_rows(tmp_path, ROWS)
+    assert run(fleet_job(tmp_path), Dies(tmp_path, 1, number=signal.SIGTERM)) == ExitCode.OK
+    log = tmp_path / "out" / "_batchinfer" / "logs" / "run-00001-driver.log"
+    assert "has ended: it was told to stop" in log.read_text()
+    assert_as_of_one_process(tmp_path)
+
+
 @pytest.mark.parametrize("point", ["steps-renamed", "draft-staged", "draft-told"])
 def test_a_worker_that_dies_at_a_step_of_a_commit_loses_nothing(tmp_path: Path, point: str) -> None:
     write_rows(tmp_path, ROWS)
