@@ -90,6 +90,9 @@ class RowError(Exception):
 def one_line(error: BaseException, most: int = 300) -> str:
     """An error's message on one line of at most ``most`` characters; its class where it has none.
 
-    For errors of libraries, which may go on for a page.
+    For errors of libraries, which may go on for a page, and repeat what a damaged file has: what
+    cannot be printed is escaped.
     """
-    return " ".join(str(error).split())[:most] or type(error).__name__
+    line = " ".join(str(error).split())[:most]
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
+    return "".join(shown)[:most] or type(error).__name__

@@ -103,6 +103,11 @@ def _false_shape(folder: Path) -> None:
     path.write_bytes(raw.replace(b'"shape":[199,32]', b'"shape":[198,32]', 1))
 
 
+def _control_characters_as_dtype(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F\x7f2"', 1))
+
+
 def _large_vocabulary(folder: Path) -> None:
     words = {f"w{i}": i for i in range(VOCAB_SIZE + 1)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
@@ -176,6 +181,7 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
         (_with_tensors("lm_head.bias"), "no place.*: lm_head.bias;"),
         (_with_tensors(f"{_ATTENTION}.q_proj.lora_A.weight"), "lora_A.weight; merge the adapters"),
         (_false_shape, "safetensors files are damaged .*; fetch the model again"),
+        (_control_characters_as_dtype, r"files are damaged .* variant `F\\x7f2`, expected"),
     ],
 )
 def test_refuses_in_one_line(llama: Path, damage: Callable[[Path], object], message: str) -> None:
@@ -183,7 +189,7 @@ def test_refuses_in_one_line(llama: Path, damage: Callable[[Path], object], mess
     with pytest.raises(ModelError, match=message) as raised:
         load(llama)
     assert raised.value.exit_code == ExitCode.MODEL
-    assert "\n" not in str(raised.value)
+    assert str(raised.value).isprintable()
 
 
 @pytest.mark.parametrize(
