@@ -166,6 +166,7 @@ def _with_tensors(*names: str) -> Callable[[Path], None]:
         (_config(model_type="nonesuch"), "'nonesuch'"),
         (_config(model_type="mamba"), "'mamba' cannot be run.*recurrent"),
         (_config(model_type="bloom"), "ALiBi"),
+        (_config(layer_types=["x" * 999] * 3), r"has layers \(layer_types\) of the type x+\.\.\."),
         (_falcon, "'falcon' cannot be run.*replaced"),
         (_config(model_type="vit"), "vit"),
         (_config(architectures=["LlamaForSequenceClassification"]), "SequenceClassification"),

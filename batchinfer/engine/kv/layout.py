@@ -252,7 +252,7 @@ def _unsupported(config: Config, family: str) -> str | None:
         return f"it has recurrent layers ({', '.join(sorted(layer_types & _RECURRENT_LAYERS))})"
     if layer_types - _PLAIN_LAYERS:
         others = ", ".join(sorted(layer_types - _PLAIN_LAYERS))
-        return f"it has layers of the type {others} (layer_types)"
+        return f"it has layers (layer_types) of the type {others}"
     for key in _PER_LAYER_KEYS:
         if config.get(key):
             return f"its layers differ in the shape of their KV ({key})"
