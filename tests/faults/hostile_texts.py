@@ -8,7 +8,6 @@ within their memory, and within ``MOST_TO_STOP_S`` of a SIGTERM while it is at t
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.text.children.limits import Limits
 from batchinfer.text.tokenizer import Tokenizer
+from tests.faults.child_peaks import ChildPeaks
 from tests.faults.children import Pace, start
 from tests.faults.violation import ViolationError
 from tests.job.datasets import write_parquet
@@ -282,10 +282,10 @@ def case(number: int, seed: int, folder: Path) -> str:
     build = HostileBuild(one.change)
     try:
         spec = _job(place, one, [GOOD, one.text, GOOD])
-        found = _outcome(spec, build, partial(_job, place / "good", one, [GOOD]))
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        if peak > MOST_BYTES:
-            raise ViolationError(f"a process took {peak >> 20} MiB")
+        with ChildPeaks() as peaks:
+            found = _outcome(spec, build, partial(_job, place / "good", one, [GOOD]))
+        if peaks.most_bytes > MOST_BYTES:
+            raise ViolationError(f"a process took {peaks.most_bytes >> 20} MiB")
         shutil.rmtree(spec.output.path)
         waited = _stopped(spec, build, place, Random(f"{seed}/{number}/stop"))
         if waited > MOST_TO_STOP_S:

@@ -1,0 +1,54 @@
+"""Memory of this process's children, and of theirs, at its most.
+
+The system's own sum, ``getrusage(RUSAGE_CHILDREN)``, is of no use for it: to a child that executes
+a program counts what the process had that started it (``setmax_mm_hiwater_rss`` in Linux's
+fs/exec.c), and what one child took counts for good.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+_EVERY_S = 0.05
+
+
+class ChildPeaks:
+    """Looks at the children while it is entered. One that bloats in its last moment is missed by
+    that moment alone: the system keeps each one's peak for as long as it lives."""
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        """Resident memory of the process that had most."""
+        self._this = psutil.Process()
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> ChildPeaks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def look(self) -> None:
+        """Look now."""
+        peaks = (_peak_bytes(child.pid) for child in self._this.children(recursive=True))
+        self.most_bytes = max(self.most_bytes, *peaks, 0)
+
+    def _watch(self) -> None:
+        while not self._left.wait(_EVERY_S):
+            self.look()
+
+
+def _peak_bytes(pid: int) -> int:
+    """0 of a process that is gone, or a zombie."""
+    with suppress(OSError):
+        _, _, rest = Path(f"/proc/{pid}/status").read_text(errors="replace").partition("VmHWM:")
+        if rest:
+            return int(rest.split()[0]) * 1024
+    return 0

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.child_peaks import ChildPeaks
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells peaks")
+
+FAT_BYTES = 2**27
+WAIT = "import sys; print(flush=True); sys.stdin.read()"
+BLOAT = f"kept = bytes({FAT_BYTES}).replace(b'\\0', b'x'); del kept; {WAIT}"
+GRANDCHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BLOAT!r}])"
+
+
+def peak_beside(code: str) -> int:
+    """Of a Python process that tells that it is done, and waits, while it is looked at."""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin
+        assert child.stdout
+        child.stdout.readline()
+        peaks = ChildPeaks()
+        peaks.look()
+        child.stdin.close()
+    return peaks.most_bytes
+
+
+@pytest.mark.parametrize("code", [BLOAT, GRANDCHILD])
+def test_what_a_child_had_once_counts(code: str) -> None:
+    assert FAT_BYTES < peak_beside(code) < 2 * FAT_BYTES + 2**26
+
+
+def test_what_its_parent_has_does_not_count() -> None:
+    kept = b"x" * FAT_BYTES
+    assert 0 < peak_beside(WAIT) < FAT_BYTES
+    assert len(kept) == FAT_BYTES
