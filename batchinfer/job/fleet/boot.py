@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import PurePath
 
 from batchinfer.errors import DataError, JobError, ModelError, StorageError
 from batchinfer.job.fleet.messages import Assignment, Failure, Ready, WorkerReport
@@ -21,9 +22,6 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import package_versions
 from batchinfer.job.storage.filesystem import read_file
 from batchinfer.process import bound_spinning, gc_paused
-
-NONCE = "fleet"
-"""File in ``OutputDir.state``: who reads there what the driver has written shares its disk."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +140,14 @@ def _open(setup: WorkerSetup, worker: str) -> OutputJob:
     return OutputJob(job.spec, source, job.table, setup.manifest, out)
 
 
+def nonce_file(out: OutputDir) -> PurePath:
+    """A file beside the locks, which stay when an output is overwritten: who reads there what the
+    driver has written shares its disk."""
+    return out.locks / "fleet"
+
+
 def _nonce(out: OutputDir) -> bytes:
     try:
-        return read_file(out.files, out.state / NONCE)
+        return read_file(out.files, nonce_file(out))
     except OSError:
         return b""

@@ -14,7 +14,7 @@ from typing import Any
 from batchinfer.console.progress import Progress
 from batchinfer.cpus import cpu_limits
 from batchinfer.errors import NotYetError
-from batchinfer.job.fleet.boot import NONCE, WorkerSetup
+from batchinfer.job.fleet.boot import WorkerSetup, nonce_file
 from batchinfer.job.fleet.driver import FleetDriver, FleetSize
 from batchinfer.job.job import BuildEngine, OutputJob, open_job
 from batchinfer.job.output.directory import OutputDir
@@ -85,16 +85,8 @@ def run_fleet(
             _resources(scale.resources, has_gpus),
             _shares(num_workers) if shares_cores and job.spec.engine.num_threads is None else (),
         )
-
         log = partial(_write_line, job.out, number)
-
-        def clear_and_tell() -> None:
-            clear()
-            job.out.write(job.out.state / NONCE, nonce)  # for workers that are still to come
-
-        return FleetDriver(
-            job, recovered, workers, size, number, clear_and_tell, progress, stop, log
-        ).run()
+        return FleetDriver(job, recovered, workers, size, number, clear, progress, stop, log).run()
 
 
 def check_output(spec: JobSpec) -> None:
@@ -150,7 +142,7 @@ def _resources(wanted: Mapping[str, float], has_gpus: bool) -> dict[str, Any]:
 @contextmanager
 def _nonce(out: OutputDir) -> Iterator[bytes]:
     """A file that tells workers whether they share the output's disk."""
-    path, nonce = out.state / NONCE, secrets.token_hex(16).encode()
+    path, nonce = nonce_file(out), secrets.token_hex(16).encode()
     out.write(path, nonce)
     try:
         yield nonce

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.job.fleet.boot import NONCE, WorkerProcess, WorkerSetup
-from batchinfer.job.fleet.messages import Failure
+from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup, nonce_file
+from batchinfer.job.fleet.messages import Failure, Ready
 from batchinfer.job.job import open_input, open_job
+from batchinfer.job.output.open import output_at
 from tests.job.fakes import FakeBuild, begin
 from tests.job.fleet.jobs import fleet_job, write_rows
 
@@ -17,14 +18,12 @@ from tests.job.fleet.jobs import fleet_job, write_rows
 @pytest.fixture
 def setup(tmp_path: Path) -> WorkerSetup:
     """What a driver starts its workers with."""
-    from batchinfer.job.output.open import output_at
-
     write_rows(tmp_path, 10)
     spec = fleet_job(tmp_path)
     job = open_job(spec, open_input(spec))
     out = output_at(spec.output.path)
     begin(out, job.manifest)
-    out.write(out.state / NONCE, b"of this driver")
+    out.write(nonce_file(out), b"of this driver")
     fingerprint = job.manifest.fingerprint
     return WorkerSetup(spec, job.manifest, fingerprint, b"of this driver", build=FakeBuild())
 
@@ -40,6 +39,14 @@ def test_a_disk_that_is_not_shared(setup: WorkerSetup) -> None:
     found = why_not(replace(setup, nonce=b"of another one"))
     assert found.kind == "StorageError"
     assert "put output.path on a file system that all nodes share" in found.text
+
+
+def test_an_output_that_is_overwritten_meanwhile_is_the_drivers_own(setup: WorkerSetup) -> None:
+    begin(output_at(setup.spec.output.path), setup.manifest, "overwrite")
+    worker = WorkerProcess(setup, "w01", "run-00001-w01")
+    assert isinstance(worker.load(), Ready)
+    worker.stop()
+    assert worker.report(60.0).is_over
 
 
 def test_another_input(setup: WorkerSetup, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def assert_as_of_one_process(folder: Path) -> None:
     state = folder / "out" / "_batchinfer"
     for name in ("segments", "staging", "in_flight"):
         assert not list((state / name).iterdir()), name
-    assert not (state / "fleet").exists()
+    assert not (state / "locks" / "fleet").exists()
 
 
 def test_two_workers_give_the_bytes_of_one_process(tmp_path: Path) -> None:
