@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from batchinfer.errors import ExitCode, one_line
 from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
@@ -24,9 +24,8 @@ from batchinfer.job.fleet.messages import Assignment, Failure, Ready
 
 REPORT_S = 5.0
 """A worker reports so often, and when there is something the driver should know."""
-_THREADS = 4
-"""One waits to report, the others take what is sent."""
-_RETRY_S = 1.0
+_REPORTS = "reports"
+"""Calls that wait for news run in a thread of their own, all others in one, in their order."""
 
 
 class RayWorker(WorkerProcess):
@@ -74,15 +73,11 @@ class RayWorkers:
     cores: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
-        self._class = ray.remote(RayWorker)
+        self._class = ray.remote(concurrency_groups={_REPORTS: 1})(RayWorker)
         self._stored = ray.put(self.setup)
         self._actors: dict[str, _Actor] = {}
         self._asked: dict[Any, str] = {}
         """Calls that are not answered, and whose they are."""
-        self._sent: set[Any] = set()
-        """Those of them that sent something: what is lost on the way is lost with its worker."""
-        self._unavailable: dict[str, float] = {}
-        """Workers to ask again, and when."""
         self._killed: list[WorkerEvent] = []
 
     def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
@@ -93,7 +88,6 @@ class RayWorkers:
             **self.resources,
             max_restarts=0,
             max_task_retries=0,
-            max_concurrency=_THREADS,
             **(elsewhere if avoid else {}),
         ).remote(self._stored, worker, run_id, self.cores[slot] if self.cores else ())
         self._actors[worker] = _Actor(handle, slot)
@@ -115,8 +109,7 @@ class RayWorkers:
     def kill(self, worker: str) -> None:
         """End a worker's process. Nothing that it still says is heard."""
         if worker in self._actors:
-            with suppress(RayError, ValueError):
-                ray.kill(self._actors[worker].handle)
+            self._end_process(worker)
             self._killed.append(self._failed(worker, "it was killed"))
 
     def close(self) -> None:
@@ -125,12 +118,11 @@ class RayWorkers:
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         events, self._killed = self._killed, []
-        for worker, at in list(self._unavailable.items()):
-            if time.monotonic() >= at:
-                del self._unavailable[worker]
-                self._ask(worker)
         asked = list(self._asked)
-        done, _ = ray.wait(asked, timeout=0 if events else timeout_s) if asked else ([], [])
+        if not asked:
+            time.sleep(0 if events else timeout_s)
+            return events
+        done, _ = ray.wait(asked, timeout=0 if events else timeout_s)
         if done:
             done, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
         for call in done:
@@ -140,26 +132,21 @@ class RayWorkers:
 
     def _answered(self, call: Any, worker: str) -> list[WorkerEvent]:
         actor = self._actors[worker]
-        was_sent = call in self._sent
-        self._sent.discard(call)
         try:
             answer = ray.get(call)
-        except ActorUnavailableError:
-            if was_sent:
-                self.kill(worker)
-                return []
-            self._unavailable[worker] = time.monotonic() + _RETRY_S  # if it stays so: killed
-            return []
         except RayError as error:
+            # A worker that is "unavailable" may live. But what it was sent, or has told, may be
+            # lost, and nothing is told twice: it has to go, and its rows run again.
+            self._end_process(worker)
             return [self._failed(worker, _reason(error))]
-        if was_sent:
-            return []
         match answer:
+            case None:
+                return []
             case str(node):
                 actor.node = node
                 return []
             case Failure(_, text):
-                ray.kill(actor.handle)
+                self._end_process(worker)
                 return [self._failed(worker, text)]
             case Ready():
                 actor.is_up = True
@@ -170,19 +157,21 @@ class RayWorkers:
         return [Told(worker, answer)]
 
     def _ask(self, worker: str) -> None:
-        self._asked[self._actors[worker].handle.report.remote(REPORT_S)] = worker
+        report = self._actors[worker].handle.report.options(concurrency_group=_REPORTS)
+        self._asked[report.remote(REPORT_S)] = worker
 
     def _send(self, worker: str, method: str, *arguments: Any) -> None:
         if worker in self._actors:
             call = getattr(self._actors[worker].handle, method).remote(*arguments)
             self._asked[call] = worker
-            self._sent.add(call)
+
+    def _end_process(self, worker: str) -> None:
+        with suppress(RayError, ValueError):
+            ray.kill(self._actors[worker].handle)
 
     def _failed(self, worker: str, reason: str) -> WorkerEvent:
         actor = self._actors.pop(worker)
         self._asked = {call: name for call, name in self._asked.items() if name != worker}
-        self._sent &= self._asked.keys()
-        self._unavailable.pop(worker, None)
         return Gone(worker, reason) if actor.is_up else NotUp(worker, actor.node, reason)
 
 

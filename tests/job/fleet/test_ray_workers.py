@@ -1,0 +1,112 @@
+"""Workers as Ray actors: what becomes of calls that are lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.fleet import ray_workers
+from batchinfer.job.fleet.driver import Told
+from batchinfer.job.fleet.messages import Ready, WorkerReport
+from batchinfer.job.fleet.ray_cluster import connected
+from batchinfer.job.fleet.ray_workers import RayWorkers
+from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One cluster for all jobs here."""
+    with connected("local", num_workers=2):
+        yield
+
+
+def tells_of_a_part(answer: object) -> bool:
+    """Whether it is a report with a part in it."""
+    return isinstance(answer, WorkerReport) and bool(answer.drafts)
+
+
+def is_of_what_was_sent(answer: object) -> bool:
+    """Whether it is the answer to a lease, or to another thing that was sent."""
+    return answer is None
+
+
+@pytest.mark.parametrize("is_lost", [tells_of_a_part, is_of_what_was_sent])
+def test_a_lost_call_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: Callable[[object], bool]
+) -> None:
+    get, lost = ray.get, list[object]()
+
+    def lossy(call: Any, **options: Any) -> Any:
+        answer = get(call, **options)
+        if not lost and is_lost(answer):
+            lost.append(answer)
+            raise ActorUnavailableError("the connection broke", None)
+        return answer
+
+    monkeypatch.setattr(ray_workers.ray, "get", lossy)
+    write_rows(tmp_path, 600)
+    spec = fleet_job(tmp_path)
+    assert run(spec) == ExitCode.OK
+    assert lost
+    assert part_hashes(tmp_path / "out") == expected(tmp_path, spec)
+
+
+class Counts:
+    """A worker that counts the things it was given before what was sent before them."""
+
+    def __init__(self, *_: object) -> None:
+        self._next = self._num_late = 0
+
+    def where(self) -> str:
+        """A node."""
+        return "a node"
+
+    def load(self) -> Ready:
+        """No model."""
+        return Ready("a host", "none", {})
+
+    def give(self, number: int) -> None:
+        """Take the number that comes next."""
+        self._num_late += number != self._next
+        self._next = number + 1
+
+    def stop(self) -> None:
+        """Nothing comes any more."""
+        self._next = -1
+
+    def report(self, _wait_s: float) -> WorkerReport:
+        """How many came late, once nothing comes any more."""
+        while self._next >= 0:
+            time.sleep(0.01)
+        return WorkerReport(rows=self._num_late, is_over=True)
+
+
+def test_what_is_sent_comes_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_workers, "RayWorker", Counts)
+    setup: Any = "never used"
+    workers = RayWorkers(setup, {"num_cpus": 1})
+    workers.start("w01", "run-00001-w01", frozenset())
+    for number in range(2000):
+        assignment: Any = number
+        workers.give("w01", assignment)
+    workers.stop("w01")
+    told: list[Told] = []
+    while not told:
+        told += [event for event in workers.wait(1.0) if isinstance(event, Told)]
+    workers.close()
+    assert told[0].report.rows == 0
+
+
+def test_who_waits_for_no_worker_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(ray_workers.time, "sleep", slept.append)
+    setup: Any = "never used"
+    assert not RayWorkers(setup, {}).wait(0.2)
+    assert slept == [0.2]
