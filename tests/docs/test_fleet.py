@@ -43,9 +43,13 @@ def test_the_keys_are_valid() -> None:
     assert ScaleSpec(**keys).start_timeout_s == 20 * 60
 
 
-def test_the_script_is_valid(tmp_path: Path) -> None:
+SCRIPTS = [block for block in BLOCKS if block.text.startswith("#!")]
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: block.name)
+def test_scripts_are_valid(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "script.sh"
-    script.write_text(the("bash", "#SBATCH").text)
+    script.write_text(block.text)
     done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
