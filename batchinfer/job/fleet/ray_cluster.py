@@ -82,7 +82,7 @@ def connected(cluster: str, *, num_workers: int) -> Iterator[int]:
         UsageError: Ray is not installed.
         DeviceError: the cluster cannot be started, or not be reached.
     """
-    ray = _import_ray() if "ray" in sys.modules else None
+    ray = import_ray() if "ray" in sys.modules else None
     if ray is not None and ray.is_initialized():
         yield _num_gpus(ray)
         return
@@ -92,7 +92,7 @@ def connected(cluster: str, *, num_workers: int) -> Iterator[int]:
         _folder() if local else nullcontext("") as folder,
     ):
         with _signals_kept():
-            ray = _import_ray()
+            ray = import_ray()
             try:
                 _init(ray, cluster, folder, num_workers)
             except Exception as error:  # Ray raises whatever it met
@@ -138,7 +138,7 @@ def _read_settings_again() -> None:
     core.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _import_ray() -> Any:
+def import_ray() -> Any:
     try:
         import ray
     except ImportError:

@@ -53,8 +53,11 @@ def run_fleet(
     """
     check_output(job.spec)
     from batchinfer.job.fleet.ray_cluster import connected  # imports Ray, as what follows
+    from batchinfer.job.fleet.reach import is_reached
 
     scale = job.spec.scale
+    if scale.cluster != "local" and not is_reached(scale.cluster, scale.start_timeout_s, stop):
+        return False
     number = run_number(next_run_id(job.out))
     with (
         _nonce(job.out) as nonce,

@@ -1,0 +1,71 @@
+"""Clusters that do not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from batchinfer.errors import DeviceError, ExitCode
+from batchinfer.job.fleet.reach import is_reached
+from tests.job.fleet.jobs import write_rows
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def place() -> Iterator[socket.socket]:
+    """A port of this machine that nothing listens at."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound
+
+
+def address(place: socket.socket) -> str:
+    """The place as a cluster's."""
+    host, port = place.getsockname()
+    return f"{host}:{port}"
+
+
+def test_a_place_where_nothing_listens(place: socket.socket) -> None:
+    with pytest.raises(DeviceError, match=rf"{address(place)} cannot be reached.*start_timeout"):
+        is_reached(address(place), 0.5, Event())
+
+
+def test_the_clusters_place_as_the_environment_names_it(
+    place: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address(place))
+    with pytest.raises(DeviceError, match=rf"{address(place)} cannot be reached"):
+        is_reached("auto", 0.5, Event())
+
+
+def test_a_place_that_is_no_cluster(place: socket.socket) -> None:
+    place.listen()
+    with pytest.raises(DeviceError, match=r"has not answered within scale\.start_timeout"):
+        is_reached(address(place), 0.5, Event())
+
+
+def test_a_signal_ends_a_job_that_waits_for_its_cluster(
+    tmp_path: Path, place: socket.socket
+) -> None:
+    write_rows(tmp_path, 50)
+    place.listen()
+    run = (
+        "import sys; from pathlib import Path; from tests.job.fleet.jobs import *;"
+        f"spec = fleet_job(Path({str(tmp_path)!r}), scale={{'cluster': {address(place)!r}}});"
+        "sys.exit(int(run(spec)))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", run], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as program:
+        place.accept()[0].close()
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(timeout=60) == ExitCode.INTERRUPTED
