@@ -38,19 +38,28 @@ _WATCH = """
 import os, shutil, sys, time
 folder = sys.argv[1]
 sys.stdin.read()
+def link(path):
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+def is_of_it(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            if folder.encode() in file.read():
+                return True
+        files = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return False
+    return any(link(f"/proc/{pid}/fd/{file}").startswith(folder) for file in files)
 def left():
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                if folder.encode() in file.read() and int(pid) != os.getpid():
-                    yield int(pid)
-        except OSError:
-            pass
+    pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    return [pid for pid in pids - {os.getpid(), os.getppid()} if is_of_it(pid)]
 for turn in range(100):
-    pids = list(left())
+    pids = left()
     if not pids:
         break
-    if turn > 50:
+    if turn > 20:
         for pid in pids:
             try:
                 os.kill(pid, 9)
@@ -63,7 +72,10 @@ for turn in range(20):
         break
     time.sleep(0.1)
 """
-"""Program that waits for its driver's end, then for the cluster's, and deletes its folder."""
+"""Program that waits for its driver's end, then for the cluster's, and deletes its folder.
+
+Workers give themselves names without the folder; but they write their logs there.
+"""
 
 
 @contextmanager
@@ -89,7 +101,7 @@ def connected(cluster: str, *, num_workers: int) -> Iterator[int]:
     local = cluster == "local"
     with (
         environment(_local_settings() if local else {}),
-        _folder() if local else nullcontext("") as folder,
+        own_folder() if local else nullcontext("") as folder,
     ):
         with _signals_kept():
             ray = import_ray()
@@ -180,8 +192,8 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _folder() -> Iterator[str]:
-    """A folder that goes when this process does."""
+def own_folder() -> Iterator[str]:
+    """A folder that goes when this process does, and with it whoever has a file open there."""
     parent = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="bi-", dir=parent if len(parent) < _LONGEST_FOLDER else "/tmp")
     watcher = subprocess.Popen(

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from batchinfer.errors import ExitCode
+from batchinfer.job.fleet.ray_cluster import own_folder
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 
@@ -130,6 +131,13 @@ def test_a_stopped_fleet_keeps_its_rows(tmp_path: Path, machine: Machine) -> Non
     spec = fleet_job(tmp_path, scale={"workers": 1, "min_workers": 1})
     assert run(spec) == ExitCode.OK
     assert part_hashes(tmp_path / "out") == expected(tmp_path, spec)
+
+
+def test_who_has_a_file_in_a_fleets_folder_goes_with_it() -> None:
+    with own_folder() as folder, (Path(folder) / "log").open("w") as log:
+        process = subprocess.Popen(["sleep", "600"], stdout=log)
+    assert process.poll() == -9
+    assert not Path(folder).exists()
 
 
 def test_one_worker_never_imports_ray(tmp_path: Path, machine: Machine) -> None:
