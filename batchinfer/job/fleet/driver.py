@@ -159,6 +159,8 @@ class FleetDriver:
     _over: set[str] = field(default_factory=set, init=False)
     _num_started: int = field(default=0, init=False)
     _has_begun: bool = field(default=False, init=False)
+    _last_up: float = field(default=0.0, init=False)
+    """When a worker was up last, once rows are leased."""
     _last_reason: str = field(default="", init=False)
     """Why a worker could not be started."""
     _is_cleared: bool = field(default=False, init=False)
@@ -205,6 +207,7 @@ class FleetDriver:
         if self._has_begun:
             for action in self._dispatcher.actions(self.clock()):
                 self._do(action)
+            self._check_left()
 
     def _check_boots(self, began: float) -> None:
         """Begin when enough workers are up.
@@ -224,6 +227,20 @@ class FleetDriver:
             raise DeviceError(
                 f"{num_up} of scale.min_workers {least} came up within scale.start_timeout",
                 hint="give the cluster more nodes, or the job more time",
+            )
+
+    def _check_left(self) -> None:
+        """Go on for as long as a worker is up, or may still come.
+
+        Raises:
+            DeviceError: none has come up for long.
+        """
+        if self._dispatcher.workers or self._ledger.is_complete:
+            self._last_up = self.clock()
+        elif self.clock() - self._last_up > self.size.start_timeout_s:
+            raise DeviceError(
+                "no worker has been up for as long as scale.start_timeout",
+                hint="give the cluster nodes, then run again: finished rows are kept",
             )
 
     def _start_others(self, ready: Ready) -> None:
@@ -329,9 +346,9 @@ class FleetDriver:
         self.log(f"{worker} is gone: {reason}")
         log = self.job.out.in_flight / run_id(self.run_number, worker)
         self._adopt_segments(worker)
-        finished = self._finished_rows(worker)
-        held = np.setdiff1d(self._ledger.rows_held(worker), finished)
-        in_flight = np.intersect1d(logged_rows(self.job.out, log), held)
+        held = self._ledger.rows_held(worker)
+        finished = np.intersect1d(held, self._rows_on_disk(worker))
+        in_flight = np.intersect1d(logged_rows(self.job.out, log), np.setdiff1d(held, finished))
         self._dispatcher.died(worker, in_flight, finished)
         with storage_errors(log, "delete"):
             self.job.out.files.delete(log)
@@ -346,7 +363,7 @@ class FleetDriver:
                 with suppress(OSError, ValueError, pa.ArrowException):
                     self._segments.adopt(path)
 
-    def _finished_rows(self, worker: str) -> RowIds:
+    def _rows_on_disk(self, worker: str) -> RowIds:
         """Rows on disk of the parts that a worker had."""
         indices = {s.part.index for lease in self._ledger.leases_of(worker) for s in lease.shares}
         rows = [

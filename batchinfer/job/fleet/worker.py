@@ -110,7 +110,9 @@ class FleetWorker:
 
     def take_back(self, *, everything: bool) -> None:
         """Give rows back that the engine has not got: half of them, or all."""
-        if self._writer is not None:
+        if self._writer is None:  # it has not taken up the first lease yet
+            self.outbox.tell(lambda report: replace(report, given_back=(*report.given_back, ())))
+        else:
             self._writer.put(partial(self._answer, everything))
 
     def stop(self) -> None:

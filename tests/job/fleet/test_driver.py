@@ -1,0 +1,106 @@
+"""A fleet's driver beside workers that are told of, and never there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from batchinfer.console.progress import make_progress
+from batchinfer.errors import DeviceError, RowError
+from batchinfer.job.fleet.driver import FleetDriver, FleetSize, Gone, Up, WorkerEvent
+from batchinfer.job.fleet.messages import Assignment, Ready
+from batchinfer.job.job import OutputJob, open_input, open_job
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.resume import plan_resume, recover_rows
+from batchinfer.job.output.segments import Segments, segment_table
+from batchinfer.job.rows.finished_row import failed_row
+from batchinfer.job.rows.generate import GENERATE_TASK
+from tests.job.fakes import begin
+from tests.job.fleet.jobs import fleet_job, write_rows
+
+READY = Ready("host", "cpu", {})
+
+
+@dataclass
+class Script:
+    """Workers of whom a list of events is told, a second apart, and nothing after that."""
+
+    events: list[WorkerEvent]
+    now: float = 0.0
+    given: list[Assignment] = field(default_factory=list)
+
+    def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None: ...
+
+    def use_kernels(self, kernels: Mapping[str, str]) -> None: ...
+
+    def give(self, worker: str, assignment: Assignment) -> None:
+        self.given.append(assignment)
+
+    def take_back(self, worker: str, *, everything: bool) -> None: ...
+
+    def stop(self, worker: str) -> None: ...
+
+    def kill(self, worker: str) -> None: ...
+
+    def close(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+        self.now += 1.0
+        return [self.events.pop(0)] if self.events else []
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[Script], bool]:
+    """Runs the driver of a job that has one row from before, with workers of a script."""
+    write_rows(tmp_path, 200)
+    spec = fleet_job(tmp_path)
+    source = open_input(spec)
+    job = open_job(spec, source)
+    out = output_at(spec.output.path)
+    begin(out, job.manifest)
+    work = plan_resume(out, job.manifest, "resume")
+    schema = job.table.generated_schema
+    from_before = failed_row(5, RowError("too_long", ""), GENERATE_TASK.failed_results)
+    segments = Segments(out, work.manifest, work.todo, schema)
+    segments.add(segment_table([from_before], segments.schema))
+    recovered = recover_rows(out, work, schema)
+
+    def run(script: Script) -> bool:
+        driver = FleetDriver(
+            OutputJob(spec, source, job.table, job.manifest, out),
+            recovered,
+            script,
+            FleetSize(1, start_timeout_s=60.0),
+            run_number=1,
+            clear=lambda: None,
+            progress=make_progress(200, quiet=True),
+            stop=Event(),
+            clock=lambda: script.now,
+        )
+        return driver.run()
+
+    return run
+
+
+def test_a_job_whose_workers_are_gone_does_not_wait_for_ever(run: Callable[[Script], bool]) -> None:
+    script = Script([Up("w01", READY), Gone("w01", "its node is gone")])
+    with pytest.raises(DeviceError, match=r"no worker has been up .* scale\.start_timeout"):
+        run(script)
+    assert 60 < script.now < 75
+    assert script.given, "it had begun"
+
+
+def test_rows_from_before_are_no_progress_of_workers_that_die(
+    run: Callable[[Script], bool],
+) -> None:
+    events = [
+        event
+        for number in range(1, 40)
+        for event in (Up(f"w{number:02d}", READY), Gone(f"w{number:02d}", "it died"))
+    ]
+    with pytest.raises(DeviceError, match="workers die one after another"):
+        run(Script(events))
