@@ -226,6 +226,8 @@ class ScaleSpec(_Section):
             raise ValueError("cluster must be local, auto or host:port")
         if self.workers != "auto" and self.min_workers > self.workers:
             raise ValueError("min_workers is more than workers; lower it")
+        if self.cluster != "local" and "workers" not in self.model_fields_set:
+            raise ValueError("cluster is where workers run; say how many, or auto")
         return self
 
     @property

@@ -246,3 +246,12 @@ def test_the_line_of_the_file_is_named(tmp_path: Path) -> None:
     job = write_job(tmp_path, MINIMAL + "prompt:\n  chat_template: none\n  system: hi\n")
     with pytest.raises(UsageError, match=r"job\.yaml, line 7: prompt\.system needs"):
         load_job(job)
+
+
+def test_a_cluster_without_workers(tmp_path: Path) -> None:
+    found = complaint(tmp_path, "scale.cluster=auto")
+    assert "cluster is where workers run; say how many, or auto" in found
+
+
+def test_one_worker_of_a_job_for_a_cluster_is_one_here(tmp_path: Path) -> None:
+    assert load(tmp_path, "scale.cluster=auto", "scale.workers=1").scale.workers == 1
