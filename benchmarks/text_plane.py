@@ -64,10 +64,12 @@ def rows_per_second(spec: JobSpec, seconds: float) -> str:
     loaded: LoadedJob | None = load(job, lambda *_, **__: NoEngine(make_tokenizer(spec.model)))
     assert loaded is not None
     with closing(loaded) if hasattr(loaded, "close") else nullcontext():
-        next(read_prompts(job.source, job.manifest.parts(), loaded.reader))  # all is loaded then
+        reader, parts = loaded.reader, job.manifest.parts()
+        # All is loaded then.
+        next(read_prompts(job.source.batches(reader.columns, parts), reader))
         rows, began, used, of_children = 0, time.perf_counter(), time.process_time(), _children()
         while time.perf_counter() < began + seconds:
-            for batch in read_prompts(job.source, job.manifest.parts(), loaded.reader):
+            for batch in read_prompts(job.source.batches(reader.columns, parts), reader):
                 rows += len(batch)
                 if time.perf_counter() >= began + seconds:
                     break

@@ -219,9 +219,9 @@ class FleetWorker:
         self, lease: LeaseRun, in_flight: InFlightLog, starved: Event
     ) -> Iterator[RowBatch]:
         spec = self._job.spec
-        rows = read_prompts(
-            self._job.source, lease.parts, self._loaded.reader, lease.ranges, in_flight.making
-        )
+        reader = self._loaded.reader
+        read = self._job.source.batches(reader.columns, lease.parts, lease.ranges)
+        rows = read_prompts(read, reader, in_flight.making)
         rows = self._while_needed(rows, lease)
         if "prompt" not in spec.output.include:
             rows = without_text(rows)

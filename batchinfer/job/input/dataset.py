@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import TypeVar
 
 import numpy as np
@@ -15,9 +16,17 @@ from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError
 from batchinfer.job.input.discover import find_files, named_format
 from batchinfer.job.input.filter import Condition, Selection, select_rows
-from batchinfer.job.input.format import Format, InputFile, ReadRequest, Row, Rows, check_unchanged
+from batchinfer.job.input.format import (
+    BATCH_ROWS,
+    Format,
+    InputFile,
+    ReadRequest,
+    Row,
+    Rows,
+    check_unchanged,
+)
 from batchinfer.job.input.hive_partitions import HiveFormat, folder_values
-from batchinfer.job.row_ids import RowIds
+from batchinfer.job.row_ids import Part, RowIds
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
 _Found = Iterator[tuple[int, _Piece]]
@@ -110,6 +119,28 @@ class Source:
         """
         return self._read(self.format.rows, columns, ranges)
 
+    def batches(
+        self, columns: Sequence[str], parts: Sequence[Part], ranges: Iterable[range] | None = None
+    ) -> Iterator[tuple[list[int], list[Row]]]:
+        """Read rows as ``rows`` does, in batches of one part's, however scattered they are.
+
+        Args:
+            parts: parts that hold the rows, in order.
+            ranges: only these rows, in order, each range in one part; None: all of the parts.
+
+        Yields:
+            Row ids and rows: ``BATCH_ROWS`` or a few more, or all that are left of a part.
+        """
+        ranges = [part.rows for part in parts] if ranges is None else list(ranges)
+        first_rows = [part.rows.start for part in parts]
+        pieces = self.rows(columns, ranges)
+        for _, of_part in groupby(ranges, key=lambda rows: bisect_right(first_rows, rows.start)):
+            missing = sum(map(self.count, of_part))
+            while missing:
+                row_ids, rows = _taken(pieces, min(missing, BATCH_ROWS))
+                missing -= len(rows)
+                yield row_ids, rows
+
     def _read(
         self, read: _Read[_Piece], columns: Sequence[str], ranges: Iterable[range]
     ) -> _Found[_Piece]:
@@ -127,6 +158,17 @@ class Source:
                         yield first, piece
                     else:
                         yield from selection.of_piece(first, piece)
+
+
+def _taken(pieces: Iterator[Rows], num_rows: int) -> tuple[list[int], list[Row]]:
+    """Row ids and rows of the next pieces that come to ``num_rows`` or more."""
+    row_ids: list[int] = []
+    rows: list[Row] = []
+    while len(rows) < num_rows:
+        first_row, piece = next(pieces)
+        row_ids.extend(range(first_row, first_row + len(piece)))
+        rows.extend(piece)
+    return row_ids, rows
 
 
 def open_source(

@@ -108,7 +108,7 @@ def _rows(job: Job, reader: RowReader, census: Census) -> Iterator[list[PromptRo
     """The rows to simulate, counted, in the order they would run."""
     window = job.spec.engine.order_window
     parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
-    rows = read_prompts(job.source, parts, reader)
+    rows = read_prompts(job.source.batches(reader.columns, parts), reader)
     batches = plan_windows(
         census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS),
         parts,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, groupby
+from itertools import chain
 
 from batchinfer.errors import DataError
-from batchinfer.job.input.dataset import Source
-from batchinfer.job.input.format import BATCH_ROWS, Row, Rows
-from batchinfer.job.row_ids import Part
+from batchinfer.job.input.format import Row
 from batchinfer.job.rows.reader import RowReader
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.requests import PromptRow
@@ -26,22 +23,19 @@ _Prompts = Iterator[list[PromptRow]]
 
 
 def read_prompts(
-    source: Source,
-    parts: Sequence[Part],
+    batches: Iterator[tuple[list[int], list[Row]]],
     reader: RowReader,
-    ranges: Iterable[range] | None = None,
     in_flight: InFlight = lambda row_ids: nullcontext(),
 ) -> Iterator[list[PromptRow]]:
-    """Prompts of the rows of ``parts``, in input order, a batch of one part's rows at a time.
+    """Prompts of rows, a batch at a time.
 
     Args:
-        parts: parts that hold the rows, in order.
-        ranges: only these rows, in order, each range in one part; None: all.
+        batches: row ids and rows, with the columns that ``reader`` needs (``Source.batches``).
         in_flight: entered with the rows of each batch while their prompts are made.
     """
     started: deque[_Prompts] = deque()
     try:
-        for row_ids, rows in _batches(source, parts, reader.columns, ranges):
+        for row_ids, rows in batches:
             started.append(_prompts(row_ids, rows, reader, in_flight))
             next(started[-1])
             if len(started) > _BATCHES_AHEAD:
@@ -67,32 +61,6 @@ def _prompts(
         yield []
         batch = finish()
     yield batch
-
-
-def _batches(
-    source: Source, parts: Sequence[Part], columns: Sequence[str], ranges: Iterable[range] | None
-) -> Iterator[tuple[list[int], list[Row]]]:
-    """Row ids and rows, a batch of one part's rows at a time."""
-    ranges = [part.rows for part in parts] if ranges is None else list(ranges)
-    first_rows = [part.rows.start for part in parts]
-    pieces = source.rows(columns, ranges)
-    for _, of_part in groupby(ranges, key=lambda rows: bisect_right(first_rows, rows.start)):
-        missing = sum(map(source.count, of_part))
-        while missing:
-            row_ids, rows = _batch(pieces, min(missing, BATCH_ROWS))
-            missing -= len(rows)
-            yield row_ids, rows
-
-
-def _batch(pieces: Iterator[Rows], num_rows: int) -> tuple[list[int], list[Row]]:
-    """Row ids and rows of ``num_rows`` or more: prompts of scattered rows are built together."""
-    row_ids: list[int] = []
-    rows: list[Row] = []
-    while len(rows) < num_rows:
-        first_row, piece = next(pieces)
-        row_ids.extend(range(first_row, first_row + len(piece)))
-        rows.extend(piece)
-    return row_ids, rows
 
 
 def without_text(batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:

@@ -185,7 +185,8 @@ class RowPipeline:
     ) -> Iterator[RowBatch]:
         """The rows in ``ranges``, in the order they should run, until ``is_over``."""
         spec, parts, loaded = self.job.spec, self.recovered.parts, self.loaded
-        rows = read_prompts(self.job.source, parts, loaded.reader, ranges, self.in_flight.making)
+        read = self.job.source.batches(loaded.reader.columns, parts, ranges)
+        rows = read_prompts(read, loaded.reader, self.in_flight.making)
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
         if "prompt" not in spec.output.include:
             rows = without_text(rows)

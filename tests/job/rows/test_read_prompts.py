@@ -39,7 +39,8 @@ def test_rows_are_read_and_made_into_prompts(tmp_path: Path) -> None:
     )
     reader = ColumnReader(builder, PARAMS, RowAdapters(), source.schema.names)
     parts = [Part(0, range(2)), Part(2, range(3, 4))]
-    rows = [r for batch in read_prompts(source, parts, reader) for r in batch]
+    read = source.batches(reader.columns, parts)
+    rows = [r for batch in read_prompts(read, reader) for r in batch]
     assert [r.row_id for r in rows] == [0, 1, 3]
     shown = [r.prompt.code if isinstance(r.prompt, RowError) else r.prompt.text for r in rows]
     assert shown == ["a", "empty_prompt", "d"]
