@@ -312,12 +312,18 @@ class FleetDriver:
         self.progress.update(report.rows - rows, report.tokens - tokens, None)
         if report.is_over:
             self._over.add(worker)
-            if report.failure is not None and report.failure.kind:
+            if report.failure is not None and not self._is_its_own(worker, report.failure):
                 raise _error(report.failure)
             if not self._is_ending:
                 why = "it was told to stop" if report.failure is None else report.failure.text
                 self.log(f"{worker} has ended: {why}")
                 self.workers.kill(worker)  # its process; that it is gone comes as an event
+
+    def _is_its_own(self, worker: str, failure: Failure) -> bool:
+        """Whether a failure may be of one worker alone, and others are there to go on: a bug that
+        a row has hit, a device that broke."""
+        others = set(self._dispatcher.workers) - {worker}
+        return not failure.kind or (failure.kind == DeviceError.__name__ and bool(others))
 
     def _state(self) -> str:
         """How many workers are up, and the use of their pools."""

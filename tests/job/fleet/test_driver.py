@@ -11,8 +11,8 @@ import pytest
 
 from batchinfer.console.progress import make_progress
 from batchinfer.errors import DeviceError, RowError
-from batchinfer.job.fleet.driver import FleetDriver, FleetSize, Gone, Up, WorkerEvent
-from batchinfer.job.fleet.messages import Assignment, Ready
+from batchinfer.job.fleet.driver import FleetDriver, FleetSize, Gone, Told, Up, WorkerEvent
+from batchinfer.job.fleet.messages import Assignment, Failure, Ready, WorkerReport
 from batchinfer.job.job import OutputJob, open_input, open_job
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import plan_resume, recover_rows
@@ -32,6 +32,7 @@ class Script:
     events: list[WorkerEvent]
     now: float = 0.0
     given: list[Assignment] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
 
     def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None: ...
 
@@ -44,7 +45,8 @@ class Script:
 
     def stop(self, worker: str) -> None: ...
 
-    def kill(self, worker: str) -> None: ...
+    def kill(self, worker: str) -> None:
+        self.killed.append(worker)
 
     def close(self) -> None: ...
 
@@ -104,3 +106,20 @@ def test_rows_from_before_are_no_progress_of_workers_that_die(
     ]
     with pytest.raises(DeviceError, match="workers die one after another"):
         run(Script(events))
+
+
+def test_a_device_that_breaks_ends_its_worker_and_not_the_job(
+    run: Callable[[Script], bool],
+) -> None:
+    broken = WorkerReport(failure=Failure("DeviceError", "an uncorrectable error"), is_over=True)
+    last = WorkerReport(failure=Failure("DeviceError", "another one"), is_over=True)
+    script = Script(
+        [
+            *(Up("w01", READY), Up("w02", READY)),
+            *(Told("w01", broken), Gone("w01", "it was ended")),
+            Told("w02", last),
+        ]
+    )
+    with pytest.raises(DeviceError, match="another one"):  # nobody is left
+        run(script)
+    assert script.killed == ["w01"]
