@@ -68,7 +68,7 @@ def _pipe(folder: Path) -> None:
         (_config(hidden_act="nope"), '/config.json: hidden_act is "nope": transformers cannot'),
         (_config(vocab_size=10**7), "/config.json describes a model of .*vocab_size"),
         (_config(quantization_config=[4]), "/config.json: quantization_config is"),
-        (_config(layer_types=["\x1b[31m"]), r"layers of the type \?\[31m \(layer_types\)"),
+        (_config(layer_types=["\x1b[31m"]), r"layers \(layer_types\) of the type \?\[31m"),
         (_nested_config, "/config.json is nested too deeply"),
         (_nested_header, "/model.safetensors is no safetensors file"),
         (_endless, "/model.safetensors is not a file"),
