@@ -74,7 +74,6 @@ class _Worker:
     is_asked: bool = False
     """Whether it has been asked for rows and has not answered."""
     case: _Case | None = None
-    is_leaving: bool = False
 
     def seconds_left(self, now: float) -> float:
         """How long it will take until its engine has got all of its rows, if it goes on so."""
@@ -152,11 +151,6 @@ class Dispatcher:
             if case.fence == fence:
                 self._next_group(case, CrashHistory(groups=case.history.groups[1:]))
 
-    def leaving(self, worker: str) -> None:
-        """A worker has been told to go: it gets no more rows."""
-        if worker in self._workers:
-            self._workers[worker].is_leaving = True
-
     def died(self, worker: str, in_flight: RowIds, finished: RowIds) -> None:
         """A worker is gone, or was fenced.
 
@@ -195,7 +189,7 @@ class Dispatcher:
                 yield from self._run_apart(worker, state, state.case)
         hungry: list[str] = []
         for worker, state in self._workers.items():
-            if state.case is None and not state.is_leaving:
+            if state.case is None:
                 while (lease := self.ledger.grant(worker, len(self._workers))) is not None:
                     yield self._give(lease, state)
                 if not state.num_unadmitted and self.ledger.has_room(worker):
@@ -270,7 +264,7 @@ class Dispatcher:
                 others = [
                     (len(self.ledger.leases_of(worker)), state.num_unadmitted, worker)
                     for worker, state in self._workers.items()
-                    if state.case is None and not state.is_leaving
+                    if state.case is None
                 ]
                 if not others:
                     return

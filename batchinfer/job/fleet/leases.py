@@ -160,10 +160,6 @@ class LeaseLedger:
         ]
         return np.unique(np.concatenate([NO_ROWS, *held]))
 
-    def is_current(self, fence: int) -> bool:
-        """Whether a lease has neither ended nor been revoked."""
-        return fence in self._leases
-
     def grant(self, worker: str, num_workers: int) -> Lease | None:
         """Lease the next rows to ``worker``.
 

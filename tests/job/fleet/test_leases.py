@@ -115,7 +115,8 @@ class FleetMachine(RuleBasedStateMachine):
         fleet.dispatcher._fruitless = -1000
         finish_job(fleet)
         assert fleet.published.keys() == fleet.parts.keys()
-        assert fleet.failed <= fleet.poison or not fleet.poison
+        if fleet.poison:  # else any row may be that of two chance kills
+            assert fleet.failed <= fleet.poison
 
 
 TestFleet = FleetMachine.TestCase
