@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.request import Request
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import clear_output, clear_staging, plan_resume, prepare_directory
@@ -109,6 +110,25 @@ class FakeBuild:
 
         runner.run = run_step  # type: ignore[method-assign]
         return FakeBuilt(real, num_blocks=self.num_blocks)
+
+
+class TellingBuild(FakeBuild):
+    """Builds engines that tell which rows are run."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.ran: list[int] = []
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        built = super().__call__(model, engine, log=log)
+        add = built.engine.add_request
+
+        def add_and_tell(request: Request) -> None:
+            self.ran.append(request.row_id)
+            add(request)
+
+        built.engine.add_request = add_and_tell  # type: ignore[method-assign]
+        return built
 
 
 class AtOnce:

@@ -34,19 +34,26 @@ def how_often(folder: Path, name: str) -> int:
     return len(list(folder.glob(f"{name}-*")))
 
 
+class Disturbed:
+    """Builds engines, in each of whose steps something may happen first."""
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        build = FakeBuild(next_token=drawn)
+        build.before_step = self._before_step
+        return build(model, engine, log=log)
+
+    def _before_step(self, number: int) -> None:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Dies:
+class Dies(Disturbed):
     """Builds engines of which the first ``times`` get a signal in their ``step``th step."""
 
     folder: Path
     times: int
     step: int = 4
     number: signal.Signals = signal.SIGKILL
-
-    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
-        build = FakeBuild(next_token=drawn)
-        build.before_step = self._before_step
-        return build(model, engine, log=log)
 
     def _before_step(self, number: int) -> None:
         if number == self.step and happens(self.folder, "death", self.times):
@@ -84,16 +91,11 @@ def never_built(model: object, engine: object, *, log: Any) -> FakeBuilt:
 
 
 @dataclass(frozen=True)
-class Breaks:
+class Breaks(Disturbed):
     """Builds engines of which the first has a bug in its ``step``th step."""
 
     folder: Path
     step: int = 4
-
-    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
-        build = FakeBuild(next_token=drawn)
-        build.before_step = self._before_step
-        return build(model, engine, log=log)
 
     def _before_step(self, number: int) -> None:
         if number == self.step and happens(self.folder, "bug", 1):
@@ -101,7 +103,7 @@ class Breaks:
 
 
 @dataclass(frozen=True)
-class Signals:
+class Signals(Disturbed):
     """Builds engines of which one, in its ``step``th step, sends its driver a signal."""
 
     folder: Path
@@ -109,27 +111,17 @@ class Signals:
     number: signal.Signals
     step: int = 6
 
-    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
-        build = FakeBuild(next_token=drawn)
-        build.before_step = self._before_step
-        return build(model, engine, log=log)
-
     def _before_step(self, number: int) -> None:
         if number == self.step and happens(self.folder, "signal", 1):
             os.kill(self.driver, self.number)
 
 
 @dataclass(frozen=True)
-class KillsNode:
+class KillsNode(Disturbed):
     """Builds engines of which one, in its ``step``th step, kills its node's raylet."""
 
     folder: Path
     step: int = 4
-
-    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
-        build = FakeBuild(next_token=drawn)
-        build.before_step = self._before_step
-        return build(model, engine, log=log)
 
     def _before_step(self, number: int) -> None:
         if number == self.step and happens(self.folder, "node", 1):
@@ -137,15 +129,10 @@ class KillsNode:
 
 
 @dataclass(frozen=True)
-class WaitsForAnother:
+class WaitsForAnother(Disturbed):
     """Builds engines that go on when two of them run."""
 
     folder: Path
-
-    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
-        build = FakeBuild(next_token=drawn)
-        build.before_step = self._before_step
-        return build(model, engine, log=log)
 
     def _before_step(self, number: int) -> None:
         if number == 0:

@@ -31,7 +31,7 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import connection, object_lock
 from batchinfer.job.storage.object_filesystem import StoreFiles
 from tests.job.datasets import write_parquet
-from tests.job.fakes import AtOnce, FakeBuild, job
+from tests.job.fakes import AtOnce, FakeBuild, TellingBuild, job
 from tests.job.stores import (
     BUCKET,
     LAKE,
@@ -54,7 +54,7 @@ from pathlib import Path
 from batchinfer.job.run import pipeline
 from batchinfer.job.output import part_writer
 from batchinfer.job.run.run import run_job
-from tests.job.fakes import AtOnce, FakeBuild, job
+from tests.job.fakes import AtOnce, FakeBuild, TellingBuild, job
 build, part_writer.FLUSH_ROWS, pipeline.BackgroundConsumer = FakeBuild(max_num_seqs=4), 4, AtOnce
 build.before_step = lambda step: os.kill(os.getpid(), 9) if step == 30 else None
 output = {"path": sys.argv[2], "rows_per_part": 10}
@@ -160,32 +160,13 @@ def test_a_killed_run_goes_on_elsewhere(spec: JobSpec, tmp_path: Path, address: 
     assert 0 < len(kept) < NUM_ROWS
     assert any("/in_flight/run-00001" in name for name in found), "for suspects"
     assert json.loads(found["_batchinfer/lock.json"])["token"]
-    second = Telling()
+    second = TellingBuild()
     assert run(spec, second) is ExitCode.OK
     assert sorted(second.ran + kept) == list(range(NUM_ROWS)), "no finished row ran again"
     rows()
     assert verify(output_at(OUT)).problems == []
     lock = json.loads(objects(KEY)["_batchinfer/lock.json"])
     assert (lock["fence"], lock["token"]) == (2, None)
-
-
-class Telling(FakeBuild):
-    """Tells which rows are run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: list[int] = []
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        built = super().__call__(*arguments, **options)
-        add = built.engine.add_request
-
-        def add_and_tell(request: Any) -> None:
-            self.ran.append(request.row_id)
-            add(request)
-
-        built.engine.add_request = add_and_tell
-        return built
 
 
 def test_a_second_run_is_locked_out_and_the_first_goes_on(spec: JobSpec) -> None:
@@ -317,7 +298,7 @@ def test_error_rows_are_run_again(tmp_path: Path, address: str) -> None:
     assert run(spec) is ExitCode.TOO_MANY_ROW_ERRORS
     assert "_SUCCESS" not in objects(KEY)
     assert run(spec) is ExitCode.TOO_MANY_ROW_ERRORS
-    again = Telling()
+    again = TellingBuild()
     assert run(spec, again, retry_errors=True) is ExitCode.TOO_MANY_ROW_ERRORS
     assert again.ran == [], "empty prompts fail before the engine"
     assert verify(output_at(OUT)).problems == []
@@ -404,7 +385,7 @@ def test_a_store_that_stops_answering_ends_the_run_and_keeps_its_rows(
     assert len(set(asked)) <= 3, "what cannot be written, and at the end the lock and a log"
     point_to(address, monkeypatch)
     monkeypatch.setattr(object_lock, "LAPSE_S", -60.0)  # nobody could be told that it was let go
-    again = Telling()
+    again = TellingBuild()
     assert run(spec, again) is ExitCode.OK
     assert 0 < len(again.ran) < NUM_ROWS
     rows()

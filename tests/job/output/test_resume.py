@@ -22,7 +22,7 @@ from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.storage.filesystem import LocalFiles
 from tests.job.datasets import flip_bit, write_parquet
-from tests.job.fakes import AtOnce, FakeBuild, job
+from tests.job.fakes import AtOnce, FakeBuild, TellingBuild, job
 
 NUM_ROWS = 40
 ONE_PART = {"rows_per_part": 100}
@@ -37,24 +37,12 @@ def prompts(tmp_path: Path, bad: tuple[int, ...] = ()) -> list[str]:
     return texts
 
 
-class Build(FakeBuild):
-    """Counts the rows that are run, and does something before a step."""
+class Build(TellingBuild):
+    """Tells which rows are run, and does something before a step."""
 
     def __init__(self, before_step: Callable[[int], None] = lambda step: None) -> None:
         super().__init__(max_num_seqs=4)
         self.before_step = before_step
-        self.ran: list[int] = []
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        built = super().__call__(*arguments, **options)
-        add = built.engine.add_request
-
-        def add_and_tell(request: Any) -> None:
-            self.ran.append(request.row_id)
-            add(request)
-
-        built.engine.add_request = add_and_tell
-        return built
 
 
 def stop_at(step: int) -> Callable[[int], None]:

@@ -30,7 +30,7 @@ from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.datasets import write_parquet
-from tests.job.fakes import AtOnce, FakeBuild, job
+from tests.job.fakes import AtOnce, FakeBuild, TellingBuild, job
 
 NUM_ROWS = 75
 """In eight parts."""
@@ -260,25 +260,6 @@ def test_shards_of_another_number_wait_until_these_have_ended(
     check_finished(spec, plain)
 
 
-class Ran(FakeBuild):
-    """Counts the rows that are run."""
-
-    def __init__(self) -> None:
-        super().__init__(max_num_seqs=4)
-        self.rows: list[int] = []
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        built = super().__call__(*arguments, **options)
-        add = built.engine.add_request
-
-        def add_and_tell(request: Any) -> None:
-            self.rows.append(request.row_id)
-            add(request)
-
-        built.engine.add_request = add_and_tell
-        return built
-
-
 def kept(spec: JobSpec) -> set[int]:
     """Rows that are on disk."""
     state = out_of(spec) / "_batchinfer"
@@ -315,10 +296,10 @@ def test_who_goes_on_takes_up_the_rows_of_those_before(
     before = kept(spec)
     names = [path.name for path in (out_of(spec) / "_batchinfer" / "segments").iterdir()]
     assert {name.split("-")[2] for name in names} == {f"s{at:04d}of4" for at in (0, 1, 3)}
-    build = Ran()
+    build = TellingBuild(max_num_seqs=4)
     again(spec, build)
-    assert not before & set(build.rows)
-    assert len(build.rows) == len(set(build.rows))
+    assert not before & set(build.ran)
+    assert len(build.ran) == len(set(build.ran))
     check_finished(spec, plain)
 
 
@@ -326,10 +307,10 @@ def test_who_goes_on_takes_up_the_rows_of_those_before(
 def test_shards_take_up_the_rows_of_a_run_alone(spec: JobSpec, plain: dict[str, bytes]) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_job(spec, build=die_at(40), quiet=True)
-    before, build = kept(spec), Ran()
+    before, build = kept(spec), TellingBuild(max_num_seqs=4)
     assert before
     by_shards_of(4)(spec, build)
-    assert not before & set(build.rows)
+    assert not before & set(build.ran)
     check_finished(spec, plain)
 
 
