@@ -1,4 +1,4 @@
-"""A row of a hundred megabytes is an error, and takes four times its size at most to be one."""
+"""A row of a hundred megabytes is an error, and takes three times its size at most to be one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
 ROW_BYTES = 100_000_000
-MOST_TIMES = 4.2
-"""Four, and what a second job finds in memory that the first has left."""
+MARGIN = 0.2
+"""Of the row: what a second job finds in memory that the first has left."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
-@pytest.mark.parametrize("kept", [False, True], ids=["left out", "kept"])
-def test_a_huge_row_takes_four_times_its_size_at_most(tmp_path: Path, kept: bool) -> None:
+@pytest.mark.parametrize(("kept", "times"), [(False, 3), (True, 4)], ids=["left out", "kept"])
+def test_a_huge_row_takes_few_times_its_size(tmp_path: Path, kept: bool, times: int) -> None:
     huge = Random(0).randbytes(ROW_BYTES // 2).hex()
     texts = [*["small"] * 50, huge, *["small"] * 49]
     write_parquet(tmp_path / "huge" / "in" / "x.parquet", {"text": texts})
@@ -40,7 +40,7 @@ def test_a_huge_row_takes_four_times_its_size_at_most(tmp_path: Path, kept: bool
     )
 
     before, peak = map(int, done.stdout.split())
-    assert peak - before < MOST_TIMES * ROW_BYTES
+    assert peak - before < (times + MARGIN) * ROW_BYTES
     rows = pl.read_parquet(tmp_path / "huge" / "out" / "data" / "*.parquet")
     codes = [error and error["code"] for error in rows["error"].to_list()]
     assert codes == [*[None] * 50, "row_too_large", *[None] * 49]
