@@ -120,9 +120,8 @@ class FleetSize:
     """Rows are leased when so many are up."""
     start_timeout_s: float = 600.0
     """Until so many must be up."""
-    first_alone: bool = False
-    """Start the others when the first is up: what it has found to be the fastest kernels, they
-    take."""
+    same_kernels: bool = False
+    """All compute with the kernels that the first to be up has found to be the fastest."""
 
 
 @dataclass
@@ -161,6 +160,9 @@ class FleetDriver:
     _has_begun: bool = field(default=False, init=False)
     _last_up: float = field(default=0.0, init=False)
     """When a worker was up last, once rows are leased."""
+    _may_differ: set[str] = field(default_factory=set, init=False)
+    """Workers that were started before the kernels were known that all are to compute with."""
+    _kernels: Mapping[str, str] | None = field(default=None, init=False)
     _last_reason: str = field(default="", init=False)
     """Why a worker could not be started."""
     _is_cleared: bool = field(default=False, init=False)
@@ -174,7 +176,6 @@ class FleetDriver:
         self._ledger = LeaseLedger(parts, missing, self.job.spec.engine.order_window)
         self._dispatcher = Dispatcher(self._ledger)
         self._dispatcher.adopt(self.recovered.crash_history)
-        self._awaits_first = self.size.first_alone
 
     def run(self) -> bool:
         """Have all parts made and published.
@@ -187,7 +188,7 @@ class FleetDriver:
         """
         began = self.clock()
         with ThreadPoolExecutor(1) as self._publisher:
-            for _ in range(1 if self.size.first_alone else self.size.workers):
+            for _ in range(self.size.workers):
                 self._start()
             try:
                 while not self._ledger.is_complete and not self.stop.is_set():
@@ -217,8 +218,7 @@ class FleetDriver:
         """
         least, num_up = self.size.min_workers, len(self._dispatcher.workers)
         self._has_begun = num_up >= least
-        coming = self.size.workers - 1 if self._awaits_first else 0
-        if num_up + len(self._started) + coming < least:
+        if num_up + len(self._started) < least:
             raise DeviceError(
                 f"no more than {num_up} workers could be started: {self._last_reason}",
                 hint="the logs in _batchinfer/logs say more",
@@ -243,18 +243,26 @@ class FleetDriver:
                 hint="give the cluster nodes, then run again: finished rows are kept",
             )
 
-    def _start_others(self, ready: Ready) -> None:
-        """Once the first worker is up: the others, if they have waited for it."""
-        if self._awaits_first:
-            self._awaits_first = False
+    def _agrees(self, worker: str, ready: Ready) -> bool:
+        """Whether a worker computes as the first; one that could not know how is started again.
+
+        Those that may differ are started at once all the same: they hardly ever do.
+        """
+        if not self.size.same_kernels:
+            return True
+        if self._kernels is None:
+            self._kernels = ready.kernels
             self.workers.use_kernels(ready.kernels)
-            for _ in range(self.size.workers - 1):
-                self._start()
+        agrees = ready.kernels == self._kernels or worker not in self._may_differ
+        self._may_differ.discard(worker)
+        return agrees
 
     def _start(self) -> None:
         self._num_started += 1
         worker = f"w{self._num_started:02d}"
         self._started[worker] = self.clock()
+        if self._kernels is None:
+            self._may_differ.add(worker)
         self.workers.start(worker, run_id(self.run_number, worker), self._bad_nodes)
 
     @property
@@ -270,9 +278,12 @@ class FleetDriver:
                 if not self._is_cleared:
                     self.clear()
                     self._is_cleared = True
-                self._dispatcher.ready(worker, self.clock())
-                self._start_others(ready)
                 self.log(f"{worker} is up on {ready.host}: {ready.device}")
+                if self._agrees(worker, ready):
+                    self._dispatcher.ready(worker, self.clock())
+                else:
+                    self.log(f"{worker} is started again: the first has found other kernels")
+                    self.workers.kill(worker)
             case NotUp(worker, node, reason):
                 self._not_up(worker, node, reason)
             case Told(worker, report):

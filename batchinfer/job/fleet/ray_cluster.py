@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import Any
@@ -79,13 +79,14 @@ Workers give themselves names without the folder; but they write their logs ther
 
 
 @contextmanager
-def connected(cluster: str, *, num_workers: int) -> Iterator[int]:
+def connected(cluster: str, *, num_workers: int, preload: Sequence[str] = ()) -> Iterator[int]:
     """Be the driver in a Ray cluster; where this process is one already, it stays that.
 
     Args:
         cluster: ``local``: one of this machine's own, for this job alone; ``auto``: the one that
             RAY_ADDRESS names; else its host:port.
         num_workers: workers of a local one.
+        preload: modules that the processes of a local one import while it comes up.
 
     Yields:
         How many GPUs it has.
@@ -100,7 +101,7 @@ def connected(cluster: str, *, num_workers: int) -> Iterator[int]:
         return
     local = cluster == "local"
     with (
-        environment(_local_settings() if local else {}),
+        environment(_local_settings(preload) if local else {}),
         own_folder() if local else nullcontext("") as folder,
     ):
         with _signals_kept():
@@ -135,12 +136,24 @@ def _init(ray: Any, cluster: str, folder: str, num_workers: int) -> None:
             "object_store_memory": _STORE_BYTES,
             "_temp_dir": folder,
         }
+        _start_no_more_than_needed()
     else:
         settings["address"] = "auto" if cluster == "auto" else cluster
     # Ray prints what becomes of workers on stdout, which is not its own here.
     private: Any = import_module("ray._private.worker")
     private.listen_error_messages = lambda *_: None
     ray.init(**settings)
+
+
+def _start_no_more_than_needed() -> None:
+    """Have Ray start no server for its dashboard, no autoscaler, and nothing that reads logs.
+
+    Nobody asks them here, and there is no setting for it: with the first two seconds pass at a
+    start and another at the end, in which they also take cores from workers.
+    """
+    node: Any = import_module("ray._private.node").Node
+    for name in ("start_api_server", "start_monitor", "start_log_monitor"):
+        setattr(node, name, lambda *_, **__: None)
 
 
 def _read_settings_again() -> None:
@@ -160,9 +173,11 @@ def import_ray() -> Any:
     return ray
 
 
-def _local_settings() -> dict[str, str]:
+def _local_settings(preload: Sequence[str]) -> dict[str, str]:
     """Variables of an embedded cluster's processes."""
     return {
+        "RAY_preload_python_modules": ",".join(preload),
+        "RAY_worker_niceness": "0",  # else 15, and whatever else runs here comes first
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

@@ -25,6 +25,9 @@ from batchinfer.job.stats.recorder import next_run_id
 from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.job.storage.urls import is_url
 
+_PRELOAD = ("batchinfer.build",)
+"""What takes a worker seconds to import: it begins before there is anything to do."""
+
 
 def run_fleet(
     job: OutputJob,
@@ -61,7 +64,11 @@ def run_fleet(
     number = run_number(next_run_id(job.out))
     with (
         _nonce(job.out) as nonce,
-        connected(scale.cluster, num_workers=_num_local(job.spec)) as cluster_gpus,
+        connected(
+            scale.cluster,
+            num_workers=_num_local(job.spec),
+            preload=_PRELOAD if build is None else (),
+        ) as cluster_gpus,
     ):
         from batchinfer.job.fleet.ray_workers import RayWorkers
 
@@ -81,7 +88,7 @@ def run_fleet(
             num_workers,
             scale.min_workers,
             scale.start_timeout_s,
-            first_alone=not has_gpus and not kernels_before,
+            same_kernels=not has_gpus and not kernels_before,
         )
         workers = RayWorkers(
             setup,

@@ -23,6 +23,7 @@ from tests.job.fakes import begin
 from tests.job.fleet.jobs import fleet_job, write_rows
 
 READY = Ready("host", "cpu", {})
+ALONE = FleetSize(1, start_timeout_s=60.0)
 
 
 @dataclass
@@ -33,10 +34,14 @@ class Script:
     now: float = 0.0
     given: list[Assignment] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+    kernels: list[Mapping[str, str]] = field(default_factory=list)
 
-    def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None: ...
+    def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
+        self.started.append(worker)
 
-    def use_kernels(self, kernels: Mapping[str, str]) -> None: ...
+    def use_kernels(self, kernels: Mapping[str, str]) -> None:
+        self.kernels.append(kernels)
 
     def give(self, worker: str, assignment: Assignment) -> None:
         self.given.append(assignment)
@@ -56,7 +61,7 @@ class Script:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[Script], bool]:
+def run(tmp_path: Path) -> Callable[..., bool]:
     """Runs the driver of a job that has one row from before, with workers of a script."""
     write_rows(tmp_path, 200)
     spec = fleet_job(tmp_path)
@@ -71,12 +76,12 @@ def run(tmp_path: Path) -> Callable[[Script], bool]:
     segments.add(segment_table([from_before], segments.schema))
     recovered = recover_rows(out, work, schema)
 
-    def run(script: Script) -> bool:
+    def run(script: Script, size: FleetSize = ALONE) -> bool:
         driver = FleetDriver(
             OutputJob(spec, source, job.table, job.manifest, out),
             recovered,
             script,
-            FleetSize(1, start_timeout_s=60.0),
+            size,
             run_number=1,
             clear=lambda: None,
             progress=make_progress(200, quiet=True),
@@ -123,3 +128,22 @@ def test_a_device_that_breaks_ends_its_worker_and_not_the_job(
     with pytest.raises(DeviceError, match="another one"):  # nobody is left
         run(script)
     assert script.killed == ["w01"]
+
+
+def test_a_worker_that_has_found_other_kernels_than_the_first_is_started_again(
+    run: Callable[..., bool],
+) -> None:
+    mine, other = Ready("host", "cpu", {"float32": "a"}), Ready("host", "cpu", {"float32": "b"})
+    script = Script(
+        [
+            *(Up("w01", mine), Up("w02", other), Gone("w02", "it was ended")),
+            Up("w03", other),  # it was told, and cannot do as it was told
+            *(Gone("w01", "it died"), Gone("w03", "it died")),
+        ]
+    )
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(script, FleetSize(2, start_timeout_s=60.0, same_kernels=True))
+    assert script.kernels == [mine.kernels]
+    assert script.killed == ["w02"]
+    assert {given.lease.worker for given in script.given} == {"w01", "w03"}
+    assert script.started[:3] == ["w01", "w02", "w03"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
@@ -23,7 +26,7 @@ from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_ro
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One cluster for all jobs here."""
-    with connected("local", num_workers=2):
+    with connected("local", num_workers=2, preload=("colorsys",)):
         yield
 
 
@@ -110,3 +113,14 @@ def test_who_waits_for_no_worker_sleeps(monkeypatch: pytest.MonkeyPatch) -> None
     setup: Any = "never used"
     assert not RayWorkers(setup, {}).wait(0.2)
     assert slept == [0.2]
+
+
+def test_an_embedded_cluster_starts_no_more_than_it_needs() -> None:
+    commands = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    scripts = {Path(word).name for command in commands for word in command if word.endswith(".py")}
+    assert not scripts & {"dashboard.py", "monitor.py", "log_monitor.py"}
+
+
+def test_a_worker_has_its_drivers_priority_and_has_imported_what_it_needs() -> None:
+    look = ray.remote(lambda: (os.nice(0), "colorsys" in sys.modules))
+    assert ray.get(look.remote()) == (os.nice(0), True)
