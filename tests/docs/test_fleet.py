@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +56,59 @@ def test_scripts_are_valid(block: Block, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_pods_mount_the_volumes_they_have_and_ask_for_a_token() -> None:
-    job: dict[str, Any] = parse_yaml(the("yaml", "RayJob").text, "job").data
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    cluster = job["spec"]["rayClusterSpec"]
+@pytest.fixture
+def ray_job() -> dict[str, Any]:
+    """The manifest of a RayJob."""
+    found: dict[str, Any] = parse_yaml(the("yaml", "RayJob").text, "job").data
+    return found
+
+
+# The fields that the page uses, of https://ray-project.github.io/kuberay/reference/api/
+RAY_JOB = {"entrypoint", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"}
+RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+GROUP = {"rayStartParams", "template"}
+WORKER_GROUP = {*GROUP, "groupName", "replicas", "minReplicas", "maxReplicas"}
+
+
+def test_a_ray_job_has_the_fields_that_kuberay_knows(ray_job: dict[str, Any]) -> None:
+    assert (ray_job["apiVersion"], ray_job["kind"]) == ("ray.io/v1", "RayJob")
+    assert re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", ray_job["metadata"]["name"])
+    cluster = ray_job["spec"]["rayClusterSpec"]
+    assert (ray_job["spec"].keys(), cluster.keys()) == (RAY_JOB, RAY_CLUSTER)
+    assert cluster["headGroupSpec"].keys() == GROUP
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        assert group["template"].keys() == {"spec"}
+        assert {"name", "image"} <= group["template"]["spec"]["containers"][0].keys()
+    for group in cluster["workerGroupSpecs"]:
+        assert group.keys() == WORKER_GROUP
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_a_ray_job_has_as_many_gpus_as_workers_and_none_of_them_on_its_head(
+    ray_job: dict[str, Any],
+) -> None:
+    """So that the head's pod, in which the driver runs, needs no GPU and is given no worker."""
+    cluster = ray_job["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    gpus = group["replicas"] * container["resources"]["limits"]["nvidia.com/gpu"]
+    words = shlex.split(ray_job["spec"]["entrypoint"])
+    assert words[words.index("--workers") + 1] == str(gpus)
+    assert words[words.index("--cluster") + 1] == "auto"
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+
+
+def test_a_ray_job_runs_the_ray_that_is_tested(ray_job: dict[str, Any]) -> None:
+    assert ray_job["spec"]["rayClusterSpec"]["rayVersion"] == version("ray")
+
+
+def test_pods_mount_the_volumes_they_have_and_ask_for_a_token(ray_job: dict[str, Any]) -> None:
+    cluster = ray_job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
-    pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    for pod in (group["template"]["spec"] for group in pods):
-        mounted = {mount["name"] for c in pod["containers"] for mount in c["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
+    words = shlex.split(ray_job["spec"]["entrypoint"])
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        mounts = [mount for c in pod["containers"] for mount in c["volumeMounts"]]
+        assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["volumes"]}
+        assert words[2] in {mount["mountPath"] for mount in mounts}, "the job file"
