@@ -123,15 +123,20 @@ def only_unfinished(out: OutputDir, work: ResumePlan, trust: Trust = "marks") ->
     return replace(work, todo=list(unfinished), damaged=damaged)
 
 
-def prepare_directory(out: OutputDir, work: ResumePlan) -> None:
+def prepare_directory(out: OutputDir, work: ResumePlan, shared: OutputDir | None = None) -> None:
     """Make the directory ready, but for what ``clear_output`` does; call it under the lock.
 
+    Args:
+        shared: the directory as it is written to under the lock of all, for what all go by; None:
+            ``out``.
+
     Raises:
+        LockedError: another run has taken over that lock.
         StorageError: the directory cannot be written to.
     """
     _make_directories(out)
     if not work.starts_over:
-        _store_plan(out, work)
+        _store_plan(shared or out, work)
 
 
 def clear_output(out: OutputDir, work: ResumePlan) -> None:

@@ -65,9 +65,6 @@ class RunFleet(Protocol):
         ...
 
 
-_AGAIN = "run the same command again, or the shard whose part it is: the part is then made again"
-
-
 def run_job(
     spec: JobSpec,
     *,
@@ -130,8 +127,8 @@ def run_job(
             reopen(job.out, job.manifest, job.table.generated_schema)
             resume = plan_resume(job.out, job.manifest, if_exists)
         if not resume.todo:
-            with stop_signals():
-                return _end(job, claim, reporter)
+            with stop_signals() as stop:
+                return _end(job, claim, if_exists, reporter, stop)
         return _run(job, claim, resume, if_exists, reporter, build, fleet)
 
 
@@ -191,7 +188,7 @@ def _run(
             if not complete:
                 reporter.stopped(job.out, overwrites=if_exists == "overwrite")
                 return ExitCode.INTERRUPTED
-            return _end(job, claim, reporter)
+            return _end(job, claim, if_exists, reporter, stop)
 
 
 def _default_builder() -> BuildEngine:
@@ -227,19 +224,24 @@ def _exports(job: OutputJob) -> bool:
     return job.spec.output.format == "openai-batch"
 
 
-def _end(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
+def _end(
+    job: OutputJob, claim: Claim, if_exists: str, reporter: RunReporter, stop: Event
+) -> ExitCode:
     """End a run that has made its parts, and the job, where nobody else has any to make."""
-    with claim.ending() as ending:
+    with claim.ending(stop) as ending:
+        if ending.is_stopped:
+            reporter.stopped(job.out, overwrites=if_exists == "overwrite")
+            return ExitCode.INTERRUPTED
         if ending.is_ours:
-            return _finish(replace(job, out=ending.out), reporter)
+            return _finish(replace(job, out=ending.out), claim, reporter)
         reporter.parts_left(job.out, ending.others_left)
         return ExitCode.OK
 
 
-def _finish(job: OutputJob, reporter: RunReporter) -> ExitCode:
+def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
     """Write the statistics of a job whose parts are made, and _SUCCESS if few rows failed."""
     refuse_unexpected_files(job.out, job.manifest)
-    records = job.out.of_each(partial(_record, job), job.manifest.parts())
+    records = job.out.of_each(partial(_record, job, claim), job.manifest.parts())
     if _exports(job):
         export(job.out, job.manifest, job.table.kept, job.spec.model, job.combined_output)
     warnings = _nothing_selected(job)
@@ -264,12 +266,13 @@ def _nothing_selected(job: OutputJob) -> list[str]:
     return [f"input.filter selects none of the {there:,} rows"]
 
 
-def _record(job: OutputJob, part: Part) -> PartRecord:
+def _record(job: OutputJob, claim: Claim, part: Part) -> PartRecord:
     """The record of a part that has been made; nothing may have touched it since."""
+    again = f"run {claim.command_for(part)} again: the part is then made again"
     try:
         record = job.out.finished(part)
     except DataError as error:
-        raise DataError(str(error), hint=_AGAIN) from None
+        raise DataError(str(error), hint=again) from None
     if record is None:
-        raise DataError(f"{job.out.part_file(part)} has no record any more", hint=_AGAIN)
+        raise DataError(f"{job.out.part_file(part)} has no record any more", hint=again)
     return record

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from threading import Event
 from typing import Protocol
 
 from batchinfer.console.format import printable
@@ -39,11 +40,13 @@ class Ending:
     """Parts that others have to make yet."""
     is_finished: bool = False
     """Whether another run has ended the job already."""
+    is_stopped: bool = False
+    """Whether this run was asked to stop while another was at it."""
 
     @property
     def is_ours(self) -> bool:
         """Whether this run has to end the job."""
-        return not (self.others_left or self.is_finished)
+        return not (self.others_left or self.is_finished or self.is_stopped)
 
 
 class Claim(Protocol):
@@ -77,12 +80,19 @@ class Claim(Protocol):
         """
         ...
 
-    def ending(self) -> AbstractContextManager[Ending]:
+    def ending(self, stop: Event) -> AbstractContextManager[Ending]:
         """What is left to do once this run's parts are made; whoever ends the job does so inside.
+
+        Args:
+            stop: when set, others that end the job are not waited for any longer.
 
         Raises:
             StorageError: the directory cannot be read.
         """
+        ...
+
+    def command_for(self, part: Part) -> str:
+        """What a user runs to have a part made again that was damaged since."""
         ...
 
 
@@ -104,8 +114,11 @@ class WholeJob:
         clear_output(self.out, work)
 
     @contextmanager
-    def ending(self) -> Iterator[Ending]:
+    def ending(self, stop: Event) -> Iterator[Ending]:
         yield Ending(self.out)
+
+    def command_for(self, part: Part) -> str:
+        return "the same command"
 
 
 class OneShard:
@@ -132,7 +145,7 @@ class OneShard:
                 stack.enter_context(self.out.lock.held())
                 clear_staging(self.out)
                 agreed = self._agree(manifest, if_exists)
-                prepare_directory(self.out, agreed)
+                prepare_directory(self.out, agreed, self._shared)
             yield self._own_part_of(agreed)
 
     def clear(self, work: ResumePlan) -> None:
@@ -148,11 +161,18 @@ class OneShard:
         clear_staging(self.out)  # which has gone with the others'
 
     @contextmanager
-    def ending(self) -> Iterator[Ending]:
-        with wait_for(self._shared.lock, for_anyone=True):
-            out = self._shared
+    def ending(self, stop: Event) -> Iterator[Ending]:
+        out = self._shared
+        with wait_for(out.lock, for_anyone=True, stop=stop) as is_held:
+            if not is_held:
+                yield Ending(out, is_stopped=True)
+                return
             ended = all(out.files.stat(path) is not None for path in (out.success, out.summary))
             yield Ending(out, self._num_left(), ended)
+
+    def command_for(self, part: Part) -> str:
+        maker = self.shard.maker(part.index, len(self._parts))
+        return "the same command" if maker == self.shard else f"shard {maker}, or all without one,"
 
     def _agree(self, manifest: Manifest, if_exists: str) -> ResumePlan:
         """The plan of all parts, which a sibling may have begun; called under the lock."""
@@ -168,7 +188,7 @@ class OneShard:
             manifest = replace(manifest, planned_at=start.planned_at)
             return ResumePlan(manifest, self._parts, starts_over=True)
         agreed = agree_on_plan(self._shared, manifest, if_exists)
-        FreshStart(self.shard.count, manifest.planned_at, if_exists == "error").store(self.out)
+        FreshStart(self.shard.count, manifest.planned_at, if_exists == "error").store(self._shared)
         return agreed
 
     def _resumed(self, manifest: Manifest, start: FreshStart | None) -> ResumePlan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from threading import Event
 
 from batchinfer.console.format import printable
 from batchinfer.errors import LockedError
@@ -24,28 +25,34 @@ ALONE_PATIENCE_S = 1.0
 
 
 @contextmanager
-def wait_for(lock: Lock, *, for_anyone: bool = False) -> Iterator[None]:
+def wait_for(lock: Lock, *, for_anyone: bool = False, stop: Event | None = None) -> Iterator[bool]:
     """Hold the directory's lock as soon as the shards that hold it for a moment let go.
 
     Args:
         for_anyone: wait for whoever holds it, as long as it takes: it will not be held for long.
+        stop: when set, it is not waited for any longer.
+
+    Yields:
+        Whether it is held: False where that was asked to stop before.
 
     Raises:
         LockedError: a run that writes alone holds it, or nobody lets go of it.
     """
-    began, pause = time.monotonic(), 0.02
+    began, pause, stop = time.monotonic(), 0.02, stop or Event()
     with ExitStack() as stack:
-        while True:
+        is_held = False
+        while not is_held:
             try:
                 stack.enter_context(lock.held())
-                break
+                is_held = True
             except HeldError as error:
                 waited = time.monotonic() - began
                 if not for_anyone and waited > _patience(error):
                     raise
-                time.sleep(pause)
+                if stop.wait(pause):
+                    break
                 pause = min(2 * pause, 1.0)
-        yield
+        yield is_held
 
 
 def _patience(error: HeldError) -> float:

@@ -34,6 +34,11 @@ class Shard:
             num_parts * self.index // self.count, num_parts * (self.index + 1) // self.count
         )
 
+    def maker(self, index: int, num_parts: int) -> Shard:
+        """The one of its siblings, itself among them, that makes a part."""
+        siblings = (Shard(at, self.count) for at in range(self.count))
+        return next(shard for shard in siblings if index in shard.parts(num_parts))
+
 
 def shard_of(writer: str) -> Shard | None:
     """The shard that writes under a name; None for another writer."""

@@ -7,15 +7,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchinfer.errors import ExitCode, LockedError
+from batchinfer.job.input.dataset import open_source
+from batchinfer.job.job import open_job
 from batchinfer.job.output.open import output_at
+from batchinfer.job.output.resume import ResumePlan, plan_of
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run import run_job
 from batchinfer.job.shards import locks
+from batchinfer.job.shards.claim import OneShard
 from batchinfer.job.shards.locks import lives, own_lock
 from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
@@ -91,3 +97,27 @@ def test_a_shard_that_slept_too_long_finds_that_others_have_gone_on(
         assert not lives(out, Shard(0, 2))
         with pytest.raises(LockedError, match="another run has taken over"):
             shard.lock.confirm()  # type: ignore[attr-defined]
+
+
+def test_a_shard_that_slept_while_it_held_the_directory_leaves_its_siblings_plan_alone(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = output_at(spec.output.path)
+    manifest = open_job(spec, open_source(spec.input.paths)).manifest
+    siblings = replace(manifest, planned_at="2026-01-01T00:00:00")
+    agree = OneShard._agree
+
+    def agree_and_sleep(claim: OneShard, *arguments: Any) -> ResumePlan:
+        agreed = agree(claim, *arguments)
+        monkeypatch.setattr(OneShard, "_agree", agree)
+        with monkeypatch.context() as passed:
+            passed.setattr(object_lock, "LAPSE_S", -1e9)
+            with OneShard(out, Shard(1, 2)).begun(siblings, "resume"):
+                pass
+        return agreed
+
+    monkeypatch.setattr(OneShard, "_agree", agree_and_sleep)
+    awakened = OneShard(out, Shard(0, 2)).begun(manifest, "resume")
+    with pytest.raises(LockedError, match="another run has taken over"), awakened:
+        pass
+    assert plan_of(out).planned_at == siblings.planned_at

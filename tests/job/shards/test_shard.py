@@ -17,6 +17,8 @@ def test_every_part_is_made_by_one_shard_and_shares_are_even(count: int, num_par
     shares = [Shard(at, count).parts(num_parts) for at in range(count)]
     assert [index for share in shares for index in share] == list(range(num_parts))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    makers = [Shard(0, count).maker(index, num_parts).index for index in range(num_parts)]
+    assert makers == [at for at, share in enumerate(shares) for _ in share]
 
 
 def test_a_shard_writes_under_a_name_that_says_which_it_is() -> None:

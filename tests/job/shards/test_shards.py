@@ -9,14 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
+from batchinfer.errors import DataError, ExitCode, LockedError, NotYetError, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.job import open_job
 from batchinfer.job.output import part_writer
@@ -181,9 +181,9 @@ def test_of_shards_that_end_at_once_one_ends_the_job(
     both, finish, ending = threading.Barrier(2), run._finish, OneShard.ending
     finishes: list[str] = []
 
-    def ending_together(claim: OneShard) -> Any:
+    def ending_together(claim: OneShard, stop: threading.Event) -> Any:
         both.wait()
-        return ending(claim)
+        return ending(claim, stop)
 
     def counted(*arguments: Any) -> ExitCode:
         finishes.append("once")
@@ -325,6 +325,46 @@ def test_a_damaged_part_is_made_again_by_its_shard(spec: JobSpec, plain: dict[st
         assert not (out_of(spec) / "_SUCCESS").exists(), "its record has gone before the others end"
     assert run_shard(spec, 1) is ExitCode.OK
     check_finished(spec, plain)
+
+
+def test_who_finds_a_siblings_part_damaged_names_the_shard_to_run(
+    spec: JobSpec, plain: dict[str, bytes]
+) -> None:
+    by_shards_of(4)(spec, FakeBuild())
+    part = out_of(spec) / "data" / "part-00003.parquet"
+    part.write_bytes(part.read_bytes()[:-5])
+    with pytest.raises(DataError, match=r"part-00003.*\nrun shard 1/4, or all without one, again"):
+        run_shard(spec, 2)
+    assert run_shard(spec, 1) is ExitCode.OK
+    check_finished(spec, plain)
+
+
+def test_a_shard_that_waits_for_others_to_end_the_job_can_be_stopped(
+    spec: JobSpec, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending = OneShard.ending
+
+    def ending_beside_another(claim: OneShard, stop: threading.Event) -> Any:
+        stack = ExitStack()
+        stack.enter_context(claim._shared.lock.held())
+        timer = threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGTERM))
+        stack.callback(timer.join)
+        timer.start()
+        with stack:
+            yield stack.enter_context(ending(claim, stop))
+
+    monkeypatch.setattr(OneShard, "ending", contextmanager(ending_beside_another))
+    assert run_shard(spec, 0) is ExitCode.INTERRUPTED
+    monkeypatch.undo()
+    by_shards_of(4)(spec, FakeBuild())
+    check_finished(spec, plain)
+
+
+def test_a_fleet_of_a_shard_is_refused_before_anything_is_there(spec: JobSpec) -> None:
+    fleet: Any = "never run"
+    with pytest.raises(NotYetError, match=r"--shard with scale\.workers over 1"):
+        run_shard(spec, 0, fleet=fleet)
+    assert not out_of(spec).exists()
 
 
 def test_overwriting_shards_delete_once_and_go_on_until_the_job_is_finished(
