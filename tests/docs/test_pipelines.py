@@ -183,6 +183,12 @@ def test_kubernetes_acts_on_the_codes(is_indexed: bool) -> None:
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_nothing_that_is_tried_again_starts_over(block: Block) -> None:
+    """A shard whose exit code was lost would begin the finished job afresh, alone."""
+    assert "--overwrite" not in block.text
+
+
 def test_each_pod_of_an_indexed_job_is_a_shard() -> None:
     spec: dict[str, Any] = parse_yaml(the("yaml", "Indexed").text, "job").data["spec"]
     (container,) = spec["template"]["spec"]["containers"]
