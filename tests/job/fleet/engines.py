@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from batchinfer.errors import DeviceError
+from batchinfer.job.output import part_writer
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.fakes import FakeBuild, FakeBuilt, drawn
 
@@ -143,7 +144,8 @@ class WaitsForAnother(Disturbed):
 
 @dataclass(frozen=True)
 class DiesAt:
-    """Builds engines of which one dies at a failpoint, the ``count``th time it comes there."""
+    """Builds engines of which one dies at a failpoint, the ``count``th time it comes there; it puts
+    rows on disk a few at a time."""
 
     folder: Path
     point: str
@@ -152,4 +154,5 @@ class DiesAt:
     def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
         if happens(self.folder, "failpoint", 1):
             os.environ[VARIABLE] = f"{self.point}:{self.count}"
+            part_writer.FLUSH_ROWS = 8
         return FakeBuild(next_token=drawn)(model, engine, log=log)

@@ -68,12 +68,14 @@ def test_a_worker_that_is_told_to_go_puts_its_rows_on_disk(tmp_path: Path) -> No
     assert_as_of_one_process(tmp_path)
 
 
-@pytest.mark.parametrize("point", ["steps-renamed", "draft-staged", "draft-told"])
+@pytest.mark.parametrize(
+    "point", ["segments-durable", "steps-renamed", "draft-staged", "draft-told"]
+)
 def test_a_worker_that_dies_at_a_step_of_a_commit_loses_nothing(tmp_path: Path, point: str) -> None:
     write_rows(tmp_path, ROWS)
     assert run(fleet_job(tmp_path), DiesAt(tmp_path, point)) == ExitCode.OK
     log = tmp_path / "out" / "_batchinfer" / "logs" / "run-00001-driver.log"
-    assert "w01 is gone" in log.read_text()
+    assert " is gone: " in log.read_text()
     assert_as_of_one_process(tmp_path)
 
 
