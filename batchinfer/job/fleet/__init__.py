@@ -4,7 +4,8 @@
 ``driver`` does it: it alone publishes parts and deletes segments. ``worker`` runs leases
 (``lease_run``) on one engine, in a process that ``boot`` begins; ``messages`` go between the two.
 ``ray_workers`` and ``ray_cluster`` are Ray, which starts processes and carries messages;
-``reach`` finds out whether a cluster answers; ``run_fleet`` puts all of it together.
+``reach`` finds out whether a cluster answers; ``files`` brings what workers write to the output;
+``run_fleet`` puts all of it together.
 
 May import: config, cpus, errors, process, console, engine, requests, build, job.
 """

@@ -67,7 +67,7 @@ class WorkerProcess:
     def load(self) -> Ready | Failure:
         """Load the model, and begin to run leases as they come."""
         try:
-            job = _open(self._setup, self._name)
+            job = _open(self._setup, self._name, self._run_id)
             with gc_paused():
                 loaded = load(job, self._builder())
         except JobError as error:
@@ -115,7 +115,7 @@ def _keep_to(cores: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def _open(setup: WorkerSetup, worker: str) -> OutputJob:
+def _open(setup: WorkerSetup, worker: str, run_id: str) -> OutputJob:
     """The job as it is found here, which must be as the driver found it.
 
     Raises:
@@ -125,7 +125,7 @@ def _open(setup: WorkerSetup, worker: str) -> OutputJob:
     for name, version in setup.versions.items():
         if here[name] != version:
             raise ModelError(f"{name} is {here[name]} on this node, {version} on the driver's")
-    out = output_at(setup.spec.output.path).for_writer(worker)
+    out = output_at(setup.spec.output.path).for_writer(worker, staging=run_id)
     if _nonce(out) != setup.nonce:
         raise StorageError(
             f"not yet: {out.root} is not the driver's own on this node",

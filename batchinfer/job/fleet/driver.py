@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event
@@ -21,11 +20,11 @@ from batchinfer import errors
 from batchinfer.console.progress import Progress
 from batchinfer.errors import DeviceError, JobError
 from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, TakeBack
+from batchinfer.job.fleet.files.publisher import PartPublisher, sweep
 from batchinfer.job.fleet.leases import LeaseLedger, Ranges
 from batchinfer.job.fleet.messages import Assignment, Failure, Ready, WorkerReport
 from batchinfer.job.job import OutputJob
-from batchinfer.job.output.commit import Draft, publish
-from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.commit import Draft
 from batchinfer.job.output.quarantine import logged_rows
 from batchinfer.job.output.resume import RecoveredRows
 from batchinfer.job.row_ids import NO_ROWS, RowIds, in_range, missing_ranges, sorted_row_ids
@@ -154,7 +153,6 @@ class FleetDriver:
     _pools: dict[str, float] = field(default_factory=dict, init=False)
     """Used share of each worker's KV blocks."""
     _bad_boots: Counter[str] = field(default_factory=Counter, init=False)
-    _publishing: dict[Future[PartRecord], int] = field(default_factory=dict, init=False)
     _over: set[str] = field(default_factory=set, init=False)
     _num_started: int = field(default=0, init=False)
     _has_begun: bool = field(default=False, init=False)
@@ -176,6 +174,7 @@ class FleetDriver:
         self._ledger = LeaseLedger(parts, missing, self.job.spec.engine.order_window)
         self._dispatcher = Dispatcher(self._ledger)
         self._dispatcher.adopt(self.recovered.crash_history)
+        self._publisher = PartPublisher(self.job.out)
 
     def run(self) -> bool:
         """Have all parts made and published.
@@ -187,16 +186,15 @@ class FleetDriver:
             JobError: workers cannot be started, or one met what all would; what is finished stays.
         """
         began = self.clock()
-        with ThreadPoolExecutor(1) as self._publisher:
-            for _ in range(self.size.workers):
-                self._start()
-            try:
-                while not self._ledger.is_complete and not self.stop.is_set():
-                    self._turn(began)
-            finally:
-                self._end()
+        for _ in range(self.size.workers):
+            self._start()
+        try:
+            while not self._ledger.is_complete and not self.stop.is_set():
+                self._turn(began)
+        finally:
+            self._end()
         if self._ledger.is_complete:
-            self._sweep()
+            sweep(self.job.out)
         return self._ledger.is_complete
 
     def _turn(self, began: float) -> None:
@@ -347,16 +345,12 @@ class FleetDriver:
         if not self._ledger.draft(draft.lease, draft.part):
             self.log(f"a draft of part {draft.part} by {worker} is refused: it comes too late")
             return
-        part = self._by_index[draft.part]
-        future = self._publisher.submit(publish, self.job.out, part, draft)
-        self._publishing[future] = draft.part
+        self._publisher.submit(self._by_index[draft.part], draft)
 
     def _take_published(self) -> None:
-        for future in [future for future in self._publishing if future.done()]:
-            index = self._publishing.pop(future)
-            future.result()
-            self._segments.drop(self._by_index[index])
-            self._ledger.published(index)
+        for part in self._publisher.published():
+            self._segments.drop(part)
+            self._ledger.published(part.index)
 
     def _bury(self, worker: str, reason: str) -> None:
         """Take a dead worker's rows back, and have another come in its place."""
@@ -416,16 +410,8 @@ class FleetDriver:
                 elif isinstance(event, Gone):
                     self._over.add(event.worker)
         self.workers.close()
-        for future in list(self._publishing):
-            future.exception()
+        self._publisher.close()
         self._take_published()
-
-    def _sweep(self) -> None:
-        """Delete what workers have staged of parts that others published."""
-        out = self.job.out
-        for path in out.files.entries(out.staging):
-            with storage_errors(path, "delete"):
-                out.files.delete(path)
 
 
 def _missing(recovered: RecoveredRows) -> Mapping[int, Ranges]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from threading import Lock
@@ -15,7 +14,7 @@ import pyarrow as pa
 from batchinfer.job.fleet.leases import Ranges, Share, row_ids_of
 from batchinfer.job.fleet.messages import Assignment
 from batchinfer.job.job import OutputJob
-from batchinfer.job.output.commit import Draft
+from batchinfer.job.output.commit import Draft, hand_over
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.segments import Segments
 from batchinfer.job.row_ids import (
@@ -71,6 +70,7 @@ class LeaseRun:
         wrote: Wrote,
     ) -> None:
         self.fence = assignment.lease.fence
+        self._out = job.out
         shares = assignment.lease.shares
         self.parts = [share.part for share in shares]
         segments = LeaseSegments(job, self.parts, wrote)
@@ -166,7 +166,7 @@ class LeaseRun:
 
     def _deliver(self, deliver: Callable[[Draft], None], part: Part, draft: Draft) -> None:
         failpoint("draft-staged")
-        deliver(replace(draft, lease=self.fence))
+        deliver(hand_over(self._out, draft, self.fence))
         failpoint("draft-told")
 
 

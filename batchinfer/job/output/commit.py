@@ -2,14 +2,15 @@
 
 Whoever makes a part stages it and reads it back, to see whether its bytes are what they must be.
 Whoever may write to the output publishes it: its rows' statistics, then its file, then the record
-that says it is whole. A ``Draft`` goes from one to the other, in one process or between two.
+that says it is whole. A ``Draft`` goes from one to the other, in one process or between two: then
+``hand_over`` gives what is staged a name that nobody writes to again.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 import numpy as np
@@ -80,6 +81,8 @@ class Draft:
     control_text_row_ids: list[int]
     """Rows whose own text holds what looks like one of the model's control tokens."""
     staged: str
+    size: int
+    """Bytes of the staged part."""
     sha256: str
     staged_requests: str
     """File of the rows' statistics."""
@@ -129,17 +132,35 @@ def stage(
         error_codes,
         control_text_row_ids,
         _below_state(out, staged),
+        len(data),
         hashlib.sha256(data).hexdigest(),
         _below_state(out, staged_requests),
         hashlib.sha256(statistics).hexdigest(),
     )
 
 
+def hand_over(out: OutputDir, draft: Draft, lease: int) -> Draft:
+    """Give a staged part to another process, which publishes it: to names that only ``lease`` has.
+
+    Raises:
+        StorageError: the file system refuses.
+    """
+    handed = []
+    for name in (draft.staged_requests, draft.staged):
+        staged = out.state / name
+        path = staged.with_name(f"lease-{lease:06d}-{staged.name}")
+        with storage_errors(path):
+            out.files.rename(staged, path)
+        handed.append(_below_state(out, path))
+    return replace(draft, lease=lease, staged_requests=handed[0], staged=handed[1])
+
+
 def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
     """Put a part that is staged in its place; when this returns, it counts as finished.
 
     Raises:
-        StorageError: the file system refuses; the part is then not finished.
+        StorageError: the file system refuses, or has other bytes than were staged; the part is
+            then not finished.
     """
     final, requests = out.part_file(part), out.request_stats(part)
     publish_file(out.files, out.state / draft.staged_requests, requests)
@@ -147,6 +168,11 @@ def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
     stat, requests_stat = out.files.stat(final), out.files.stat(requests)
     assert stat is not None
     assert requests_stat is not None
+    if stat.size != draft.size:
+        raise StorageError(
+            f"{final} has {stat.size:,} bytes; {draft.size:,} were staged",
+            hint="find out what else writes there, then run again: finished rows are kept",
+        )
     record = PartRecord(
         draft.num_rows,
         draft.error_codes,

@@ -56,6 +56,7 @@ class OutputDir:
         access: makes a lock in ``_batchinfer`` by its name and its holder's task, and the files
             that are written while it is held; None: ``files``, and locks in this machine's file
             system.
+        staging: the folder that it stages files in, below those of others; "": named as it is.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class OutputDir:
         lock: Lock | None = None,
         writer: str = "",
         access: Access | None = None,
+        staging: str = "",
     ) -> None:
         self.root = root
         self.writer = writer
@@ -74,7 +76,7 @@ class OutputDir:
         self.stats = root / "stats"
         self.state: PurePath = root / "_batchinfer"
         self.lock = lock or LocalLock(Path(self.state))
-        self.staging = self.state / "staging" / writer
+        self.staging = self.state / "staging" / (staging or writer)
         self.scratch = self.staging if isinstance(self.staging, Path) else None
         """A folder for what memory has no room for; None: the system's own place."""
         self.steps = self.state / "steps"
@@ -97,7 +99,11 @@ class OutputDir:
         self.report = root / "report.html"
 
     def for_writer(
-        self, writer: str, files: Files | None = None, lock: Lock | None = None
+        self,
+        writer: str,
+        files: Files | None = None,
+        lock: Lock | None = None,
+        staging: str = "",
     ) -> OutputDir:
         """The same directory as one of several writers has it: what it stages, and what it knows of
         crashes, is its own.
@@ -106,9 +112,10 @@ class OutputDir:
             writer: a letter and then letters and digits.
             files: what it writes with; None: what this one does.
             lock: what it holds while it writes; None: what this one holds.
+            staging: the folder it stages files in; "": named as the writer.
         """
         return OutputDir(
-            self.root, files or self.files, lock or self.lock, writer, access=self._access
+            self.root, files or self.files, lock or self.lock, writer, self._access, staging
         )
 
     def under_lock(self, name: str, task: str = "") -> OutputDir:

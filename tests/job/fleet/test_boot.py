@@ -49,6 +49,15 @@ def test_an_output_that_is_overwritten_meanwhile_is_the_drivers_own(setup: Worke
     assert worker.report(60.0).is_over
 
 
+def test_what_a_worker_stages_is_in_a_folder_of_its_run(setup: WorkerSetup) -> None:
+    worker = WorkerProcess(setup, "w01", "run-00003-w01")
+    assert isinstance(worker.load(), Ready)
+    worker.stop()
+    assert worker.report(60.0).is_over
+    staging = output_at(setup.spec.output.path).staging
+    assert [path.name for path in Path(staging).iterdir()] == ["run-00003-w01"]
+
+
 def test_another_input(setup: WorkerSetup, tmp_path: Path) -> None:
     write_rows(tmp_path, 11)
     assert "the input is another on this node" in why_not(setup).text
