@@ -9,18 +9,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import PurePath
 
-from batchinfer.errors import DataError, JobError, ModelError, StorageError
-from batchinfer.job.fleet.messages import Assignment, Failure, Ready, WorkerReport
+from batchinfer.errors import DataError, JobError, ModelError
+from batchinfer.job.fleet.files.access import worker_output
+from batchinfer.job.fleet.messages import Access, Assignment, Failure, Ready, WorkerReport
 from batchinfer.job.fleet.worker import FleetWorker
 from batchinfer.job.job import BuildEngine, OutputJob, load, open_input, open_job
 from batchinfer.job.manifest import Manifest
-from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.open import output_at
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import package_versions
-from batchinfer.job.storage.filesystem import read_file
 from batchinfer.process import bound_spinning, gc_paused
 
 
@@ -67,7 +64,7 @@ class WorkerProcess:
     def load(self) -> Ready | Failure:
         """Load the model, and begin to run leases as they come."""
         try:
-            job = _open(self._setup, self._name, self._run_id)
+            job, access = _open(self._setup, self._name, self._run_id)
             with gc_paused():
                 loaded = load(job, self._builder())
         except JobError as error:
@@ -76,7 +73,7 @@ class WorkerProcess:
         self._worker = FleetWorker(job, loaded, self._run_id)
         threading.Thread(target=self._worker.run, daemon=True).start()
         context = loaded.context
-        return Ready(socket.gethostname(), context.device, dict(context.kernels))
+        return Ready(socket.gethostname(), context.device, dict(context.kernels), access)
 
     def report(self, wait_s: float) -> WorkerReport:
         """What is new; within the time, or as soon as the driver should know."""
@@ -115,8 +112,8 @@ def _keep_to(cores: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def _open(setup: WorkerSetup, worker: str, run_id: str) -> OutputJob:
-    """The job as it is found here, which must be as the driver found it.
+def _open(setup: WorkerSetup, worker: str, run_id: str) -> tuple[OutputJob, Access]:
+    """The job as it is found here, which must be as the driver found it; which way its files go.
 
     Raises:
         JobError: it is not, or cannot be opened.
@@ -125,29 +122,11 @@ def _open(setup: WorkerSetup, worker: str, run_id: str) -> OutputJob:
     for name, version in setup.versions.items():
         if here[name] != version:
             raise ModelError(f"{name} is {here[name]} on this node, {version} on the driver's")
-    out = output_at(setup.spec.output.path).for_writer(worker, staging=run_id)
-    if _nonce(out) != setup.nonce:
-        raise StorageError(
-            f"not yet: {out.root} is not the driver's own on this node",
-            hint="put output.path on a file system that all nodes share",
-        )
+    out, access = worker_output(setup.spec.output.path, setup.nonce, worker, run_id)
     source = open_input(setup.spec)
     if source.files != setup.manifest.inputs:
         raise DataError("the input is another on this node than on the driver's")
     job = open_job(setup.spec, source)
     if job.manifest.fingerprint != setup.fingerprint:
         raise ModelError("the model is another on this node than on the driver's")
-    return OutputJob(job.spec, source, job.table, setup.manifest, out)
-
-
-def nonce_file(out: OutputDir) -> PurePath:
-    """A file beside the locks, which stay when an output is overwritten: who reads there what the
-    driver has written shares its disk."""
-    return out.locks / "fleet"
-
-
-def _nonce(out: OutputDir) -> bytes:
-    try:
-        return read_file(out.files, nonce_file(out))
-    except OSError:
-        return b""
+    return OutputJob(job.spec, source, job.table, setup.manifest, out), access

@@ -163,6 +163,8 @@ class FleetDriver:
     _kernels: Mapping[str, str] | None = field(default=None, init=False)
     _last_reason: str = field(default="", init=False)
     """Why a worker could not be started."""
+    _tells_late: set[str] = field(default_factory=set, init=False)
+    """Workers whose logs of rows in flight are seconds behind."""
     _is_cleared: bool = field(default=False, init=False)
     _is_ending: bool = field(default=False, init=False)
 
@@ -276,6 +278,8 @@ class FleetDriver:
                 if not self._is_cleared:
                     self.clear()
                     self._is_cleared = True
+                if ready.access != "disk":
+                    self._tells_late.add(worker)
                 self.log(f"{worker} is up on {ready.host}: {ready.device}")
                 if self._agrees(worker, ready):
                     self._dispatcher.ready(worker, self.clock())
@@ -359,7 +363,9 @@ class FleetDriver:
         self._adopt_segments(worker)
         held = self._ledger.rows_held(worker)
         finished = np.intersect1d(held, self._rows_on_disk(worker))
-        in_flight = np.intersect1d(logged_rows(self.job.out, log), np.setdiff1d(held, finished))
+        in_flight = np.setdiff1d(held, finished)
+        if worker not in self._tells_late:
+            in_flight = np.intersect1d(logged_rows(self.job.out, log), in_flight)
         self._dispatcher.died(worker, in_flight, finished)
         with storage_errors(log, "delete"):
             self.job.out.files.delete(log)

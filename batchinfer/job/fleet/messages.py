@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from batchinfer.job.fleet.leases import Lease
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.row_ids import RowIds
+
+Access = Literal["disk", "store"]
+"""Which way a worker's files go: over a disk that it shares with the driver, or to the store."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Ready:
     device: str
     kernels: Mapping[str, str]
     """``EngineContext.kernels``."""
+    access: Access = "disk"
 
 
 @dataclass(frozen=True)

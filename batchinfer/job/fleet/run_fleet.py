@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import datetime
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from threading import Event
 from typing import Any
 
 from batchinfer.console.progress import Progress
 from batchinfer.cpus import cpu_limits
-from batchinfer.errors import NotYetError
-from batchinfer.job.fleet.boot import WorkerSetup, nonce_file
+from batchinfer.job.fleet.boot import WorkerSetup
 from batchinfer.job.fleet.driver import FleetDriver, FleetSize
+from batchinfer.job.fleet.files.access import lent
+from batchinfer.job.fleet.files.driver_log import DriverLog
 from batchinfer.job.job import BuildEngine, OutputJob, open_job
-from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import RecoveredRows
 from batchinfer.job.run_ids import run_id, run_number
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import next_run_id
-from batchinfer.job.storage.filesystem import storage_errors
-from batchinfer.job.storage.urls import is_url
 
 _PRELOAD = ("batchinfer.build",)
 """What takes a worker seconds to import: it begins before there is anything to do."""
@@ -54,7 +49,6 @@ def run_fleet(
     Raises:
         JobError: the fleet cannot be started or run; finished rows are kept.
     """
-    check_output(job.spec)
     from batchinfer.job.fleet.ray_cluster import connected  # imports Ray, as what follows
     from batchinfer.job.fleet.reach import is_reached
 
@@ -63,7 +57,8 @@ def run_fleet(
         return False
     number = run_number(next_run_id(job.out))
     with (
-        _nonce(job.out) as nonce,
+        closing(DriverLog(job.out, run_id(number, "driver"))) as log,
+        lent(job.out) as nonce,
         connected(
             scale.cluster,
             num_workers=_num_local(job.spec),
@@ -95,18 +90,15 @@ def run_fleet(
             _resources(scale.resources, has_gpus),
             _shares(num_workers) if shares_cores and job.spec.engine.num_threads is None else (),
         )
-        log = partial(_write_line, job.out, number)
-        return FleetDriver(job, recovered, workers, size, number, clear, progress, stop, log).run()
+        log(f"{num_workers} workers are asked for")  # takes the run's number
 
+        def clear_all() -> None:
+            clear()
+            log.begin_again_if_gone()
 
-def check_output(spec: JobSpec) -> None:
-    """Check that a fleet can write there.
-
-    Raises:
-        NotYetError: it is in an object store.
-    """
-    if is_url(spec.output.path):
-        raise NotYetError("scale.workers with output.path in an object store")
+        return FleetDriver(
+            job, recovered, workers, size, number, clear_all, progress, stop, log
+        ).run()
 
 
 def is_fleet(spec: JobSpec) -> bool:
@@ -147,23 +139,3 @@ def _resources(wanted: Mapping[str, float], has_gpus: bool) -> dict[str, Any]:
     own = {"num_cpus": 1.0, "num_gpus": float(has_gpus)}
     named = {name: amount for name, amount in wanted.items() if name in own}
     return {**own, **named, "resources": {n: a for n, a in wanted.items() if n not in own}}
-
-
-@contextmanager
-def _nonce(out: OutputDir) -> Iterator[bytes]:
-    """A file that tells workers whether they share the output's disk."""
-    path, nonce = nonce_file(out), secrets.token_hex(16).encode()
-    out.write(path, nonce)
-    try:
-        yield nonce
-    finally:
-        with storage_errors(path, "delete"):
-            out.files.delete(path)
-
-
-def _write_line(out: OutputDir, number: int, line: str) -> None:
-    """Add to the driver's log: who came, who went, and why."""
-    path = out.logs / f"{run_id(number, 'driver')}.log"
-    now = datetime.now().isoformat(timespec="milliseconds")
-    with storage_errors(path), out.files.append_to(path) as file:
-        file.write(f"{now} {line}\n".encode())

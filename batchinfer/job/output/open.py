@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from batchinfer.console.format import printable
 from batchinfer.errors import UsageError
@@ -32,10 +32,7 @@ def _on_this_machine(path: str) -> OutputDir:
 
 def _in_store(url: str) -> OutputDir:
     """The output directory at ``s3://bucket/folder`` or ``gs://bucket/folder``."""
-    root = StorePath(url)
-    if scheme_of(url) not in STORES or len(root.parts) < 3:
-        raise UsageError(f"{printable(url)} is not a place that output can be in; name a folder")
-    connect(root.bucket)
+    root = _root_in_store(url)
     from batchinfer.job.storage.object_filesystem import StoreFiles
     from batchinfer.job.storage.object_lock import StoreLock
     from batchinfer.job.storage.object_store import Objects  # what follows needs obstore
@@ -47,3 +44,28 @@ def _in_store(url: str) -> OutputDir:
         return StoreFiles(objects, lock.check, lock.confirm), lock
 
     return OutputDir(root, access=access).under_lock(LOCK)
+
+
+def lent_output(url: str, permit: PurePath, text: bytes) -> OutputDir:
+    """The output directory in a store as one writes to it whom the holder of its lock lets.
+
+    Args:
+        permit: the file that holds ``text`` for as long as that is so.
+    """
+    root = _root_in_store(url)
+    from batchinfer.job.storage.object_filesystem import StoreFiles
+    from batchinfer.job.storage.object_store import Objects
+    from batchinfer.job.storage.permit import Permit
+
+    assert isinstance(permit, StorePath)
+    objects = Objects(root)
+    lent = Permit(objects, permit, text)
+    return OutputDir(root, StoreFiles(objects, lent.check, lent.confirm))
+
+
+def _root_in_store(url: str) -> StorePath:
+    root = StorePath(url)
+    if scheme_of(url) not in STORES or len(root.parts) < 3:
+        raise UsageError(f"{printable(url)} is not a place that output can be in; name a folder")
+    connect(root.bucket)
+    return root

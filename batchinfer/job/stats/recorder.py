@@ -189,7 +189,8 @@ def next_run_id(out: OutputDir) -> str:
     Ids sort in the order of runs, whatever the clock did or is lost. Those of writers that begin at
     once may have one number, and differ in the writer.
     """
-    names = [path.name for folder in (out.runs, out.steps) for path in out.files.entries(folder)]
+    folders = (out.runs, out.steps, out.logs)
+    names = [path.name for folder in folders for path in out.files.entries(folder)]
     return run_id(1 + max(map(run_number, names), default=0), out.writer)
 
 

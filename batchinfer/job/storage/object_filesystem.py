@@ -146,9 +146,15 @@ class StoreFiles:
         """Nothing to do: what a store has taken, it keeps."""
 
     def rename(self, source: PurePath, target: PurePath) -> None:
-        with self._once_only():
-            self._put(_url(target), self._staged[source])
-        del self._staged[source]
+        """Put what is staged in the store; what another has put there, in another place there."""
+        if source in self._staged:
+            with self._once_only():
+                self._put(_url(target), self._staged[source])
+            del self._staged[source]
+            return
+        with self.open(source) as file, self._once_only():
+            self._put(_url(target), file.read())
+        self.delete(source)
 
     def delete(self, path: PurePath) -> None:
         for staged in [staged for staged in list(self._staged) if staged.is_relative_to(path)]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup, nonce_file
+from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
+from batchinfer.job.fleet.files.access import permit_file
 from batchinfer.job.fleet.messages import Failure, Ready
 from batchinfer.job.job import open_input, open_job
 from batchinfer.job.output.open import output_at
@@ -23,7 +24,7 @@ def setup(tmp_path: Path) -> WorkerSetup:
     job = open_job(spec, open_input(spec))
     out = output_at(spec.output.path)
     begin(out, job.manifest)
-    out.write(nonce_file(out), b"of this driver")
+    out.write(permit_file(out), b"of this driver")
     fingerprint = job.manifest.fingerprint
     return WorkerSetup(spec, job.manifest, fingerprint, b"of this driver", build=FakeBuild())
 

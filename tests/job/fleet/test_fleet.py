@@ -9,10 +9,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DeviceError, ExitCode, LockedError, NotYetError
+from batchinfer.errors import DeviceError, ExitCode, LockedError
 from batchinfer.job.fleet import dispatcher, ray_workers
 from batchinfer.job.fleet.ray_cluster import connected
-from batchinfer.job.fleet.run_fleet import check_output
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from tests.job.fleet.engines import Breaks, Dies, DiesAt, DiesOf, how_often, never_built
@@ -130,14 +129,6 @@ def test_what_is_overwritten_stays_until_a_model_is_loaded(tmp_path: Path) -> No
     assert part_hashes(tmp_path / "out") == before
     assert run(spec, overwrite=True) == ExitCode.OK
     assert_as_of_one_process(tmp_path)
-
-
-def test_output_in_a_store_is_refused(tmp_path: Path) -> None:
-    write_rows(tmp_path, 10)
-    spec = fleet_job(tmp_path).model_copy()
-    in_store = spec.output.model_copy(update={"path": "s3://bucket/out"})
-    with pytest.raises(NotYetError, match="in an object store"):
-        check_output(spec.model_copy(update={"output": in_store}))
 
 
 def test_a_second_driver_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 """Files of workers on their way to the output.
 
-``publisher`` puts the parts that workers have handed over in their places.
+``access`` finds out which way a worker's files go. ``publisher`` puts the parts that workers have
+handed over in their places. ``driver_log`` is the driver's own file.
 """

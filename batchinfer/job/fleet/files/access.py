@@ -1,0 +1,63 @@
+"""How a worker gets at the output: which way its files go, and who lets it write."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePath
+
+from batchinfer.errors import StorageError
+from batchinfer.job.fleet.messages import Access
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.open import lent_output, output_at
+from batchinfer.job.storage.filesystem import read_file, storage_errors
+from batchinfer.job.storage.urls import is_url
+
+
+@contextmanager
+def lent(out: OutputDir) -> Iterator[bytes]:
+    """Let workers write to the output; they find there what only the driver can have written."""
+    path, nonce = permit_file(out), secrets.token_hex(16).encode()
+    out.write(path, nonce)
+    try:
+        yield nonce
+    finally:
+        with storage_errors(path, "delete"):
+            out.files.delete(path)
+
+
+def permit_file(out: OutputDir) -> PurePath:
+    """The file that says so: beside the locks, which stay when an output is overwritten."""
+    return out.locks / "fleet"
+
+
+def worker_output(path: str, nonce: bytes, worker: str, run_id: str) -> tuple[OutputDir, Access]:
+    """The output as a worker writes to it, and how what it writes gets there.
+
+    Args:
+        path: ``output.path``.
+        nonce: what its driver has written there.
+
+    Raises:
+        StorageError: another output is there on this node.
+    """
+    out = output_at(path)
+    access: Access = "store" if is_url(path) else "disk"
+    try:
+        found = read_file(out.files, permit_file(out))
+    except OSError:
+        found = b""
+    if found != nonce and access == "store":
+        raise StorageError(
+            f"another output is at {out.root} on this node than on the driver's",
+            hint="give all nodes the same endpoint and credentials of the store",
+        )
+    if found != nonce:
+        raise StorageError(
+            f"not yet: {out.root} is not the driver's own on this node",
+            hint="put output.path on a file system that all nodes share",
+        )
+    if access == "store":
+        out = lent_output(path, permit_file(out), nonce)
+    return out.for_writer(worker, staging=run_id), access
