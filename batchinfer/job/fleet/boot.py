@@ -7,13 +7,22 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from batchinfer.errors import DataError, JobError, ModelError
 from batchinfer.job.fleet.files.access import worker_output
-from batchinfer.job.fleet.messages import Access, Assignment, Failure, Ready, WorkerReport
+from batchinfer.job.fleet.messages import (
+    Access,
+    Answer,
+    Assignment,
+    Failure,
+    Ready,
+    WorkerReport,
+)
+from batchinfer.job.fleet.outbox import Outbox
 from batchinfer.job.fleet.worker import FleetWorker
+from batchinfer.job.input.format import InputFile
 from batchinfer.job.job import BuildEngine, OutputJob, load, open_input, open_job
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.spec.spec import JobSpec
@@ -59,31 +68,35 @@ class WorkerProcess:
         self._setup = setup
         self._name = worker
         self._run_id = run_id
+        self._outbox = Outbox()
         self._worker: FleetWorker | None = None
 
     def load(self) -> Ready | Failure:
         """Load the model, and begin to run leases as they come."""
         try:
-            job, access = _open(self._setup, self._name, self._run_id)
+            job, access = _open(self._setup, self._name, self._run_id, self._outbox)
             with gc_paused():
                 loaded = load(job, self._builder())
         except JobError as error:
             return Failure(type(error).__name__, str(error))
         assert loaded is not None, "a fleet without rows to run"
-        self._worker = FleetWorker(job, loaded, self._run_id)
+        self._worker = FleetWorker(job, loaded, self._run_id, self._outbox)
         threading.Thread(target=self._worker.run, daemon=True).start()
         context = loaded.context
         return Ready(socket.gethostname(), context.device, dict(context.kernels), access)
 
     def report(self, wait_s: float) -> WorkerReport:
         """What is new; within the time, or as soon as the driver should know."""
-        assert self._worker is not None
-        return self._worker.outbox.take(wait_s)
+        return self._outbox.take(wait_s)
 
     def give(self, assignment: Assignment) -> None:
         """Take a lease."""
         assert self._worker is not None
         self._worker.give(assignment)
+
+    def supply(self, answer: Answer) -> None:
+        """Take what was wanted of a file."""
+        self._outbox.take_answer(answer)
 
     def take_back(self, everything: bool) -> None:
         """Give rows back."""
@@ -112,7 +125,7 @@ def _keep_to(cores: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def _open(setup: WorkerSetup, worker: str, run_id: str) -> tuple[OutputJob, Access]:
+def _open(setup: WorkerSetup, worker: str, run_id: str, outbox: Outbox) -> tuple[OutputJob, Access]:
     """The job as it is found here, which must be as the driver found it; which way its files go.
 
     Raises:
@@ -122,11 +135,16 @@ def _open(setup: WorkerSetup, worker: str, run_id: str) -> tuple[OutputJob, Acce
     for name, version in setup.versions.items():
         if here[name] != version:
             raise ModelError(f"{name} is {here[name]} on this node, {version} on the driver's")
-    out, access = worker_output(setup.spec.output.path, setup.nonce, worker, run_id)
+    out, access = worker_output(setup.spec.output.path, setup.nonce, worker, run_id, outbox)
     source = open_input(setup.spec)
-    if source.files != setup.manifest.inputs:
+    if _contents(source.files) != _contents(setup.manifest.inputs):
         raise DataError("the input is another on this node than on the driver's")
     job = open_job(setup.spec, source)
     if job.manifest.fingerprint != setup.fingerprint:
         raise ModelError("the model is another on this node than on the driver's")
     return OutputJob(job.spec, source, job.table, setup.manifest, out), access
+
+
+def _contents(files: Sequence[InputFile]) -> list[InputFile]:
+    """Files without the times at which their copies were written on a node's disk."""
+    return [replace(file, mtime_ns=0) for file in files]

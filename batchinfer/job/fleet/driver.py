@@ -20,9 +20,10 @@ from batchinfer import errors
 from batchinfer.console.progress import Progress
 from batchinfer.errors import DeviceError, JobError
 from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, TakeBack
+from batchinfer.job.fleet.files.inbox import Inboxes, read_wanted
 from batchinfer.job.fleet.files.publisher import PartPublisher, sweep
 from batchinfer.job.fleet.leases import LeaseLedger, Ranges
-from batchinfer.job.fleet.messages import Assignment, Failure, Ready, WorkerReport
+from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready, WorkerReport
 from batchinfer.job.job import OutputJob
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.output.quarantine import logged_rows
@@ -91,6 +92,10 @@ class Workers(Protocol):
 
     def take_back(self, worker: str, *, everything: bool) -> None:
         """Ask for rows."""
+        ...
+
+    def supply(self, worker: str, answer: Answer) -> None:
+        """Send what a worker wants of a file."""
         ...
 
     def stop(self, worker: str) -> None:
@@ -177,6 +182,7 @@ class FleetDriver:
         self._dispatcher = Dispatcher(self._ledger)
         self._dispatcher.adopt(self.recovered.crash_history)
         self._publisher = PartPublisher(self.job.out)
+        self._inboxes = Inboxes(self.job.out)
 
     def run(self) -> bool:
         """Have all parts made and published.
@@ -280,7 +286,8 @@ class FleetDriver:
                     self._is_cleared = True
                 if ready.access != "disk":
                     self._tells_late.add(worker)
-                self.log(f"{worker} is up on {ready.host}: {ready.device}")
+                way = ", whose files come by the driver" if ready.access == "driver" else ""
+                self.log(f"{worker} is up on {ready.host}{way}: {ready.device}")
                 if self._agrees(worker, ready):
                     self._dispatcher.ready(worker, self.clock())
                 else:
@@ -307,6 +314,8 @@ class FleetDriver:
             )
 
     def _hear(self, worker: str, report: WorkerReport) -> None:
+        if not self._take_files(worker, report):
+            return
         for name, groups in report.segments.items():
             self._segments.note(self.job.out.segments / name, groups)
         for draft in report.drafts:
@@ -331,6 +340,18 @@ class FleetDriver:
                 why = "it was told to stop" if report.failure is None else report.failure.text
                 self.log(f"{worker} has ended: {why}")
                 self.workers.kill(worker)  # its process; that it is gone comes as an event
+
+    def _take_files(self, worker: str, report: WorkerReport) -> bool:
+        """Exchange files with a worker that does not see this disk; False where that went wrong."""
+        try:
+            self._inboxes.take(run_id(self.run_number, worker), report.changes)
+            for wanted in report.wanted:
+                self.workers.supply(worker, read_wanted(self.job.out, wanted))
+        except ValueError as error:
+            self.log(f"{worker} is killed: {error}")
+            self.workers.kill(worker)
+            return False
+        return True
 
     def _is_its_own(self, worker: str, failure: Failure) -> bool:
         """Whether a failure may be of one worker alone, and others are there to go on: a bug that
@@ -360,6 +381,7 @@ class FleetDriver:
         """Take a dead worker's rows back, and have another come in its place."""
         self.log(f"{worker} is gone: {reason}")
         log = self.job.out.in_flight / run_id(self.run_number, worker)
+        self._inboxes.close(run_id(self.run_number, worker))
         self._adopt_segments(worker)
         held = self._ledger.rows_held(worker)
         finished = np.intersect1d(held, self._rows_on_disk(worker))

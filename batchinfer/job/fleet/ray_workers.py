@@ -20,7 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from batchinfer.errors import ExitCode, one_line
 from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
 from batchinfer.job.fleet.driver import Gone, NotUp, Told, Up, WorkerEvent
-from batchinfer.job.fleet.messages import Assignment, Failure, Ready
+from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready
 
 REPORT_S = 5.0
 """A worker reports so often, and when there is something the driver should know."""
@@ -102,6 +102,9 @@ class RayWorkers:
 
     def take_back(self, worker: str, *, everything: bool) -> None:
         self._send(worker, "take_back", everything)
+
+    def supply(self, worker: str, answer: Answer) -> None:
+        self._send(worker, "supply", answer)
 
     def stop(self, worker: str) -> None:
         self._send(worker, "stop")

@@ -19,16 +19,16 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Condition, Event, Lock
+from threading import Event, Lock
 
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import JobError
 from batchinfer.job.fleet.lease_run import LeaseRun
 from batchinfer.job.fleet.messages import Assignment, Failure, WorkerReport
+from batchinfer.job.fleet.outbox import Outbox
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.job import LoadedJob, OutputJob
 from batchinfer.job.output.commit import Draft
-from batchinfer.job.output.resume import clear_staging
 from batchinfer.job.row_ids import RowIds
 from batchinfer.job.rows.read_prompts import read_prompts, without_text
 from batchinfer.job.rows.token_store import TokenStore
@@ -39,6 +39,7 @@ from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.pipeline import QUARANTINED, fail_row, file_metadata, finish_row
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder
+from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.process import gc_frozen
 from batchinfer.requests import PromptRow
 
@@ -50,44 +51,17 @@ _Write = TurnResult | Callable[[], None]
 _Planned = tuple[LeaseRun, RowBatch]
 
 
-class Outbox:
-    """What a worker has to tell, until its driver asks."""
-
-    def __init__(self) -> None:
-        self._changed = Condition()
-        self._report = WorkerReport()
-        self._is_urgent = False
-
-    def tell(self, change: Callable[[WorkerReport], WorkerReport], *, urgent: bool = True) -> None:
-        """Add to the next report; with ``urgent``, let the driver have it at once."""
-        with self._changed:
-            self._report = change(self._report)
-            if urgent:
-                self._is_urgent = True
-                self._changed.notify()
-
-    def take(self, wait_s: float) -> WorkerReport:
-        """The next report; within ``wait_s``, or as soon as something is urgent."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_urgent, wait_s)
-            report = self._report
-            self._report = replace(
-                report, segments={}, drafts=(), given_back=(), ended=(), failure=report.failure
-            )
-            self._is_urgent = False
-            return report
-
-
 class FleetWorker:
     """One engine's way through the leases it is given.
 
     Args:
         job: the job; its ``out`` is this worker's own view of the directory.
         run_id: its id, which the driver has handed out.
+        outbox: takes what is to be told.
     """
 
-    def __init__(self, job: OutputJob, loaded: LoadedJob, run_id: str) -> None:
-        self.outbox = Outbox()
+    def __init__(self, job: OutputJob, loaded: LoadedJob, run_id: str, outbox: Outbox) -> None:
+        self.outbox = outbox
         self._job = job
         self._loaded = loaded
         self._run_id = run_id
@@ -137,8 +111,10 @@ class FleetWorker:
             self._end(None)
 
     def _begun_recorder(self) -> Recorder:
-        clear_staging(self._job.out)
-        recorder = Recorder(self._job.out, self._job.spec, self._run_id)
+        out = self._job.out
+        with storage_errors(out.staging):
+            out.files.make_directory(out.staging)
+        recorder = Recorder(out, self._job.spec, self._run_id)
         recorder.loaded(self._loaded.context, self._loaded.seconds)
         for line in self._loaded.log:
             recorder.log(line)

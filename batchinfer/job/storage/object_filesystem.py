@@ -26,6 +26,7 @@ from batchinfer.console.format import printable
 from batchinfer.errors import JobError, StorageError
 from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.object_store import Objects, Version
+from batchinfer.job.storage.staged_files import StagedFiles
 from batchinfer.job.storage.urls import StorePath, is_url
 
 EVERY_S = 5.0
@@ -98,7 +99,7 @@ class StoreLog(io.RawIOBase):
             self._put_at = self._clock()
 
 
-class StoreFiles:
+class StoreFiles(StagedFiles):
     """The objects of a store as files; paths are ``StorePath``.
 
     Args:
@@ -112,22 +113,15 @@ class StoreFiles:
     def __init__(
         self, objects: Objects, check: Callable[[], None], confirm: Callable[[], None]
     ) -> None:
+        super().__init__()
         self._objects = objects
         self._check = check
         self._confirm = confirm
-        self._staged: dict[PurePath, bytes] = {}
         self._written: dict[PurePath, Version] = {}
         """Objects as this run has written them."""
         self._failure: StorageError | None = None
         """Of a write, after the store was asked for minutes: it ends the run, and is not asked for
         each of the things again that a run would still like to write at its end."""
-
-    def write(self, path: PurePath, data: bytes) -> None:
-        self._staged[path] = data
-
-    def create(self, path: PurePath) -> BinaryIO:
-        """Open a file in memory that is staged when it is closed."""
-        return _Staged(lambda data: self.write(path, data))
 
     def append_to(self, path: PurePath, *, at_once: bool = False) -> BinaryIO:
         """Open a log of which the end is kept, in the store some seconds later or at once."""
@@ -142,9 +136,6 @@ class StoreFiles:
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
 
-    def sync(self, path: PurePath) -> None:
-        """Nothing to do: what a store has taken, it keeps."""
-
     def rename(self, source: PurePath, target: PurePath) -> None:
         """Put what is staged in the store; what another has put there, in another place there."""
         if source in self._staged:
@@ -157,8 +148,7 @@ class StoreFiles:
         self.delete(source)
 
     def delete(self, path: PurePath) -> None:
-        for staged in [staged for staged in list(self._staged) if staged.is_relative_to(path)]:
-            del self._staged[staged]
+        self._drop_staged(path)
         with self._once_only():
             self._delete_all(_url(path))
         for written in [written for written in list(self._written) if written.is_relative_to(path)]:
@@ -177,13 +167,6 @@ class StoreFiles:
             f"cannot delete {printable(str(path))}: the store says that what it lists is not there",
             hint="see to the store, then run again: finished rows are kept",
         )
-
-    def make_directory(self, path: PurePath) -> None:
-        """Nothing to do: a store has no folders."""
-
-    def can_write(self, directory: PurePath) -> bool:
-        """True: whoever may not write does not hold the lock."""
-        return True
 
     def entries(self, directory: PurePath) -> list[StorePath]:
         return self._objects.entries(_url(directory))
@@ -227,19 +210,6 @@ class StoreFiles:
             f"cannot write {printable(str(path))}: it changes all the time",
             hint="find out what else writes there, then run again: finished rows are kept",
         )
-
-
-class _Staged(BytesIO):
-    """A file in memory, kept by ``keep`` when it is closed."""
-
-    def __init__(self, keep: Callable[[bytes], None]) -> None:
-        super().__init__()
-        self._keep = keep
-
-    def close(self) -> None:
-        if not self.closed:
-            self._keep(self.getvalue())
-        super().close()
 
 
 def _url(path: PurePath) -> StorePath:

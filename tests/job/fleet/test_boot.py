@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,9 +38,22 @@ def why_not(setup: WorkerSetup) -> Failure:
 
 
 def test_a_disk_that_is_not_shared(setup: WorkerSetup) -> None:
-    found = why_not(replace(setup, nonce=b"of another one"))
-    assert found.kind == "StorageError"
-    assert "put output.path on a file system that all nodes share" in found.text
+    worker = WorkerProcess(replace(setup, nonce=b"of another one"), "w01", "run-00001-w01")
+    ready = worker.load()
+    assert isinstance(ready, Ready)
+    assert ready.access == "driver"
+    worker.stop()
+    while not (report := worker.report(60.0)).is_over:
+        pass
+    assert report.failure is None
+
+
+def test_a_copy_of_the_input_may_have_another_time(setup: WorkerSetup) -> None:
+    copy = Path(setup.manifest.inputs[0].path)
+    os.utime(copy, ns=(5, 5))
+    worker = WorkerProcess(setup, "w01", "run-00001-w01")
+    assert isinstance(worker.load(), Ready)
+    worker.stop()
 
 
 def test_an_output_that_is_overwritten_meanwhile_is_the_drivers_own(setup: WorkerSetup) -> None:

@@ -12,7 +12,7 @@ import pytest
 from batchinfer.console.progress import make_progress
 from batchinfer.errors import DeviceError, RowError
 from batchinfer.job.fleet.driver import FleetDriver, FleetSize, Gone, Told, Up, WorkerEvent
-from batchinfer.job.fleet.messages import Assignment, Failure, Ready, WorkerReport
+from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready, WorkerReport
 from batchinfer.job.job import OutputJob, open_input, open_job
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import plan_resume, recover_rows
@@ -47,6 +47,8 @@ class Script:
         self.given.append(assignment)
 
     def take_back(self, worker: str, *, everything: bool) -> None: ...
+
+    def supply(self, worker: str, answer: Answer) -> None: ...
 
     def stop(self, worker: str) -> None: ...
 

@@ -13,6 +13,7 @@ from batchinfer.errors import LockedError, StorageError
 from batchinfer.job.fleet.files.access import lent, worker_output
 from batchinfer.job.fleet.files.driver_log import DriverLog
 from batchinfer.job.fleet.files.publisher import PartPublisher, sweep
+from batchinfer.job.fleet.outbox import Outbox
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.commit import Draft, hand_over, stage
 from batchinfer.job.output.directory import OutputDir
@@ -51,7 +52,7 @@ def driver(url: str) -> Iterator[tuple[OutputDir, bytes]]:
 
 
 def of_worker(url: str, nonce: bytes, worker: str) -> OutputDir:
-    return worker_output(url, nonce, worker, f"run-00001-{worker}")[0]
+    return worker_output(url, nonce, worker, f"run-00001-{worker}", Outbox())[0]
 
 
 def drafted(own: OutputDir, lease: int, text: str = "a", part: Part = PART) -> Draft:

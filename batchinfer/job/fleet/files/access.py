@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import PurePath
+from pathlib import PurePath, PurePosixPath
 
 from batchinfer.errors import StorageError
+from batchinfer.job.fleet.files.relay import RelayedFiles
 from batchinfer.job.fleet.messages import Access
+from batchinfer.job.fleet.outbox import Outbox
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import lent_output, output_at
 from batchinfer.job.storage.filesystem import read_file, storage_errors
@@ -32,32 +34,34 @@ def permit_file(out: OutputDir) -> PurePath:
     return out.locks / "fleet"
 
 
-def worker_output(path: str, nonce: bytes, worker: str, run_id: str) -> tuple[OutputDir, Access]:
+def worker_output(
+    path: str, nonce: bytes, worker: str, run_id: str, outbox: Outbox
+) -> tuple[OutputDir, Access]:
     """The output as a worker writes to it, and how what it writes gets there.
 
     Args:
         path: ``output.path``.
         nonce: what its driver has written there.
+        outbox: takes what the worker writes where it does not see the driver's disk.
 
     Raises:
-        StorageError: another output is there on this node.
+        StorageError: another store is there on this node.
     """
     out = output_at(path)
-    access: Access = "store" if is_url(path) else "disk"
     try:
         found = read_file(out.files, permit_file(out))
     except OSError:
         found = b""
-    if found != nonce and access == "store":
-        raise StorageError(
-            f"another output is at {out.root} on this node than on the driver's",
-            hint="give all nodes the same endpoint and credentials of the store",
-        )
-    if found != nonce:
-        raise StorageError(
-            f"not yet: {out.root} is not the driver's own on this node",
-            hint="put output.path on a file system that all nodes share",
-        )
-    if access == "store":
-        out = lent_output(path, permit_file(out), nonce)
-    return out.for_writer(worker, staging=run_id), access
+    if is_url(path):
+        if found != nonce:
+            raise StorageError(
+                f"another output is at {out.root} on this node than on the driver's",
+                hint="give all nodes the same endpoint and credentials of the store",
+            )
+        lent_out = lent_output(path, permit_file(out), nonce)
+        return lent_out.for_writer(worker, staging=run_id), "store"
+    if found == nonce:
+        return out.for_writer(worker, staging=run_id), "disk"
+    elsewhere = OutputDir(PurePosixPath(path))
+    files = RelayedFiles(elsewhere, outbox)
+    return elsewhere.for_writer(worker, files, staging=run_id), "driver"
