@@ -22,6 +22,16 @@ test: setup
 gpu: $(if $(PYTHON),,setup)
 	PYTHONPATH=. $(or $(PYTHON),.venv/bin/python) benchmarks/gpu.py $(if $(STAGES),--stages $(STAGES)) $(GPU_FLAGS)
 
+# What the kernels compile to, by the installed Triton and by the oldest that is supported: a table,
+# kept in benchmarks/compiled.csv. Two minutes where attention has changed.
+.PHONY: compile-report
+compile-report: setup .venv/triton-3.6
+	.venv/bin/python benchmarks/compile_report.py --update --check
+	PYTHONPATH=.venv/triton-3.6 .venv/bin/python benchmarks/compile_report.py --update --check
+
+.venv/triton-3.6:
+	.venv/bin/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
+
 # Half an hour: jobs killed and stopped, files fuzzed, crash states. OPTIONS="--kills 20 --named 0"
 .PHONY: faults
 faults: setup

@@ -1,0 +1,178 @@
+"""Calls of every kernel at the shapes of real models, for ``compile_report.py``.
+
+16-bit alone: in float32 attention is for tests and for comparing with other engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchinfer.kernels.block_copy import block_copy
+from batchinfer.kernels.fp8 import FP8
+from batchinfer.kernels.kv_write import kv_write
+from batchinfer.kernels.paged_attention import paged_attention
+from batchinfer.kernels.rms_norm import rms_norm
+from batchinfer.kernels.rotary_write import rotary_write
+from batchinfer.kernels.row_stats import row_stats
+from batchinfer.kernels.silu_mul import silu_mul
+from tests.kernels.cases import (
+    AttentionCase,
+    CopyCase,
+    WriteCase,
+    build_attention,
+    build_copy,
+    build_write,
+)
+from tests.kernels.row_cases import (
+    RotaryCase,
+    RowCase,
+    build_rms_norm,
+    build_rotary_write,
+    build_silu_mul,
+)
+from tests.kernels.shared_cases import SharedCase, build_shared
+
+_DTYPE = torch.bfloat16
+# Sequences are short: what a kernel compiles to follows from how long one may be.
+_MAX_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and which of the kernels that it launches are compiled for it."""
+
+    name: str
+    kernels: tuple[str, ...]
+    launch: Callable[[], Any]
+
+
+def _attention(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
+    """A step of a decode and a chunk, with `AttentionCase`'s arguments."""
+
+    def launch() -> None:
+        case = AttentionCase(name, ((1, 40), (20, 40)), **shape)
+        inputs = build_attention(case, "cpu", _DTYPE, FP8 if fp8 else None)
+        paged_attention(**inputs.arguments | {"max_context_len": _MAX_CONTEXT})
+
+    return Case(name, kernels, launch)
+
+
+def _shared(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
+    """Two decodes that share a piece."""
+
+    def launch() -> None:
+        case = SharedCase(AttentionCase(name, ((1, 40), (1, 40)), **shape), (0, 1), (0, 32))
+        inputs = build_shared(case, "cpu", _DTYPE, FP8 if fp8 else None)
+        paged_attention(**inputs.arguments | {"max_context_len": _MAX_CONTEXT})
+
+    return Case(name, kernels, launch)
+
+
+def _rotary(
+    name: str, heads: int, kv_heads: int, width: int, norms: bool = False, fp8: bool = False
+) -> Case:
+    def launch() -> None:
+        case = RotaryCase(name, 16, heads, kv_heads, width, norms=norms)
+        rotary_write(**build_rotary_write(case, "cpu", _DTYPE, FP8 if fp8 else None)[1])
+
+    return Case(name, ("_rotary_write_kernel",), launch)
+
+
+def _kv_write(name: str, kv_heads: int, width: int, fp8: bool = False) -> Case:
+    def launch() -> None:
+        case = WriteCase(name, 4, kv_heads, width, width, 16)
+        kv_write(**build_write(case, "cpu", _DTYPE, FP8 if fp8 else None)[1])
+
+    return Case(name, ("_kv_write_kernel",), launch)
+
+
+def _row_stats(vocabulary: int) -> Case:
+    def launch() -> None:
+        statistic = torch.zeros(2)
+        row_stats(
+            torch.zeros(2, vocabulary, dtype=_DTYPE),
+            maximum=statistic,
+            max_logprob=statistic.clone(),
+            argmax=torch.zeros(2, dtype=torch.int64),
+        )
+
+    return Case(f"row_stats_{vocabulary}", ("_row_stats_kernel",), launch)
+
+
+def _rows(kernel: str, width: int) -> Case:
+    name = f"{kernel}_{width}"
+
+    def launch() -> None:
+        case = RowCase(name, 4, width)
+        if kernel == "rms_norm":
+            rms_norm(**build_rms_norm(case, "cpu", _DTYPE))
+        else:
+            silu_mul(**build_silu_mul(case, "cpu", _DTYPE))
+
+    return Case(name, (f"_{kernel}_kernel",), launch)
+
+
+def _block_copy() -> Case:
+    def launch() -> None:
+        block_copy(**build_copy(CopyCase("block_copy", 4, 2**16, 1), "cpu", _DTYPE))
+
+    return Case("block_copy", ("_block_copy_kernel",), launch)
+
+
+_DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
+_MERGE, _PLAN = "_merge_kernel", "_plan_kernel"
+_D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, Qwen3-8B
+_D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
+_D256 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 256}  # Gemma 2 9B
+
+CASES = (
+    _attention("d128", _PLAN, _DECODE, _MERGE, _CHUNK, **_D128),
+    _attention("d128_fp8", _DECODE, _CHUNK, fp8=True, **_D128),
+    _attention("d256", _DECODE, _CHUNK, **_D256),
+    # Gemma 2
+    _attention(
+        "d256_window_cap", _PLAN, _DECODE, _CHUNK,
+        sliding_window=1024, softcap=50.0, **_D256,
+    ),
+    # gpt-oss-20b
+    _attention(
+        "d64_window_sinks", _DECODE, _CHUNK,
+        num_heads=64, num_kv_heads=8, key_width=64, sliding_window=128, sinks=True,
+    ),
+    _attention("d64", _DECODE, _CHUNK, **_D64),
+    # Phi-3-mini
+    _attention("d96", _DECODE, _CHUNK, num_heads=32, num_kv_heads=32, key_width=96),
+    # DeepSeek-V2-Lite
+    _attention(
+        "d192_128", _DECODE, _CHUNK,
+        num_heads=16, num_kv_heads=16, key_width=192, value_width=128,
+    ),
+    # Nobody's: widths that are padded, and everything that a model may ask for
+    _attention(
+        "d80_40_all", _PLAN, _DECODE, _MERGE, _CHUNK,
+        num_heads=8, num_kv_heads=1, key_width=80, value_width=40,
+        sliding_window=700, softcap=3.0, sinks=True,
+    ),
+    _attention("d64_fp8", _DECODE, fp8=True, **_D64),
+    _attention("d256_fp8", _DECODE, _CHUNK, fp8=True, **_D256),
+    _shared("shared_d128", _PLAN, _SHARED, **_D128),
+    _shared("shared_d256", _SHARED, **_D256),
+    _shared("shared_d64_cap_sinks", _SHARED, **_D64, softcap=3.0, sinks=True),
+    _shared("shared_d128_fp8", _SHARED, fp8=True, **_D128),
+    _rotary("rotary_d128", 32, 8, 128),
+    _rotary("rotary_d128_norms", 32, 8, 128, norms=True),
+    _rotary("rotary_d128_fp8", 32, 8, 128, fp8=True),
+    _kv_write("kv_write_d128", 8, 128),
+    _kv_write("kv_write_d128_fp8", 8, 128, fp8=True),
+    _rows("rms_norm", 1024),
+    _rows("rms_norm", 4096),
+    _rows("silu_mul", 3072),
+    _rows("silu_mul", 14336),
+    _row_stats(128256),
+    _row_stats(151936),
+    _block_copy(),
+)  # fmt: skip

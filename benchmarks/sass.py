@@ -1,0 +1,118 @@
+"""What a compiled CUDA kernel is made of: its registers, and the instructions of its main loop.
+
+Read from NVIDIA's own tools, of which Triton's wheel has copies: resource usage from ``cuobjdump``,
+SASS (a multiprocessor's instructions) from ``nvdisasm``.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+_LABEL = re.compile(r"^(\.L\w+):", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)$")
+_TARGET = re.compile(r"`\((\.L\w+)\)")
+_TENSOR_CORE = re.compile(r"[HIQ]G?MMA\b")
+_COPY_16 = re.compile(r"LDGSTS\S*\.128|UTMALDG|UBLKCP")
+_ACCESS_16 = re.compile(r"(LDG|STG)\b\S*\.128")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of SASS: ``LDGSTS.E.BYPASS.128`` and its operands."""
+
+    name: str
+    operands: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Counts of one kernel."""
+
+    registers: int
+    """Of a thread."""
+    stack: int
+    """Bytes of a thread's local memory: what registers are spilled to."""
+    tensor_core: int
+    """Instructions that multiply matrices (HMMA, HGMMA)."""
+    copies_16: int
+    """Instructions that copy 16 bytes a thread from global to shared memory, asynchronously."""
+    accesses_16: int
+    """Instructions that load or store 16 bytes a thread of global memory."""
+    instructions: int
+    loop: int
+    """Instructions of one turn of the main loop, which every warp runs; 0 without a loop."""
+
+
+def read_cubin(path: Path, cuobjdump: str, nvdisasm: str) -> Compiled:
+    """Read a file of compiled code that holds one kernel.
+
+    Raises:
+        ValueError: the tools say something else than they are known to.
+        subprocess.CalledProcessError: a tool failed.
+    """
+    usage = _USAGE.search(_said(cuobjdump, "--dump-resource-usage", str(path)))
+    if usage is None:
+        raise ValueError(f"{path}: cuobjdump names no registers")
+    instructions, labels = parse(_said(nvdisasm, "-c", "-ndf", str(path)))
+    if not instructions:
+        raise ValueError(f"{path}: nvdisasm shows no instructions")
+    return Compiled(
+        registers=int(usage[1]),
+        stack=int(usage[2]),
+        tensor_core=_count(_TENSOR_CORE, instructions),
+        copies_16=_count(_COPY_16, instructions),
+        accesses_16=_count(_ACCESS_16, instructions),
+        instructions=len(instructions),
+        loop=len(main_loop(instructions, labels)),
+    )
+
+
+def parse(sass: str) -> tuple[list[Instruction], dict[str, int]]:
+    """The instructions of a disassembly, and before which of them each label stands."""
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(instructions)
+        elif found := _INSTRUCTION.match(line):
+            instructions.append(Instruction(found[1], found[2]))
+    return instructions, labels
+
+
+def main_loop(instructions: Sequence[Instruction], labels: dict[str, int]) -> list[Instruction]:
+    """The loop in which a kernel spends its time.
+
+    Of the loops without another inside those that multiply on tensor cores, and of these the
+    shortest: attention has the same loop again with masks, for the last tiles. Without tensor
+    cores the longest.
+    """
+    spans = []
+    for at, instruction in enumerate(instructions):
+        target = _TARGET.search(instruction.operands) if instruction.name == "BRA" else None
+        if target is not None and labels.get(target[1], at + 1) < at:
+            spans.append((labels[target[1]], at + 1))
+    inner = [
+        (start, end)
+        for start, end in spans
+        if not any(
+            (start, end) != other and start <= other[0] and other[1] <= end for other in spans
+        )
+    ]
+    loops = [list(instructions[start:end]) for start, end in inner]
+    products = [loop for loop in loops if _count(_TENSOR_CORE, loop)]
+    if products:
+        return min(products, key=len)
+    return max(loops, key=len, default=[])
+
+
+def _count(pattern: re.Pattern[str], instructions: Sequence[Instruction]) -> int:
+    return sum(pattern.match(instruction.name) is not None for instruction in instructions)
+
+
+def _said(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
