@@ -52,7 +52,7 @@ def test_the_comparison_sees_a_window_that_is_left_out(tmp_path: Path) -> None:
     assert any("phimoe: logits are off by" in violation for violation in found.violations)
 
 
-def open_unchecked(file: pa.NativeFile, *_: object) -> pq.ParquetFile:
+def open_unchecked(file: pa.NativeFile, *_: object, **__: object) -> pq.ParquetFile:
     return pq.ParquetFile(file, page_checksum_verification=False)
 
 

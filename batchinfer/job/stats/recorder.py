@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import version
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
@@ -194,7 +195,10 @@ def next_run_id(out: OutputDir) -> str:
     return run_id(1 + max(map(run_number, names), default=0), out.writer)
 
 
+_version = cache(version)  # it searches the folders of all that is installed
+
+
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide the output."""
     names = ("batchinfer", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+    return {"python": platform.python_version(), **{name: _version(name) for name in names}}
