@@ -6,7 +6,6 @@ Only the driver publishes parts, writes records and deletes segments. It holds t
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,12 +17,13 @@ import pyarrow as pa
 
 from batchinfer import errors
 from batchinfer.console.progress import Progress
-from batchinfer.errors import DeviceError, JobError
+from batchinfer.errors import DeviceError, JobError, StorageError
 from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, TakeBack
 from batchinfer.job.fleet.files.inbox import Inboxes, read_wanted
 from batchinfer.job.fleet.files.publisher import PartPublisher, sweep
 from batchinfer.job.fleet.leases import LeaseLedger, Ranges
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready, WorkerReport
+from batchinfer.job.fleet.nodes import Nodes
 from batchinfer.job.job import OutputJob
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.output.quarantine import logged_rows
@@ -32,11 +32,11 @@ from batchinfer.job.row_ids import NO_ROWS, RowIds, in_range, missing_ranges, so
 from batchinfer.job.run_ids import run_id
 from batchinfer.job.storage.filesystem import storage_errors
 
-BOOTS_PER_NODE = 2
-"""Workers that could not be started on a node, until it is left out."""
 STOP_S = 4.0
 """How long workers have to put everything on disk when the job stops."""
 _WAIT_S = 0.2
+_OF_ITS_NODE = (DeviceError.__name__, StorageError.__name__)
+"""What a worker may fail of that others do not: its device, its disks."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Up:
     """A worker is ready."""
 
     worker: str
+    node: str
+    """Its id in the cluster."""
     ready: Ready
 
 
@@ -53,7 +55,7 @@ class NotUp:
 
     worker: str
     node: str
-    reason: str
+    failure: Failure
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,9 @@ class FleetDriver:
     """Rows and tokens of each worker that are counted."""
     _pools: dict[str, float] = field(default_factory=dict, init=False)
     """Used share of each worker's KV blocks."""
-    _bad_boots: Counter[str] = field(default_factory=Counter, init=False)
+    _nodes: Nodes = field(default_factory=Nodes, init=False)
+    _node_of: dict[str, str] = field(default_factory=dict, init=False)
+    """Nodes of the workers that came up."""
     _over: set[str] = field(default_factory=set, init=False)
     _num_started: int = field(default=0, init=False)
     _has_begun: bool = field(default=False, init=False)
@@ -166,10 +170,10 @@ class FleetDriver:
     _may_differ: set[str] = field(default_factory=set, init=False)
     """Workers that were started before the kernels were known that all are to compute with."""
     _kernels: Mapping[str, str] | None = field(default=None, init=False)
-    _last_reason: str = field(default="", init=False)
-    """Why a worker could not be started."""
     _tells_late: set[str] = field(default_factory=set, init=False)
     """Workers whose logs of rows in flight are seconds behind."""
+    _latest_failure: Failure = field(default=Failure("", ""), init=False)
+    """Why a worker could not be started, or ended."""
     _is_cleared: bool = field(default=False, init=False)
     _is_ending: bool = field(default=False, init=False)
 
@@ -220,15 +224,12 @@ class FleetDriver:
         """Begin when enough workers are up.
 
         Raises:
-            DeviceError: so many cannot be had.
+            JobError: so many cannot be had: what their boots ended in, or a ``DeviceError``.
         """
         least, num_up = self.size.min_workers, len(self._dispatcher.workers)
         self._has_begun = num_up >= least
         if num_up + len(self._started) < least:
-            raise DeviceError(
-                f"no more than {num_up} workers could be started: {self._last_reason}",
-                hint="the logs in _batchinfer/logs say more",
-            )
+            raise self._no_more_than(num_up)
         if self.clock() - began > self.size.start_timeout_s and not self._has_begun:
             raise DeviceError(
                 f"{num_up} of scale.min_workers {least} came up within scale.start_timeout",
@@ -269,18 +270,15 @@ class FleetDriver:
         self._started[worker] = self.clock()
         if self._kernels is None:
             self._may_differ.add(worker)
-        self.workers.start(worker, run_id(self.run_number, worker), self._bad_nodes)
-
-    @property
-    def _bad_nodes(self) -> frozenset[str]:
-        bad = (node for node, count in self._bad_boots.items() if count >= BOOTS_PER_NODE)
-        return frozenset(bad)
+        avoid = self._nodes.to_avoid(others_are_up=bool(self._dispatcher.workers))
+        self.workers.start(worker, run_id(self.run_number, worker), avoid)
 
     def _handle(self, event: WorkerEvent) -> None:
         match event:
-            case Up(worker, ready):
+            case Up(worker, node, ready):
                 self._started.pop(worker, None)
-                self._bad_boots.clear()
+                self._nodes.came_up(node)
+                self._node_of[worker] = node
                 if not self._is_cleared:
                     self.clear()
                     self._is_cleared = True
@@ -293,25 +291,28 @@ class FleetDriver:
                 else:
                     self.log(f"{worker} is started again: the first has found other kernels")
                     self.workers.kill(worker)
-            case NotUp(worker, node, reason):
-                self._not_up(worker, node, reason)
+            case NotUp(worker, node, failure):
+                self._not_up(worker, node, failure)
             case Told(worker, report):
                 self._hear(worker, report)
             case Gone(worker, reason):
                 self._bury(worker, reason)
 
-    def _not_up(self, worker: str, node: str, reason: str) -> None:
+    def _not_up(self, worker: str, node: str, failure: Failure) -> None:
         self._started.pop(worker, None)
-        self.log(f"{worker} could not be started on {node}: {reason}")
-        self._last_reason = reason
-        self._bad_boots[node] += 1
-        if self._bad_boots[node] < BOOTS_PER_NODE:
+        self.log(f"{worker} could not be started on {node}: {failure.text}")
+        self._latest_failure = failure
+        if self._nodes.failed_to_boot(node):
             self._start()
         elif not self._started and not self._dispatcher.workers:
-            raise DeviceError(
-                f"no worker could be started: {reason}",
-                hint="the logs in _batchinfer/logs say more",
-            )
+            raise self._no_more_than(0)
+
+    def _no_more_than(self, num_up: int) -> JobError:
+        """That too few workers could be started, as what the last one of the others failed of."""
+        how_many = f"no more than {num_up} workers" if num_up else "no worker"
+        failure = self._latest_failure
+        text = f"{how_many} could be started: {failure.text}"
+        return _error(Failure(failure.kind or DeviceError.__name__, text))
 
     def _hear(self, worker: str, report: WorkerReport) -> None:
         if not self._take_files(worker, report):
@@ -334,8 +335,8 @@ class FleetDriver:
         self.progress.update(report.rows - rows, report.tokens - tokens, None)
         if report.is_over:
             self._over.add(worker)
-            if report.failure is not None and not self._is_its_own(worker, report.failure):
-                raise _error(report.failure)
+            if report.failure is not None:
+                self._fail(worker, report.failure)
             if not self._is_ending:
                 why = "it was told to stop" if report.failure is None else report.failure.text
                 self.log(f"{worker} has ended: {why}")
@@ -353,11 +354,20 @@ class FleetDriver:
             return False
         return True
 
-    def _is_its_own(self, worker: str, failure: Failure) -> bool:
-        """Whether a failure may be of one worker alone, and others are there to go on: a bug that
-        a row has hit, a device that broke."""
+    def _fail(self, worker: str, failure: Failure) -> None:
+        """Go on without a worker that failed of what may be its own: a bug that a row has hit, a
+        device that broke, a disk of its node that is full.
+
+        Raises:
+            JobError: all would meet it, or nobody else is there to go on.
+        """
+        if not failure.kind:
+            return
         others = set(self._dispatcher.workers) - {worker}
-        return not failure.kind or (failure.kind == DeviceError.__name__ and bool(others))
+        if failure.kind not in _OF_ITS_NODE or not others:
+            raise _error(failure)
+        self._latest_failure = failure
+        self._nodes.broke(self._node_of[worker])
 
     def _state(self) -> str:
         """How many workers are up, and the use of their pools."""

@@ -113,7 +113,7 @@ class RayWorkers:
         """End a worker's process. Nothing that it still says is heard."""
         if worker in self._actors:
             self._end_process(worker)
-            self._killed.append(self._failed(worker, "it was killed"))
+            self._killed.append(self._failed(worker, Failure("", "it was killed")))
 
     def close(self) -> None:
         for worker in list(self._actors):
@@ -141,20 +141,20 @@ class RayWorkers:
             # A worker that is "unavailable" may live. But what it was sent, or has told, may be
             # lost, and nothing is told twice: it has to go, and its rows run again.
             self._end_process(worker)
-            return [self._failed(worker, _reason(error))]
+            return [self._failed(worker, Failure("", _reason(error)))]
         match answer:
             case None:
                 return []
             case str(node):
                 actor.node = node
                 return []
-            case Failure(_, text):
+            case Failure():
                 self._end_process(worker)
-                return [self._failed(worker, text)]
+                return [self._failed(worker, answer)]
             case Ready():
                 actor.is_up = True
                 self._ask(worker)
-                return [Up(worker, answer)]
+                return [Up(worker, actor.node, answer)]
         if not answer.is_over:
             self._ask(worker)
         return [Told(worker, answer)]
@@ -172,10 +172,12 @@ class RayWorkers:
         with suppress(RayError, ValueError):
             ray.kill(self._actors[worker].handle)
 
-    def _failed(self, worker: str, reason: str) -> WorkerEvent:
+    def _failed(self, worker: str, failure: Failure) -> WorkerEvent:
         actor = self._actors.pop(worker)
         self._asked = {call: name for call, name in self._asked.items() if name != worker}
-        return Gone(worker, reason) if actor.is_up else NotUp(worker, actor.node, reason)
+        if actor.is_up:
+            return Gone(worker, failure.text)
+        return NotUp(worker, actor.node, failure)
 
 
 def _reason(error: RayError) -> str:

@@ -10,8 +10,16 @@ from threading import Event
 import pytest
 
 from batchinfer.console.progress import make_progress
-from batchinfer.errors import DeviceError, RowError
-from batchinfer.job.fleet.driver import FleetDriver, FleetSize, Gone, Told, Up, WorkerEvent
+from batchinfer.errors import DeviceError, JobError, ModelError, RowError, StorageError
+from batchinfer.job.fleet.driver import (
+    FleetDriver,
+    FleetSize,
+    Gone,
+    NotUp,
+    Told,
+    Up,
+    WorkerEvent,
+)
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready, WorkerReport
 from batchinfer.job.job import OutputJob, open_input, open_job
 from batchinfer.job.output.open import output_at
@@ -22,8 +30,17 @@ from batchinfer.job.rows.generate import GENERATE_TASK
 from tests.job.fakes import begin
 from tests.job.fleet.jobs import fleet_job, write_rows
 
-READY = Ready("host", "cpu", {})
 ALONE = FleetSize(1, start_timeout_s=60.0)
+
+
+def up(worker: str, node: str = "a node") -> Up:
+    """A worker has come up."""
+    return Up(worker, node, Ready("host", "cpu", {}))
+
+
+def failed(worker: str, kind: str, text: str) -> Told:
+    """A worker has ended by an error."""
+    return Told(worker, WorkerReport(failure=Failure(kind, text), is_over=True))
 
 
 @dataclass
@@ -36,9 +53,12 @@ class Script:
     killed: list[str] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     kernels: list[Mapping[str, str]] = field(default_factory=list)
+    avoided: list[frozenset[str]] = field(default_factory=list)
+    """Nodes that each worker was not to be started on."""
 
     def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
         self.started.append(worker)
+        self.avoided.append(avoid)
 
     def use_kernels(self, kernels: Mapping[str, str]) -> None:
         self.kernels.append(kernels)
@@ -96,7 +116,7 @@ def run(tmp_path: Path) -> Callable[..., bool]:
 
 
 def test_a_job_whose_workers_are_gone_does_not_wait_for_ever(run: Callable[[Script], bool]) -> None:
-    script = Script([Up("w01", READY), Gone("w01", "its node is gone")])
+    script = Script([up("w01"), Gone("w01", "its node is gone")])
     with pytest.raises(DeviceError, match=r"no worker has been up .* scale\.start_timeout"):
         run(script)
     assert 60 < script.now < 75
@@ -109,27 +129,71 @@ def test_rows_from_before_are_no_progress_of_workers_that_die(
     events = [
         event
         for number in range(1, 40)
-        for event in (Up(f"w{number:02d}", READY), Gone(f"w{number:02d}", "it died"))
+        for event in (up(f"w{number:02d}"), Gone(f"w{number:02d}", "it died"))
     ]
     with pytest.raises(DeviceError, match="workers die one after another"):
         run(Script(events))
 
 
-def test_a_device_that_breaks_ends_its_worker_and_not_the_job(
-    run: Callable[[Script], bool],
+@pytest.mark.parametrize("error", [DeviceError, StorageError])
+def test_what_may_be_one_nodes_fault_ends_its_worker_and_not_the_job(
+    run: Callable[[Script], bool], error: type[JobError]
 ) -> None:
-    broken = WorkerReport(failure=Failure("DeviceError", "an uncorrectable error"), is_over=True)
-    last = WorkerReport(failure=Failure("DeviceError", "another one"), is_over=True)
+    """A device that broke, a scratch disk that is full; nobody comes up there again."""
     script = Script(
         [
-            *(Up("w01", READY), Up("w02", READY)),
-            *(Told("w01", broken), Gone("w01", "it was ended")),
-            Told("w02", last),
+            *(up("w01", "a bad node"), up("w02")),
+            *(failed("w01", error.__name__, "the first"), Gone("w01", "it was ended")),
+            failed("w02", error.__name__, "another one"),
         ]
     )
-    with pytest.raises(DeviceError, match="another one"):  # nobody is left
+    with pytest.raises(error, match="another one"):  # nobody is left
         run(script)
     assert script.killed == ["w01"]
+    assert script.avoided == [frozenset(), {"a bad node"}]
+
+
+def test_what_all_would_meet_ends_the_job(run: Callable[[Script], bool]) -> None:
+    script = Script([up("w01"), up("w02"), failed("w01", "ModelError", "no such layer")])
+    with pytest.raises(ModelError, match="no such layer"):
+        run(script)
+
+
+def test_a_broken_node_is_better_than_none(run: Callable[[Script], bool]) -> None:
+    script = Script(
+        [
+            *(up("w01", "a bad node"), up("w02")),
+            *(failed("w01", "DeviceError", "it broke"), Gone("w01", "it was ended")),
+            Gone("w02", "its node is gone"),
+        ]
+    )
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(script)
+    assert script.avoided == [frozenset(), {"a bad node"}, frozenset()]
+
+
+def test_workers_that_cannot_be_started_end_the_job_as_what_they_met(
+    run: Callable[[Script], bool],
+) -> None:
+    broken = Failure("ModelError", "model.safetensors is cut short")
+    script = Script([NotUp("w01", "a node", broken), NotUp("w02", "a node", broken)])
+    with pytest.raises(ModelError, match=r"no worker could be started: .* is cut short"):
+        run(script)
+
+
+def test_a_node_where_none_comes_up_is_left_out_whatever_comes_up_elsewhere(
+    run: Callable[[Script], bool],
+) -> None:
+    broken = Failure("", "no driver")
+    script = Script(
+        [
+            *(NotUp("w01", "a bad node", broken), up("w02"), NotUp("w03", "a bad node", broken)),
+            Gone("w02", "its node is gone"),
+        ]
+    )
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(script)
+    assert script.avoided[-1] == {"a bad node"}
 
 
 def test_a_worker_that_has_found_other_kernels_than_the_first_is_started_again(
@@ -138,8 +202,8 @@ def test_a_worker_that_has_found_other_kernels_than_the_first_is_started_again(
     mine, other = Ready("host", "cpu", {"float32": "a"}), Ready("host", "cpu", {"float32": "b"})
     script = Script(
         [
-            *(Up("w01", mine), Up("w02", other), Gone("w02", "it was ended")),
-            Up("w03", other),  # it was told, and cannot do as it was told
+            *(Up("w01", "a node", mine), Up("w02", "a node", other), Gone("w02", "it was ended")),
+            Up("w03", "a node", other),  # it was told, and cannot do as it was told
             *(Gone("w01", "it died"), Gone("w03", "it died")),
         ]
     )
