@@ -5,22 +5,30 @@ It has no clock, no processes and no files: it is told what happened and when, a
 Every row in flight when a worker dies may be what it died of. A row that two deaths have in common
 is a suspect: suspects run apart, by halves, each half alone on one worker while the others go on
 (``output/quarantine.py``, whose histories these are). A row is given up when two workers have died
-while it ran alone.
+while it ran alone, and another row was finished since the first of them: where nothing is finished,
+the machine is at fault, and the job ends before rows are given up for that. A worker that is killed
+because it told nothing has died of no row.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batchinfer.errors import DeviceError
 from batchinfer.job.fleet.leases import Lease, LeaseLedger
-from batchinfer.job.output.quarantine import CrashHistory
-from batchinfer.job.row_ids import RowIds, sorted_row_ids
+from batchinfer.job.output.quarantine import DEATHS_TO_GIVE_UP, CrashHistory, Group
+from batchinfer.job.row_ids import NO_ROWS, RowIds, sorted_row_ids
 
 SILENT_S = 15.0
-"""A worker that has told nothing for so long is killed: three reports are missing."""
+"""A worker that has told nothing for so long is killed, three reports are missing; unless it was
+seen to compute meanwhile."""
+LOOK_S = 10.0
+"""A worker that has told nothing for so long is looked at."""
+BUSY_S = 300.0
+"""A worker that computes and tells nothing for so long is killed all the same: a call into C code
+that lets nobody else run, over one huge row, is over by then."""
 FRUITLESS_DEATHS = 4
 """For each worker, deaths with no row finished by anybody in between: then the job is ended."""
 
@@ -44,6 +52,13 @@ class TakeBack:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Find out whether a worker's process computes."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
 class Kill:
     """End a worker's process, whatever it is at."""
 
@@ -51,10 +66,10 @@ class Kill:
     reason: str
 
 
-Action = Give | TakeBack | Kill
+Action = Give | TakeBack | Look | Kill
 
 
-@dataclass
+@dataclass(eq=False)
 class _Case:
     """Suspects of some deaths, which run apart."""
 
@@ -62,12 +77,26 @@ class _Case:
     worker: str | None = None
     """Who runs, or is to run, the first group."""
     fence: int | None = None
+    patience: int = 0
+    """Deaths that it may take to find one of its rows by halving."""
+
+    @staticmethod
+    def of(groups: tuple[Group, ...], deaths: int = 0) -> _Case:
+        rows = sum(map(len, groups))
+        patience = 2 * DEATHS_TO_GIVE_UP + rows.bit_length()
+        return _Case(CrashHistory(groups=groups, deaths=deaths), patience=patience)
 
 
 @dataclass
 class _Worker:
     ready_at: float
     heard_at: float
+    busy_at: float
+    """When it was seen to compute, or heard of, last."""
+    is_looked_at: bool = False
+    """Whether it has been looked at since, and has not been seen to compute."""
+    is_fenced: bool = False
+    """Whether it is killed because it told nothing."""
     num_unadmitted: int = 0
     rows_done: int = 0
     latest_fence: int = 0
@@ -94,6 +123,10 @@ class Dispatcher:
         self._marked: set[int] = set()
         """Rows in flight at one death."""
         self._fruitless = 0
+        self._progress = 0
+        """Counts up whenever a row was finished."""
+        self._alone: dict[int, tuple[int, int]] = {}
+        """Rows that ran alone when workers died: how many, and the progress until the first."""
 
     @property
     def workers(self) -> list[str]:
@@ -106,11 +139,28 @@ class Dispatcher:
         suspects = sorted_row_ids(row for group in history.groups for row in group)
         if len(suspects):
             self.ledger.set_aside(suspects)
-            self._cases.append(_Case(CrashHistory(groups=history.groups, deaths=history.deaths)))
+            self._cases.append(_Case.of(history.groups, history.deaths))
+        if history.deaths:
+            self._alone[history.groups[0][0]] = (history.deaths, self._progress)
+        if history.crashes:
+            self._marked.update(history.in_flight)
+
+    @property
+    def history(self) -> CrashHistory:
+        """What workers have died of, for a run that goes on from here."""
+        # It has one number of deaths, that of the first group.
+        cases = sorted((case.history for case in self._cases), key=lambda found: -found.deaths)
+        return CrashHistory(
+            crashes=int(bool(self._marked)),
+            in_flight=tuple(sorted(self._marked)),
+            groups=tuple(group for history in cases for group in history.groups),
+            deaths=cases[0].deaths if cases else 0,
+            given_up=tuple(sorted(self.given_up)),
+        )
 
     def ready(self, worker: str, now: float) -> None:
         """A worker has loaded its model."""
-        self._workers[worker] = _Worker(now, now)
+        self._workers[worker] = _Worker(now, now, now)
 
     def reported(
         self, worker: str, now: float, num_unadmitted: int, rows_done: int, latest_fence: int
@@ -126,10 +176,18 @@ class Dispatcher:
         if state is None:
             return
         if rows_done > state.rows_done:
-            self._fruitless = 0
-        state.heard_at, state.rows_done = now, rows_done
+            self._note_progress()
+        state.heard_at = state.busy_at = now
+        state.is_looked_at = False
+        state.rows_done = rows_done
         if latest_fence == state.latest_fence:  # else rows are on the way to it
             state.num_unadmitted = num_unadmitted
+
+    def seen(self, worker: str, now: float, *, is_busy: bool) -> None:
+        """What ``Look`` has found."""
+        state = self._workers.get(worker)
+        if state is not None and is_busy:
+            state.busy_at, state.is_looked_at = now, False
 
     def gave_back(self, worker: str, rows: Sequence[tuple[int, RowIds]]) -> None:
         """A worker's answer to ``TakeBack``: rows it will not run, by fence; perhaps none."""
@@ -149,13 +207,16 @@ class Dispatcher:
             return
         for case in list(self._cases):
             if case.fence == fence:
-                self._next_group(case, CrashHistory(groups=case.history.groups[1:]))
+                self._next_group(
+                    case, replace(case.history, groups=case.history.groups[1:], deaths=0)
+                )
 
     def died(self, worker: str, in_flight: RowIds, finished: RowIds) -> None:
-        """A worker is gone, or was fenced.
+        """A worker is gone.
 
         Args:
-            in_flight: rows of its leases that it ran, or made ready to, and that are not finished.
+            in_flight: rows of its leases that it ran, or made ready to, and that are not finished;
+                none, where it cannot have died of one.
             finished: rows of its leases that are on disk.
 
         Raises:
@@ -166,23 +227,36 @@ class Dispatcher:
             self.ledger.revoke(lease.fence, finished)
         if state is None:
             return
-        self._fruitless = 0 if len(finished) else self._fruitless + 1
+        if len(finished):
+            self._note_progress()
+        else:
+            self._fruitless += 1
+        if state.is_fenced:
+            in_flight = NO_ROWS
         case = state.case
         if case is not None and case.fence is not None:
             self._blame(case, worker, in_flight, finished)
-            return
-        if case is not None:
-            case.worker = None
-        self._suspect({*in_flight.tolist()})
-        if not self._cases and self._fruitless > FRUITLESS_DEATHS * (1 + len(self._workers)):
+        else:
+            if case is not None:
+                case.worker = None
+            self._suspect({*in_flight.tolist()})
+        self._check_fruitless()
+
+    def _check_fruitless(self) -> None:
+        most = FRUITLESS_DEATHS * (1 + len(self._workers))
+        if self._fruitless > most + sum(case.patience for case in self._cases):
             raise DeviceError(
                 f"workers die one after another: {self._fruitless} without a finished row",
-                hint="the logs in _batchinfer/logs say what they were at",
+                hint="the logs in _batchinfer/logs say more",
             )
+
+    def _note_progress(self) -> None:
+        self._progress += 1
+        self._fruitless = 0
 
     def actions(self, now: float) -> Iterator[Action]:
         """What to do next; each is done before the following is asked for."""
-        yield from self._kills(now)
+        yield from self._check_silent(now)
         self._reserve()
         for worker, state in self._workers.items():
             if state.case is not None:
@@ -207,11 +281,17 @@ class Dispatcher:
         ]
         return Give(lease, sorted_row_ids(given_up))
 
-    def _kills(self, now: float) -> Iterator[Kill]:
+    def _check_silent(self, now: float) -> Iterator[Look | Kill]:
         for worker, state in self._workers.items():
-            if now - state.heard_at > SILENT_S:
-                state.heard_at = now  # once, until it is gone
-                yield Kill(worker, f"no report for {SILENT_S:.0f} seconds")
+            if state.is_fenced:
+                continue
+            silent_s, idle_s = now - state.heard_at, now - state.busy_at
+            if silent_s > BUSY_S or idle_s > SILENT_S:
+                state.is_fenced = True
+                yield Kill(worker, f"no report for {silent_s:.0f} seconds")
+            elif idle_s > LOOK_S and not state.is_looked_at:
+                state.is_looked_at = True
+                yield Look(worker)
 
     def _take_back(self, num_hungry: int, now: float) -> Iterator[TakeBack]:
         """Ask those with most left to do, one for each worker without."""
@@ -233,23 +313,61 @@ class Dispatcher:
         rows = tuple(sorted(suspects))
         history = CrashHistory(crashes=1, in_flight=rows).after_death("", suspects, set())
         self.ledger.set_aside(sorted_row_ids(suspects))
-        self._cases.append(_Case(history))
+        self._cases.append(_Case.of(history.groups))
 
     def _blame(self, case: _Case, worker: str, in_flight: RowIds, finished: RowIds) -> None:
         """Count a death while a group of suspects ran alone."""
         left = {row for group in case.history.groups for row in group} - {*finished.tolist()}
         self.ledger.set_aside(sorted_row_ids(left & {*case.history.groups[0]}))
-        history = case.history.after_death(
-            worker, {*in_flight.tolist()}, {*finished.tolist()}
-        ).among(left)
-        if history.given_up:
-            self.given_up.update(history.given_up)
-            self.ledger.take_back_aside(sorted_row_ids(history.given_up))
-        self._next_group(case, CrashHistory(groups=history.groups, deaths=history.deaths))
+        if len(case.history.groups[0]) == 1 and len(in_flight) and not len(finished):
+            history = self._after_death_alone(case)
+        else:
+            history = case.history.after_death(
+                worker, {*in_flight.tolist()}, {*finished.tolist()}
+            ).among(left)
+        self._next_group(case, history)
+
+    def _after_death_alone(self, case: _Case) -> CrashHistory:
+        """A case's history after a death while a single row ran, which may be what it died of."""
+        row, *_ = case.history.groups[0]
+        deaths, progress_before = self._alone.get(row, (0, self._progress))
+        self._alone[row] = (deaths + 1, progress_before)
+        if deaths + 1 < DEATHS_TO_GIVE_UP:
+            return replace(case.history, deaths=deaths + 1)
+        later = case.history.groups[1:]
+        if self._may_be_of_machine(row):
+            self._cases.append(_Case(CrashHistory(groups=((row,),), deaths=deaths + 1)))
+            return replace(case.history, groups=later, deaths=0)
+        self.given_up.add(row)
+        self.ledger.take_back_aside(sorted_row_ids([row]))
+        return replace(case.history, groups=later, deaths=0)
+
+    def _may_be_of_machine(self, row: int) -> bool:
+        """Whether deaths while a row ran alone may be the machine's fault: no row was finished
+        since, and there are others that can tell."""
+        deaths, progress_before = self._alone.get(row, (0, self._progress))
+        return (
+            deaths >= DEATHS_TO_GIVE_UP
+            and self._progress == progress_before
+            and self._are_others_left()
+        )
+
+    def _are_others_left(self) -> bool:
+        """Whether rows are left that are not known to have killed workers alone."""
+        suspects = (row for case in self._cases for group in case.history.groups for row in group)
+        return (
+            self.ledger.rows_unleased > 0
+            or any(
+                state.case is None and self.ledger.leases_of(worker)
+                for worker, state in self._workers.items()
+            )
+            or any(self._alone.get(row, (0, 0))[0] < DEATHS_TO_GIVE_UP for row in suspects)
+        )
 
     def _next_group(self, case: _Case, history: CrashHistory) -> None:
         """Go on with a case; its worker is kept for it, if it lives."""
-        case.history, case.fence = history, None
+        case.history = CrashHistory(groups=history.groups, deaths=history.deaths)
+        case.fence = None
         if case.worker not in self._workers:
             case.worker = None
         if not history.groups:
@@ -260,7 +378,7 @@ class Dispatcher:
     def _reserve(self) -> None:
         """Keep a worker for each case as far as there are workers; the one with least to do."""
         for case in self._cases:
-            if case.worker is None:
+            if case.worker is None and not self._waits(case):
                 others = [
                     (len(self.ledger.leases_of(worker)), state.num_unadmitted, worker)
                     for worker, state in self._workers.items()
@@ -270,6 +388,11 @@ class Dispatcher:
                     return
                 case.worker = min(others)[-1]
                 self._workers[case.worker].case = case
+
+    def _waits(self, case: _Case) -> bool:
+        """Whether other rows have to tell first that the machine is not at fault."""
+        group = case.history.groups[0]
+        return len(group) == 1 and self._may_be_of_machine(group[0])
 
     def _run_apart(self, worker: str, state: _Worker, case: _Case) -> Iterator[Action]:
         """Give a worker the first group of its case as soon as it has nothing else."""

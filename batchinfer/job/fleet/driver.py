@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import pyarrow as pa
 from batchinfer import errors
 from batchinfer.console.progress import Progress
 from batchinfer.errors import DeviceError, JobError, StorageError
-from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, TakeBack
+from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, Look, TakeBack
 from batchinfer.job.fleet.files.inbox import Inboxes, read_wanted
 from batchinfer.job.fleet.files.publisher import PartPublisher, sweep
 from batchinfer.job.fleet.leases import LeaseLedger, Ranges
@@ -74,7 +74,16 @@ class Gone:
     reason: str
 
 
-WorkerEvent = Up | NotUp | Told | Gone
+@dataclass(frozen=True)
+class Seen:
+    """A worker's process has been looked at."""
+
+    worker: str
+    is_busy: bool
+    """Whether it computes."""
+
+
+WorkerEvent = Up | NotUp | Told | Gone | Seen
 
 
 class Workers(Protocol):
@@ -94,6 +103,10 @@ class Workers(Protocol):
 
     def take_back(self, worker: str, *, everything: bool) -> None:
         """Ask for rows."""
+        ...
+
+    def look(self, worker: str) -> None:
+        """Find out whether a worker's process computes; a ``Seen`` may follow."""
         ...
 
     def supply(self, worker: str, answer: Answer) -> None:
@@ -184,7 +197,8 @@ class FleetDriver:
         missing = _missing(self.recovered)
         self._ledger = LeaseLedger(parts, missing, self.job.spec.engine.order_window)
         self._dispatcher = Dispatcher(self._ledger)
-        self._dispatcher.adopt(self.recovered.crash_history)
+        self._history = self.recovered.crash_history
+        self._dispatcher.adopt(self._history)
         self._publisher = PartPublisher(self.job.out)
         self._inboxes = Inboxes(self.job.out)
 
@@ -297,6 +311,8 @@ class FleetDriver:
                 self._hear(worker, report)
             case Gone(worker, reason):
                 self._bury(worker, reason)
+            case Seen(worker, is_busy):
+                self._dispatcher.seen(worker, self.clock(), is_busy=is_busy)
 
     def _not_up(self, worker: str, node: str, failure: Failure) -> None:
         self._started.pop(worker, None)
@@ -325,6 +341,8 @@ class FleetDriver:
             self._dispatcher.gave_back(worker, answer)
         for fence in report.ended:
             self._dispatcher.ended(worker, fence)
+        if report.ended:
+            self._store_history()
         self._dispatcher.reported(
             worker, self.clock(), report.num_unadmitted, report.rows, report.latest_fence
         )
@@ -399,11 +417,24 @@ class FleetDriver:
         if worker not in self._tells_late:
             in_flight = np.intersect1d(logged_rows(self.job.out, log), in_flight)
         self._dispatcher.died(worker, in_flight, finished)
+        self._store_history(died=log.name)
         with storage_errors(log, "delete"):
             self.job.out.files.delete(log)
         self._over.add(worker)
         if not self.stop.is_set() and not self._is_ending:
             self._start()
+
+    def _store_history(self, died: str = "") -> None:
+        """Keep what is known of crashes for the next driver, where that is news.
+
+        Args:
+            died: the run whose log is counted in it, until that is deleted.
+        """
+        last_run = died or self._history.last_run
+        history = replace(self._dispatcher.history, last_run=last_run)
+        if history != self._history:
+            self._history = history
+            self.job.out.write(self.job.out.suspects, history.to_json())
 
     def _adopt_segments(self, worker: str) -> None:
         """Take up what a worker has put on disk and not told."""
@@ -421,7 +452,7 @@ class FleetDriver:
         ]
         return sorted_row_ids(np.concatenate([NO_ROWS, *rows]).tolist())
 
-    def _do(self, action: Give | TakeBack | Kill) -> None:
+    def _do(self, action: Give | TakeBack | Look | Kill) -> None:
         match action:
             case Give(lease, given_up):
                 indices = {share.part.index for share in lease.shares}
@@ -429,6 +460,9 @@ class FleetDriver:
                 self.workers.give(lease.worker, Assignment(lease, names, given_up))
             case TakeBack(worker, everything):
                 self.workers.take_back(worker, everything=everything)
+            case Look(worker):
+                self.log(f"{worker} tells nothing; it is looked at")
+                self.workers.look(worker)
             case Kill(worker, reason):
                 self.log(f"{worker} is killed: {reason}")
                 self.workers.kill(worker)

@@ -16,16 +16,27 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batchinfer.errors import ExitCode, one_line
 from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
-from batchinfer.job.fleet.driver import Gone, NotUp, Told, Up, WorkerEvent
+from batchinfer.job.fleet.driver import Gone, NotUp, Seen, Told, Up, WorkerEvent
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready
+from batchinfer.job.fleet.pulse import computes
 
 REPORT_S = 5.0
 """A worker reports so often, and when there is something the driver should know."""
 _REPORTS = "reports"
 """Calls that wait for news run in a thread of their own, all others in one, in their order."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker's process is."""
+
+    node: str
+    """Id of its node."""
+    pid: int
 
 
 class RayWorker(WorkerProcess):
@@ -44,9 +55,9 @@ class RayWorker(WorkerProcess):
             os._exit(ExitCode.INTERRUPTED)
         self.stop()
 
-    def where(self) -> str:
-        """Id of its node."""
-        return str(ray.get_runtime_context().get_node_id())
+    def where(self) -> Place:
+        """Where it is."""
+        return Place(str(ray.get_runtime_context().get_node_id()), os.getpid())
 
 
 @dataclass
@@ -54,7 +65,7 @@ class _Actor:
     handle: Any
     slot: int
     """Which of ``RayWorkers.cores`` are its own."""
-    node: str = "an unknown node"
+    place: Place = Place("an unknown node", 0)
     is_up: bool = False
 
 
@@ -78,6 +89,8 @@ class RayWorkers:
         self._actors: dict[str, _Actor] = {}
         self._asked: dict[Any, str] = {}
         """Calls that are not answered, and whose they are."""
+        self._looks: dict[Any, str] = {}
+        """Tasks that look at workers."""
         self._killed: list[WorkerEvent] = []
 
     def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
@@ -103,6 +116,14 @@ class RayWorkers:
     def take_back(self, worker: str, *, everything: bool) -> None:
         self._send(worker, "take_back", everything)
 
+    def look(self, worker: str) -> None:
+        if worker not in self._actors:
+            return
+        place = self._actors[worker].place
+        there = NodeAffinitySchedulingStrategy(place.node, soft=False)
+        looks = ray.remote(computes).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        self._looks[looks.remote(place.pid)] = worker
+
     def supply(self, worker: str, answer: Answer) -> None:
         self._send(worker, "supply", answer)
 
@@ -121,7 +142,7 @@ class RayWorkers:
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         events, self._killed = self._killed, []
-        asked = list(self._asked)
+        asked = [*self._asked, *self._looks]
         if not asked:
             time.sleep(0 if events else timeout_s)
             return events
@@ -129,9 +150,17 @@ class RayWorkers:
         if done:
             done, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
         for call in done:
-            if call in self._asked:  # else its worker's end was heard of a moment ago
+            if call in self._looks:
+                events.append(self._seen(call, self._looks.pop(call)))
+            elif call in self._asked:  # else its worker's end was heard of a moment ago
                 events += self._answered(call, self._asked.pop(call))
         return events
+
+    def _seen(self, look: Any, worker: str) -> Seen:
+        try:
+            return Seen(worker, is_busy=ray.get(look))
+        except RayError:
+            return Seen(worker, is_busy=False)
 
     def _answered(self, call: Any, worker: str) -> list[WorkerEvent]:
         actor = self._actors[worker]
@@ -145,8 +174,8 @@ class RayWorkers:
         match answer:
             case None:
                 return []
-            case str(node):
-                actor.node = node
+            case Place():
+                actor.place = answer
                 return []
             case Failure():
                 self._end_process(worker)
@@ -154,7 +183,7 @@ class RayWorkers:
             case Ready():
                 actor.is_up = True
                 self._ask(worker)
-                return [Up(worker, actor.node, answer)]
+                return [Up(worker, actor.place.node, answer)]
         if not answer.is_over:
             self._ask(worker)
         return [Told(worker, answer)]
@@ -177,7 +206,7 @@ class RayWorkers:
         self._asked = {call: name for call, name in self._asked.items() if name != worker}
         if actor.is_up:
             return Gone(worker, failure.text)
-        return NotUp(worker, actor.node, failure)
+        return NotUp(worker, actor.place.node, failure)
 
 
 def _reason(error: RayError) -> str:

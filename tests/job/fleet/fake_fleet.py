@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, TakeBack
+from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, Look, TakeBack
 from batchinfer.job.fleet.leases import Lease, LeaseLedger, row_ids_of
 from batchinfer.job.row_ids import Part, sorted_row_ids
 
@@ -93,6 +93,8 @@ class FakeFleet:
                     self._take(worker, lease, set(given_up.tolist()))
                 case TakeBack():
                     self._give_back(worker, everything=action.everything)
+                case Look():
+                    pass  # nothing is seen
                 case Kill():
                     self.kill(worker.name, late=True)
         self.ledger.check_invariants()
@@ -138,18 +140,13 @@ class FakeFleet:
         worker = self.workers.pop(name)
         if late:
             self.ghosts.append(worker)
-        held = list(worker.leases.values())
-        rows = {row for one in held for share in one.lease.shares for row in row_ids_of(share.rows)}
-        in_flight = {row for one in held for row in one.running} - self.disk
-        unheard = {
-            row
-            for lease in self.ledger.leases_of(name)
-            for s in lease.shares
-            for row in row_ids_of(s.rows)
+        # Of rows in its memory the log does not know that they are finished.
+        logged = {
+            row for lease in worker.leases.values() for row in (lease.running | lease.in_memory)
         }
-        self.dispatcher.died(
-            name, sorted_row_ids(in_flight & unheard), sorted_row_ids((rows | unheard) & self.disk)
-        )
+        held = {*self.ledger.rows_held(name).tolist()}
+        in_flight = (logged & held) - self.disk
+        self.dispatcher.died(name, sorted_row_ids(in_flight), sorted_row_ids(held & self.disk))
         self.act()
 
     def publish(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
+import numpy as np
 import pytest
 
 from batchinfer.console.progress import make_progress
@@ -23,6 +24,7 @@ from batchinfer.job.fleet.driver import (
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready, WorkerReport
 from batchinfer.job.job import OutputJob, open_input, open_job
 from batchinfer.job.output.open import output_at
+from batchinfer.job.output.quarantine import LOG_ENTRY, attribute_crashes
 from batchinfer.job.output.resume import plan_resume, recover_rows
 from batchinfer.job.output.segments import Segments, segment_table
 from batchinfer.job.rows.finished_row import failed_row
@@ -55,10 +57,12 @@ class Script:
     kernels: list[Mapping[str, str]] = field(default_factory=list)
     avoided: list[frozenset[str]] = field(default_factory=list)
     """Nodes that each worker was not to be started on."""
+    on_start: Callable[[str], None] = lambda run_id: None
 
     def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
         self.started.append(worker)
         self.avoided.append(avoid)
+        self.on_start(run_id)
 
     def use_kernels(self, kernels: Mapping[str, str]) -> None:
         self.kernels.append(kernels)
@@ -67,6 +71,8 @@ class Script:
         self.given.append(assignment)
 
     def take_back(self, worker: str, *, everything: bool) -> None: ...
+
+    def look(self, worker: str) -> None: ...
 
     def supply(self, worker: str, answer: Answer) -> None: ...
 
@@ -96,9 +102,9 @@ def run(tmp_path: Path) -> Callable[..., bool]:
     from_before = failed_row(5, RowError("too_long", ""), GENERATE_TASK.failed_results)
     segments = Segments(out, work.manifest, work.todo, schema)
     segments.add(segment_table([from_before], segments.schema))
-    recovered = recover_rows(out, work, schema)
 
     def run(script: Script, size: FleetSize = ALONE) -> bool:
+        recovered = recover_rows(out, work, schema)
         driver = FleetDriver(
             OutputJob(spec, source, job.table, job.manifest, out),
             recovered,
@@ -151,6 +157,29 @@ def test_what_may_be_one_nodes_fault_ends_its_worker_and_not_the_job(
         run(script)
     assert script.killed == ["w01"]
     assert script.avoided == [frozenset(), {"a bad node"}]
+
+
+def test_what_workers_died_of_outlives_their_driver(
+    run: Callable[[Script], bool], tmp_path: Path
+) -> None:
+    out = output_at(str(tmp_path / "out"))
+    in_flight = {"run-00001-w01": [3, 4, 70], "run-00001-w02": [4, 70, 71]}
+
+    def begin_log(run_id: str) -> None:
+        row_ids = np.array(in_flight.get(run_id, []), LOG_ENTRY)
+        out.write(out.in_flight / run_id, row_ids.tobytes())
+
+    deaths = [up("w01"), Gone("w01", "it died"), up("w02"), Gone("w02", "it died")]
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(Script(deaths, on_start=begin_log))
+    found = attribute_crashes(out, [range(200)])
+    assert found.groups == ((4,), (70,)), "in flight at both deaths"
+    assert found.in_flight == (3, 71)
+    script = Script([up("w01"), Gone("w01", "it is over")])
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(script)
+    shares = script.given[0].lease.shares
+    assert [share.rows for share in shares] == [(range(4, 5),)], "it runs apart"
 
 
 def test_what_all_would_meet_ends_the_job(run: Callable[[Script], bool]) -> None:

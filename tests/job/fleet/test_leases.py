@@ -8,8 +8,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchinfer.errors import DeviceError
-from batchinfer.job.fleet.dispatcher import SILENT_S, Dispatcher
+from batchinfer.job.fleet.dispatcher import (
+    BUSY_S,
+    LOOK_S,
+    SILENT_S,
+    Action,
+    Dispatcher,
+    Give,
+    Kill,
+    Look,
+)
 from batchinfer.job.fleet.leases import MAX_UNPUBLISHED, LeaseLedger
+from batchinfer.job.output.quarantine import CrashHistory, crash_history_from
 from batchinfer.job.row_ids import NO_ROWS, Part, sorted_row_ids
 from tests.job.fleet.fake_fleet import FakeFleet
 
@@ -25,22 +35,27 @@ def make_parts(*sizes: int) -> list[Part]:
     ]
 
 
-def finish_job(fleet: FakeFleet) -> None:
+def advance(fleet: FakeFleet, num_workers: int = 2) -> None:
+    """Let each worker run some rows, and start one where too few live."""
+    if len(fleet.workers) < num_workers:
+        fleet.start_worker()
+    for name in list(fleet.workers):
+        for act in (
+            lambda name=name: fleet.admit(name, 8),
+            lambda name=name: fleet.finish(name, 8),
+            *[lambda name=name: fleet.hear(name)] * 20,
+        ):
+            if name in fleet.workers:
+                act()
+    fleet.publish()
+
+
+def finish_job(fleet: FakeFleet, num_workers: int = 2) -> None:
     """Let a fleet run to its end, with a new worker for each that dies."""
     for _ in range(10_000):
         if fleet.ledger.is_complete:
             return
-        if len(fleet.workers) < 2:
-            fleet.start_worker()
-        for name in list(fleet.workers):
-            for act in (
-                lambda name=name: fleet.admit(name, 8),
-                lambda name=name: fleet.finish(name, 8),
-                *[lambda name=name: fleet.hear(name)] * 20,
-            ):
-                if name in fleet.workers:
-                    act()
-        fleet.publish()
+        advance(fleet, num_workers)
     raise AssertionError("the job does not end")
 
 
@@ -123,12 +138,48 @@ TestFleet = FleetMachine.TestCase
 TestFleet.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 
-def test_each_poison_row_is_given_up_and_no_other() -> None:
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_each_poison_row_is_given_up_and_no_other(num_workers: int) -> None:
     poison = frozenset({5, 77, 78, 143})
     fleet = FakeFleet(make_parts(*[16] * 10), 64, poison=poison)
-    finish_job(fleet)
+    finish_job(fleet, num_workers)
     assert fleet.failed == poison
     assert fleet.published.keys() == set(range(10))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_row_that_is_the_last_one_left_can_be_given_up(num_workers: int) -> None:
+    fleet = FakeFleet(make_parts(4, 4), 64, frozenset(range(7)), frozenset({7}))
+    finish_job(fleet, num_workers)
+    assert fleet.failed == {7}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8])
+def test_where_no_row_is_ever_finished_none_is_given_up(num_workers: int) -> None:
+    """The machine is at fault, and not the rows that it was at."""
+    fleet = FakeFleet(make_parts(*[16] * 10), 64, poison=frozenset(range(160)))
+    with pytest.raises(DeviceError, match="die one after another"):
+        finish_job(fleet, num_workers)
+    assert not fleet.dispatcher.given_up
+
+
+def test_a_driver_goes_on_from_what_workers_of_the_one_before_died_of() -> None:
+    """Each dies after the first death that it sees."""
+    parts, poison = make_parts(*[16] * 10), frozenset({5, 77})
+    done, history = frozenset[int](), CrashHistory()
+    for _ in range(30):
+        fleet = FakeFleet(parts, 64, done, poison)
+        fleet.dispatcher.adopt(history.among({*range(160)} - done))
+        while fleet.num_started < 3 and not fleet.ledger.is_complete:
+            advance(fleet)
+        if fleet.ledger.is_complete:
+            break
+        for name in fleet.workers:
+            fleet.flush(name)
+        done = frozenset(fleet.disk.union(*fleet.published.values()))
+        history = crash_history_from(fleet.dispatcher.history.to_json())
+    assert fleet.ledger.is_complete
+    assert fleet.failed <= poison
 
 
 def test_leases_shrink_with_what_is_left_and_end_in_single_parts() -> None:
@@ -211,14 +262,42 @@ def test_a_part_whose_rows_two_leases_ran_is_made_by_a_third() -> None:
     assert not last.num_rows
 
 
-def test_a_silent_worker_is_killed() -> None:
+def test_a_silent_worker_is_looked_at_and_killed_unless_it_computes() -> None:
     dispatcher = Dispatcher(LeaseLedger(make_parts(8), {}, 100))
-    dispatcher.ready("w01", 0.0)
-    dispatcher.ready("w02", 0.0)
-    assert not [act for act in dispatcher.actions(1.0) if type(act).__name__ == "Kill"]
-    dispatcher.reported("w02", 10.0, 0, 0, 0)
-    kills = [act for act in dispatcher.actions(SILENT_S + 1) if type(act).__name__ == "Kill"]
-    assert [kill.worker for kill in kills] == ["w01"]
+    for worker in ("told", "frozen", "busy"):
+        dispatcher.ready(worker, 0.0)
+
+    def said(now: float) -> list[Action]:
+        return [act for act in dispatcher.actions(now) if isinstance(act, Look | Kill)]
+
+    assert not said(1.0)
+    dispatcher.reported("told", 10.0, 0, 0, 0)
+    assert said(LOOK_S + 1) == [Look("frozen"), Look("busy")]
+    assert not said(LOOK_S + 2)
+    dispatcher.seen("frozen", LOOK_S + 2, is_busy=False)
+    dispatcher.seen("busy", LOOK_S + 2, is_busy=True)
+    assert said(SILENT_S + 1) == [Kill("frozen", "no report for 16 seconds")]
+    dispatcher.died("frozen", NO_ROWS, NO_ROWS)
+    for now in range(30, 400, 10):
+        dispatcher.seen("busy", now, is_busy=True)
+        dispatcher.reported("told", now, 0, 0, 0)
+        for act in said(now):
+            assert act == Kill("busy", f"no report for {now:.0f} seconds")
+            assert now > BUSY_S
+            return
+    raise AssertionError("it is waited for without end")
+
+
+def test_a_worker_that_was_silent_died_of_no_row() -> None:
+    """However often: its rows run again beside others."""
+    ledger = LeaseLedger(make_parts(8), {}, 100)
+    dispatcher = Dispatcher(ledger)
+    for number in range(4):
+        dispatcher.ready(f"w{number}", 0.0)
+        assert any(isinstance(act, Give) for act in dispatcher.actions(0.0))
+        assert any(isinstance(act, Kill) for act in dispatcher.actions(SILENT_S + 1))
+        dispatcher.died(f"w{number}", sorted_row_ids([3, 4]), NO_ROWS)
+    assert not dispatcher.history.rows
 
 
 def test_workers_that_die_without_a_finished_row_end_the_job() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +18,10 @@ from ray.exceptions import ActorUnavailableError
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.fleet import ray_workers
-from batchinfer.job.fleet.driver import Told
+from batchinfer.job.fleet.driver import Seen, Told, Up, WorkerEvent
 from batchinfer.job.fleet.messages import Ready, WorkerReport
 from batchinfer.job.fleet.ray_cluster import connected
-from batchinfer.job.fleet.ray_workers import RayWorkers
+from batchinfer.job.fleet.ray_workers import Place, RayWorkers
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 
 
@@ -68,9 +69,9 @@ class Counts:
     def __init__(self, *_: object) -> None:
         self._next = self._num_late = 0
 
-    def where(self) -> str:
-        """A node."""
-        return "a node"
+    def where(self) -> Place:
+        """Nowhere."""
+        return Place("a node", 0)
 
     def load(self) -> Ready:
         """No model."""
@@ -106,6 +107,51 @@ def test_what_is_sent_comes_in_its_order(monkeypatch: pytest.MonkeyPatch) -> Non
         told += [event for event in workers.wait(1.0) if isinstance(event, Told)]
     workers.close()
     assert told[0].report.rows == 0
+
+
+class Silent(Counts):
+    """A worker that tells nothing."""
+
+    def where(self) -> Place:
+        """Where it is."""
+        return Place(ray.get_runtime_context().get_node_id(), os.getpid())
+
+
+class Busy(Silent):
+    """One that lets no other thread of its process run."""
+
+    def report(self, _wait_s: float) -> WorkerReport:
+        """Nothing, ever."""
+        sys.setswitchinterval(1e6)
+        while True:
+            pass
+
+
+class Frozen(Silent):
+    """One that does nothing."""
+
+    def report(self, _wait_s: float) -> WorkerReport:
+        """Nothing, ever."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise AssertionError("it goes on")
+
+
+@pytest.mark.parametrize(("silent", "is_busy"), [(Busy, True), (Frozen, False)])
+def test_a_silent_worker_that_computes_is_told_from_a_frozen_one(
+    monkeypatch: pytest.MonkeyPatch, silent: type[Silent], is_busy: bool
+) -> None:
+    monkeypatch.setattr(ray_workers, "RayWorker", silent)
+    setup: Any = "never used"
+    workers = RayWorkers(setup, {"num_cpus": 1})
+    workers.start("w01", "run-00001-w01", frozenset())
+    while not any(isinstance(event, Up) for event in workers.wait(1.0)):
+        pass
+    workers.look("w01")
+    seen: list[WorkerEvent] = []
+    while not seen:
+        seen += workers.wait(1.0)
+    workers.close()
+    assert seen == [Seen("w01", is_busy=is_busy)]
 
 
 def test_who_waits_for_no_worker_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
