@@ -14,12 +14,12 @@ from random import Random
 from threading import Event, Thread
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.fleet.ray_cluster import connected
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from tests.faults.violation import ViolationError
 from tests.job.fakes import FakeBuild, FakeBuilt, drawn
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
+from tests.job.fleet.shared_cluster import shared_cluster
 
 ROWS = 2000
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def workers_killed(folder: Path, kills: int, seed: int) -> int:
         ViolationError: the output of one is not what one process gives.
     """
     random, done, jobs = Random(seed), 0, 0
-    with connected("local", num_workers=2):
+    with shared_cluster(2):
         while done < kills:
             place = folder / f"job-{jobs}"
             place.mkdir(parents=True)

@@ -80,6 +80,10 @@ class FakeBuilt:
         return 12345
 
 
+def _nothing(_number: int) -> None:
+    """It can be sent to another process."""
+
+
 class FakeBuild:
     """Builds echo engines, and counts them."""
 
@@ -90,7 +94,7 @@ class FakeBuild:
         self.max_num_seqs = max_num_seqs
         self.next_token = next_token
         self.count = 0
-        self.before_step: Callable[[int], None] = lambda number: None
+        self.before_step: Callable[[int], None] = _nothing
 
     def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
         self.count += 1

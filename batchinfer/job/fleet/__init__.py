@@ -3,8 +3,9 @@
 ``leases`` is the ledger of who runs which rows, ``dispatcher`` decides on what workers tell, and
 ``driver`` does it: it alone publishes parts and deletes segments. ``worker`` runs leases
 (``lease_run``) on one engine, in a process that ``boot`` begins; ``messages`` go between the two.
-``ray_workers`` and ``ray_cluster`` are Ray, which starts processes and carries messages;
-``reach`` finds out whether a cluster answers; ``files`` brings what workers write to the output;
+``ray_workers`` and ``ray_cluster`` are Ray, which starts processes and carries messages, in a
+process of its own, ``ray_main``, to which ``ray_process`` is the driver's side; ``reach`` finds out
+whether anything listens at a cluster's place; ``files`` brings what workers write to the output;
 ``run_fleet`` puts all of it together.
 
 May import: config, cpus, errors, process, console, engine, requests, build, job.

@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from batchinfer import errors
 from batchinfer.console.progress import Progress
 from batchinfer.errors import DeviceError, JobError, StorageError
 from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, Look, TakeBack
@@ -83,7 +82,14 @@ class Seen:
     """Whether it computes."""
 
 
-WorkerEvent = Up | NotUp | Told | Gone | Seen
+@dataclass(frozen=True)
+class Lost:
+    """The cluster is lost, and all workers with it, those too that were not up yet."""
+
+    reason: str
+
+
+WorkerEvent = Up | NotUp | Told | Gone | Seen | Lost
 
 
 class Workers(Protocol):
@@ -139,6 +145,8 @@ class FleetSize:
     """Rows are leased when so many are up."""
     start_timeout_s: float = 600.0
     """Until so many must be up."""
+    waited_s: float = 0.0
+    """What of that has passed before: until there was a cluster."""
     same_kernels: bool = False
     """All compute with the kernels that the first to be up has found to be the fastest."""
 
@@ -244,7 +252,8 @@ class FleetDriver:
         self._has_begun = num_up >= least
         if num_up + len(self._started) < least:
             raise self._no_more_than(num_up)
-        if self.clock() - began > self.size.start_timeout_s and not self._has_begun:
+        spent_s = self.size.waited_s + self.clock() - began
+        if spent_s > self.size.start_timeout_s and not self._has_begun:
             raise DeviceError(
                 f"{num_up} of scale.min_workers {least} came up within scale.start_timeout",
                 hint="give the cluster more nodes, or the job more time",
@@ -311,6 +320,8 @@ class FleetDriver:
                 self._hear(worker, report)
             case Gone(worker, reason):
                 self._bury(worker, reason)
+            case Lost(reason):
+                self._begin_again(reason)
             case Seen(worker, is_busy):
                 self._dispatcher.seen(worker, self.clock(), is_busy=is_busy)
 
@@ -328,7 +339,7 @@ class FleetDriver:
         how_many = f"no more than {num_up} workers" if num_up else "no worker"
         failure = self._latest_failure
         text = f"{how_many} could be started: {failure.text}"
-        return _error(Failure(failure.kind or DeviceError.__name__, text))
+        return Failure(failure.kind or DeviceError.__name__, text).error()
 
     def _hear(self, worker: str, report: WorkerReport) -> None:
         if not self._take_files(worker, report):
@@ -383,7 +394,7 @@ class FleetDriver:
             return
         others = set(self._dispatcher.workers) - {worker}
         if failure.kind not in _OF_ITS_NODE or not others:
-            raise _error(failure)
+            raise failure.error()
         self._latest_failure = failure
         self._nodes.broke(self._node_of[worker])
 
@@ -405,8 +416,21 @@ class FleetDriver:
             self._segments.drop(part)
             self._ledger.published(part.index)
 
-    def _bury(self, worker: str, reason: str) -> None:
-        """Take a dead worker's rows back, and have another come in its place."""
+    def _begin_again(self, reason: str) -> None:
+        """Have others come in the place of all workers."""
+        self.log(f"the Ray cluster is lost: {reason}")
+        coming, self._started = self._started, {}
+        for worker in self._dispatcher.workers:
+            self._bury(worker, "its cluster is lost", died_of_row=False)
+        for _ in coming:
+            self._start()
+
+    def _bury(self, worker: str, reason: str, *, died_of_row: bool = True) -> None:
+        """Take a dead worker's rows back, and have another come in its place.
+
+        Args:
+            died_of_row: whether one that it ran may be what it died of.
+        """
         self.log(f"{worker} is gone: {reason}")
         log = self.job.out.in_flight / run_id(self.run_number, worker)
         self._inboxes.close(run_id(self.run_number, worker))
@@ -416,7 +440,7 @@ class FleetDriver:
         in_flight = np.setdiff1d(held, finished)
         if worker not in self._tells_late:
             in_flight = np.intersect1d(logged_rows(self.job.out, log), in_flight)
-        self._dispatcher.died(worker, in_flight, finished)
+        self._dispatcher.died(worker, in_flight if died_of_row else NO_ROWS, finished)
         self._store_history(died=log.name)
         with storage_errors(log, "delete"):
             self.job.out.files.delete(log)
@@ -481,6 +505,8 @@ class FleetDriver:
                         self._hear(event.worker, event.report)
                 elif isinstance(event, Gone):
                     self._over.add(event.worker)
+                elif isinstance(event, Lost):
+                    self._over |= alive
         self.workers.close()
         self._publisher.close()
         self._take_published()
@@ -493,10 +519,3 @@ def _missing(recovered: RecoveredRows) -> Mapping[int, Ranges]:
         for part in recovered.parts
         if len(in_range(recovered.finished, part.rows))
     }
-
-
-def _error(failure: Failure) -> JobError:
-    """The error that a worker met, to be raised again here."""
-    kind = getattr(errors, failure.kind, JobError)
-    raised: JobError = kind(failure.text)
-    return raised

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from batchinfer import errors
+from batchinfer.errors import JobError
 from batchinfer.job.fleet.leases import Lease
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.row_ids import RowIds
@@ -44,6 +46,11 @@ class Failure:
     kind: str
     """Class in ``batchinfer.errors``; "" for a bug."""
     text: str
+
+    def error(self) -> JobError:
+        """The error, to be raised again."""
+        raised: JobError = getattr(errors, self.kind, JobError)(self.text)
+        return raised
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from batchinfer.errors import DeviceError, UsageError, one_line
 
-_LONGEST_FOLDER = 24
+_LONGEST_FOLDER = 22
 """Characters of a folder's name: sockets lie below it, whose paths end at 107."""
 _STORE_BYTES = 80 * 2**20
 """What goes through Ray's object store is small."""
@@ -35,7 +35,9 @@ _SETTINGS = {
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 _WATCH = """
-import os, shutil, sys, time
+import os, shutil, signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
 folder = sys.argv[1]
 sys.stdin.read()
 def link(path):
@@ -134,7 +136,7 @@ def _init(ray: Any, cluster: str, folder: str, num_workers: int) -> None:
             "address": "local",
             "num_cpus": num_workers,
             "object_store_memory": _STORE_BYTES,
-            "_temp_dir": folder,
+            "_temp_dir": ray_folder(folder),
         }
         _start_no_more_than_needed()
     else:
@@ -222,6 +224,11 @@ def own_folder() -> Iterator[str]:
         assert watcher.stdin is not None
         watcher.stdin.close()
         watcher.wait()
+
+
+def ray_folder(own: str) -> str:
+    """Ray's folder, which it lets everybody write to: inside one that nobody else may enter."""
+    return f"{own}/r"
 
 
 @contextmanager

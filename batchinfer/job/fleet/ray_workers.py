@@ -26,6 +26,8 @@ from batchinfer.job.fleet.pulse import computes
 
 REPORT_S = 5.0
 """A worker reports so often, and when there is something the driver should know."""
+_OWNER_DIED = "owner has died"
+"""Ray says so of workers whose cluster goes, for a moment before it ends this process."""
 _REPORTS = "reports"
 """Calls that wait for news run in a thread of their own, all others in one, in their order."""
 
@@ -167,6 +169,8 @@ class RayWorkers:
         try:
             answer = ray.get(call)
         except RayError as error:
+            if _OWNER_DIED in str(error):
+                return []  # this process is on its way out, and its driver hears of that
             # A worker that is "unavailable" may live. But what it was sent, or has told, may be
             # lost, and nothing is told twice: it has to go, and its rows run again.
             self._end_process(worker)

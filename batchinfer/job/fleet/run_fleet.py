@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from threading import Event
@@ -14,6 +15,9 @@ from batchinfer.job.fleet.boot import WorkerSetup
 from batchinfer.job.fleet.driver import FleetDriver, FleetSize
 from batchinfer.job.fleet.files.access import lent
 from batchinfer.job.fleet.files.driver_log import DriverLog
+from batchinfer.job.fleet.ray_main import ToJoin
+from batchinfer.job.fleet.ray_process import ray_process
+from batchinfer.job.fleet.reach import is_reached
 from batchinfer.job.job import BuildEngine, OutputJob, open_job
 from batchinfer.job.output.resume import RecoveredRows
 from batchinfer.job.run_ids import run_id, run_number
@@ -49,24 +53,20 @@ def run_fleet(
     Raises:
         JobError: the fleet cannot be started or run; finished rows are kept.
     """
-    from batchinfer.job.fleet.ray_cluster import connected  # imports Ray, as what follows
-    from batchinfer.job.fleet.reach import is_reached
-
+    began = time.monotonic()
     scale = job.spec.scale
     if scale.cluster != "local" and not is_reached(scale.cluster, scale.start_timeout_s, stop):
         return False
     number = run_number(next_run_id(job.out))
+    to_join = ToJoin(scale.cluster, _num_local(job.spec), preload=_PRELOAD if build is None else ())
     with (
         closing(DriverLog(job.out, run_id(number, "driver"))) as log,
         lent(job.out) as nonce,
-        connected(
-            scale.cluster,
-            num_workers=_num_local(job.spec),
-            preload=_PRELOAD if build is None else (),
-        ) as cluster_gpus,
+        ray_process(to_join, scale.start_timeout_s, stop) as workers,
     ):
-        from batchinfer.job.fleet.ray_workers import RayWorkers
-
+        cluster_gpus = workers.join(scale.start_timeout_s - (time.monotonic() - began))
+        if cluster_gpus is None:
+            return False
         has_gpus = _uses_gpus(job.spec, cluster_gpus)
         num_workers = max(1, cluster_gpus) if scale.workers == "auto" else scale.workers
         shares_cores = scale.cluster == "local" and not has_gpus
@@ -83,9 +83,10 @@ def run_fleet(
             num_workers,
             scale.min_workers,
             scale.start_timeout_s,
+            waited_s=time.monotonic() - began,
             same_kernels=not has_gpus and not kernels_before,
         )
-        workers = RayWorkers(
+        workers.use(
             setup,
             _resources(scale.resources, has_gpus),
             _shares(num_workers) if shares_cores and job.spec.engine.num_threads is None else (),

@@ -119,7 +119,8 @@ class Signals(Disturbed):
 
 @dataclass(frozen=True)
 class KillsNode(Disturbed):
-    """Builds engines of which one, in its ``step``th step, kills its node's raylet."""
+    """Builds engines of which one, in its ``step``th step, kills its node's raylet, and waits for
+    what comes of it."""
 
     folder: Path
     step: int = 4
@@ -127,6 +128,8 @@ class KillsNode(Disturbed):
     def _before_step(self, number: int) -> None:
         if number == self.step and happens(self.folder, "node", 1):
             os.kill(os.getppid(), signal.SIGKILL)
+            while True:
+                time.sleep(1.0)
 
 
 @dataclass(frozen=True)

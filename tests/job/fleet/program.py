@@ -1,6 +1,7 @@
-"""A program that runs a job on an embedded fleet, one of whose engines may send it a signal.
+"""A program that runs a job on an embedded fleet, one of whose engines may send it a signal, or
+kill the daemon of its cluster.
 
-python -m tests.job.fleet.program FOLDER WORKERS [SIGNAL]
+python -m tests.job.fleet.program FOLDER WORKERS [SIGNAL|raylet]
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 from batchinfer.program import run_program
-from tests.job.fleet.engines import Signals
+from tests.job.fleet.engines import Disturbed, KillsNode, Signals
 from tests.job.fleet.jobs import fleet_job, run
 
 
@@ -19,8 +20,13 @@ def main(**_: str) -> None:
     folder, workers, *wanted = sys.argv[1:]
     number = int(workers)
     spec = fleet_job(Path(folder), scale={"workers": number, "min_workers": number})
-    build = Signals(Path(folder), os.getpid(), signal.Signals[wanted[0]]) if wanted else None
-    sys.exit(int(run(spec, build)))
+    sys.exit(int(run(spec, _build(Path(folder), *wanted))))
+
+
+def _build(folder: Path, what: str = "") -> Disturbed | None:
+    if what == "raylet":
+        return KillsNode(folder)
+    return Signals(folder, os.getpid(), signal.Signals[what]) if what else None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from batchinfer.job.fleet.driver import (
     FleetDriver,
     FleetSize,
     Gone,
+    Lost,
     NotUp,
     Told,
     Up,
@@ -180,6 +181,23 @@ def test_what_workers_died_of_outlives_their_driver(
         run(script)
     shares = script.given[0].lease.shares
     assert [share.rows for share in shares] == [(range(4, 5),)], "it runs apart"
+
+
+def test_rows_that_ran_when_their_cluster_was_lost_are_not_blamed(
+    run: Callable[[Script], bool], tmp_path: Path
+) -> None:
+    """All workers go with it, those too that were to come, and others come in their place."""
+    out = output_at(str(tmp_path / "out"))
+
+    def begin_log(run_id: str) -> None:
+        out.write(out.in_flight / run_id, np.array([3, 4], LOG_ENTRY).tobytes())
+
+    lost = [up("w01"), Lost("no daemon"), up("w02"), Lost("no daemon"), Lost("no daemon")]
+    script = Script(lost, on_start=begin_log)
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(script)
+    assert script.started == ["w01", "w02", "w03", "w04"]
+    assert not attribute_crashes(out, [range(200)]).groups
 
 
 def test_what_all_would_meet_ends_the_job(run: Callable[[Script], bool]) -> None:

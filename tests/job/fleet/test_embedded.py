@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.fleet.ray_cluster import own_folder
+from batchinfer.job.fleet.ray_cluster import own_folder, ray_folder
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 
@@ -131,6 +131,24 @@ def test_a_stopped_fleet_keeps_its_rows(tmp_path: Path, machine: Machine) -> Non
     spec = fleet_job(tmp_path, scale={"workers": 1, "min_workers": 1})
     assert run(spec) == ExitCode.OK
     assert part_hashes(tmp_path / "out") == expected(tmp_path, spec)
+
+
+def test_a_cluster_that_dies_is_begun_again(tmp_path: Path, machine: Machine) -> None:
+    """Ray ends whoever has joined it then, and says so at length."""
+    write_rows(tmp_path, ROWS)
+    done = machine.run("-m", "tests.job.fleet.program", str(tmp_path), "2", "raylet")
+    assert (done.returncode, done.stderr, done.stdout) == (ExitCode.OK, "", "")
+    machine.assert_nothing_left()
+    log = tmp_path / "out" / "_batchinfer" / "logs" / "run-00001-driver.log"
+    assert "the Ray cluster is lost" in log.read_text()
+    assert part_hashes(tmp_path / "out") == expected(tmp_path, fleet_job(tmp_path))
+
+
+def test_nobody_else_gets_at_the_files_of_a_cluster() -> None:
+    """Ray lets everybody write to them."""
+    with own_folder() as folder:
+        assert Path(folder).stat().st_mode & 0o077 == 0
+        assert Path(ray_folder(folder)).parent == Path(folder)
 
 
 def test_who_has_a_file_in_a_fleets_folder_goes_with_it() -> None:

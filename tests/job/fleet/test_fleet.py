@@ -11,11 +11,11 @@ import pytest
 
 from batchinfer.errors import DeviceError, ExitCode, LockedError
 from batchinfer.job.fleet import dispatcher, ray_workers
-from batchinfer.job.fleet.ray_cluster import connected
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from tests.job.fleet.engines import Breaks, Dies, DiesAt, DiesOf, how_often, never_built
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
+from tests.job.fleet.shared_cluster import shared_cluster
 
 ROWS = 600
 
@@ -23,7 +23,7 @@ ROWS = 600
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One cluster for all jobs here."""
-    with connected("local", num_workers=4):
+    with shared_cluster(4):
         yield
 
 

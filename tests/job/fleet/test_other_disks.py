@@ -14,7 +14,6 @@ from batchinfer.job.fleet import driver, run_fleet
 from batchinfer.job.fleet.boot import WorkerSetup
 from batchinfer.job.fleet.files import inbox
 from batchinfer.job.fleet.messages import Answer, Wanted
-from batchinfer.job.fleet.ray_cluster import connected
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
@@ -22,6 +21,7 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import connection
 from tests.job.fleet.engines import Dies, how_often
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
+from tests.job.fleet.shared_cluster import shared_cluster
 from tests.job.stores import LAKE, objects, point_to, s3_server
 
 ROWS = 600
@@ -32,7 +32,7 @@ def cluster() -> Iterator[None]:
     """One cluster for all jobs here, whose processes know the store."""
     with pytest.MonkeyPatch.context() as patch, s3_server() as address:
         point_to(address, patch)
-        with connected("local", num_workers=2):
+        with shared_cluster(2):
             yield
     connection.connect.cache_clear()
 

@@ -20,15 +20,15 @@ from batchinfer.errors import ExitCode
 from batchinfer.job.fleet import ray_workers
 from batchinfer.job.fleet.driver import Seen, Told, Up, WorkerEvent
 from batchinfer.job.fleet.messages import Ready, WorkerReport
-from batchinfer.job.fleet.ray_cluster import connected
 from batchinfer.job.fleet.ray_workers import Place, RayWorkers
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
+from tests.job.fleet.shared_cluster import shared_cluster
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One cluster for all jobs here."""
-    with connected("local", num_workers=2, preload=("colorsys",)):
+    with shared_cluster(2, preload=("colorsys",)):
         yield
 
 

@@ -14,6 +14,8 @@ from threading import Event
 import pytest
 
 from batchinfer.errors import DeviceError, ExitCode
+from batchinfer.job.fleet.ray_main import ToJoin
+from batchinfer.job.fleet.ray_process import ray_process
 from batchinfer.job.fleet.reach import is_reached
 from tests.job.fleet.jobs import write_rows
 
@@ -49,8 +51,12 @@ def test_the_clusters_place_as_the_environment_names_it(
 
 def test_a_place_that_is_no_cluster(place: socket.socket) -> None:
     place.listen()
-    with pytest.raises(DeviceError, match=r"has not answered within scale\.start_timeout"):
-        is_reached(address(place), 0.5, Event())
+    assert is_reached(address(place), 0.5, Event())
+    with (
+        ray_process(ToJoin(address(place), 1), 0.5, Event()) as workers,
+        pytest.raises(DeviceError, match=r"has not answered within scale\.start_timeout"),
+    ):
+        workers.join(0.5)
 
 
 def test_a_signal_ends_a_job_that_waits_for_its_cluster(

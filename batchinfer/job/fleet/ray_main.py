@@ -1,0 +1,69 @@
+"""The process that has joined a fleet's Ray cluster: it does what its driver's process asks.
+
+python -m batchinfer.job.fleet.ray_main FD PARENT
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from batchinfer.errors import JobError
+from batchinfer.job.fleet.messages import Failure
+
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class ToJoin:
+    """A cluster, as ``ray_cluster.connected`` takes it."""
+
+    cluster: str
+    num_workers: int
+    preload: Sequence[str] = ()
+
+
+def main() -> None:
+    """Join the cluster that the first message names, and serve."""
+    file, parent = map(int, sys.argv[1:])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("who started this has ended")
+    for number in _SIGNALS:  # they are the driver's to answer, who ends this process
+        signal.signal(number, signal.SIG_IGN)
+    driver = Connection(file)
+    with suppress(EOFError, BrokenPipeError):  # the driver has ended
+        try:
+            serve(driver)
+        except JobError as error:
+            driver.send(Failure(type(error).__name__, str(error)))
+
+
+def serve(driver: Connection) -> None:
+    """Join a cluster, and do what is asked until there is no more."""
+    from batchinfer.job.fleet.ray_cluster import connected  # imports Ray, as what follows
+
+    to_join: ToJoin = driver.recv()
+    with connected(
+        to_join.cluster, num_workers=to_join.num_workers, preload=to_join.preload
+    ) as num_gpus:
+        driver.send(num_gpus)
+        from batchinfer.job.fleet.ray_workers import RayWorkers
+
+        workers = RayWorkers(*driver.recv())
+        while (call := driver.recv()) is not None:
+            name, arguments, options = call
+            answer = getattr(workers, name)(*arguments, **options)
+            if name == "wait":
+                driver.send(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""A fleet's workers on Ray, reached through a process that has joined the cluster.
+
+Ray ends the process that has joined a cluster, from C++ and without an exception, as soon as the
+daemon of its machine has died; it waits without end for clusters that do not answer, takes signals
+for itself, and writes to stderr. So that is a process of its own (``ray_main``), which can be lost:
+the driver hears of it as ``Lost``, and the next worker that it starts has Ray begun again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from tempfile import TemporaryFile
+from threading import Event
+from typing import IO, Any
+
+from batchinfer.errors import DeviceError, UsageError
+from batchinfer.job.fleet.boot import WorkerSetup
+from batchinfer.job.fleet.driver import Lost, WorkerEvent
+from batchinfer.job.fleet.messages import Assignment, Failure
+from batchinfer.job.fleet.ray_main import ToJoin
+
+HUNG_S = 30.0
+"""A process that has not answered for so long is given up."""
+_LATE_S = 1.0
+"""How long an answer may be late before its driver goes on without it."""
+_END_S = 4.0
+"""How long Ray has to end by itself: where its daemons are dead, it takes its time."""
+_POLL_S = 0.1
+
+
+@dataclass
+class Joiner:
+    """The process that has joined a cluster, and the way to it."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    said: IO[bytes]
+    asked_at: float | None = None
+    """Since when it has owed an answer."""
+
+    def send(self, message: object) -> None:
+        with suppress(OSError):  # that it has ended is seen when it is waited for
+            self.connection.send(message)
+
+    def last_words(self) -> str:
+        """How it has ended, on one line."""
+        self.said.seek(0)
+        lines = self.said.read().decode(errors="replace").strip().splitlines()
+        why = f": {lines[-1][:300]}" if lines else ""
+        return f"its process ended with {self.process.wait()}{why}"
+
+    def end(self, within_s: float) -> None:
+        self.send(None)
+        self.connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(within_s)
+        self.process.kill()
+        self.process.wait()
+        self.said.close()
+
+
+class RayProcess:
+    """Workers in a cluster that another process joins, and joins again where it was lost.
+
+    Args:
+        cluster: to join.
+        timeout_s: how long that may take.
+        stop: when set, it is not waited for any longer.
+    """
+
+    def __init__(self, cluster: ToJoin, timeout_s: float, stop: Event) -> None:
+        self._cluster = cluster
+        self._timeout_s = timeout_s
+        self._stop = stop
+        self._process: Joiner | None = None
+        self._setup: tuple[WorkerSetup, Mapping[str, Any], Sequence[Sequence[int]]] | None = None
+
+    def join(self, timeout_s: float) -> int | None:
+        """Join the cluster.
+
+        Returns:
+            How many GPUs it has; None where it was asked to stop before that was known.
+
+        Raises:
+            UsageError: Ray is not installed.
+            DeviceError: the cluster cannot be started, or does not answer in time.
+        """
+        if find_spec("ray") is None:
+            raise UsageError("scale.workers over 1 needs Ray", hint="pip install 'batchinfer[ray]'")
+        self._process = begun()
+        self._process.send(self._cluster)
+        until = time.monotonic() + timeout_s
+        while not self._stop.is_set():
+            try:
+                if self._process.connection.poll(_POLL_S):
+                    return self._joined(self._process.connection.recv())
+            except (EOFError, OSError):
+                raise self._unusable(self._process.last_words()) from None
+            if time.monotonic() > until:
+                raise self._unusable("it has not answered within scale.start_timeout")
+        return None
+
+    def _joined(self, answer: int | Failure) -> int:
+        if isinstance(answer, Failure):
+            raise answer.error()
+        return answer
+
+    def _unusable(self, why: str) -> DeviceError:
+        return DeviceError(
+            f"the Ray cluster ({self._cluster.cluster}) cannot be used: {why}",
+            hint="run the same command again: finished rows are kept",
+        )
+
+    def use(
+        self,
+        setup: WorkerSetup,
+        resources: Mapping[str, Any],
+        cores: Sequence[Sequence[int]],
+    ) -> None:
+        """Say what workers are started with; as ``RayWorkers`` takes it."""
+        self._setup = setup, resources, cores
+        if self._process is not None:
+            self._process.send(self._setup)
+
+    def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
+        if self._process is None:
+            assert self._setup is not None
+            if self.join(self._timeout_s) is None:
+                return
+            self.use(*self._setup)
+        self._call("start", worker, run_id, avoid)
+
+    def use_kernels(self, kernels: Mapping[str, str]) -> None:
+        assert self._setup is not None
+        setup, resources, cores = self._setup
+        self._setup = replace(setup, kernels_before=dict(kernels)), resources, cores
+        self._call("use_kernels", dict(kernels))
+
+    def give(self, worker: str, assignment: Assignment) -> None:
+        self._call("give", worker, assignment)
+
+    def take_back(self, worker: str, *, everything: bool) -> None:
+        self._call("take_back", worker, everything=everything)
+
+    def look(self, worker: str) -> None:
+        self._call("look", worker)
+
+    def stop(self, worker: str) -> None:
+        self._call("stop", worker)
+
+    def kill(self, worker: str) -> None:
+        self._call("kill", worker)
+
+    def close(self) -> None:
+        self._call("close")
+
+    def wait(self, timeout_s: float) -> list[WorkerEvent]:
+        process = self._process
+        if process is None:
+            time.sleep(timeout_s)
+            return []
+        if process.asked_at is None:
+            process.asked_at = time.monotonic()
+            self._call("wait", timeout_s)
+        try:
+            if process.connection.poll(timeout_s + _LATE_S):
+                process.asked_at = None
+                events: list[WorkerEvent] = process.connection.recv()
+                return events
+        except (EOFError, OSError):
+            return [self._lost(process, process.last_words())]
+        if time.monotonic() - process.asked_at > HUNG_S:
+            return [self._lost(process, "its process does not answer any more")]
+        return []
+
+    def end(self) -> None:
+        """Leave the cluster; one of this machine's own ends."""
+        if self._process is not None:
+            self._process.end(_END_S)
+            self._process = None
+
+    def _lost(self, process: Joiner, why: str) -> Lost:
+        process.end(0.0)
+        self._process = None
+        return Lost(why)
+
+    def _call(self, name: str, *arguments: object, **options: object) -> None:
+        if self._process is not None:
+            self._process.send((name, arguments, options))
+
+
+@contextmanager
+def ray_process(cluster: ToJoin, timeout_s: float, stop: Event) -> Iterator[RayProcess]:
+    """Workers in a cluster that is left in the end, whatever happens."""
+    process = RayProcess(cluster, timeout_s, stop)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def begun() -> Joiner:
+    """A process that waits to be told what to join."""
+    ours, theirs = Pipe()
+    said = TemporaryFile()  # noqa: SIM115 - closed with the process
+    program = ("-P", "-m", "batchinfer.job.fleet.ray_main", str(theirs.fileno()), str(os.getpid()))
+    process = subprocess.Popen(
+        [sys.executable, *program],
+        stdin=subprocess.DEVNULL,
+        stdout=said,
+        stderr=said,
+        pass_fds=(theirs.fileno(),),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,  # Ctrl-C is for the driver
+    )
+    theirs.close()
+    return Joiner(process, ours, said)
