@@ -12,9 +12,11 @@ because it told nothing has died of no row.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 
 from batchinfer.errors import DeviceError
 from batchinfer.job.fleet.leases import Lease, LeaseLedger
@@ -29,6 +31,8 @@ LOOK_S = 10.0
 BUSY_S = 300.0
 """A worker that computes and tells nothing for so long is killed all the same: a call into C code
 that lets nobody else run, over one huge row, is over by then."""
+_LOOK_EVERY_S = 1.0
+"""The silent are looked for so often."""
 FRUITLESS_DEATHS = 4
 """For each worker, deaths with no row finished by anybody in between: then the job is ended."""
 
@@ -127,6 +131,10 @@ class Dispatcher:
         """Counts up whenever a row was finished."""
         self._alone: dict[int, tuple[int, int]] = {}
         """Rows that ran alone when workers died: how many, and the progress until the first."""
+        self._with_room: dict[str, None] = {}
+        """Workers that may have fewer leases than they can, in order: of a thousand, a few."""
+        self._looked_at = -math.inf
+        """When the silent were looked for."""
 
     @property
     def workers(self) -> list[str]:
@@ -161,6 +169,7 @@ class Dispatcher:
     def ready(self, worker: str, now: float) -> None:
         """A worker has loaded its model."""
         self._workers[worker] = _Worker(now, now, now)
+        self._with_room[worker] = None
 
     def reported(
         self, worker: str, now: float, num_unadmitted: int, rows_done: int, latest_fence: int
@@ -205,6 +214,8 @@ class Dispatcher:
         """A worker has finished a lease, its rows are on disk, its drafts are handed over."""
         if not self.ledger.end(fence):
             return
+        if worker in self._workers:
+            self._with_room[worker] = None
         for case in list(self._cases):
             if case.fence == fence:
                 self._next_group(
@@ -223,6 +234,7 @@ class Dispatcher:
             DeviceError: workers die one after another, and nothing is done.
         """
         state = self._workers.pop(worker, None)
+        self._with_room.pop(worker, None)
         for lease in self.ledger.leases_of(worker):
             self.ledger.revoke(lease.fence, finished)
         if state is None:
@@ -258,18 +270,26 @@ class Dispatcher:
         """What to do next; each is done before the following is asked for."""
         yield from self._check_silent(now)
         self._reserve()
-        for worker, state in self._workers.items():
-            if state.case is not None:
-                yield from self._run_apart(worker, state, state.case)
-        hungry: list[str] = []
-        for worker, state in self._workers.items():
+        for case in list(self._cases):
+            if case.worker is not None:
+                yield from self._run_apart(case.worker, self._workers[case.worker], case)
+        if self.ledger.is_blocked:
+            return
+        if self.ledger.has_free:
+            yield from self._grants()
+        if not self.ledger.has_free:
+            yield from self._take_back(now)
+
+    def _grants(self) -> Iterator[Give]:
+        for worker in list(self._with_room):
+            state = self._workers[worker]
             if state.case is None:
                 while (lease := self.ledger.grant(worker, len(self._workers))) is not None:
                     yield self._give(lease, state)
-                if not state.num_unadmitted and self.ledger.has_room(worker):
-                    hungry.append(worker)
-        if hungry and not self.ledger.has_free:
-            yield from self._take_back(len(hungry), now)
+            if not self.ledger.has_free or self.ledger.is_blocked:
+                return
+            if not self.ledger.has_room(worker):
+                self._with_room.pop(worker, None)
 
     def _give(self, lease: Lease, state: _Worker) -> Give:
         state.num_unadmitted += lease.num_rows
@@ -282,6 +302,9 @@ class Dispatcher:
         return Give(lease, sorted_row_ids(given_up))
 
     def _check_silent(self, now: float) -> Iterator[Look | Kill]:
+        if now - self._looked_at < _LOOK_EVERY_S:
+            return
+        self._looked_at = now
         for worker, state in self._workers.items():
             if state.is_fenced:
                 continue
@@ -293,15 +316,24 @@ class Dispatcher:
                 state.is_looked_at = True
                 yield Look(worker)
 
-    def _take_back(self, num_hungry: int, now: float) -> Iterator[TakeBack]:
+    def _take_back(self, now: float) -> Iterator[TakeBack]:
         """Ask those with most left to do, one for each worker without."""
-        asked = sum(state.is_asked for state in self._workers.values())
+        hungry = [
+            worker
+            for worker in self._with_room
+            if not (state := self._workers[worker]).num_unadmitted and state.case is None
+        ]
+        wanted = sum(map(self.ledger.has_room, hungry)) - sum(
+            state.is_asked for state in self._workers.values()
+        )
+        if wanted <= 0:
+            return
         willing = [
             (state.seconds_left(now), worker)
             for worker, state in self._workers.items()
             if state.num_unadmitted > 1 and not state.is_asked and state.case is None
         ]
-        for _, worker in sorted(willing, reverse=True)[: max(0, num_hungry - asked)]:
+        for _, worker in nlargest(wanted, willing):
             self._workers[worker].is_asked = True
             yield TakeBack(worker, everything=False)
 

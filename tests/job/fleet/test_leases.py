@@ -18,7 +18,7 @@ from batchinfer.job.fleet.dispatcher import (
     Kill,
     Look,
 )
-from batchinfer.job.fleet.leases import MAX_UNPUBLISHED, LeaseLedger
+from batchinfer.job.fleet.leases import MAX_UNPUBLISHED, Lease, LeaseLedger
 from batchinfer.job.output.quarantine import CrashHistory, crash_history_from
 from batchinfer.job.row_ids import NO_ROWS, Part, sorted_row_ids
 from tests.job.fleet.fake_fleet import FakeFleet
@@ -293,9 +293,10 @@ def test_a_worker_that_was_silent_died_of_no_row() -> None:
     ledger = LeaseLedger(make_parts(8), {}, 100)
     dispatcher = Dispatcher(ledger)
     for number in range(4):
-        dispatcher.ready(f"w{number}", 0.0)
-        assert any(isinstance(act, Give) for act in dispatcher.actions(0.0))
-        assert any(isinstance(act, Kill) for act in dispatcher.actions(SILENT_S + 1))
+        now = 2 * SILENT_S * number
+        dispatcher.ready(f"w{number}", now)
+        assert any(isinstance(act, Give) for act in dispatcher.actions(now))
+        assert any(isinstance(act, Kill) for act in dispatcher.actions(now + SILENT_S + 1))
         dispatcher.died(f"w{number}", sorted_row_ids([3, 4]), NO_ROWS)
     assert not dispatcher.history.rows
 
@@ -311,3 +312,33 @@ def test_workers_that_die_without_a_finished_row_end_the_job() -> None:
 
     with pytest.raises(DeviceError, match="die one after another"):
         die_in_turn()
+
+
+class Counting(LeaseLedger):
+    """Counts how often it is asked for a lease."""
+
+    num_asked = 0
+
+    def grant(self, worker: str, num_workers: int) -> Lease | None:
+        self.num_asked += 1
+        return super().grant(worker, num_workers)
+
+
+def test_of_a_thousand_workers_those_alone_are_looked_at_who_have_room() -> None:
+    ledger = Counting(make_parts(*[1] * 5000), {}, 1)
+    dispatcher = Dispatcher(ledger)
+    for number in range(1000):
+        dispatcher.ready(f"w{number}", 0.0)
+    given = [act.lease for act in dispatcher.actions(0.0) if isinstance(act, Give)]
+    assert len(given) == 2000
+    ledger.num_asked = 0
+    done = next(lease for lease in given if lease.worker == "w7")
+    ledger.draft(done.fence, done.shares[0].part.index)
+    ledger.published(done.shares[0].part.index)
+    dispatcher.ended("w7", done.fence)
+    (again,) = dispatcher.actions(0.1)
+    assert isinstance(again, Give)
+    assert again.lease.worker == "w7"
+    assert ledger.num_asked <= 2
+    assert not list(dispatcher.actions(0.2))
+    assert ledger.num_asked <= 2
