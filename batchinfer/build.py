@@ -22,9 +22,10 @@ from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.attention.kernel_name import ATTENTION, attention_kernel
 from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
+from batchinfer.worker.free_memory import device_memory
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, ModelDescription, load_model
-from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory, model_bytes
+from batchinfer.worker.memory import MemoryPlan, fit_memory, model_bytes
 from batchinfer.worker.model.config import check_config
 from batchinfer.worker.model.tokenizer import load_tokenizer
 from batchinfer.worker.model_runner import ModelRunner

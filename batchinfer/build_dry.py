@@ -14,8 +14,9 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.simulate.dry_run import DryRunner, make_dry_engine
 from batchinfer.engine.simulate.roofline import DEVICES, Device, ModelCost
 from batchinfer.errors import DeviceError, UsageError
+from batchinfer.worker.free_memory import free_host_bytes
 from batchinfer.worker.loader import describe_model
-from batchinfer.worker.memory import DeviceMemory, fit_memory, free_host_bytes
+from batchinfer.worker.memory import DeviceMemory, fit_memory
 
 
 @dataclass(frozen=True)

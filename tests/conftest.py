@@ -22,19 +22,26 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
-from hypothesis import settings
+
+try:
+    from hypothesis import settings
+except ImportError:
+    settings = (
+        None  # a machine with a GPU may be without it: no test under the marker `gpu` needs it
+    )
 
 try:
     from hypothesis.internal.conjecture import providers
 except ImportError:
-    providers = None  # type: ignore[assignment]
+    providers = None
 
 if not torch.cuda.is_available():
     # Read when triton is first imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
-settings.load_profile("repeatable")
+if settings is not None:
+    settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+    settings.load_profile("repeatable")
 # Among what Hypothesis tries are the constants of whatever modules of ours are imported by then.
 # Which those are depends on the tests before, so another worker would try other examples. A release
 # of Hypothesis that keeps them elsewhere does so again: no test depends on it.

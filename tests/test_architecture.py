@@ -154,6 +154,7 @@ ROOMS = [
         ("errors", "engine.kv", "worker"),
     ),
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
+    Room("worker.free_memory", "memory that is left", ("worker.memory",)),
     Room("worker.loader", "a model, made ready", ("config", "errors", "engine", "worker")),
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
     Room(

@@ -16,12 +16,13 @@ from batchinfer.config import ModelConfig
 from batchinfer.engine.kv.layout import KVLayout, max_positions, text_config
 from batchinfer.errors import ModelError
 from batchinfer.worker.eager_check import check_against_eager
+from batchinfer.worker.free_memory import free_host_bytes
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.native_join import join_native_layers
 from batchinfer.worker.fusion.native_layers import fuse_native_layers
 from batchinfer.worker.lora.checkpoint import Adapter, read_adapters
 from batchinfer.worker.lora.lora import add_adapters
-from batchinfer.worker.memory import free_host_bytes, model_bytes
+from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.checkpoint import (
     ALL_FILES,
     CONFIG_FILES,

@@ -5,14 +5,10 @@ Beside the pool it goes to weights, activations, logits and CUDA graphs.
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from batchinfer.config import EngineConfig, parse_size
@@ -38,7 +34,6 @@ _WORKSPACE_BYTES = 2 * 256 * 2**20
 
 _CPU_SHARE_OF_FREE = 0.25
 _DEFAULT_SWAP_SPACE = EngineConfig.swap_space
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def activation_elements(config: Mapping[str, Any]) -> int:
@@ -109,14 +104,6 @@ class MemoryPlan:
         )
         width = max(len(name) for name, _ in rows)
         return [f"{name:<{width}}  {size / 2**20:>12,.1f} MiB" for name, size in rows]
-
-
-def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
-    """The memory of a device at hand, with ``loaded_bytes`` of weights on it."""
-    free = free_host_bytes()
-    if device.type == "cuda":
-        return DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free)
-    return DeviceMemory("cpu", free, free + loaded_bytes, free)
 
 
 def fit_memory(
@@ -213,31 +200,6 @@ def _host_blocks(
             f"engine.swap_space holds no block; give at least {_size(layout.bytes_per_block)}"
         )
     return wanted_bytes // layout.bytes_per_block
-
-
-def free_host_bytes() -> int:
-    """Memory this process may still take: what the host has, or its limits allow.
-
-    These are of its control group and of its address space (``ulimit -v``). Files in the page
-    cache count as free: the kernel drops them when memory is asked for.
-    """
-    free = min(int(psutil.virtual_memory().available), _address_space_left())
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        cached = int(stat["inactive_file"]) + int(stat["active_file"])
-    except (OSError, ValueError, KeyError):
-        return free
-    return free if limit == "max" else max(0, min(free, int(limit) - used + cached))
-
-
-def _address_space_left() -> int:
-    """Bytes that may still be mapped, used or not."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
-    return max(0, limit - int(psutil.Process().memory_info().vms))
 
 
 def _blocks(engine: EngineConfig, layout: KVLayout, default: int) -> int:

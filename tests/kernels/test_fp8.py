@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import triton
@@ -47,7 +45,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @triton.jit
-def _there_and_back(x_ptr: Any, code_ptr: Any, back_ptr: Any, SIZE: tl.constexpr) -> None:  # noqa: N803
+def _there_and_back(x_ptr, code_ptr, back_ptr, SIZE: tl.constexpr):  # noqa: N803
     places = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     code = narrow(tl.load(x_ptr + places), tl.uint8)
     tl.store(code_ptr + places, code)

@@ -1,7 +1,5 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batchinfer.kernels import decode_work, launch, paged_attention, reference
 from batchinfer.kernels.attend import tile_tokens
@@ -61,37 +59,6 @@ def test_other_dtypes_on_a_gpu(case: AttentionCase, dtype: torch.dtype, gpu: str
 @pytest.mark.usefixtures("short_pieces")
 def test_short_pieces_on_a_gpu(case: AttentionCase, gpu: str) -> None:
     check(case, gpu, torch.bfloat16)
-
-
-@st.composite
-def attention_cases(draw: st.DrawFn) -> AttentionCase:
-    query_lens = draw(st.lists(st.sampled_from([0, 1, 1, 1, 2, 7, 33]), min_size=1, max_size=4))
-    before = [draw(st.integers(min_value=0, max_value=140)) for _ in query_lens]
-    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (1, 5)]))
-    return AttentionCase(
-        name="random",
-        lens=tuple((query, query + old) for query, old in zip(query_lens, before, strict=True)),
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        key_width=draw(st.integers(min_value=1, max_value=40)),
-        value_width=draw(st.integers(min_value=1, max_value=40)),
-        block_size=draw(st.sampled_from([1, 3, 16, 32])),
-        sliding_window=draw(st.sampled_from([0, 0, 1, 2, 30, 64, 100])),
-        softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),
-        sinks=draw(st.booleans()),
-        num_splits=draw(st.sampled_from([None, 1, 2, 3, 7])),
-        seed=draw(st.integers(min_value=0, max_value=2**16)),
-    )
-
-
-@pytest.mark.usefixtures("short_pieces", "interpreter")
-def test_equals_its_twin_on_random_shapes() -> None:
-    @settings(deadline=None, max_examples=25, derandomize=True)
-    @given(attention_cases())
-    def compare(case: AttentionCase) -> None:
-        check(case, "cpu", torch.float32)
-
-    compare()
 
 
 def test_pieces_do_not_depend_on_company(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,8 @@
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batchinfer.kernels import decode_work, paged_attention, reference
 from batchinfer.kernels.decode_attention import decode_config
@@ -61,43 +58,6 @@ def test_pieces_of_the_usual_length_on_a_gpu(
     case: SharedCase, dtype: torch.dtype, gpu: str
 ) -> None:
     check(case, gpu, dtype)
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> SharedCase:
-    block_size = draw(st.sampled_from([1, 3, 16, 32]))
-    query_lens = draw(st.lists(st.sampled_from([1, 1, 1, 1, 1, 0, 5]), min_size=2, max_size=9))
-    before = [draw(st.integers(min_value=0, max_value=300)) for _ in query_lens]
-    order = draw(st.permutations(range(len(query_lens))))
-    shared = [0]
-    for one, other in pairwise(order):
-        most = min(before[one], before[other]) // block_size
-        blocks = draw(st.one_of(st.just(most), st.integers(min_value=0, max_value=most)))
-        shared.append(blocks * block_size)
-    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (1, 20)]))
-    attention = AttentionCase(
-        name="random",
-        lens=tuple((query, query + old) for query, old in zip(query_lens, before, strict=True)),
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        key_width=draw(st.integers(min_value=1, max_value=20)),
-        block_size=block_size,
-        softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),
-        sinks=draw(st.booleans()),
-        num_splits=draw(st.sampled_from([None, None, 1, 3])),
-        seed=draw(st.integers(min_value=0, max_value=2**16)),
-    )
-    return SharedCase(attention, tuple(order), tuple(shared))
-
-
-@pytest.mark.usefixtures("short_pieces", "interpreter")
-def test_equals_its_twin_on_random_trees() -> None:
-    @settings(deadline=None, max_examples=25, derandomize=True)
-    @given(trees())
-    def compare(case: SharedCase) -> None:
-        check(case, "cpu", torch.float32)
-
-    compare()
 
 
 def plan(case: SharedCase, **options: Any) -> DecodeWork:

@@ -7,6 +7,7 @@ import torch
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError
 from batchinfer.worker.kv_cache import KVCache
+from tests.devices import CPU_AND_CUDA
 
 CPU = torch.device("cpu")
 
@@ -18,6 +19,7 @@ def make(
     num_host_blocks: int = 0,
     *,
     fp8: bool = False,
+    device: str = "cpu",
 ) -> KVCache:
     layout = KVLayout(
         num_layers=3,
@@ -28,7 +30,7 @@ def make(
         element_bytes=4,
         fp8=fp8,
     )
-    return KVCache(layout, num_blocks, CPU, torch.float32, num_host_blocks)
+    return KVCache(layout, num_blocks, torch.device(device), torch.float32, num_host_blocks)
 
 
 def pairs(*of: tuple[int, int]) -> np.ndarray:
@@ -112,8 +114,9 @@ def test_a_pool_that_does_not_fit_names_the_keys() -> None:
         make(num_blocks=2**52)
 
 
-def test_a_block_returns_from_the_host_as_it_left() -> None:
-    cache = make(num_host_blocks=3)
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_a_block_returns_from_the_host_as_it_left(device: str) -> None:
+    cache = make(num_host_blocks=3, device=device)
     cache.pool.copy_(torch.randn_like(cache.pool))
     before = cache.pool.clone()
     cache.host.copy(pairs((0, 2), (3, 0)), pairs())
@@ -123,17 +126,19 @@ def test_a_block_returns_from_the_host_as_it_left() -> None:
     assert cache.pool[2:4].isnan().all()
 
 
-def test_blocks_leave_before_others_come_and_the_last_to_come_stays() -> None:
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_blocks_leave_before_others_come_and_the_last_to_come_stays(device: str) -> None:
     """A slot is taken over in one step; one given away again in it is filled twice."""
-    cache = make(num_host_blocks=3)
+    cache = make(num_host_blocks=3, device=device)
     cache.pool.copy_(torch.randn_like(cache.pool))
     before = cache.pool.clone()
     cache.host.copy(pairs((0, 0), (1, 1)), pairs((0, 2), (1, 2), (0, 1)))
     assert torch.equal(cache.pool[[0, 1, 2]], before[[0, 0, 1]])
 
 
-def test_measuring_a_copy_leaves_the_pool_as_it_was() -> None:
-    cache = make(num_host_blocks=3)
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_measuring_a_copy_leaves_the_pool_as_it_was(device: str) -> None:
+    cache = make(num_host_blocks=3, device=device)
     cache.pool.copy_(torch.randn_like(cache.pool))
     before = cache.pool.clone()
     assert 0 < cache.host.measure() < 60

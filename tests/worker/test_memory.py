@@ -14,8 +14,9 @@ import torch
 from batchinfer.config import EngineConfig
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError, ExitCode
-from batchinfer.worker import memory
-from batchinfer.worker.memory import MemoryPlan, device_memory, fit_memory
+from batchinfer.worker import free_memory, memory
+from batchinfer.worker.free_memory import device_memory
+from batchinfer.worker.memory import MemoryPlan, fit_memory
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
 from tests.models import make_text_model
@@ -38,7 +39,7 @@ def plan(device: str = "cpu", **engine: Any) -> MemoryPlan:
 
 @pytest.fixture(autouse=True)
 def _free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_host_bytes", lambda: 64 * MIB)
+    monkeypatch.setattr(free_memory, "free_host_bytes", lambda: 64 * MIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * MIB, 100 * MIB))
     monkeypatch.setattr(memory, "graph_bytes", lambda *_, **__: 2 * MIB)
 
@@ -139,31 +140,31 @@ def test_free_host_bytes_respects_the_control_group(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    unlimited = memory.free_host_bytes()
+    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
+    unlimited = free_memory.free_host_bytes()
     assert unlimited > 0
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
     (tmp_path / "memory.stat").write_text(
         "anon 900\nfile 1100\ninactive_file 700\nactive_file 300\n"
     )
-    assert memory.free_host_bytes() == 5000 - 2000 + 700 + 300, "cached files can be dropped"
+    assert free_memory.free_host_bytes() == 5000 - 2000 + 700 + 300, "cached files can be dropped"
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_host_bytes() > 5000
+    assert free_memory.free_host_bytes() > 5000
 
 
 def test_free_host_bytes_respects_the_limit_of_the_address_space(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
     mapped = psutil.Process().memory_info().vms
     for limit, least, most in ((mapped + 50 * MIB, 0, 50 * MIB), (mapped // 2, 0, 0)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert least <= memory.free_host_bytes() <= most
+        assert least <= free_memory.free_host_bytes() <= most
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
-    assert memory.free_host_bytes() > 50 * MIB
+    assert free_memory.free_host_bytes() > 50 * MIB
 
 
 def test_a_small_pool_runs_where_little_may_be_mapped(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from batchinfer.worker.transfer import HostCopy, to_device
+from tests.devices import CPU_AND_CUDA
 
 ARRAYS = {
     "ids": np.arange(5, dtype=np.int64),
@@ -14,13 +15,7 @@ ARRAYS = {
 }
 
 
-NEEDS_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
 def test_arrays_arrive_as_they_are(device: str) -> None:
     tensors = to_device(ARRAYS, torch.device(device))
     for name, array in ARRAYS.items():
@@ -33,7 +28,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     assert tensors["ids"].data_ptr() == ARRAYS["ids"].ctypes.data
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
 def test_a_copy_to_the_host_has_what_the_tensor_had_when_it_began(device: str) -> None:
     tensor = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
     copy = HostCopy(tensor.clone())

@@ -471,12 +471,3 @@ def test_an_empty_batch_gives_empty_arrays() -> None:
     assert result.logprobs.dtype == np.float32
     assert result.nonfinite.dtype == np.bool_
     assert result.ranks is None
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_gives_what_the_cpu_gives() -> None:
-    logits = normal(10, 5003, seed=3, scale=3.0)
-    cpu, cuda = sample(logits, COMPANY), sample(logits.cuda(), COMPANY)
-    assert cpu.token_ids.tolist() == cuda.token_ids.tolist()
-    np.testing.assert_allclose(cpu.logprobs, cuda.logprobs, atol=1e-5)

@@ -1,0 +1,47 @@
+"""Memory that a device and its host have left."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+from batchinfer.worker.memory import DeviceMemory
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def device_memory(device: torch.device, loaded_bytes: int) -> DeviceMemory:
+    """The memory of a device at hand, with ``loaded_bytes`` of weights on it."""
+    free = free_host_bytes()
+    if device.type == "cuda":
+        return DeviceMemory("cuda", *torch.cuda.mem_get_info(device), free)
+    return DeviceMemory("cpu", free, free + loaded_bytes, free)
+
+
+def free_host_bytes() -> int:
+    """Memory this process may still take: what the host has, or its limits allow.
+
+    These are of its control group and of its address space (``ulimit -v``). Files in the page
+    cache count as free: the kernel drops them when memory is asked for.
+    """
+    free = min(int(psutil.virtual_memory().available), _address_space_left())
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        cached = int(stat["inactive_file"]) + int(stat["active_file"])
+    except (OSError, ValueError, KeyError):
+        return free
+    return free if limit == "max" else max(0, min(free, int(limit) - used + cached))
+
+
+def _address_space_left() -> int:
+    """Bytes that may still be mapped, used or not."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(0, limit - int(psutil.Process().memory_info().vms))

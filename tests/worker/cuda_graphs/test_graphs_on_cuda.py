@@ -1,0 +1,98 @@
+"""Decode steps replayed by CUDA graphs against the same steps computed eagerly.
+
+On a CPU the kernels are interpreted in float32, and a replay computes again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.worker.attention.attention import ATTENTION_NAME, register
+from batchinfer.worker.attention.triton import CudaAttention
+from batchinfer.worker.cuda_graphs.capture import CudaCapture
+from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
+from batchinfer.worker.forward import forward
+from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.kv_cache import KVCache
+from tests.devices import CPU_AND_CUDA, NEEDS_CUDA
+from tests.models import VOCAB_SIZE, tiny_model
+from tests.worker.on_triton import pretend_cuda
+from tests.worker.step_maker import StepMaker
+
+# Rows that are padding hold whatever memory held; the interpreter's NumPy remarks on it.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+MAX_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 9, 128, 16
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_replays_give_the_eager_logits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 128 in bfloat16, as most models have them, over steps that grow and shrink."""
+    on_cuda = device == "cuda"
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    options: dict[str, Any] = {} if on_cuda else {"capture": lambda run: run}
+    if not on_cuda:
+        pretend_cuda(monkeypatch)
+    register()
+    model = tiny_model("qwen3", num_hidden_layers=2, head_dim=128).to(device, dtype)
+    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    layout = KVLayout.from_config(
+        model.config.to_dict(),  # type: ignore[union-attr, operator]
+        block_size=BLOCK_SIZE,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    fuse(model, layout, MAX_MODEL_LEN)
+    cache = KVCache(layout, 64, torch.device(device), dtype)
+    cache.pool[:64] = torch.nan
+    graphs = DecodeGraphs(
+        model, cache, max_num_seqs=MAX_SEQS, max_model_len=MAX_MODEL_LEN, **options
+    )
+    if on_cuda:
+        graphs.capture_all()
+        assert graphs.num_captured > 0
+    maker, ids = StepMaker(64, BLOCK_SIZE), np.random.default_rng(0)
+    sequences = [
+        maker.sequence(ids.integers(0, VOCAB_SIZE, length).tolist())
+        for length in (20, 1, 33, 64, 5)
+    ]
+    forward(
+        model, cache, CudaAttention(cache), maker.step([(s, len(s.token_ids)) for s in sequences])
+    )
+    for count in (5, 2, 3, 1):
+        for sequence in sequences[:count]:
+            sequence.token_ids.append(int(ids.integers(VOCAB_SIZE)))
+        step = maker.step([(sequence, 1) for sequence in sequences[:count]])
+        expected = forward(model, cache, CudaAttention(cache), step).clone()
+        assert graphs.takes(step)
+        got = forward(model, cache, CudaAttention(cache), step, graphs=graphs)
+        tolerance = TOLERANCE[dtype] * float(expected.abs().max())
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_captured_computations_share_memory_and_read_their_inputs(device: str) -> None:
+    capture, replays = CudaCapture(), []
+    inputs = [torch.zeros(size, device=device, dtype=torch.bfloat16) for size in (4096, 64)]
+    for tensor in inputs:
+        (tensor + 1).mul_(2)  # before its capture, as asked for
+        replays.append(capture(lambda tensor=tensor: (tensor + 1).mul_(2)))
+    for value in (1.0, 5.0):
+        for tensor, replay in zip(inputs, replays, strict=True):
+            tensor.fill_(value)
+            assert (replay() == 2 * (value + 1)).all()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_what_cannot_be_captured_is_an_error_and_later_captures_work(device: str) -> None:
+    capture = CudaCapture()
+    tensor = torch.ones(8, device=device)
+    with pytest.raises(RuntimeError):
+        capture(lambda: tensor * tensor.sum().item())
+    replay = capture(lambda: tensor * 2)
+    assert (replay() == 2).all()
