@@ -25,7 +25,7 @@ from typing import IO, Any
 from batchinfer.errors import DeviceError, UsageError
 from batchinfer.job.fleet.boot import WorkerSetup
 from batchinfer.job.fleet.driver import Lost, WorkerEvent
-from batchinfer.job.fleet.messages import Assignment, Failure
+from batchinfer.job.fleet.messages import Answer, Assignment, Failure
 from batchinfer.job.fleet.ray_main import ToJoin
 
 HUNG_S = 30.0
@@ -150,6 +150,9 @@ class RayProcess:
 
     def take_back(self, worker: str, *, everything: bool) -> None:
         self._call("take_back", worker, everything=everything)
+
+    def supply(self, worker: str, answer: Answer) -> None:
+        self._call("supply", worker, answer)
 
     def look(self, worker: str) -> None:
         self._call("look", worker)
