@@ -12,6 +12,7 @@ from functools import partial
 
 from batchinfer.errors import DataError, JobError, ModelError
 from batchinfer.job.fleet.files.access import worker_output
+from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.messages import (
     Access,
     Answer,
@@ -20,7 +21,6 @@ from batchinfer.job.fleet.messages import (
     Ready,
     WorkerReport,
 )
-from batchinfer.job.fleet.outbox import Outbox
 from batchinfer.job.fleet.worker import FleetWorker
 from batchinfer.job.input.format import InputFile
 from batchinfer.job.job import BuildEngine, OutputJob, load, open_input, open_job

@@ -23,9 +23,9 @@ from threading import Event, Lock
 
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import JobError
+from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.lease_run import LeaseRun
 from batchinfer.job.fleet.messages import Assignment, Failure, WorkerReport
-from batchinfer.job.fleet.outbox import Outbox
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.job import LoadedJob, OutputJob
 from batchinfer.job.output.commit import Draft

@@ -12,8 +12,8 @@ import pytest
 from batchinfer.errors import LockedError, StorageError
 from batchinfer.job.fleet.files.access import lent, worker_output
 from batchinfer.job.fleet.files.driver_log import DriverLog
+from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.files.publisher import PartPublisher, sweep
-from batchinfer.job.fleet.outbox import Outbox
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.commit import Draft, hand_over, stage
 from batchinfer.job.output.directory import OutputDir

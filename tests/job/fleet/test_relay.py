@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.job.fleet import outbox as outbox_module
 from batchinfer.job.fleet.files import inbox as inbox_module
+from batchinfer.job.fleet.files import outbox as outbox_module
 from batchinfer.job.fleet.files import relay
 from batchinfer.job.fleet.files.access import lent, worker_output
 from batchinfer.job.fleet.files.inbox import Inboxes, read_wanted
+from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.messages import Appended, Deleted, FileChange, Piece, Wanted, WorkerReport
-from batchinfer.job.fleet.outbox import Outbox
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import read_file

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import PurePath, PurePosixPath
 
 from batchinfer.errors import StorageError
+from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.files.relay import RelayedFiles
 from batchinfer.job.fleet.messages import Access
-from batchinfer.job.fleet.outbox import Outbox
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import lent_output, output_at
 from batchinfer.job.storage.filesystem import read_file, storage_errors

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import PurePath, PurePosixPath
 from typing import BinaryIO
 
+from batchinfer.job.fleet.files.outbox import PIECE_BYTES
 from batchinfer.job.fleet.messages import Answer, Appended, Deleted, FileChange, Piece, Wanted
-from batchinfer.job.fleet.outbox import PIECE_BYTES
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import NOT_THERE, publish, storage_errors
 

@@ -17,8 +17,8 @@ from pathlib import PurePath
 from threading import Lock
 from typing import Any, BinaryIO, cast
 
+from batchinfer.job.fleet.files.outbox import PIECE_BYTES, Outbox
 from batchinfer.job.fleet.messages import Appended, Deleted, FileChange, Piece, Wanted
-from batchinfer.job.fleet.outbox import PIECE_BYTES, Outbox
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import FileStat
 from batchinfer.job.storage.staged_files import StagedFiles
