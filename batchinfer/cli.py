@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -52,6 +53,7 @@ def _read_job(
     variables: list[str] | None,
     output: str | None = None,
     limit: int | None = None,
+    options: dict[str, str] | None = None,
 ) -> JobSpec:
     """The job that the options of ``run``, ``validate`` and ``plan`` describe."""
     from batchinfer.job.spec.load import load_job, parse_variables
@@ -59,6 +61,7 @@ def _read_job(
     return load_job(
         job,
         overrides=overrides or (),
+        options=options,
         variables=parse_variables(variables or ()),
         output=output,
         limit=limit,
@@ -137,12 +140,13 @@ def run(
         from batchinfer.job.shards.shard import parse_shard
 
         own = parse_shard(shard, os.environ)
-    scale = {"scale.workers": workers, "scale.cluster": cluster}
-    sets = [
-        *(overrides or ()),
-        *(f"{key}={value}" for key, value in scale.items() if value is not None),
-    ]
-    spec = _read_job(job, sets, variables, output, limit)
+    scale = {"workers": workers, "cluster": cluster}
+    options = {
+        f"--{key} {quote(value)}": f"scale.{key}={value}"
+        for key, value in scale.items()
+        if value is not None
+    }
+    spec = _read_job(job, overrides, variables, output, limit, options)
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"):

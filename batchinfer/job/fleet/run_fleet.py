@@ -11,6 +11,7 @@ from typing import Any
 
 from batchinfer.console.progress import Progress
 from batchinfer.cpus import cpu_limits
+from batchinfer.errors import UsageError
 from batchinfer.job.fleet.boot import WorkerSetup
 from batchinfer.job.fleet.driver import FleetDriver, FleetSize
 from batchinfer.job.fleet.files.access import lent
@@ -24,6 +25,8 @@ from batchinfer.job.run_ids import run_id, run_number
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import next_run_id
 
+_WORKERS_PER_CORE = 2
+"""More only wait for each other, and take minutes to come up."""
 _PRELOAD = ("batchinfer.build",)
 """What takes a worker seconds to import: it begins before there is anything to do."""
 
@@ -55,6 +58,7 @@ def run_fleet(
     """
     began = time.monotonic()
     scale = job.spec.scale
+    _check_cores(job.spec)
     if scale.cluster != "local" and not is_reached(scale.cluster, scale.start_timeout_s, stop):
         return False
     number = run_number(next_run_id(job.out))
@@ -105,6 +109,22 @@ def run_fleet(
 def is_fleet(spec: JobSpec) -> bool:
     """Whether a job is to run on several workers, as far as can be told without its cluster."""
     return spec.scale.workers != 1 and (spec.scale.cluster != "local" or _num_local(spec) > 1)
+
+
+def _check_cores(spec: JobSpec) -> None:
+    """Check that this machine is not asked for many more engines than it has cores for.
+
+    Raises:
+        UsageError: naming how many it has.
+    """
+    cores, workers = cpu_limits().count, spec.scale.workers
+    if spec.scale.cluster != "local" or workers == "auto" or workers <= _WORKERS_PER_CORE * cores:
+        return
+    if spec.engine.device == "cpu" or not _num_gpus():
+        raise UsageError(
+            f"scale.workers is {workers}, and this machine has no GPU for them and {cores} cores",
+            hint=f"ask for {cores} workers or fewer; one is as fast",
+        )
 
 
 def _num_local(spec: JobSpec) -> int:

@@ -72,16 +72,19 @@ class JobDocument:
         self._origins = {p: o for p, o in self._origins.items() if p[:length] != path}
         self._origins[path] = origin
 
-    def override(self, assignment: str) -> None:
-        """Apply one ``--set a.b=value``.
+    def override(self, assignment: str, option: str = "") -> None:
+        """Apply one ``--set a.b=value``, or what another option says of a key.
 
         The value is YAML, lists and mappings in brackets. Without quotes or brackets it is taken
         whole: ``a: b``, ``# c`` and ``{{ d }}`` are texts.
 
+        Args:
+            option: that other option, as it was given.
+
         Raises:
             UsageError: not an assignment, or no value.
         """
-        origin = printable(f"--set {assignment}", 80)
+        origin = printable(option or f"--set {assignment}", 80)
         keys, equals, value = assignment.partition("=")
         path: KeyPath = tuple(part.strip() for part in keys.split("."))
         if not equals:

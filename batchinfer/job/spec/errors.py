@@ -50,6 +50,7 @@ _EXPECTED: Mapping[str, str] = {
     "literal_error": "{expected}",
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "{le} or less",
+    "greater_than": "more than {gt:g}",
 }
 """Words for what a value must be, by pydantic's error type; braces hold its context."""
 

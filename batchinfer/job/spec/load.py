@@ -103,6 +103,7 @@ def load_job(
     path: Path,
     *,
     overrides: Sequence[str] = (),
+    options: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
     output: str | None = None,
     limit: int | None = None,
@@ -114,6 +115,7 @@ def load_job(
     Args:
         path: the job file; relative paths in it are relative to its folder.
         overrides: ``section.key=value`` each, the value in YAML; they win over the file.
+        options: other options, as they were given, and the override that each stands for.
         variables: values for ``vars``.
         output: wins over ``output.path``; relative to the current folder.
         limit: wins over ``input.limit``.
@@ -127,6 +129,8 @@ def load_job(
     document = JobDocument(read_yaml(path, source), source)
     for assignment in overrides:
         document.override(assignment)
+    for option, assignment in (options or {}).items():
+        document.override(assignment, option)
     _fill_in_variables(document, variables or {})
     if output is not None:
         _set_output(document, output)

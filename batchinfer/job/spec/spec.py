@@ -29,8 +29,8 @@ from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec, check_task
 from batchinfer.job.storage.urls import STORES
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_HOST_PORT = re.compile(r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
+_HOST_PORT = re.compile(r"[^\s/:]+:[0-9]+|\[[0-9a-fA-F:]+\]:[0-9]+")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smh])")
 _PROMPT_COLUMNS = ("column", "template", "messages", "token_ids_column", "adapter_column")
 _PLANNED_STORES = (*STORES, "hf")
 

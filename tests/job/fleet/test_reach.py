@@ -13,11 +13,11 @@ from threading import Event
 
 import pytest
 
-from batchinfer.errors import DeviceError, ExitCode
+from batchinfer.errors import DeviceError, ExitCode, UsageError
 from batchinfer.job.fleet.ray_main import ToJoin
 from batchinfer.job.fleet.ray_process import ray_process
 from batchinfer.job.fleet.reach import is_reached
-from tests.job.fleet.jobs import write_rows
+from tests.job.fleet.jobs import fleet_job, run, write_rows
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,6 +57,22 @@ def test_a_place_that_is_no_cluster(place: socket.socket) -> None:
         pytest.raises(DeviceError, match=r"has not answered within scale\.start_timeout"),
     ):
         workers.join(0.5)
+
+
+def test_a_cluster_that_does_not_come_up_is_waited_for_as_long_as_the_job_says(
+    tmp_path: Path, place: socket.socket
+) -> None:
+    write_rows(tmp_path, 50)
+    place.listen()
+    spec = fleet_job(tmp_path, scale={"cluster": address(place), "start_timeout": "0.5s"})
+    with pytest.raises(DeviceError, match=r"has not answered within scale\.start_timeout"):
+        run(spec)
+
+
+def test_many_more_engines_than_cores_are_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path, 50)
+    with pytest.raises(UsageError, match=r"scale\.workers is 1000, and .* cores"):
+        run(fleet_job(tmp_path, scale={"workers": 1000}))
 
 
 def test_a_signal_ends_a_job_that_waits_for_its_cluster(

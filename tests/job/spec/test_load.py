@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +379,26 @@ def test_the_last_set_wins(tmp_path: Path) -> None:
 )
 def test_a_mistaken_set_is_named_as_such(tmp_path: Path, override: str, message: str) -> None:
     assert message in complaint(tmp_path, "version: 1\n" + MINIMAL, overrides=[override])
+
+
+def test_a_mistake_in_another_option_is_named_as_it_was_given(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"^--workers 0: scale\.workers is 0; it must be"
+    ):
+        load_job(write_job(tmp_path), options={"--workers 0": "scale.workers=0"})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("scale.start_timeout=\u0663s", "write it like 90s or 10m"),
+        ("scale={workers: 2, cluster: 'h:\u0663'}", "must be local, auto or host:port"),
+        ("scale.resources={num_cpus: 0}", "scale.resources.num_cpus is 0; it must be more than 0"),
+    ],
+)
+def test_a_mistake_in_scale(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load_job(write_job(tmp_path), overrides=[override])
 
 
 def test_limit_and_output_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
