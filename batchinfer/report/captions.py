@@ -185,6 +185,16 @@ def pressure_caption(found: Findings) -> str:
     return caption
 
 
+def lanes_caption(found: Findings) -> str:
+    """Workers in words: how many there were, and over what time their lanes go."""
+    died = sum("died" in lane.state for lane in found.lanes)
+    caption = (
+        f"{_count(len(found.lanes), 'workers')} over {duration(found.timeline.span_s)}, from the "
+        "first engine's start to the last step; times in which none ran are left out"
+    )
+    return caption + (f". {died:,} died, and others went on with their rows." if died else ".")
+
+
 def waits(found: Findings) -> list[tuple[str, ...]]:
     """Latency by phase: name, median, 95th percentile, maximum."""
     names = {

@@ -18,6 +18,7 @@ from batchinfer.job.stats.recorder import Run, package_versions, runs_of
 from batchinfer.job.stats.status import Status, read_status
 from batchinfer.job.stats.wall_time import engine_wall_s, wall_s
 from batchinfer.report.examples import find_examples, find_failures
+from batchinfer.report.lanes import lanes_of
 from batchinfer.report.report_data import Findings, RunFacts
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.stored_stats import FinishedRows, read_lengths, read_timeline
@@ -48,6 +49,9 @@ def from_output(out: OutputDir, now: float) -> Findings:
     if not merged:
         steps = list(out.files.entries(out.steps))
         requests = [out.request_stats(part) for part, _ in records]
+    timeline = read_timeline(out, steps, runs, merged)
+    running = [worker.worker for worker in status.workers if worker.state == "running"]
+    living = set() if merged else {*running}
     return Findings(
         title=without_secrets(str(job.get("name") or out.root.name)),
         state=_state(status, job, merged),
@@ -61,7 +65,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
         load_s=sum(run.load_s for run in runs),
         engine_s=engine_wall_s(runs),
         wall_s=wall_s(runs),
-        timeline=read_timeline(out, steps, runs, merged),
+        timeline=timeline,
         lengths=read_lengths(out, requests, segments, done),
         kv=latest.kv,
         unit=_unit(job),
@@ -69,6 +73,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
         failures=find_failures(out, records, segments, done),
         examples=find_examples(out, records, TASKS.get(plan.job.get("task", "generate"))),
         runs=[_facts(run) for run in runs],
+        lanes=lanes_of(runs, timeline, living),
         job=_sections(job, plan),
         versions=package_versions(),
     )

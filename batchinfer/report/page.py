@@ -12,12 +12,12 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from batchinfer.console.format import duration
-from batchinfer.report import captions, charts
+from batchinfer.report import captions, charts, lanes
 from batchinfer.report.report_data import Findings
 from batchinfer.report.sanitize import cut, sanitize
 from batchinfer.report.timeline import Timeline
 
-_MOST_RUNS, _MOST_CODES = 20, 12
+_MOST_RUNS, _MOST_CODES, _MOST_LANES = 20, 12, 40
 
 
 def page(found: Findings, price_per_hour: float | None = None) -> str:
@@ -49,6 +49,9 @@ def page(found: Findings, price_per_hour: float | None = None) -> str:
             waits=captions.waits(found),
             most_runs=_MOST_RUNS,
             most_codes=_MOST_CODES,
+            most_lanes=_MOST_LANES,
+            lane_key=lanes.KEY,
+            lanes_said=captions.lanes_caption(found),
         )
     )
     return text

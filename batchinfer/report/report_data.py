@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchinfer.report.histograms import Lengths
+from batchinfer.report.lanes import Lane
 from batchinfer.report.timeline import Timeline
 
 
@@ -76,6 +77,8 @@ class Findings:
     failures: Sequence[Failure] = ()
     examples: Sequence[Example] = ()
     runs: Sequence[RunFacts] = ()
+    lanes: Sequence[Lane] = ()
+    """The time of workers beside each other."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """Section of the job: its keys and values."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -55,6 +55,7 @@ def read_timeline(
             ends[run_id] = max(ends.get(run_id, 0.0), float(_column(part, "t_s").max()))
     offsets = _offsets(runs, ends)
     timeline = Timeline(max((offsets[run_id] + end for run_id, end in ends.items()), default=0.0))
+    timeline.began_s = offsets
     sizes = {run.run_id: run.kv for run in runs if run.kv}
     began = dict.fromkeys(ends, 0.0)
     for batch in chain(_of_files(out, files, ("run_id", *STEP_COLUMNS)), last):
@@ -64,7 +65,12 @@ def read_timeline(
             steps = {name: _column(part, name) for name in STEP_COLUMNS}
             kv = sizes[run_id]
             timeline.add(
-                steps, began[run_id], offsets[run_id], kv["block_size"], kv["bytes_per_block"]
+                steps,
+                began[run_id],
+                offsets[run_id],
+                kv["block_size"],
+                kv["bytes_per_block"],
+                run_id,
             )
             began[run_id] = max(began[run_id], float(steps["t_s"].max()))
     return timeline

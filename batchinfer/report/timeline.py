@@ -75,6 +75,10 @@ class Timeline:
         self.totals = Totals()
         self.peak = Peak()
         self.peak_utilization = 0.0
+        self.began_s: dict[str, float] = {}
+        """When each run's clock began, by its id."""
+        self.busy_s: dict[str, Float] = {}
+        """Seconds of each slice of time in which a run's steps computed, by its id."""
         self._edges = np.linspace(0.0, max(span_s, 1e-9), POINTS + 1)
         self._sums = {name: np.zeros(POINTS) for name in (*STATES, *FLOWS, "waste_blocks")}
 
@@ -85,6 +89,7 @@ class Timeline:
         offset_s: float,
         block_size: int,
         block_bytes: int,
+        run_id: str = "",
     ) -> None:
         """Add steps of one run, in order.
 
@@ -94,6 +99,7 @@ class Timeline:
             offset_s: when the run's clock began, on this timeline's.
             block_size: tokens of a block.
             block_bytes: bytes of a block; what counts blocks is in bytes from here on.
+            run_id: its id, where there are several.
         """
         if not len(steps["t_s"]):
             return
@@ -105,6 +111,7 @@ class Timeline:
             self._sums[name] += self._spread(times, value * lasted)
         for name in FLOWS:
             self._sums[name] += self._spread(times, steps[name])
+        self._note_busy(run_id, times, steps["step_ms"] / 1e3)
         self._note_peak(values)
         self._count(steps, block_size)
 
@@ -128,6 +135,13 @@ class Timeline:
         at_edges = np.interp(self._edges, times, so_far)
         at_edges[0], at_edges[-1] = 0.0, so_far[-1]
         return np.diff(at_edges)
+
+    def _note_busy(self, run_id: str, times: Float, lasted_s: Float) -> None:
+        starts = np.maximum(times[:-1], times[1:] - lasted_s)
+        moments = np.concatenate([times[:1], np.stack([starts, times[1:]], axis=1).ravel()])
+        amounts = np.stack([np.zeros(len(starts)), times[1:] - starts], axis=1).ravel()
+        before = self.busy_s.get(run_id, np.zeros(POINTS))
+        self.busy_s[run_id] = before + self._spread(moments, amounts)
 
     def _note_peak(self, values: Mapping[str, Float]) -> None:
         at = int(np.argmax(values["num_running"]))

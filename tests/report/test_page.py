@@ -17,6 +17,7 @@ from batchinfer.report.captions import figures, headline
 from batchinfer.report.charts import CHART
 from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
 from batchinfer.report.histograms import Lengths
+from batchinfer.report.lanes import Lane, Piece
 from batchinfer.report.page import page
 from batchinfer.report.report_data import Example, Failure, Findings, RunFacts
 from batchinfer.report.sanitize import cut, sanitize, without_secrets
@@ -80,6 +81,9 @@ def some_findings(texts: tuple[str, ...] = ("plain",), scale: float = 1.0) -> Fi
         kv=KV,
         failures=[Failure(text, 7, [(1, text), (2, text[::-1])]) for text in texts],
         examples=[Example(i, [(t, t)], t, "1 token in", (t, t)) for i, t in enumerate(texts)],
+        lanes=[
+            Lane(text, [Piece("used", 0.4), Piece("again", 0.6)], 7, 0.9, "died") for text in texts
+        ],
         runs=[RunFacts(text, text, 10, 1.0, 2.0, False) for text in (*texts, "run-00002")],
         job={text: {text: text, "list": [text], text + "x": {text: None}} for text in texts},
         versions={text: text for text in texts},

@@ -1,0 +1,99 @@
+"""Lanes of a report: what each worker did at each time."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.job.stats.recorder import Run
+from batchinfer.report.lanes import Lane, lanes_of
+from batchinfer.report.timeline import COLUMNS, POINTS, Timeline
+from tests.report.test_page import page_of
+
+COLOURS = {"rule": ".", "cached": "l", "waste": "w", "used": "c", "again": "X"}
+
+
+def a_run(run_id: str, began: float, engine_s: float, load_s: float = 0.0, **facts: bool) -> Run:
+    """A run whose engine was there for a while; ``began`` is on the timeline's clock."""
+    return Run(
+        run_id,
+        {},
+        load_s=load_s,
+        total_s=load_s + engine_s,
+        kv={"block_size": 16},
+        rows=5,
+        saved_at=began + engine_s,
+        **facts,
+    )
+
+
+def timeline_of(span_s: float, **steps_of: list[tuple[float, float]]) -> Timeline:
+    """The steps of runs, by writer: when each ended on its run's clock, and how long it took."""
+    timeline = Timeline(span_s)
+    for writer, steps in steps_of.items():
+        run_id = f"run-00001-{writer}"
+        ends, lasted = (np.array(column) for column in zip(*steps, strict=True))
+        table = dict.fromkeys(COLUMNS, np.zeros(len(ends)))
+        table |= {"t_s": ends, "step_ms": lasted * 1e3}
+        timeline.add(table, 0.0, 0.0, 16, 1, run_id)
+    return timeline
+
+
+def drawn(lane: Lane, width: int = 24) -> str:
+    """A lane in letters."""
+    return "".join(
+        COLOURS[piece.colour] * round(piece.share * POINTS * width / POINTS)
+        for piece in lane.pieces
+    )
+
+
+def test_who_loads_waits_computes_and_dies_is_seen() -> None:
+    timeline = timeline_of(240.0, w01=[(60.0, 60.0), (120.0, 20.0), (240.0, 120.0)], w02=[(40, 40)])
+    timeline.began_s = {"run-00001-w01": 0.0, "run-00001-w02": 0.0, "run-00001-w03": 200.0}
+    runs = [
+        a_run("run-00001-w01", 0.0, 240.0, ended=True),
+        a_run("run-00001-w02", 0.0, 60.0),
+        a_run("run-00001-w03", 200.0, 40.0, load_s=30.0),
+    ]
+    first, second, third = lanes_of(runs, timeline, living={"w03"})
+    assert drawn(first) == "c" * 6 + "w" * 4 + "c" * 14
+    assert re.fullmatch("cccc(w{1,2})X?[.]{18}", drawn(second))
+    assert second.pieces[2].colour == "again"
+    assert drawn(third) == "." * 17 + "l" * 3 + "w" * 4
+    assert [lane.state for lane in (first, second, third)] == ["ended", "died", "running"]
+    assert [lane.busy for lane in (first, second, third)] == pytest.approx([200 / 240, 40 / 60, 0])
+
+
+def test_a_shard_that_is_run_again_has_one_lane() -> None:
+    timeline = Timeline(100.0)
+    timeline.began_s = {"run-00001-s0001of4": 0.0, "run-00002-s0001of4": 50.0}
+    runs = [a_run("run-00001-s0001of4", 0.0, 25.0), a_run("run-00002-s0001of4", 50.0, 50.0)]
+    runs[1].ended = True
+    (lane,) = lanes_of(runs, timeline, living=set())
+    assert (lane.worker, lane.state, lane.rows) == ("shard 1/4", "ended (died before)", 10)
+
+
+def test_runs_alone_have_no_lane() -> None:
+    assert not lanes_of([a_run("run-00001", 0.0, 10.0)], Timeline(10.0), set())
+    assert not lanes_of([a_run("run-00001-w01", 0.0, 0.0)], Timeline(0.0), set())
+
+
+@given(st.floats(0.1, 1e7), st.floats(0, 1.5), st.floats(0, 1.5), st.floats(0, 2), st.booleans())
+def test_a_lane_is_as_long_as_the_time(
+    span_s: float, began: float, lasted: float, load: float, ended: bool
+) -> None:
+    timeline = Timeline(span_s)
+    timeline.began_s = {"run-00001-w01": began * span_s}
+    run = a_run("run-00001-w01", began * span_s, lasted * span_s, load * span_s, ended=ended)
+    (lane,) = lanes_of([run], timeline, living=set())
+    assert sum(piece.share for piece in lane.pieces) == pytest.approx(1.0)
+    assert ("again" in {piece.colour for piece in lane.pieces}) == (not ended)
+
+
+def test_more_workers_than_can_be_looked_at_are_counted() -> None:
+    assert "And 160 more workers." in page_of("hostile")
+    assert "more workers." not in page_of("plain")
