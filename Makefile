@@ -16,7 +16,7 @@ reference: setup
 	.venv/bin/python docs/make_reference.py
 
 test: setup
-	.venv/bin/python -m pytest -n logical --maxprocesses 8
+	.venv/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 # PYTHON=python3 takes that interpreter as it is; without it, the project's own environment.
 gpu: $(if $(PYTHON),,setup)

@@ -21,7 +21,7 @@ from batchinfer.job.storage.filesystem import LocalFiles
 from tests.faults.failures import JOB, Failure, Place
 from tests.job.datasets import rot
 
-RUN = ["run", "job.yaml", "--quiet"]
+RUN = ["run", "job.yaml", "--quiet", "--no-report"]
 
 
 def _data(change: Callable[[Path], object] = lambda path: None, **columns: object) -> Failure:
