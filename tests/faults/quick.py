@@ -44,7 +44,7 @@ def kill_a_shard_at_named_points(folder: Path) -> dict[str, object]:
     killer = Killer(folder, echo_job(folder), build, Pace(1e9, 4), shard=Shard(0, 2))
     killer.run_unbroken()
     random = Random(1)
-    points = list(killer.named_points())[2::5]
+    points = list(killer.named_points())[2::8]
     for point in points:
         killer.kill_at(point, random)
     return {"points": len(points), "jobs": killer.outcome.jobs, "kills": killer.outcome.kills}
@@ -68,7 +68,7 @@ def kill_while_accepting(folder: Path) -> dict[str, object]:
     killer = Killer(folder, spec, build, Pace(1e9, 4))
     killer.run_unbroken()
     random = Random(1)
-    points = list(killer.named_points())[1::12]
+    points = list(killer.named_points())[1::20]
     for point in points:
         killer.kill_at(point, random)
     return {"points": len(points), "jobs": killer.outcome.jobs, "kills": killer.outcome.kills}

@@ -83,14 +83,14 @@ def test_every_number_of_float8_is_widened_exactly() -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("case", [*CPU_CASES[::6], *ODD_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CPU_CASES[::10], ODD_CASES[1]], ids=str)
 def test_attention_equals_its_twin(case: AttentionCase, dtype: torch.dtype) -> None:
     check_attention(case, dtype)
 
 
 @dtypes
 @pools
-@pytest.mark.parametrize("block_size", [2, 16, 32])
+@pytest.mark.parametrize("block_size", [2, 32])
 @pytest.mark.parametrize(("window", "width"), [(0, 64), (0, 24), (37, 80)])
 def test_a_token_has_the_same_bits_however_its_attention_is_computed(
     dtype: torch.dtype, block_size: int, window: int, width: int, fp8: bool

@@ -45,7 +45,17 @@ def test_there_are_no_tiles_without_vectors_for_the_same_pool(flag: str, tiles: 
     assert ran.stdout.split()[-1] == tiles
 
 
+@pytest.fixture
+def fast_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler, which leaves code as it is: it need not be fast to be loaded."""
+    compiler = tmp_path / "fast-cc"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "cc")} "$@" -O0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+
+
 @compiled
+@pytest.mark.usefixtures("fast_compiler")
 def test_the_library_is_built_once_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -61,6 +71,7 @@ def test_the_library_is_built_once_and_that_is_said(
 
 
 @compiled
+@pytest.mark.usefixtures("fast_compiler")
 def test_a_cache_that_others_can_write_to_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
