@@ -18,9 +18,12 @@ reference: setup
 test: setup
 	.venv/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-# PYTHON=python3 takes that interpreter as it is; without it, the project's own environment.
-gpu: $(if $(PYTHON),,setup)
-	PYTHONPATH=. $(or $(PYTHON),.venv/bin/python) benchmarks/gpu.py $(if $(STAGES),--stages $(STAGES)) $(GPU_FLAGS)
+# Nothing is installed: a machine with a GPU may have no network. PYTHON, else the project's own
+# environment if there is one, else python3. OUT is the folder of results.
+gpu:
+	$(or $(PYTHON),$(wildcard .venv/bin/python),python3) benchmarks/gpu.py \
+	  $(if $(STAGES),--stages $(STAGES)) $(if $(MODELS),--models $(MODELS)) \
+	  $(if $(WORKLOADS),--workloads $(WORKLOADS)) $(if $(OUT),--out $(OUT)) $(GPU_FLAGS)
 
 # What the kernels compile to, by the installed Triton and by the oldest that is supported: a table,
 # kept in benchmarks/compiled.csv. Two minutes where attention has changed.

@@ -1,176 +1,190 @@
-"""Tests and measures everything that needs a GPU, in about eight minutes.
+"""Tests and measures everything that needs a GPU; every result is kept as soon as it is there.
 
-python benchmarks/gpu.py              # all stages; writes benchmarks/results/GPU-DATE.json
-python benchmarks/gpu.py --stages kernels parity
-python benchmarks/gpu.py --dry-run    # the same code on a CPU, tiny; measures nothing
+python benchmarks/gpu.py --out FOLDER                    # all stages
+python benchmarks/gpu.py --stages bench --models Qwen3-0.6B --workloads W1 W3
+python benchmarks/gpu.py --dry-run                       # the same code on a CPU, tiny
+
+Each task (a stage, or a stage on one model) is a process of its own with a time limit: one that
+hangs or breaks the device takes nothing along. FOLDER has cells.jsonl, results.json and logs/, and
+keeps what earlier calls have put there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Timer
 from typing import Any
+
+from gpu_results import Results
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-_PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "flash-attn")
+STAGES = {"kernels": 250, "parity": 60, "attention": 220, "bench": 270, "peers": 270}
+"""Seconds that a stage may take: any two of them fit in nine minutes."""
+MODELS = ("Qwen3-0.6B", "Llama-3.1-8B")
+WORKLOADS = ("W1", "W2", "W3")
+_LIMITS = {"attention": 110, "peers": 65}
+"""Seconds that one task may take, where that is less than its stage."""
+_BENCH_LIMITS = {"Qwen3-0.6B": 110}
+_PEERS = ("generate", "generate_batch", "flashinfer")
+_DRY_LIMIT_S = 600  # interpreted, on whatever CPU there is
+_KILLED = -signal.SIGKILL
 
 
-def kernels(dry_run: bool) -> dict[str, Any]:
-    """The kernels' tests on the device; a dry run only collects them."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-o", "filterwarnings=default"]
-    command += ["-p", "no:cacheprovider", str(ROOT / "tests" / "kernels")]
-    if dry_run:
-        command.append("--collect-only")
-    elif _installed("pytest-xdist"):
-        command += ["-n", "8"]  # most of the time is compiling
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    lines = done.stdout.strip().splitlines()
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    print("\n".join([*failed[:20], *lines[-1:]]), flush=True)
-    return {"ok": done.returncode == 0, "summary": lines[-1:], "failed": failed}
+@dataclass(frozen=True)
+class Task:
+    """A process: its stage, its name among the logs, and what ``gpu_task.py`` is told."""
+
+    stage: str
+    name: str
+    arguments: tuple[str, ...]
+    limit_s: float
 
 
-def parity(dry_run: bool) -> Any:
-    """Tokens and logits against transformers."""
-    import gpu_parity
-
-    return gpu_parity.parity(_device(), dry_run=dry_run)
-
-
-def attention(dry_run: bool) -> Any:
-    """The attention kernels against the ceilings of the device."""
-    import gpu_attention
-
-    return gpu_attention.attention(_device(), _ceilings(dry_run), dry_run=dry_run)
-
-
-def bench(dry_run: bool) -> Any:
-    """This project's engine on all workloads and shapes."""
-    import gpu_bench
-
-    return gpu_bench.bench(_device(), _ceilings(dry_run), dry_run=dry_run)
-
-
-def peers(dry_run: bool) -> Any:
-    """Others, on W1."""
-    import gpu_peers
-
-    models = ("tiny",) if dry_run else ("Qwen3-0.6B", "Llama-3.1-8B")
-    return gpu_peers.peers(models, dry_run=dry_run)
+def tasks(stage: str, models: list[str], workloads: list[str]) -> list[Task]:
+    """What a stage consists of, in order."""
+    limit = STAGES[stage]
+    if stage in ("kernels", "parity"):
+        return [Task(stage, stage, (), limit)]
+    found = []
+    for model in models:
+        named = ("--model", model)
+        if stage == "bench":
+            told = (*named, "--workloads", *workloads)
+            limit_s = _BENCH_LIMITS.get(model, limit)
+            found.append(Task(stage, f"bench-{model}", told, limit_s))
+        elif stage == "attention":
+            found.append(Task(stage, f"attention-{model}", named, _LIMITS[stage]))
+        else:
+            for peer in peers_here():
+                told = (*named, "--peer", peer)
+                found.append(Task(stage, f"{peer}-{model}", told, _LIMITS[stage]))
+    return found
 
 
-STAGES: dict[str, Callable[[bool], Any]] = {
-    "kernels": kernels,
-    "parity": parity,
-    "attention": attention,
-    "bench": bench,
-    "peers": peers,
-}
-_measured: dict[str, Any] = {}
+def peers_here() -> list[str]:
+    """Those that are installed: transformers, and FlashInfer if it is."""
+    return [peer for peer in _PEERS if peer != "flashinfer" or find_spec("flashinfer")]
 
 
-def _ceilings(dry_run: bool) -> Any:
-    """What the device can do, measured once."""
-    if "ceilings" not in _measured:
-        import torch
-        from gpu_timing import measure_ceilings
-
-        dtype = torch.float32 if dry_run else torch.bfloat16
-        found = _measured["ceilings"] = measure_ceilings(_device(), dtype)
-        print(
-            f"copy {found.bytes_per_s / 1e9:,.0f} GB/s, "
-            f"matrix product {found.flop_per_s / 1e12:,.1f} TFLOP/s",
-            flush=True,
-        )
-    return _measured["ceilings"]
+def run_stage(stage: str, todo: list[Task], results: Results, *, dry_run: bool) -> None:
+    """Run tasks one after the other, until the stage's time is over."""
+    print(f"\n== {stage}", flush=True)
+    ends = time.monotonic() + STAGES[stage]
+    for task in todo:
+        limit_s = _DRY_LIMIT_S if dry_run else min(task.limit_s, ends - time.monotonic())
+        if limit_s < 1:
+            outcome: dict[str, Any] = {"ok": False, "error": "no time was left for it"}
+        else:
+            outcome = run_task(task, results.folder, limit_s, dry_run=dry_run)
+        results.add("tasks", task.name, {"stage": stage, **outcome})
 
 
-def _device() -> Any:
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def run(stages: list[str], dry_run: bool) -> dict[str, Any]:
-    """Run stages in order; one that fails says so and the next one runs."""
-    results: dict[str, Any] = {}
-    for name in stages:
-        print(f"\n== {name}", flush=True)
-        began = time.perf_counter()
+def run_task(task: Task, folder: Path, limit_s: float, *, dry_run: bool) -> dict[str, Any]:
+    """Run a task to its end or its time limit; what it prints is shown, and kept in a log."""
+    log = folder / "logs" / f"{task.name}.log"
+    log.parent.mkdir(exist_ok=True)
+    command = [sys.executable, str(HERE / "gpu_task.py"), task.stage, *task.arguments]
+    command += ["--out", str(folder), "--seconds", f"{limit_s:.0f}"]
+    began = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, "--dry-run"] if dry_run else command,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            env=_environment(dry_run), start_new_session=True,
+        )  # fmt: skip
+        timer = Timer(limit_s, _kill, (process,))
+        timer.start()
+        assert process.stdout is not None
         try:
-            results[name] = STAGES[name](dry_run)
-        except Exception as error:
-            results[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-            print(f"failed: {results[name]['error'][:2000]}", flush=True)
-            if dry_run:
-                raise
-        results.setdefault("seconds", {})[name] = time.perf_counter() - began
-    return results
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                print(line, end="", flush=True)
+            process.wait()
+        finally:
+            timer.cancel()
+            _kill(process)
+            process.stdout.close()
+    seconds = time.monotonic() - began
+    outcome = {"ok": process.returncode == 0, "seconds": seconds, "log": f"logs/{log.name}"}
+    if process.returncode == _KILLED and seconds >= limit_s:
+        return outcome | {"error": f"killed after {limit_s:.0f} s"}
+    if process.returncode != 0:
+        last = (log.read_text().strip().splitlines() or ["nothing was printed"])[-1]
+        return outcome | {"error": f"ended with {process.returncode}: {last[:500]}"}
+    return outcome
 
 
-def write(results: dict[str, Any]) -> Path:
-    """Into benchmarks/results, by the device's name and the date."""
-    import torch
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a task with all processes that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
 
-    gpu = torch.cuda.get_device_name()
-    machine = {
-        "gpu": gpu,
-        "date": date.today().isoformat(),
-        "python": platform.python_version(),
-        "packages": {name: _installed(name) for name in _PACKAGES},
+
+def _environment(dry_run: bool) -> dict[str, str]:
+    paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",  # a log has what was printed before its process was killed
+        "HF_HUB_OFFLINE": "1",
     }
-    if "ceilings" in _measured:
-        machine["ceilings"] = vars(_measured["ceilings"])
-    name = gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
-    path = HERE / "results" / f"{name}-{machine['date']}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"machine": machine, **results}, indent=1, default=str))
-    return path
+    if dry_run:
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return environment
+
+
+def wrong(results: Results, stages: list[str], names: set[str]) -> list[str]:
+    """Cells of these stages, and tasks, that are not right."""
+    found = results.read()
+    cells = [(stage, cell) for stage in stages for cell in found.get(stage, {})]
+    cells += [("tasks", name) for name in found.get("tasks", {}) if name in names]
+    return [f"{stage}: {cell}" for stage, cell in cells if not found[stage][cell].get("ok", True)]
+
+
+def _has_cuda() -> bool:
+    """Asked in another process: this one is to hold none of the device's memory."""
+    code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stages", nargs="*", default=[], choices=[*STAGES, []])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=list(STAGES))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--out", type=Path, help="folder of results (default: out/gpu)")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    if args.dry_run:
-        # Before anything imports triton or asks for a device.
-        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    elif _device().type != "cuda":
+    if not args.dry_run and not _has_cuda():
         sys.exit("no CUDA device: give --dry-run to run the same code on a CPU, tiny")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    results = run(args.stages or list(STAGES), args.dry_run)
-    if not args.dry_run:
-        print(f"\nwritten to {write(results)}")
-    if wrong := [name for name in STAGES if not _right(results.get(name))]:
-        sys.exit(f"not right: {', '.join(wrong)}")
-
-
-def _right(found: Any) -> bool:
-    """Whether nothing a stage found is marked as wrong."""
-    entries = found if isinstance(found, list) else [found]
-    return all(entry.get("ok", True) for entry in entries if isinstance(entry, dict))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"ended by signal {signal.SIGTERM}"))
+    with tempfile.TemporaryDirectory() as unkept:
+        unnamed = Path(unkept) if args.dry_run else ROOT / "out" / "gpu"
+        results = Results(args.out or unnamed)
+        models = ["tiny"] if args.dry_run else args.models
+        names = set()
+        for stage in args.stages:
+            todo = tasks(stage, models, args.workloads)
+            names |= {task.name for task in todo}
+            run_stage(stage, todo, results, dry_run=args.dry_run)
+        print(f"\nresults are in {results.folder}")
+        if not_right := wrong(results, args.stages, names):
+            sys.exit("not right:\n" + "\n".join(not_right))
 
 
 if __name__ == "__main__":

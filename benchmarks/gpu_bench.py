@@ -2,64 +2,90 @@
 
 from __future__ import annotations
 
-import gc
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from gpu_models import SHAPES, Ready, ready, shape_of
+from gpu_models import Ready, ready, shape_of
+from gpu_results import Results
 from gpu_workloads import Job, gpu_workload, prompts
 from roofline import Ceilings, sequential_seconds
 
 from batchinfer.config import EngineConfig, SamplingParams
-from batchinfer.engine.engine import Engine
 from batchinfer.engine.request import Request
 from batchinfer.engine.stats import StepStats
 
-WORKLOADS = ("W1", "W2", "W3")
 _PROFILED_STEPS = (20, 60)  # of W1: from, to
 _W1_REPEATS = 3
+_WARM_ROWS, _WARM_TOKENS = 64, 16
 
 
-def bench(device: torch.device, ceilings: Ceilings, *, dry_run: bool) -> list[dict[str, Any]]:
-    """Every workload on every shape; W1 is repeated."""
-    dtype = torch.float32 if dry_run else torch.bfloat16
+def bench(
+    results: Results,
+    device: torch.device,
+    ceilings: Ceilings,
+    model: str,
+    workloads: list[str],
+    ends: float,
+    *,
+    dry_run: bool,
+) -> None:
+    """Workloads on one model, each warmed up by rows of its own kind.
+
+    W1 is repeated, and watched for idle time, while there is time for that; its cell is replaced.
+
+    Args:
+        ends: when this process is ended, by `time.monotonic`.
+    """
     settings = EngineConfig(
         max_num_seqs=8 if dry_run else 1024,
         max_num_batched_tokens=64 if dry_run else 8192,
         num_kv_blocks=64 if dry_run else None,
     )
-    cells = []
-    for name in ("tiny",) if dry_run else SHAPES:
-        engine = ready(name, device, dtype, settings)
-        _run(engine.engine, gpu_workload("W1", tiny=dry_run)[:8], engine.vocab, seed=100)  # warm up
-        for workload in WORKLOADS:
-            jobs = gpu_workload(workload, tiny=dry_run)
-            bound_s = sequential_seconds(
-                shape_of(name), jobs, ceilings, max_num_seqs=settings.max_num_seqs
-            )
-            repeats = _W1_REPEATS if workload == "W1" and not dry_run else 1
-            runs = [_run(engine.engine, jobs, engine.vocab, seed) for seed in range(repeats)]
-            cell = _median(runs)
-            cells.append(
-                {
-                    "model": name,
-                    "workload": workload,
-                    **cell,
-                    "bound_tokens_per_s": cell["output_tokens"] / bound_s,
-                    "share_of_bound": bound_s / cell["seconds"],
-                    "busy_share": _busy_share(engine) if workload == "W1" else None,
-                    "graphs_captured": engine.graphs.num_captured if engine.graphs else 0,
-                    "fused": engine.fused,
-                    "num_blocks": engine.num_blocks,
-                }
-            )
-            print(_line(cells[-1]), flush=True)
-        del engine
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return cells
+    dtype = torch.float32 if dry_run else torch.bfloat16
+    began = time.perf_counter()
+    built = ready(model, device, dtype, settings)
+    start = {
+        "seconds": time.perf_counter() - began,
+        "graphs_captured": built.graphs.num_captured if built.graphs else 0,
+        "fused": built.fused,
+        "num_blocks": built.num_blocks,
+    }
+    results.add("bench", f"{model} start", start)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in workloads}
+
+    def run(workload: str) -> dict[str, Any]:
+        jobs = gpu_workload(workload, tiny=dry_run)
+        if not runs[workload]:
+            _run(built, warm_up(jobs), seed=100)
+        runs[workload].append(_run(built, jobs, seed=len(runs[workload])))
+        bound_s = sequential_seconds(
+            shape_of(model), jobs, ceilings, max_num_seqs=settings.max_num_seqs
+        )
+        return _cell(runs[workload], bound_s)
+
+    for workload in workloads:
+        results.measure("bench", f"{model} {workload}", partial(run, workload))
+    if "W1" not in workloads or dry_run:
+        return
+    if runs["W1"]:
+        results.measure("bench", f"{model} W1 busy", lambda: {"share": _busy_share(built)})
+    while runs["W1"] and len(runs["W1"]) < _W1_REPEATS:
+        if ends - time.monotonic() < 1.5 * runs["W1"][-1]["seconds"]:
+            break
+        results.measure("bench", f"{model} W1", partial(run, "W1"))
+
+
+def warm_up(jobs: list[Job]) -> list[Job]:
+    """Rows after which the timed ones meet no kernel and no graph for the first time.
+
+    Where rows share prefixes all of them: every number of sequences has a graph of its own there,
+    which is captured when it is met. They generate little.
+    """
+    rows = jobs if any(job.shared_len for job in jobs) else jobs[:_WARM_ROWS]
+    return [replace(job, output_len=min(job.output_len, _WARM_TOKENS)) for job in rows]
 
 
 def requests(jobs: list[Job], vocab: int, seed: int) -> list[Request]:
@@ -80,9 +106,11 @@ def requests(jobs: list[Job], vocab: int, seed: int) -> list[Request]:
     ]
 
 
-def _run(engine: Engine, jobs: list[Job], vocab: int, seed: int) -> dict[str, Any]:
+def _run(built: Ready, jobs: list[Job], seed: int) -> dict[str, Any]:
     """All jobs against the clock. Each seed has prompts of its own: no run finds another's."""
-    todo = requests(jobs, vocab, seed)
+    engine, graphs = built.engine, built.graphs
+    todo = requests(jobs, built.vocab, seed)
+    captured = graphs.num_captured if graphs else 0
     _synchronize()
     began = time.perf_counter()
     for request in todo:
@@ -108,19 +136,24 @@ def _run(engine: Engine, jobs: list[Job], vocab: int, seed: int) -> dict[str, An
         "waste": sum(waste * ms for waste, ms in used) / sum(ms for _, ms in used),
         "computed_prompt_tokens": sum(step.prefill_tokens for step in stats),
         "preemptions": sum(step.num_preempted for step in stats),
+        "captured_meanwhile": graphs.num_captured - captured if graphs else 0,
     }
 
 
-def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    runs = sorted(runs, key=lambda run: run["seconds"])
-    middle = runs[len(runs) // 2]
-    return middle | {"all_seconds": [run["seconds"] for run in runs]}
+def _cell(runs: list[dict[str, Any]], bound_s: float) -> dict[str, Any]:
+    """The median run, beside the bound."""
+    ordered = sorted(runs, key=lambda run: run["seconds"])
+    middle = ordered[len(ordered) // 2]
+    return {
+        **middle,
+        "bound_tokens_per_s": middle["output_tokens"] / bound_s,
+        "share_of_bound": bound_s / middle["seconds"],
+        "all_seconds": [run["seconds"] for run in runs],
+    }
 
 
-def _busy_share(built: Ready) -> float | None:
-    """Share of the time in which a kernel ran, over some steps of decoding; None on a CPU."""
-    if not torch.cuda.is_available():
-        return None
+def _busy_share(built: Ready) -> float:
+    """Share of the time in which a kernel of a CUDA device ran, over some steps of decoding."""
     engine = built.engine
     for request in requests(gpu_workload("W1"), built.vocab, seed=99):
         engine.add_request(request)
@@ -150,12 +183,3 @@ def _busy_share(built: Ready) -> float | None:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _line(cell: dict[str, Any]) -> str:
-    busy = "-" if cell["busy_share"] is None else f"{cell['busy_share']:.2f}"
-    return (
-        f"{cell['model']:<13} {cell['workload']}  {cell['output_tokens_per_s']:>9,.0f} tok/s  "
-        f"share of bound {cell['share_of_bound']:.2f}  busy {busy}  waste {cell['waste']:.3f}  "
-        f"preemptions {cell['preemptions']}"
-    )

@@ -19,7 +19,7 @@ from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.memory import device_memory, fit_memory, model_bytes
+from batchinfer.worker.memory import DeviceMemory, fit_memory, model_bytes
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.sampler import Sampler
 
@@ -60,7 +60,6 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SHAPES = ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-8B")
 
 
 def shape_of(name: str) -> Shape:
@@ -98,6 +97,13 @@ def random_model(
     return model.to(device).eval().requires_grad_(False)
 
 
+def _free_memory(device: torch.device) -> DeviceMemory:
+    """Of the device; nothing is swapped to the host here, nor sized by a CPU's memory."""
+    if device.type == "cpu":
+        return DeviceMemory("cpu", 2**32, 2**32, None)
+    return DeviceMemory("cuda", *torch.cuda.mem_get_info(device), None)
+
+
 @dataclass(frozen=True)
 class Ready:
     """An engine with a model, fused and captured."""
@@ -125,7 +131,7 @@ def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineC
         settings,
         layout,
         config,
-        device_memory(device, weight_bytes),
+        _free_memory(device),
         weight_bytes=weight_bytes,
         max_model_len=MAX_MODEL_LEN,
     )

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from gpu_bench import requests
 from gpu_models import random_model, ready
+from gpu_results import Results
 from gpu_workloads import Job, prompts
 
 from batchinfer.config import EngineConfig
@@ -16,16 +17,14 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Of the logits' norm: in float32 for another order of sums, in bfloat16 for its rounding."""
 
 
-def parity(device: torch.device, *, dry_run: bool) -> list[dict[str, Any]]:
+def parity(results: Results, device: torch.device, *, dry_run: bool) -> None:
     """Tokens in float32, then logits of both dtypes against float32's."""
     jobs = [Job(length, 16, 8 if dry_run else 32) for length in (17, 40, 65, 129, 20)]
     jobs = jobs[:2] if dry_run else jobs
-    results = [_tokens(device, jobs)]
-    dtypes = (torch.float32,) if dry_run else (torch.float32, torch.bfloat16)
-    results += [_logits(device, dtype) for dtype in dtypes]
-    for result in results:
-        print(" ".join(f"{key} {value}" for key, value in result.items()), flush=True)
-    return results
+    results.measure("parity", "tokens", lambda: _tokens(device, jobs))
+    for dtype in (torch.float32,) if dry_run else (torch.float32, torch.bfloat16):
+        name = f"logits {str(dtype).removeprefix('torch.')}"
+        results.measure("parity", name, lambda dtype=dtype: _logits(device, dtype))
 
 
 def _tokens(device: torch.device, jobs: list[Job]) -> dict[str, Any]:
@@ -51,8 +50,12 @@ def _tokens(device: torch.device, jobs: list[Job]) -> dict[str, Any]:
         )
         same += out[0, len(ids) :].tolist() == got[row]
     captured = built.graphs.num_captured if built.graphs else 0
-    return {"check": "tokens", "rows": len(jobs), "same": same, "ok": same == len(jobs),
-            "graphs_captured": captured}  # fmt: skip
+    return {
+        "ok": same == len(jobs),
+        "rows": len(jobs),
+        "same": same,
+        "graphs_captured": captured,
+    }
 
 
 def _logits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -77,5 +80,4 @@ def _logits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     with torch.inference_mode():
         expected = reference(input_ids=ids, use_cache=False).logits[0, -1]
     difference = (got[0][-1].float() - expected).norm() / expected.norm()
-    return {"check": "logits", "dtype": str(dtype), "relative_error": float(difference),
-            "ok": bool(difference <= _TOLERANCE[dtype])}  # fmt: skip
+    return {"ok": bool(difference <= _TOLERANCE[dtype]), "relative_error": float(difference)}

@@ -1,29 +1,20 @@
-"""What else there is, on W1 alone and for at most half a minute each.
-
-Each runs in a process of its own (``python benchmarks/gpu_peers.py PEER MODEL``), so that one that
-fails or hangs takes nothing along, and prints one JSON line.
-"""
+"""What else there is, on W1 alone and for at most 20 seconds each."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_attention import _Pool
+from gpu_attention import Pool
 from gpu_models import random_model, shape_of
+from gpu_results import Results
 from gpu_timing import seconds
 from gpu_workloads import gpu_workload, prompts
 
-LIMIT_S = 30.0
-_START_S = 60.0  # imports and weights
+LIMIT_S = 20.0
 _BATCHES = (64, 128, 256)
 
 
@@ -78,7 +69,7 @@ def generate_batch(model_name: str, device: torch.device, tiny: bool) -> dict[st
     generation = GenerationConfig(
         max_new_tokens=1024, do_sample=False, eos_token_id=None, pad_token_id=3, bos_token_id=1
     )
-    options = {"num_blocks": 64, "page_size": 32, "max_batch_tokens": 64} if tiny else {}
+    options = {"num_blocks": 64, "max_batch_tokens": 64} if tiny else {}
     lengths: dict[str, int] = {}
     with model.continuous_batching_context_manager(
         generation_config=generation,
@@ -114,7 +105,7 @@ def flashinfer(model_name: str, device: torch.device, tiny: bool) -> dict[str, A
     shape = shape_of(model_name)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(500, 1500, (256,), generator=generator).tolist()
-    pool = _Pool(device, lengths)
+    pool = Pool(device, lengths)
     blocks = [-(-length // 16) for length in lengths]
     indptr = torch.tensor([0, *np.cumsum(blocks).tolist()], dtype=torch.int32, device=device)
     indices = torch.cat([pool.tables[row, :count] for row, count in enumerate(blocks)])
@@ -123,11 +114,11 @@ def flashinfer(model_name: str, device: torch.device, tiny: bool) -> dict[str, A
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
     wrapper.plan(
         indptr, indices, last, shape.heads, shape.kv_heads, shape.width, 16,
-        data_type=pool.pool.dtype, q_data_type=pool.pool.dtype,
+        data_type=pool.dtype, q_data_type=pool.dtype,
     )  # fmt: skip
-    query = torch.randn(256, shape.heads, shape.width, device=device, dtype=pool.pool.dtype)
+    query = torch.randn(256, shape.heads, shape.width, device=device, dtype=pool.dtype)
     taken = seconds(
-        lambda: [wrapper.run(query, pool.pool[:, layer]) for layer in range(pool.layers)], device
+        lambda: [wrapper.run(query, pool.layer(layer)) for layer in range(pool.layers)], device
     )
     return {"bytes_per_s": pool.bytes_per_layer * pool.layers / taken}
 
@@ -135,47 +126,13 @@ def flashinfer(model_name: str, device: torch.device, tiny: bool) -> dict[str, A
 PEERS = {"generate": generate, "generate_batch": generate_batch, "flashinfer": flashinfer}
 
 
-def peers(models: tuple[str, ...], *, dry_run: bool) -> list[dict[str, Any]]:
-    """All of them, in turn; one that cannot run says why."""
-    results = []
-    for model in models:
-        for peer in PEERS:
-            if peer == "flashinfer" and find_spec("flashinfer") is None:
-                result: dict[str, Any] = {"note": "not installed"}
-            else:
-                result = _in_process(peer, model, dry_run)
-            results.append({"peer": peer, "model": model, **result})
-            print(" ".join(f"{key} {value}" for key, value in results[-1].items()), flush=True)
-    return results
-
-
-def _in_process(peer: str, model: str, dry_run: bool) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__)), peer, model, *(["--tiny"] if dry_run else [])]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S + _START_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"note": "did not end in time"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        return {"note": f"failed: {(done.stderr.strip().splitlines() or ['?'])[-1][:300]}"}
-    return dict(json.loads(lines[-1]))
+def peer(results: Results, device: torch.device, name: str, model: str, *, dry_run: bool) -> None:
+    """Run one of them."""
+    if name == "generate_batch" and device.type == "cpu" and find_spec("psutil") is None:
+        results.add("peers", f"{model} {name}", {"note": "on a CPU transformers needs psutil"})
+        return
+    results.measure("peers", f"{model} {name}", lambda: PEERS[name](model, device, dry_run))
 
 
 def _dtype(tiny: bool) -> torch.dtype:
     return torch.float32 if tiny else torch.bfloat16
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("peer", choices=PEERS)
-    parser.add_argument("model")
-    parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
-    device = torch.device("cpu" if args.tiny else "cuda")
-    print(json.dumps(PEERS[args.peer](args.model, device, args.tiny)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

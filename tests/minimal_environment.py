@@ -1,0 +1,41 @@
+"""A virtual environment with some of this one's packages and what they require, by links."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+def make_environment(folder: Path, packages: list[str]) -> Path:
+    """Make it, and return its interpreter. Nothing else can be imported there."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (target,) = folder.glob("lib/python*/site-packages")
+    for found in required(packages):
+        installed = Path(str(found.locate_file("")))
+        for name in {file.parts[0] for file in found.files or [] if file.parts[0] != ".."}:
+            if name != "__pycache__" and (installed / name).exists():
+                (target / name).symlink_to(installed / name)
+    return folder / "bin" / "python"
+
+
+def required(packages: list[str]) -> list[Distribution]:
+    """Packages with all that they require here, extras left out."""
+    waiting, found = list(packages), dict[str, Distribution]()
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in found:
+            continue
+        try:
+            found[name] = distribution(name)
+        except PackageNotFoundError:
+            continue  # required only by a feature of some platform
+        for line in found[name].requires or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name)
+    return list(found.values())
