@@ -156,9 +156,7 @@ def _assert_consistent(output: SampleOutput, penalty: float) -> None:
 
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_prompts_come_out_as_from_transformers(
-    width: int, penalty: float, checkpoint
-) -> None:
+def test_prompts_come_out_as_from_transformers(width: int, penalty: float, checkpoint) -> None:
     completions, _ = run(checkpoint("llama"), Setup(), searches(width, penalty, NUM_PROMPTS))
     assert len(completions) == NUM_PROMPTS
     for completion in completions.values():

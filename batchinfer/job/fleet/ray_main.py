@@ -33,7 +33,8 @@ class ToJoin:
 def main() -> None:
     """Join the cluster that the first message names, and serve."""
     file, parent = map(int, sys.argv[1:])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":  # elsewhere the pipe says so, at the next call
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("who started this has ended")
     for number in _SIGNALS:  # they are the driver's to answer, who ends this process

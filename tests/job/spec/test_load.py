@@ -382,9 +382,7 @@ def test_a_mistaken_set_is_named_as_such(tmp_path: Path, override: str, message:
 
 
 def test_a_mistake_in_another_option_is_named_as_it_was_given(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"^--workers 0: scale\.workers is 0; it must be"
-    ):
+    with pytest.raises(UsageError, match=r"^--workers 0: scale\.workers is 0; it must be"):
         load_job(write_job(tmp_path), options={"--workers 0": "scale.workers=0"})
 
 
