@@ -87,6 +87,9 @@ class OutputDir:
         self.segments = self.state / "segments"
         self.in_flight = self.state / "in_flight"
         self.locks = self.state / "locks"
+        self.permit = self.locks / "fleet"
+        """There for as long as who holds the lock lets workers write; beside the locks, which stay
+        when output is overwritten."""
         self.shards = self.state / "shards.json"
         self.suspects = self.state / f"suspects{writer and '-'}{writer}.json"
         self.manifest = self.state / "manifest.json"

@@ -135,6 +135,8 @@ def prepare_directory(out: OutputDir, work: ResumePlan, shared: OutputDir | None
         StorageError: the directory cannot be written to.
     """
     _make_directories(out)
+    with storage_errors(out.permit, "delete"):
+        (shared or out).files.delete(out.permit)  # workers may live whose driver has died
     if not work.starts_over:
         _store_plan(shared or out, work)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
-from batchinfer.job.fleet.files.access import permit_file
 from batchinfer.job.fleet.messages import Failure, Ready
 from batchinfer.job.job import open_input, open_job
 from batchinfer.job.output.open import output_at
+from batchinfer.job.output.resume import clear_output, plan_resume
 from tests.job.fakes import FakeBuild, begin
 from tests.job.fleet.jobs import fleet_job, write_rows
 
@@ -25,7 +25,7 @@ def setup(tmp_path: Path) -> WorkerSetup:
     job = open_job(spec, open_input(spec))
     out = output_at(spec.output.path)
     begin(out, job.manifest)
-    out.write(permit_file(out), b"of this driver")
+    out.write(out.permit, b"of this driver")
     fingerprint = job.manifest.fingerprint
     return WorkerSetup(spec, job.manifest, fingerprint, b"of this driver", build=FakeBuild())
 
@@ -57,7 +57,8 @@ def test_a_copy_of_the_input_may_have_another_time(setup: WorkerSetup) -> None:
 
 
 def test_an_output_that_is_overwritten_meanwhile_is_the_drivers_own(setup: WorkerSetup) -> None:
-    begin(output_at(setup.spec.output.path), setup.manifest, "overwrite")
+    out = output_at(setup.spec.output.path)
+    clear_output(out, plan_resume(out, setup.manifest, "overwrite"))
     worker = WorkerProcess(setup, "w01", "run-00001-w01")
     assert isinstance(worker.load(), Ready)
     worker.stop()

@@ -121,6 +121,17 @@ def test_a_worker_whose_driver_was_passed_writes_no_more(
             own.write(own.runs / "run-00001-w01.json", b"{}")
 
 
+def test_workers_of_a_driver_that_died_write_no_more_once_another_run_begins(url: str) -> None:
+    out = output_at(url)
+    begin(out, PLAN)
+    with out.locked():
+        out.write(out.permit, b"of who dies with it")
+    own = of_worker(url, b"of who dies with it", "w01")
+    begin(output_at(url), PLAN)  # one that needs no workers
+    with pytest.raises(LockedError, match="let this process write"):
+        own.write(own.runs / "run-00001-w01.json", b"{}")
+
+
 def test_what_is_deleted_meanwhile_does_not_come_again_from_who_was_fenced(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePosixPath
 
 from batchinfer.errors import StorageError
 from batchinfer.job.fleet.files.outbox import Outbox
@@ -20,18 +20,13 @@ from batchinfer.job.storage.urls import is_url
 @contextmanager
 def lent(out: OutputDir) -> Iterator[bytes]:
     """Let workers write to the output; they find there what only the driver can have written."""
-    path, nonce = permit_file(out), secrets.token_hex(16).encode()
-    out.write(path, nonce)
+    nonce = secrets.token_hex(16).encode()
+    out.write(out.permit, nonce)
     try:
         yield nonce
     finally:
-        with storage_errors(path, "delete"):
-            out.files.delete(path)
-
-
-def permit_file(out: OutputDir) -> PurePath:
-    """The file that says so: beside the locks, which stay when an output is overwritten."""
-    return out.locks / "fleet"
+        with storage_errors(out.permit, "delete"):
+            out.files.delete(out.permit)
 
 
 def worker_output(
@@ -49,7 +44,7 @@ def worker_output(
     """
     out = output_at(path)
     try:
-        found = read_file(out.files, permit_file(out))
+        found = read_file(out.files, out.permit)
     except OSError:
         found = b""
     if is_url(path):
@@ -58,7 +53,7 @@ def worker_output(
                 f"another output is at {out.root} on this node than on the driver's",
                 hint="give all nodes the same endpoint and credentials of the store",
             )
-        lent_out = lent_output(path, permit_file(out), nonce)
+        lent_out = lent_output(path, out.permit, nonce)
         return lent_out.for_writer(worker, staging=run_id), "store"
     if found == nonce:
         return out.for_writer(worker, staging=run_id), "disk"
