@@ -19,6 +19,8 @@ _COUNTS = {
     "kills": (200, "kills at random times"),
     "fleet-workers": (20, "kills of workers of fleets"),
     "fleet-drivers": (10, "kills of drivers of fleets"),
+    "fleet-nodes": (5, "kills of nodes under workers of fleets"),
+    "fleet-slowness": (10, "how much slower one worker of a fleet is"),
     "named": (72, "kills at named points"),
     "stops": (50, "SIGTERMs at random times"),
     "races": (10, "races of two runs for one output"),
@@ -39,9 +41,14 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
     seed, jobs = options.seed, options.jobs
     if options.kills:
         yield stages.random_kills(_new(folder), options.kills, seed)
-    if options.fleet_workers or options.fleet_drivers:
-        counts = (options.fleet_workers, options.fleet_drivers)
-        yield stages.fleet_kills(_new(folder), *counts, seed)
+    if options.fleet_workers:
+        yield stages.fleet_workers(_new(folder), options.fleet_workers, seed)
+    if options.fleet_drivers:
+        yield stages.fleet_drivers(_new(folder), options.fleet_drivers, seed)
+    if options.fleet_nodes:
+        yield stages.fleet_nodes(_new(folder), options.fleet_nodes, seed)
+    if options.fleet_slowness:
+        yield stages.slow_worker(_new(folder), options.fleet_slowness)
     if options.named:
         yield stages.named_kills(_new(folder), options.named, seed)
     if options.stops:

@@ -15,8 +15,71 @@ import numpy as np
 
 from batchinfer.errors import DeviceError
 from batchinfer.job.output import part_writer
+from batchinfer.job.output.part_writer import PartWriter
+from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.fakes import FakeBuild, FakeBuilt, drawn
+
+
+@dataclass(frozen=True)
+class Paced:
+    """Builds engines whose steps take some time, in processes that tell what they do.
+
+    In ``folder`` is a file ``pid-N`` of each process; it has a line for each row as it finishes,
+    with the time.
+    """
+
+    folder: Path
+    step_s: float = 0.05
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        _tell_finished(self.folder / f"pid-{os.getpid()}")
+        build = FakeBuild(next_token=drawn)
+        build.before_step = self._before_step
+        return build(model, engine, log=log)
+
+    def _before_step(self, number: int) -> None:
+        time.sleep(self.step_s)
+
+
+def _tell_finished(path: Path) -> None:
+    """Have this process write down each row that it finishes."""
+    add, file = PartWriter.add, path.open("ab", buffering=0)
+
+    def add_and_tell(self: PartWriter, row: FinishedRow) -> None:
+        file.write(b"%d %f\n" % (row.values["row_id"], time.monotonic()))
+        add(self, row)
+
+    PartWriter.add = add_and_tell  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class OneSlow:
+    """Builds engines that begin together, ``count`` of them, the first one of them slower.
+
+    In ``folder`` is a file ``steps-N`` of each process, with the time of each step.
+    """
+
+    folder: Path
+    count: int
+    step_s: float
+    slowness: float
+
+    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
+        slow = happens(self.folder, "slow", 1)
+        file = (self.folder / f"steps-{os.getpid()}").open("ab", buffering=0)
+
+        def before_step(number: int) -> None:
+            if number == 0:
+                happens(self.folder, "begun", self.count)
+                while how_often(self.folder, "begun") < self.count:
+                    time.sleep(0.01)
+            time.sleep(self.step_s * (self.slowness if slow else 1.0))
+            file.write(b"%f\n" % time.monotonic())
+
+        build = FakeBuild(next_token=drawn)
+        build.before_step = before_step
+        return build(model, engine, log=log)
 
 
 def happens(folder: Path, name: str, times: int) -> bool:
@@ -159,3 +222,22 @@ class DiesAt:
             os.environ[VARIABLE] = f"{self.point}:{self.count}"
             part_writer.FLUSH_ROWS = 8
         return FakeBuild(next_token=drawn)(model, engine, log=log)
+
+
+@dataclass(frozen=True)
+class Freezes(Disturbed):
+    """Builds engines of which one freezes in its ``step``th step, with its process, and writes down
+    which that is; the others wait there until the file ``go-on`` is in the folder."""
+
+    folder: Path
+    step: int = 4
+
+    def _before_step(self, number: int) -> None:
+        if number != self.step:
+            return
+        if happens(self.folder, "frozen", 1):
+            (self.folder / "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        while not (self.folder / "go-on").exists():
+            time.sleep(0.05)

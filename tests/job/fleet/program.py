@@ -1,7 +1,7 @@
 """A program that runs a job on an embedded fleet, one of whose engines may send it a signal, or
 kill the daemon of its cluster.
 
-python -m tests.job.fleet.program FOLDER WORKERS [SIGNAL|raylet]
+python -m tests.job.fleet.program FOLDER WORKERS [SIGNAL|raylet|paced]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from batchinfer.program import run_program
-from tests.job.fleet.engines import Disturbed, KillsNode, Signals
+from tests.job.fleet.engines import Disturbed, KillsNode, Paced, Signals
 from tests.job.fleet.jobs import fleet_job, run
 
 
@@ -23,9 +23,11 @@ def main(**_: str) -> None:
     sys.exit(int(run(spec, _build(Path(folder), *wanted))))
 
 
-def _build(folder: Path, what: str = "") -> Disturbed | None:
+def _build(folder: Path, what: str = "") -> Disturbed | Paced | None:
     if what == "raylet":
         return KillsNode(folder)
+    if what == "paced":
+        return Paced(folder)
     return Signals(folder, os.getpid(), signal.Signals[what]) if what else None
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DeviceError, ExitCode, LockedError
 from batchinfer.job.fleet import dispatcher, ray_workers
+from batchinfer.job.fleet.driver import Gone, WorkerEvent
+from batchinfer.job.fleet.messages import Failure
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from tests.job.fleet.engines import Breaks, Dies, DiesAt, DiesOf, how_often, never_built
+from tests.job.fleet.engines import Breaks, Dies, DiesAt, DiesOf, Freezes, how_often, never_built
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 from tests.job.fleet.shared_cluster import shared_cluster
 
@@ -102,14 +108,57 @@ def test_a_row_that_kills_its_worker_is_given_up_and_no_other(tmp_path: Path) ->
     assert failed == [(77, "crashed_engine")]
 
 
-def test_a_frozen_worker_is_killed_and_its_rows_run_elsewhere(
+class Unreachable(ray_workers.RayWorkers):
+    """A fleet whose first worker that is given up goes on, and what it tells comes late."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._ghost = ""
+        self._is_closing = False
+
+    def close(self) -> None:
+        self._is_closing = True
+        super().close()
+
+    def _end_process(self, worker: str) -> None:
+        self._ghost = self._ghost or worker
+        if self._is_closing or worker != self._ghost:
+            super()._end_process(worker)
+
+    def _failed(self, worker: str, failure: Failure) -> WorkerEvent:
+        if self._is_closing or worker != self._ghost:
+            return super()._failed(worker, failure)
+        return Gone(worker, failure.text)
+
+
+def test_what_a_frozen_worker_tells_when_it_thaws_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatcher, "SILENT_S", 3.0)
     monkeypatch.setattr(ray_workers, "REPORT_S", 0.5)
+    monkeypatch.setattr(ray_workers, "RayWorkers", Unreachable)
     write_rows(tmp_path, ROWS)
-    assert run(fleet_job(tmp_path), Dies(tmp_path, 1, number=signal.SIGSTOP)) == ExitCode.OK
-    assert how_often(tmp_path, "death") == 1
+    log = tmp_path / "out" / "_batchinfer" / "logs" / "run-00001-driver.log"
+
+    def has_told(line: str) -> bool:
+        return log.exists() and line in log.read_text()
+
+    def wait_for(line: str) -> None:
+        until = time.monotonic() + 60
+        while not has_told(line) and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def thaw() -> None:
+        wait_for("is gone: it was killed")
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGCONT)
+        wait_for("is refused: it comes too late")
+        (tmp_path / "go-on").touch()
+
+    Thread(target=thaw, daemon=True).start()
+    # Cores are not dealt to workers then: the one that is frozen keeps its own.
+    spec = fleet_job(tmp_path, engine={"num_threads": 1})
+    assert run(spec, Freezes(tmp_path)) == ExitCode.OK
+    assert has_told("is refused: it comes too late")
     assert_as_of_one_process(tmp_path)
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,45 +11,22 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.fleet.ray_cluster import environment
 from tests.job.fleet.engines import KillsNode, WaitsForAnother, how_often
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
+from tests.job.fleet.ray_nodes import add_node, nodes_cluster
 
 ROWS = 600
-_STORE = 80 * 2**20
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A cluster whose head runs no workers."""
-    folder = tempfile.mkdtemp(dir="/tmp", prefix="bn-")  # Ray's sockets want short paths
-    os.mkdir(f"{folder}/ray")
-    settings = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_TMPDIR": folder,
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }
-    with environment(settings):
-        from ray.cluster_utils import Cluster
-
-        head = {"num_cpus": 0, "temp_dir": folder, "include_dashboard": False}
-        made = Cluster(initialize_head=True, head_node_args={**head, "object_store_memory": _STORE})
+    """One cluster for all jobs here."""
+    with nodes_cluster() as made:
         yield made
-        made.shutdown()
-    shutil.rmtree(folder)
-
-
-def add_node(cluster: Any) -> Any:
-    """A node with room for one worker."""
-    return cluster.add_node(num_cpus=1, object_store_memory=_STORE)
 
 
 def test_a_node_that_dies_loses_nothing(cluster: Any, tmp_path: Path) -> None:
     nodes = [add_node(cluster), add_node(cluster)]
-    for node in nodes:  # who kills a raylet must reap it: else its workers take it for alive
-        raylet = node.all_processes["raylet"][0].process
-        Thread(target=raylet.wait, daemon=True).start()
     write_rows(tmp_path, ROWS)
     spec = fleet_job(tmp_path, scale={"cluster": cluster.address})
     assert run(spec, KillsNode(tmp_path)) == ExitCode.OK
