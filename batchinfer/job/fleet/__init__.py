@@ -1,11 +1,13 @@
 """A fleet: one job on many workers, each with an engine of its own.
 
 ``leases`` is the ledger of who runs which rows, ``dispatcher`` decides on what workers tell, and
-``driver`` does it: it alone publishes parts and deletes segments. ``worker`` runs leases
-(``lease_run``) on one engine, in a process that ``boot`` begins; ``messages`` go between the two.
-``ray_workers`` and ``ray_cluster`` are Ray, which starts processes and carries messages, in a
-process of its own, ``ray_main``, to which ``ray_process`` is the driver's side; ``reach`` finds out
-whether anything listens at a cluster's place; ``files`` brings what workers write to the output;
+``driver`` does it: it alone publishes parts and deletes segments. ``boots`` has workers started,
+``nodes`` which nodes are left out, ``losses`` what goes with a worker that dies. ``worker`` runs
+leases (``lease_run``) on one engine, in a process that ``boot`` begins; ``messages`` go between the
+two, ``workers`` is what the driver sees of them. ``ray_workers`` and ``ray_cluster`` are Ray, which
+starts processes and carries messages, in a process of its own, ``ray_main``, to which
+``ray_process`` is the driver's side; ``reach`` finds out whether anything listens at a cluster's
+place, ``pulse`` whether a silent worker computes; ``files`` brings what workers write to the output;
 ``run_fleet`` puts all of it together.
 
 May import: config, cpus, errors, process, console, engine, requests, build, job.

@@ -24,9 +24,9 @@ from typing import IO, Any
 
 from batchinfer.errors import DeviceError, UsageError
 from batchinfer.job.fleet.boot import WorkerSetup
-from batchinfer.job.fleet.driver import Lost, WorkerEvent
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure
 from batchinfer.job.fleet.ray_main import ToJoin
+from batchinfer.job.fleet.workers import Lost, WorkerEvent
 
 HUNG_S = 30.0
 """A process that has not answered for so long is given up."""

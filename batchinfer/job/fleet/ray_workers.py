@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batchinfer.errors import ExitCode, one_line
 from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
-from batchinfer.job.fleet.driver import Gone, NotUp, Seen, Told, Up, WorkerEvent
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready
 from batchinfer.job.fleet.pulse import computes
+from batchinfer.job.fleet.workers import Gone, NotUp, Seen, Told, Up, WorkerEvent
 
 REPORT_S = 5.0
 """A worker reports so often, and when there is something the driver should know."""

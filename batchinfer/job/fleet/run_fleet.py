@@ -13,7 +13,8 @@ from batchinfer.console.progress import Progress
 from batchinfer.cpus import cpu_limits
 from batchinfer.errors import UsageError
 from batchinfer.job.fleet.boot import WorkerSetup
-from batchinfer.job.fleet.driver import FleetDriver, FleetSize
+from batchinfer.job.fleet.boots import FleetSize
+from batchinfer.job.fleet.driver import FleetDriver
 from batchinfer.job.fleet.files.access import lent
 from batchinfer.job.fleet.files.driver_log import DriverLog
 from batchinfer.job.fleet.ray_main import ToJoin

@@ -15,8 +15,8 @@ import pytest
 
 from batchinfer.errors import DeviceError, ExitCode, LockedError
 from batchinfer.job.fleet import dispatcher, ray_workers
-from batchinfer.job.fleet.driver import Gone, WorkerEvent
 from batchinfer.job.fleet.messages import Failure
+from batchinfer.job.fleet.workers import Gone, WorkerEvent
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from tests.job.fleet.engines import Breaks, Dies, DiesAt, DiesOf, Freezes, how_often, never_built
