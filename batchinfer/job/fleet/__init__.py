@@ -7,7 +7,7 @@ leases (``lease_run``) on one engine, in a process that ``boot`` begins; ``messa
 two, ``workers`` is what the driver sees of them. ``ray_workers`` and ``ray_cluster`` are Ray, which
 starts processes and carries messages, in a process of its own, ``ray_main``, to which
 ``ray_process`` is the driver's side; ``reach`` finds out whether anything listens at a cluster's
-place, ``pulse`` whether a silent worker computes; ``files`` brings what workers write to the output;
+place, ``pulse`` whether a silent worker computes; ``files`` brings what workers write to its place;
 ``run_fleet`` puts all of it together.
 
 May import: config, cpus, errors, process, console, engine, requests, build, job.

@@ -1,0 +1,101 @@
+"""The process that has joined a cluster: what becomes of a fleet's calls where that is late."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from io import BytesIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Event
+
+import pytest
+
+from batchinfer.errors import DeviceError, ModelError
+from batchinfer.job.fleet import ray_process
+from batchinfer.job.fleet.messages import Failure
+from batchinfer.job.fleet.ray_main import ToJoin
+from batchinfer.job.fleet.ray_process import Joiner, RayProcess
+from batchinfer.job.fleet.workers import Lost
+
+TO_JOIN = ToJoin("local", 2)
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """One that does nothing."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def joiner(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Connection]:
+    """That process's end of the connection to its driver."""
+    ours, theirs = Pipe()
+    said = BytesIO(b"one line\nwhy it ended\n")
+    monkeypatch.setattr(ray_process, "begun", lambda: Joiner(process, ours, said))
+    monkeypatch.setattr(ray_process, "_LATE_S", 0.0)
+    with theirs:
+        yield theirs
+
+
+def joined(joiner: Connection) -> RayProcess:
+    """Its driver's side, once it has said how many GPUs there are."""
+    workers = RayProcess(TO_JOIN, 60.0, Event())
+    joiner.send(3)
+    assert workers.join(60.0) == 3
+    assert joiner.recv() == TO_JOIN
+    return workers
+
+
+def test_what_is_sent_while_an_answer_is_late_goes_after_it(joiner: Connection) -> None:
+    """Two that write much at once, and do not read, wait for each other without end."""
+    workers = joined(joiner)
+    assert workers.wait(0.0) == []
+    workers.stop("w01")
+    assert joiner.recv() == ("wait", (0.0,), {})
+    assert not joiner.poll()
+    joiner.send([Lost("as an event")])
+    assert workers.wait(0.0) == [Lost("as an event")]
+    assert joiner.recv() == ("stop", ("w01",), {})
+
+
+def test_one_that_does_not_answer_any_more_is_killed(
+    joiner: Connection, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = joined(joiner)
+    monkeypatch.setattr(ray_process, "HUNG_S", -1.0)
+    assert workers.wait(0.0) == [Lost("its process does not answer any more")]
+    assert process.poll() == -9
+
+
+def test_one_that_has_ended_says_why(joiner: Connection, process: subprocess.Popen[bytes]) -> None:
+    workers = joined(joiner)
+    process.kill()
+    joiner.close()
+    workers.stop("w01")  # nobody hears it
+    assert workers.wait(0.0) == [Lost("its process ended with -9: why it ended")]
+
+
+def test_one_that_ends_before_it_has_joined(
+    joiner: Connection, process: subprocess.Popen[bytes]
+) -> None:
+    process.kill()
+    joiner.close()
+    with pytest.raises(DeviceError, match=r"\(local\) cannot be used: .* why it ended"):
+        RayProcess(TO_JOIN, 60.0, Event()).join(60.0)
+
+
+def test_one_that_cannot_join_says_what_it_met(joiner: Connection) -> None:
+    joiner.send(Failure("ModelError", "no such model"))
+    with pytest.raises(ModelError, match="no such model"):
+        RayProcess(TO_JOIN, 60.0, Event()).join(60.0)
+
+
+def test_one_is_not_waited_for_when_the_job_is_to_stop(joiner: Connection) -> None:
+    stop = Event()
+    stop.set()
+    assert RayProcess(TO_JOIN, 60.0, stop).join(60.0) is None
