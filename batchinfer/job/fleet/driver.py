@@ -77,7 +77,7 @@ class FleetDriver:
         missing = _missing(self.recovered)
         self._ledger = LeaseLedger(parts, missing, self.job.spec.engine.order_window)
         self._dispatcher = Dispatcher(self._ledger)
-        self._dispatcher.adopt(self.recovered.crash_history)
+        self._dispatcher.suspects.adopt(self.recovered.crash_history)
         self._losses = Losses(self.job.out, self.recovered, self._ledger, self.run_number)
         self._publisher = PartPublisher(self.job.out)
         self._inboxes = Inboxes(self.job.out)
@@ -165,7 +165,7 @@ class FleetDriver:
         for fence in report.ended:
             self._dispatcher.ended(worker, fence)
         if report.ended:
-            self._losses.keep(self._dispatcher.history)
+            self._losses.keep(self._dispatcher.suspects.history)
         self._dispatcher.reported(
             worker, self.clock(), report.num_unadmitted, report.rows, report.latest_fence
         )
@@ -244,7 +244,7 @@ class FleetDriver:
         self._inboxes.close(run_id(self.run_number, worker))
         in_flight, finished = self._losses.of(worker, tells_late=worker in self._tells_late)
         self._dispatcher.died(worker, in_flight if died_of_row else NO_ROWS, finished)
-        self._losses.keep(self._dispatcher.history, died=worker)
+        self._losses.keep(self._dispatcher.suspects.history, died=worker)
         self._over.add(worker)
         if not self.stop.is_set() and not self._is_ending:
             self._boots.start(len(self._dispatcher.workers))

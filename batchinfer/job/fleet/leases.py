@@ -142,6 +142,11 @@ class LeaseLedger:
         """Whether something is left to lease."""
         return bool(self._free)
 
+    @property
+    def fences(self) -> set[int]:
+        """Of the current leases."""
+        return set(self._leases)
+
     def has_room(self, worker: str) -> bool:
         """Whether a worker may have one more lease."""
         return not self.is_blocked and len(self._of_worker[worker]) < LEASES_PER_WORKER

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -46,10 +46,40 @@ class Joiner:
     said: IO[bytes]
     asked_at: float | None = None
     """Since when it has owed an answer."""
+    waiting: list[object] = field(default_factory=list)
+    """To be sent after that answer: two that send much to each other would wait for ever."""
 
     def send(self, message: object) -> None:
+        if self.asked_at is not None:
+            self.waiting.append(message)
+            return
         with suppress(OSError):  # that it has ended is seen when it is waited for
             self.connection.send(message)
+
+    def ask(self, message: object) -> None:
+        """Send what is answered, unless an answer is still to come."""
+        if self.asked_at is None:
+            self.send(message)
+            self.asked_at = time.monotonic()
+
+    def answer(self, timeout_s: float) -> Any:
+        """The answer; None where it does not come in time.
+
+        Raises:
+            EOFError, OSError: the process has ended.
+        """
+        if not self.connection.poll(timeout_s):
+            return None
+        answer, self.asked_at = self.connection.recv(), None
+        waiting, self.waiting = self.waiting, []
+        for message in waiting:
+            self.send(message)
+        return answer
+
+    @property
+    def silent_s(self) -> float:
+        """How long it has owed an answer."""
+        return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
 
     def last_words(self) -> str:
         """How it has ended, on one line."""
@@ -59,7 +89,9 @@ class Joiner:
         return f"its process ended with {self.process.wait()}{why}"
 
     def end(self, within_s: float) -> None:
-        self.send(None)
+        """Have it leave the cluster; kill it where that takes longer."""
+        if self.asked_at is None:
+            self.send(None)  # else it ends when nobody reads what it says
         self.connection.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(within_s)
@@ -101,18 +133,16 @@ class RayProcess:
         until = time.monotonic() + timeout_s
         while not self._stop.is_set():
             try:
-                if self._process.connection.poll(_POLL_S):
-                    return self._joined(self._process.connection.recv())
+                answer: int | Failure | None = self._process.answer(_POLL_S)
             except (EOFError, OSError):
                 raise self._unusable(self._process.last_words()) from None
+            if isinstance(answer, Failure):
+                raise answer.error()
+            if answer is not None:
+                return answer
             if time.monotonic() > until:
                 raise self._unusable("it has not answered within scale.start_timeout")
         return None
-
-    def _joined(self, answer: int | Failure) -> int:
-        if isinstance(answer, Failure):
-            raise answer.error()
-        return answer
 
     def _unusable(self, why: str) -> DeviceError:
         return DeviceError(
@@ -171,19 +201,14 @@ class RayProcess:
         if process is None:
             time.sleep(timeout_s)
             return []
-        if process.asked_at is None:
-            process.asked_at = time.monotonic()
-            self._call("wait", timeout_s)
+        process.ask(("wait", (timeout_s,), {}))
         try:
-            if process.connection.poll(timeout_s + _LATE_S):
-                process.asked_at = None
-                events: list[WorkerEvent] = process.connection.recv()
-                return events
+            events: list[WorkerEvent] | None = process.answer(timeout_s + _LATE_S)
         except (EOFError, OSError):
             return [self._lost(process, process.last_words())]
-        if time.monotonic() - process.asked_at > HUNG_S:
+        if events is None and process.silent_s > HUNG_S:
             return [self._lost(process, "its process does not answer any more")]
-        return []
+        return events or []
 
     def end(self) -> None:
         """Leave the cluster; one of this machine's own ends."""
