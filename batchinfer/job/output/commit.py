@@ -29,27 +29,17 @@ from batchinfer.job.storage.filesystem import read_file, storage_errors
 _PARQUET_ERRORS = (pa.ArrowException, OSError, KeyError)
 
 
-def read_part(data: bytes, part: Part) -> pa.Table:
-    """Decode all of a part, page checksums verified.
+def check_part(file: pa.NativeFile, part: Part) -> None:
+    """Decode all of a part, page checksums verified, with no more than a batch of a column at a
+    time in memory.
 
     Args:
-        data: the Parquet file.
+        file: Parquet.
         part: its row ids must be there in order; where it is exploded, each once or more.
 
     Raises:
         ValueError: what is wrong with it.
     """
-    try:
-        table = open_parquet(pa.BufferReader(data)).read(use_threads=False)
-        _check_row_ids(table, part)
-    except _PARQUET_ERRORS as error:
-        raise ValueError(first_line(error)) from None
-    return table
-
-
-def check_part(data: bytes, part: Part) -> None:
-    """``read_part`` for who needs none of it: no more than a column's batch is in memory."""
-    file = pa.BufferReader(data)
     try:
         decode_all(file)
         _check_row_ids(open_parquet(file).read(["row_id"], use_threads=False), part)
@@ -120,7 +110,7 @@ def stage(
         pa.default_memory_pool().release_unused()
         data = read_file(out.files, staged)
     try:
-        check_part(data, part)
+        check_part(pa.BufferReader(data), part)
     except ValueError as error:
         raise StorageError(
             f"{staged} was written and reads back wrong: {error}",

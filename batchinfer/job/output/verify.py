@@ -14,8 +14,9 @@ from batchinfer.console.format import first_line, printable
 from batchinfer.console.table import SummaryLine
 from batchinfer.errors import DataError, StorageError
 from batchinfer.job.fingerprint import digest
+from batchinfer.job.input.parquet_batches import open_parquet
 from batchinfer.job.manifest import Manifest, read_manifest
-from batchinfer.job.output.commit import read_part
+from batchinfer.job.output.commit import check_part
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.export_record import problems as openai_problems
@@ -123,12 +124,16 @@ class _Check:
 
     def _check_part(self, part: Part, record: PartRecord) -> None:
         path = self._out.part_file(part)
-        try:
-            table = read_part(read_file(self._out.files, path), part)
-        except ValueError as error:
-            raise DataError(f"{path}: {error}") from None
-        self._check_schema(part, table.schema)
-        failed = pc.sum(pc.equal(first_of_rows(table)["status"], "error")).as_py() or 0
+        with self._out.files.open(path) as opened:
+            file = pa.PythonFile(opened, mode="r")
+            try:
+                check_part(file, part)
+            except ValueError as error:
+                raise DataError(f"{path}: {error}") from None
+            reader = open_parquet(file)
+            self._check_schema(part, reader.schema_arrow)
+            rows = first_of_rows(reader.read(["row_id", "status"], use_threads=False))
+        failed = pc.sum(pc.equal(rows["status"], "error")).as_py() or 0
         if failed != sum(record.error_codes.values()):
             raise DataError(f"{path} has {failed:,} failed rows; its record says otherwise")
 

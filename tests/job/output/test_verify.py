@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DataError
+from batchinfer.errors import DataError, ExitCode
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import Verification, verify
 from batchinfer.job.run.run import run_job
@@ -167,3 +170,33 @@ def test_without_a_plan_there_is_nothing_to_verify(root: Path) -> None:
         (root / "_batchinfer" / name).write_bytes(b"{")
     with pytest.raises(DataError, match="damaged"):
         found(root)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
+def test_a_large_part_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:
+    """Of 72 MiB, which do not compress: more than is fetched beforehand."""
+    blobs = [Random(row).randbytes(1 << 20) for row in range(72)]
+    columns = {"prompt": ["asks"] * len(blobs), "blob": blobs}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    small, large = tmp_path / "small", tmp_path / "large"
+    for root, kept in ((small, []), (large, ["blob"])):
+        output = {"path": str(root), "rows_per_part": len(blobs)}
+        spec = job(tmp_path, input={"keep_columns": kept}, output=output)
+        assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert (large / "data" / "part-00000.parquet").stat().st_size > 72 << 20
+
+    assert peak_of_verify(large) - peak_of_verify(small) < 40 << 20
+
+
+def peak_of_verify(root: Path) -> int:
+    """Bytes in memory, at most, in a process that verifies an output."""
+    code = (
+        "import sys; from pathlib import Path; "
+        "from batchinfer.job.output.directory import OutputDir; "
+        "from batchinfer.job.output.verify import verify; "
+        "assert not verify(OutputDir(Path(sys.argv[1]))).problems; "
+        "print(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0])"
+    )
+    command = [sys.executable, "-c", code, str(root)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return int(done.stdout) * 1024
