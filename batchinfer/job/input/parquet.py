@@ -28,7 +28,7 @@ from batchinfer.job.input.format import (
     cut,
 )
 from batchinfer.job.input.parquet_batches import open_parquet, row_group_batches
-from batchinfer.job.input.parquet_footer import check_footer
+from batchinfer.job.input.parquet_footer import check_footer, compressed_bytes
 from batchinfer.job.storage.reader import store_of
 
 Shape = tuple["str | Shape", ...]
@@ -139,15 +139,15 @@ class ParquetFormat:
             yield first, rows
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
-        """Compressed bytes of the columns in the input."""
-        with store_of(file.path).open(file.path) as opened, open_parquet(opened) as reader:
-            groups = [reader.metadata.row_group(at) for at in range(reader.num_row_groups)]
-        return sum(
-            group.column(at).total_compressed_size
-            for group in groups
-            for at in range(group.num_columns)
-            if group.column(at).path_in_schema.partition(".")[0] in columns
-        )
+        """Compressed bytes of the columns in the input; DataError where its footer is damaged."""
+        if not columns:
+            return 0
+        with store_of(file.path).open(file.path) as opened:
+            footer = _footer(opened, file.size)
+        try:
+            return compressed_bytes(footer, columns)
+        except ValueError as error:
+            raise DataError(f"{file.path} cannot be read as Parquet: {error}", hint=MEND) from error
 
 
 def _num_rows(metadata: pq.FileMetaData) -> int:

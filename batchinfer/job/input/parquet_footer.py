@@ -7,7 +7,7 @@ that is damaged. So the few bytes that matter are decoded here. Sources: apache/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 _STRUCT, _LIST, _SET, _MAP = 12, 9, 10, 11
@@ -18,7 +18,7 @@ _FILE_SCHEMA, _FILE_GROUPS = 2, 4
 _ELEMENT_TYPE, _ELEMENT_NAME, _ELEMENT_CHILDREN = 1, 4, 5
 _GROUP_COLUMNS = 1
 _CHUNK_COLUMN = 3
-_COLUMN_TYPE, _COLUMN_PATH = 1, 3
+_COLUMN_TYPE, _COLUMN_PATH, _COLUMN_COMPRESSED = 1, 3, 7
 
 Column = tuple[int, tuple[bytes, ...]]
 """Physical type, and names from the top."""
@@ -39,6 +39,35 @@ def check_footer(footer: bytes) -> None:
         raise ValueError("its footer is damaged") from error
     if columns is not None and list(_leaves(schema)) != columns:
         raise ValueError("its footer is damaged: columns have other names in it than in its data")
+
+
+def compressed_bytes(footer: bytes, columns: Collection[str]) -> int:
+    """Bytes of columns in a file, as they are compressed in all of its row groups.
+
+    Args:
+        footer: the file's metadata, without length and magic bytes.
+        columns: names at the top; those nested in them count.
+
+    Raises:
+        ValueError: the footer is damaged.
+    """
+    names = {name.encode() for name in columns}
+    try:
+        chunks = [chunk for group in _groups(footer) for chunk in group[_GROUP_COLUMNS]]
+        metadata = [chunk[_CHUNK_COLUMN] for chunk in chunks]
+        return sum(int(m[_COLUMN_COMPRESSED]) for m in metadata if m[_COLUMN_PATH][0] in names)
+    except (IndexError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError("its footer is damaged") from error
+
+
+def _groups(footer: bytes) -> list[dict[int, Any]]:
+    reader = _Compact(footer)
+    for number, kind in reader.fields():
+        value = reader.value(kind)
+        if number == _FILE_GROUPS:
+            groups: list[dict[int, Any]] = value
+            return groups
+    return []
 
 
 def _schema_and_columns(reader: _Compact) -> tuple[list[Any], list[Column] | None]:

@@ -15,7 +15,7 @@ import pytest
 from batchinfer.errors import DataError
 from batchinfer.job.input.arrow_text import check_indices
 from batchinfer.job.input.dataset import open_source
-from batchinfer.job.input.parquet_footer import check_footer
+from batchinfer.job.input.parquet_footer import check_footer, compressed_bytes
 from tests.job.datasets import write_parquet
 
 TABLE = pa.table(
@@ -72,6 +72,48 @@ def test_a_name_that_is_not_the_same_everywhere_is_refused(name: bytes) -> None:
     changed = footer[:first] + name.upper() + footer[first + len(name) :]
     with pytest.raises(ValueError, match="other names"):
         check_footer(changed)
+
+
+@pytest.mark.parametrize("write", [by_pyarrow, by_polars])
+def test_bytes_of_columns_are_those_that_pyarrow_tells(write: Callable[[pa.Table], bytes]) -> None:
+    data = write(TABLE)
+    metadata = pq.read_metadata(BytesIO(data))
+    for columns in (["text"], ["nested", "messages", "column 3"], ["none"], TABLE.column_names):
+        expected = sum(
+            metadata.row_group(group).column(at).total_compressed_size
+            for group in range(metadata.num_row_groups)
+            for at in range(metadata.num_columns)
+            if metadata.schema.column(at).path.partition(".")[0] in columns
+        )
+        assert compressed_bytes(footer_of(data), columns) == expected
+        assert (expected > 0) == (columns != ["none"])
+
+
+def test_asking_a_damaged_footer_for_bytes_ends_no_process() -> None:
+    """pyarrow's own answer is the end of the process for some of these."""
+    footer = footer_of(by_pyarrow(TABLE.select(["text", "messages"])))
+    refused = 0
+    for at in range(len(footer)):
+        for flip in (1, 0x80):
+            changed = footer[:at] + bytes([footer[at] ^ flip]) + footer[at + 1 :]
+            try:
+                assert isinstance(compressed_bytes(changed, ["text"]), int)
+            except ValueError:
+                refused += 1
+    assert refused > len(footer) // 10
+
+
+def test_a_file_whose_second_row_group_is_damaged_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), path, row_group_size=1)
+    source = open_source(str(path))
+    data = path.read_bytes()
+    footer = footer_of(data)
+    second = len(data) - 8 - len(footer) + footer.rindex(b"prompt")
+    path.write_bytes(data[: second - 1] + b"\x7f" + data[second:])  # the name's length
+    with pytest.raises(DataError, match=r"x\.parquet cannot be read as Parquet: its footer"):
+        source.format.stored_bytes(source.files[0], ["prompt"])
+    assert source.format.stored_bytes(source.files[0], []) == 0
 
 
 def test_every_shorter_footer_is_damaged() -> None:
