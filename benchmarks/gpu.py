@@ -141,6 +141,7 @@ def _environment(dry_run: bool) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",  # a log has what was printed before its process was killed
         "HF_HUB_OFFLINE": "1",
     }
+    environment.pop("TRITON_INTERPRET", None)
     if dry_run:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     return environment

@@ -28,9 +28,11 @@ def kernels(results: Results, ends: float, *, dry_run: bool) -> None:
     results.add("kernels", "collected", {"ok": bool(found), "tests": len(found)})
     if dry_run:
         return
+    logs = results.folder / "logs"
+    logs.mkdir(exist_ok=True)
     count = min(_PROCESSES, max(1, (os.cpu_count() or 1) - 2), len(found))
     running = {
-        f"tests-{place}": _start(found[place::count], results.folder / "logs", f"tests-{place}")
+        f"tests-{place}": _start(found[place::count], logs, f"tests-{place}")
         for place in range(count)
     }
     for place, (name, process) in enumerate(running.items()):
@@ -39,18 +41,19 @@ def kernels(results: Results, ends: float, *, dry_run: bool) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        log = results.folder / "logs" / f"{name}.log"
-        results.add("kernels", name, outcomes(found[place::count], log.read_text(errors="replace")))
+        log = (logs / f"{name}.log").read_text(errors="replace")
+        results.add("kernels", name, outcomes(found[place::count], log))
 
 
 def outcomes(tests: list[str], log: str) -> dict[str, Any]:
     """What a process's log says of its tests: how many passed, which did not, and which not yet."""
     seen = dict(_OUTCOME.findall(log))
+    passed = [test for test in tests if seen.get(test) == "PASSED"]
     failed = [test for test in tests if seen.get(test) in ("FAILED", "ERROR")]
     missing = [test for test in tests if test not in seen]
     return {
-        "ok": not failed and not missing,
-        "passed": sum(seen.get(test) == "PASSED" for test in tests),
+        "ok": bool(passed) and not failed and not missing,
+        "passed": len(passed),
         "skipped": sum(seen.get(test) == "SKIPPED" for test in tests),
         "failed": failed,
         "not_run": missing,

@@ -17,8 +17,9 @@ def make_environment(folder: Path, packages: list[str]) -> Path:
     (target,) = folder.glob("lib/python*/site-packages")
     for found in required(packages):
         installed = Path(str(found.locate_file("")))
-        for name in {file.parts[0] for file in found.files or [] if file.parts[0] != ".."}:
-            if name != "__pycache__" and (installed / name).exists():
+        for name in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+            # Packages may share a folder.
+            if (installed / name).exists() and not (target / name).exists():
                 (target / name).symlink_to(installed / name)
     return folder / "bin" / "python"
 

@@ -19,7 +19,7 @@ import triton
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-TRITON_3_6 = ROOT / ".venv" / "triton-3.6"  # `make compile-report` puts it there
+TRITON_3_6 = ROOT / ".venv" / "triton-3.6"  # `make setup` puts it there if it can
 sys.path.insert(0, str(BENCHMARKS))
 
 from compile_table import COMPILED, Ceiling, Row, above_ceilings, ceilings_of, read, write  # noqa: E402
@@ -97,10 +97,11 @@ def test_what_is_kept_is_what_the_compiler_gives(tmp_path: Path) -> None:
     check_kept(triton.__version__, ROOT, tmp_path)
 
 
-def test_what_is_kept_is_what_triton_3_6_gives(compiled: list[Row], tmp_path: Path) -> None:
+def test_triton_3_6_compiles_within_the_ceilings(compiled: list[Row], tmp_path: Path) -> None:
     if not TRITON_3_6.exists():
-        fresh = {row.triton for row in compiled}
-        pytest.skip(f"no {TRITON_3_6}: see `make compile-report`; kept is that of {fresh}")
+        known = sum(row.triton == "3.6.0" for row in compiled)
+        pytest.skip(f"no {TRITON_3_6}; {known} kernels are as they were compiled with it last")
+    report(tmp_path, "--check", path=TRITON_3_6)
     check_kept("3.6.0", TRITON_3_6, tmp_path)
 
 
