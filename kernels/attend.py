@@ -49,26 +49,20 @@ def padded(size: int) -> int:
 @triton.jit
 def load_tokens(
     cache_ptr,  # [num_slots, block_size, D] of one KV head
-    slots,  # [TILE] int64
-    offsets,  # [TILE], in the block
-    live,  # [TILE] bool
-    slot_stride,
-    token_stride,
+    rows,  # [TILE] int32 or int64: where the tokens lie, in units
+    live,  # [TILE] bool, or None: all are
     width_stride,
+    UNIT: tl.constexpr,  # elements
     WIDTH: tl.constexpr,  # D
     WIDTH_BLOCK: tl.constexpr,  # D, padded
-    MASKED: tl.constexpr,  # false: all tokens are live
 ):  # [TILE, WIDTH_BLOCK]
-    # What is not live is 0 by selection. Multiplying it by a weight of 0 would not do: a slot holds
-    # whatever its last user left, and 0 * NaN is NaN.
+    # The columns are added first: what changes from tile to tile is one multiply-add a token.
     columns = tl.arange(0, WIDTH_BLOCK)
-    token_ptrs = cache_ptr + slots * slot_stride + offsets.to(tl.int64) * token_stride
-    ptrs = token_ptrs[:, None] + columns[None, :] * width_stride
-    if MASKED:
-        tile = tl.load(ptrs, mask=live[:, None] & (columns[None, :] < WIDTH), other=0.0)
-    else:
-        tile = tl.load(ptrs, mask=columns[None, :] < WIDTH, other=0.0)
-    return tile
+    ptrs = (cache_ptr + columns * width_stride)[None, :] + rows[:, None].to(tl.int64) * UNIT
+    mask = columns[None, :] < WIDTH
+    if live is not None:
+        mask = mask & live[:, None]
+    return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -83,11 +77,11 @@ def attend(
     key_ptr,  # [num_slots, block_size, Dk] of the KV head
     value_ptr,  # [num_slots, block_size, Dv] of the KV head
     table_ptr,  # [max_blocks] int32, the sequence's
-    key_slot_stride,
-    key_token_stride,
+    key_slot_units,
+    key_token_units,
     key_width_stride,
-    value_slot_stride,
-    value_token_stride,
+    value_slot_units,
+    value_token_units,
     value_width_stride,
     score_scale,
     cap,
@@ -97,47 +91,62 @@ def attend(
     VALUE_WIDTH: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROW_TYPE: tl.constexpr,  # int32 where every row of the pool has such a number
+    SAME_ROWS: tl.constexpr,  # of keys and values
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,  # false: whole tiles, and every row sees all of them
 ):
+    places = tl.arange(0, TILE)
     # Tiles lie at multiples of TILE, wherever the range begins: a tile then meets whole blocks.
     for tile in range(begin // TILE * TILE, end, TILE):
-        tokens = tile + tl.arange(0, TILE)
-        live = (tokens >= begin) & (tokens < end)
-        if MASKED:
-            slots = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        tokens = tile + places
+        if TILE % BLOCK_SIZE == 0:
+            blocks, offsets = tile // BLOCK_SIZE + places // BLOCK_SIZE, places % BLOCK_SIZE
         else:
-            slots = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
-        offsets = tokens % BLOCK_SIZE
-
-        key = load_tokens(
-            key_ptr, slots, offsets, live, key_slot_stride, key_token_stride, key_width_stride,
-            KEY_WIDTH, KEY_BLOCK, MASKED,
-        )  # fmt: skip
-        key = widen(key, query.dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * score_scale
-        if CAPPED:
-            scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
+            blocks, offsets = tokens // BLOCK_SIZE, tokens % BLOCK_SIZE
+        live = None
         if MASKED:
-            visible = live[None, :] & (tokens[None, :] <= positions[:, None])
+            # Blocks are clamped instead of masked, and what is seen is told below by positions:
+            # a mask of its own for each use is cheaper than one that the pipeline carries along.
+            blocks = tl.minimum(blocks, (end - 1) // BLOCK_SIZE)
+            live = tokens < end
+            if WINDOWED:
+                blocks = tl.maximum(blocks, begin // BLOCK_SIZE)
+                live = live & (tokens >= begin)
+        slots = tl.load(table_ptr + blocks).to(ROW_TYPE)
+        rows = slots * key_slot_units + offsets * key_token_units
+
+        # Dead keys are read, and their scores replaced. Dead values are 0 by selection: a weight of
+        # 0 would not do, since a slot holds whatever its last user left, and 0 * NaN is NaN.
+        key = load_tokens(key_ptr, rows, None, key_width_stride, UNIT, KEY_WIDTH, KEY_BLOCK)
+        key = widen(key, query.dtype)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if CAPPED:
+            scores = cap - 2.0 * cap / (tl.exp2(scores * score_scale) + 1.0)
+        if MASKED:
+            visible = tokens[None, :] <= positions[:, None]
             if WINDOWED:
                 visible = visible & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
 
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # The scale is positive: it is multiplied into the maximum, and fused into the exponent.
+        scale = 1.0 if CAPPED else score_scale
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         # A row that has seen nothing yet: -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - shift[:, None])
+        weights = tl.exp2(scores * scale - shift[:, None])
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(weights, 1)
         row_max = new_max
 
+        if not SAME_ROWS:
+            rows = slots * value_slot_units + offsets * value_token_units
         value = load_tokens(
-            value_ptr, slots, offsets, live, value_slot_stride, value_token_stride,
-            value_width_stride, VALUE_WIDTH, VALUE_BLOCK, MASKED,
-        )  # fmt: skip
+            value_ptr, rows, live, value_width_stride, UNIT, VALUE_WIDTH, VALUE_BLOCK
+        )
         value = widen(value, query.dtype)
         acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
     return row_max, row_sum, acc

@@ -95,13 +95,13 @@ def _chunk_kernel(
     query_row_stride,
     query_head_stride,
     query_width_stride,
-    key_slot_stride,
+    key_slot_units,
+    key_token_units,
     key_head_stride,
-    key_token_stride,
     key_width_stride,
-    value_slot_stride,
+    value_slot_units,
+    value_token_units,
     value_head_stride,
-    value_token_stride,
     value_width_stride,
     out_row_stride,
     out_head_stride,
@@ -117,6 +117,9 @@ def _chunk_kernel(
     VALUE_WIDTH: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,  # elements, of where a token lies
+    ROW_TYPE: tl.constexpr,
+    SAME_ROWS: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     TOKENS: tl.constexpr,  # query tokens of a tile
@@ -159,22 +162,22 @@ def _chunk_kernel(
         row_max, row_sum, acc = attend(
             query, computed + query_tokens, begin, end, row_max, row_sum, acc,
             key_ptr, value_ptr, table_ptr,
-            key_slot_stride, key_token_stride, key_width_stride,
-            value_slot_stride, value_token_stride, value_width_stride,
+            key_slot_units, key_token_units, key_width_stride,
+            value_slot_units, value_token_units, value_width_stride,
             score_scale, cap, window,
             BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-            WINDOWED, CAPPED, TILE, False,
+            UNIT, ROW_TYPE, SAME_ROWS, WINDOWED, CAPPED, TILE, False,
         )  # fmt: skip
         begin = end
     end = computed + tl.minimum(first + TOKENS, query_len)
     row_max, row_sum, acc = attend(
         query, computed + query_tokens, begin, end, row_max, row_sum, acc,
         key_ptr, value_ptr, table_ptr,
-        key_slot_stride, key_token_stride, key_width_stride,
-        value_slot_stride, value_token_stride, value_width_stride,
+        key_slot_units, key_token_units, key_width_stride,
+        value_slot_units, value_token_units, value_width_stride,
         score_scale, cap, window,
         BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-        WINDOWED, CAPPED, TILE, True,
+        UNIT, ROW_TYPE, SAME_ROWS, WINDOWED, CAPPED, TILE, True,
     )  # fmt: skip
 
     columns = tl.arange(0, VALUE_BLOCK)

@@ -24,9 +24,11 @@ as in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); those of pieces that sequ
 attention sinks as gpt-oss has them (OpenAI 2025, arXiv:2508.10925).
 """
 
+import math
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from batchinfer.kernels.attend import LOG2E, padded
 from batchinfer.kernels.chunk_attention import attend_chunks
@@ -34,6 +36,8 @@ from batchinfer.kernels.decode_attention import attend_decodes
 from batchinfer.kernels.decode_work import DecodeWork, plan_decode
 from batchinfer.kernels.fp8 import FP8, as_readable
 from batchinfer.kernels.launch import check_launchable
+
+_ROW_AXES = ("row", "head", "width")
 
 
 def paged_attention(
@@ -132,36 +136,59 @@ def _shared_arguments(
     value_width = value_cache.shape[3]
     strides = {
         f"{name}_{axis}_stride": stride
-        for name, tensor, axes in (
-            ("query", query, ("row", "head", "width")),
-            ("key", key_cache, ("slot", "head", "token", "width")),
-            ("value", value_cache, ("slot", "head", "token", "width")),
-            ("out", out, ("row", "head", "width")),
-        )
+        for name, tensor, axes in (("query", query, _ROW_AXES), ("out", out, _ROW_AXES))
         for axis, stride in zip(axes, tensor.stride(), strict=True)
     }
     # tanh(x) = 1 - 2 / (exp(2x) + 1): the kernel takes exp2 of (score_scale * <q, k>) either way.
     score_scale = scale * LOG2E * (2.0 / softcap if softcap else 1.0)
-    return strides | {
-        "query_ptr": query,
-        "key_ptr": as_readable(key_cache),
-        "value_ptr": as_readable(value_cache),
-        "table_ptr": block_tables,
-        "query_starts_ptr": query_starts,
-        "context_lens_ptr": context_lens,
-        "out_ptr": out,
-        "sinks_ptr": sinks,
-        "table_stride": block_tables.stride(0),
-        "score_scale": score_scale,
-        "cap": softcap * LOG2E,
-        "window": sliding_window,
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": query.shape[1] // num_kv_heads,
-        "BLOCK_SIZE": block_size,
-        "KEY_WIDTH": key_width,
-        "VALUE_WIDTH": value_width,
-        "KEY_BLOCK": padded(key_width),
-        "VALUE_BLOCK": padded(value_width),
-        "WINDOWED": sliding_window > 0,
-        "CAPPED": softcap > 0.0,
+    return (
+        strides
+        | _token_addresses(key_cache, value_cache)
+        | {
+            "query_ptr": query,
+            "key_ptr": as_readable(key_cache),
+            "value_ptr": as_readable(value_cache),
+            "table_ptr": block_tables,
+            "query_starts_ptr": query_starts,
+            "context_lens_ptr": context_lens,
+            "out_ptr": out,
+            "sinks_ptr": sinks,
+            "table_stride": block_tables.stride(0),
+            "score_scale": score_scale,
+            "cap": softcap * LOG2E,
+            "window": sliding_window,
+            "NUM_KV_HEADS": num_kv_heads,
+            "GROUP": query.shape[1] // num_kv_heads,
+            "BLOCK_SIZE": block_size,
+            "KEY_WIDTH": key_width,
+            "VALUE_WIDTH": value_width,
+            "KEY_BLOCK": padded(key_width),
+            "VALUE_BLOCK": padded(value_width),
+            "WINDOWED": sliding_window > 0,
+            "CAPPED": softcap > 0.0,
+        }
+    )
+
+
+def _token_addresses(key_cache: torch.Tensor, value_cache: torch.Tensor) -> dict[str, Any]:
+    """Arguments by which a token's key and value are found: its row, in units of elements.
+
+    A unit is what all slots and tokens lie apart. Rows are int32 as long as the pool has so few.
+    """
+    (key_slot, key_head, key_token, key_width) = key_cache.stride()
+    (value_slot, value_head, value_token, value_width) = value_cache.stride()
+    unit = math.gcd(key_slot, key_token, value_slot, value_token)
+    num_rows = len(key_cache) * max(key_slot, value_slot) // unit
+    return {
+        "key_slot_units": key_slot // unit,
+        "key_token_units": key_token // unit,
+        "key_head_stride": key_head,
+        "key_width_stride": key_width,
+        "value_slot_units": value_slot // unit,
+        "value_token_units": value_token // unit,
+        "value_head_stride": value_head,
+        "value_width_stride": value_width,
+        "UNIT": unit,
+        "ROW_TYPE": tl.int32 if num_rows < 2**31 else tl.int64,
+        "SAME_ROWS": (key_slot, key_token) == (value_slot, value_token),
     }

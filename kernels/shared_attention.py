@@ -114,13 +114,13 @@ def _shared_kernel(
     query_row_stride,
     query_head_stride,
     query_width_stride,
-    key_slot_stride,
+    key_slot_units,
+    key_token_units,
     key_head_stride,
-    key_token_stride,
     key_width_stride,
-    value_slot_stride,
+    value_slot_units,
+    value_token_units,
     value_head_stride,
-    value_token_stride,
     value_width_stride,
     table_stride,
     score_scale,
@@ -136,6 +136,9 @@ def _shared_kernel(
     VALUE_WIDTH: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,  # elements, of where a token lies
+    ROW_TYPE: tl.constexpr,
+    SAME_ROWS: tl.constexpr,
     CAPPED: tl.constexpr,
     PIECE: tl.constexpr,
     SEQUENCES: tl.constexpr,  # of a tile
@@ -185,11 +188,11 @@ def _shared_kernel(
             key_ptr + kv_head * key_head_stride,
             value_ptr + kv_head * value_head_stride,
             table_ptr + table_row * table_stride,
-            key_slot_stride, key_token_stride, key_width_stride,
-            value_slot_stride, value_token_stride, value_width_stride,
+            key_slot_units, key_token_units, key_width_stride,
+            value_slot_units, value_token_units, value_width_stride,
             score_scale, cap, 0,
             BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-            False, CAPPED, TILE, False,
+            UNIT, ROW_TYPE, SAME_ROWS, False, CAPPED, TILE, False,
         )  # fmt: skip
         partials = (sequences * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + piece
         tl.store(partial_max_ptr + partials, row_max, mask=row_live)
