@@ -124,13 +124,13 @@ def _block_copy() -> Case:
 
 
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
-_MERGE, _PLAN = "_merge_kernel", "_plan_kernel"
+_MERGE, _PLAN, _PLAN_CHUNKS = "_merge_kernel", "_plan_kernel", "_plan_chunks_kernel"
 _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, Qwen3-8B
 _D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
 _D256 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 256}  # Gemma 2 9B
 
 CASES = (
-    _attention("d128", _PLAN, _DECODE, _MERGE, _CHUNK, **_D128),
+    _attention("d128", _PLAN, _DECODE, _MERGE, _PLAN_CHUNKS, _CHUNK, **_D128),
     _attention("d128_fp8", _DECODE, _CHUNK, fp8=True, **_D128),
     _attention("d256", _DECODE, _CHUNK, **_D256),
     # Gemma 2

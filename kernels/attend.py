@@ -14,11 +14,14 @@ are loaded by slots that are loaded from the block table: 5 stages fetch two til
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
+import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.fp8 import widen
+from batchinfer.kernels.fp8 import in_float16, widen, widen_pairs
+from batchinfer.kernels.launch import compute_capability
 
 LOG2E = math.log2(math.e)
 # Keys and values of one tile take at most this much shared memory, per pipeline stage.
@@ -26,8 +29,30 @@ _TILE_BYTES = 32 * 2**10
 
 
 @dataclass(frozen=True)
+class Heads:
+    """What launch shapes follow from, beside the kind of program. Same input, same bits."""
+
+    group: int  # query heads of a KV head
+    widths: int  # elements of a key and a value, each padded
+    query_bytes: int  # of an element
+    cache_bytes: int
+    capability: int  # compute capability: 90 is 9.0
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> Self:
+        """Read them from `paged_attention`'s arguments."""
+        return cls(
+            query.shape[1] // key_cache.shape[1],
+            padded(key_cache.shape[3]) + padded(value_cache.shape[3]),
+            query.element_size(),
+            key_cache.element_size(),
+            compute_capability(query.device),
+        )
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
-    """The shape of one program. A function of the model's shape alone: same input, same bits."""
+    """The shape of one program."""
 
     rows: int  # query tokens x heads of a group, padded: the M of the matrix products
     tile: int  # tokens of context per turn of the loop
@@ -35,9 +60,9 @@ class LaunchConfig:
     num_stages: int
 
 
-def tile_tokens(widths: int, element_size: int) -> int:
+def tile_tokens(heads: Heads, most: int) -> int:
     """Tokens per tile: a power of two, so that key and value of them fit `_TILE_BYTES`."""
-    tokens = min(64, _TILE_BYTES // (widths * element_size))
+    tokens = min(most, _TILE_BYTES // (heads.widths * heads.cache_bytes))
     return max(16, 1 << (tokens.bit_length() - 1))
 
 
@@ -50,7 +75,7 @@ def padded(size: int) -> int:
 def load_tokens(
     cache_ptr,  # [num_slots, block_size, D] of one KV head
     rows,  # [TILE] int32 or int64: where the tokens lie, in units
-    live,  # [TILE] bool, or None: all are
+    live,  # [TILE, 1] bool, or None: all are
     width_stride,
     UNIT: tl.constexpr,  # elements
     WIDTH: tl.constexpr,  # D
@@ -61,8 +86,24 @@ def load_tokens(
     ptrs = (cache_ptr + columns * width_stride)[None, :] + rows[:, None].to(tl.int64) * UNIT
     mask = columns[None, :] < WIDTH
     if live is not None:
-        mask = mask & live[:, None]
+        mask = mask & live
     return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_query(
+    ptrs,  # [ROWS, KEY_BLOCK]
+    mask,  # [ROWS, KEY_BLOCK]
+    score_scale,
+    CACHE_TYPE: tl.constexpr,
+):  # [ROWS, KEY_BLOCK], as it is multiplied, and the scale of each row's scores, [ROWS]
+    query = tl.load(ptrs, mask=mask, other=0.0)
+    scales = tl.zeros([query.shape[0]], tl.float32) + score_scale
+    if (query.dtype == tl.bfloat16) & (CACHE_TYPE.primitive_bitwidth == 8):
+        # float8 becomes float16 in one instruction for two, bfloat16 in four.
+        query, down = in_float16(query.to(tl.float32))
+        scales = scales * down
+    return query, scales
 
 
 @triton.jit
@@ -83,7 +124,7 @@ def attend(
     value_slot_units,
     value_token_units,
     value_width_stride,
-    score_scale,
+    scales,  # [ROWS] float32, of the scores
     cap,
     window,
     BLOCK_SIZE: tl.constexpr,
@@ -94,12 +135,16 @@ def attend(
     UNIT: tl.constexpr,
     ROW_TYPE: tl.constexpr,  # int32 where every row of the pool has such a number
     SAME_ROWS: tl.constexpr,  # of keys and values
+    PAIRS: tl.constexpr,  # values of one byte are read two at a time
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,  # false: whole tiles, and every row sees all of them
 ):
     places = tl.arange(0, TILE)
+    if PAIRS:
+        value_ptr = value_ptr.to(tl.pointer_type(tl.uint16))
+        acc, odd_acc = tl.split(tl.reshape(acc, [acc.shape[0], VALUE_BLOCK // 2, 2]))
     # Tiles lie at multiples of TILE, wherever the range begins: a tile then meets whole blocks.
     for tile in range(begin // TILE * TILE, end, TILE):
         tokens = tile + places
@@ -112,10 +157,10 @@ def attend(
             # Blocks are clamped instead of masked, and what is seen is told below by positions:
             # a mask of its own for each use is cheaper than one that the pipeline carries along.
             blocks = tl.minimum(blocks, (end - 1) // BLOCK_SIZE)
-            live = tokens < end
+            live = tokens[:, None] < end
             if WINDOWED:
                 blocks = tl.maximum(blocks, begin // BLOCK_SIZE)
-                live = live & (tokens >= begin)
+                live = live & (tokens[:, None] >= begin)
         slots = tl.load(table_ptr + blocks).to(ROW_TYPE)
         rows = slots * key_slot_units + offsets * key_token_units
 
@@ -125,30 +170,50 @@ def attend(
         key = widen(key, query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if CAPPED:
-            scores = cap - 2.0 * cap / (tl.exp2(scores * score_scale) + 1.0)
+            scores = cap - 2.0 * cap / (tl.exp2(scores * scales[:, None]) + 1.0)
         if MASKED:
             visible = tokens[None, :] <= positions[:, None]
             if WINDOWED:
                 visible = visible & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
 
-        # The scale is positive: it is multiplied into the maximum, and fused into the exponent.
-        scale = 1.0 if CAPPED else score_scale
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        # Scales are positive: they are multiplied into the maximum, and fused into the exponent.
+        tile_max = tl.max(scores, 1)
+        if not CAPPED:
+            tile_max *= scales
+            scores *= scales[:, None]
+        if PAIRS:
+            # Weights up to 2^15 instead of 1, and the sum with them: float16 ends at 2^-24.
+            tile_max -= 15.0
+        new_max = tl.maximum(row_max, tile_max)
         # A row that has seen nothing yet: -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores * scale - shift[:, None])
+        weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(weights, 1)
         row_max = new_max
 
+        weights = weights.to(query.dtype)
         if not SAME_ROWS:
             rows = slots * value_slot_units + offsets * value_token_units
-        value = load_tokens(
-            value_ptr, rows, live, value_width_stride, UNIT, VALUE_WIDTH, VALUE_BLOCK
-        )
-        value = widen(value, query.dtype)
-        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+        if PAIRS:
+            # Tensor cores want neighbours in the context in one register. Where each is two bytes
+            # that costs nothing, and even and odd columns are multiplied apart.
+            pairs = load_tokens(
+                value_ptr, rows, live, value_width_stride, UNIT // 2, VALUE_WIDTH // 2,
+                VALUE_BLOCK // 2,
+            )  # fmt: skip
+            even, odd = widen_pairs(pairs, query.dtype, key_ptr.dtype.element_ty)
+            acc = tl.dot(weights, even, acc * decay[:, None], input_precision="ieee")
+            odd_acc = tl.dot(weights, odd, odd_acc * decay[:, None], input_precision="ieee")
+        else:
+            value = load_tokens(
+                value_ptr, rows, live, value_width_stride, UNIT, VALUE_WIDTH, VALUE_BLOCK
+            )
+            value = widen(value, query.dtype)
+            acc = tl.dot(weights, value, acc * decay[:, None], input_precision="ieee")
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, odd_acc), [acc.shape[0], VALUE_BLOCK])
     return row_max, row_sum, acc
 
 

@@ -14,45 +14,57 @@ import triton
 import triton.language as tl
 
 from batchinfer.kernels.attend import (
+    Heads,
     LaunchConfig,
     attend,
     divide,
     initial_state,
+    load_query,
     padded,
-    tile_tokens,
 )
+from batchinfer.kernels.chunk_work import ChunkWork
 from batchinfer.kernels.launch import OPTIONS
 
 
-def chunk_config(group: int, widths: int, element_size: int) -> LaunchConfig:
-    """Launch shape: 128 rows, or one token's heads where a group has more; 64 where heads are wide.
+def chunk_config(heads: Heads) -> LaunchConfig:
+    """Launch shape: 128 rows, or one token's heads where a group has more.
 
     A tile of keys and values then makes 128 products per element loaded: at 350 TFLOP/s the
-    multiprocessors of an H200 read 2.7 TB/s from its L2, with 64 rows 5.4.
+    multiprocessors of an H200 read 2.7 TB/s from its L2, with 64 rows 5.4. Warp groups (from
+    compute capability 9.0) multiply from shared memory, which leaves registers for long tiles:
+    what a row costs once a tile is then paid for more keys. float8 is widened in registers and
+    takes some of them; float32 has no tensor cores.
     """
-    small = widths * element_size <= 512
-    return LaunchConfig(
-        rows=max(128 if small else 64, padded(group)),
-        tile=tile_tokens(widths, element_size),
-        num_warps=8,
-        num_stages=5 if small else 2,
-    )
+    if heads.query_bytes == 4:
+        return LaunchConfig(padded(heads.group), tile=16, num_warps=8, num_stages=2)
+    warp_groups, fp8 = heads.capability >= 90, heads.cache_bytes == 1
+    if heads.widths <= 128:
+        rows, tile, num_stages = 128, 64, 5
+    elif heads.widths <= 256:
+        rows, tile, num_stages = (128, 128, 3) if warp_groups else (128, 16 if fp8 else 32, 5)
+    elif heads.widths > 512:
+        rows, tile, num_stages = 64, 16, 2
+    elif fp8:
+        rows, tile, num_stages = 128 if warp_groups else 64, 16, 5
+    else:
+        rows, tile, num_stages = (128, 64, 3) if warp_groups else (64, 32, 2)
+    return LaunchConfig(max(rows, padded(heads.group)), tile, num_warps=8, num_stages=num_stages)
 
 
-def attend_chunks(
-    shared: dict[str, Any], num_tokens: int, num_sequences: int, element_size: int
-) -> None:
+def query_tile(heads: Heads) -> int:
+    """Query tokens of a program, as `plan_chunks` takes them."""
+    return chunk_config(heads).rows // heads.group
+
+
+def attend_chunks(shared: dict[str, Any], heads: Heads, work: ChunkWork) -> None:
     """Attend in chunks; `shared` are the arguments of both kinds of programs."""
-    widths = shared["KEY_BLOCK"] + shared["VALUE_BLOCK"]
-    config = chunk_config(shared["GROUP"], widths, element_size)
-    tokens = config.rows // shared["GROUP"]
-    # The lengths are on the device, so this is the most tiles there can be (see `_find_sequence`).
-    grid = (num_tokens // tokens + num_sequences, shared["NUM_KV_HEADS"])
+    config = chunk_config(heads)
     arguments = {name: value for name, value in shared.items() if name != "NUM_KV_HEADS"}
-    _chunk_kernel[grid](
+    _chunk_kernel[(len(work.items), shared["NUM_KV_HEADS"])](
         **arguments,
-        num_sequences=num_sequences,
-        TOKENS=tokens,
+        items_ptr=work.items,
+        num_items_ptr=work.num_items,
+        TOKENS=work.tokens,
         ROWS=config.rows,
         TILE=config.tile,
         num_warps=config.num_warps,
@@ -61,28 +73,7 @@ def attend_chunks(
     )
 
 
-@triton.jit
-def _find_sequence(
-    query_starts_ptr,  # [S + 1] int32
-    index,  # of a tile of query tokens
-    num_sequences,
-    TOKENS: tl.constexpr,
-):
-    # Sequence s owns the indices from query_starts[s] // TOKENS + s on. That leaves it
-    # floor(end / TOKENS) - floor(start / TOKENS) + 1 >= ceil((end - start) / TOKENS): enough
-    # for its tiles, and no index depends on how the sequences before s are divided up.
-    low = tl.full([], 0, tl.int32)
-    high = num_sequences - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_starts_ptr + middle) // TOKENS + middle <= index:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit(do_not_specialize=["table_stride", "num_sequences"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _chunk_kernel(
     query_ptr,  # [T, Hq, Dk]
     key_ptr,  # [num_slots, Hkv, block_size, Dk]
@@ -92,6 +83,8 @@ def _chunk_kernel(
     context_lens_ptr,  # [S] int32
     out_ptr,  # [T, Hq, Dv]
     sinks_ptr,  # [Hq] or None
+    items_ptr,  # [N, 2] int32: sequence, first query token of the tile in it
+    num_items_ptr,  # [1] int32
     query_row_stride,
     query_head_stride,
     query_width_stride,
@@ -110,7 +103,6 @@ def _chunk_kernel(
     score_scale,
     cap,
     window,
-    num_sequences,
     GROUP: tl.constexpr,  # query heads per KV head
     BLOCK_SIZE: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
@@ -120,6 +112,7 @@ def _chunk_kernel(
     UNIT: tl.constexpr,  # elements, of where a token lies
     ROW_TYPE: tl.constexpr,
     SAME_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     TOKENS: tl.constexpr,  # query tokens of a tile
@@ -127,13 +120,13 @@ def _chunk_kernel(
     ROWS: tl.constexpr,
 ):
     index = tl.program_id(0)
+    if index >= tl.load(num_items_ptr):
+        return
     kv_head = tl.program_id(1).to(tl.int64)
-    sequence = _find_sequence(query_starts_ptr, index, num_sequences, TOKENS)
+    sequence = tl.load(items_ptr + 2 * index).to(tl.int64)
+    first = tl.load(items_ptr + 2 * index + 1)
     query_start = tl.load(query_starts_ptr + sequence)
     query_len = tl.load(query_starts_ptr + sequence + 1) - query_start
-    first = (index - query_start // TOKENS - sequence) * TOKENS
-    if (query_len < 2) | (first >= query_len):
-        return
     context_len = tl.load(context_lens_ptr + sequence)
     computed = context_len - query_len  # tokens of the sequence before this step
 
@@ -143,18 +136,19 @@ def _chunk_kernel(
     query_rows = (query_start + query_tokens).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
     columns = tl.arange(0, KEY_BLOCK)
-    query = tl.load(
+    query, scales = load_query(
         query_ptr
         + (query_rows * query_row_stride + heads * query_head_stride)[:, None]
         + columns[None, :] * query_width_stride,
-        mask=row_live[:, None] & (columns[None, :] < KEY_WIDTH),
-        other=0.0,
+        row_live[:, None] & (columns[None, :] < KEY_WIDTH),
+        score_scale,
+        key_ptr.dtype.element_ty,
     )
     row_max, row_sum = initial_state(sinks_ptr, heads, row_live, ROWS)
     acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     key_ptr += kv_head * key_head_stride
     value_ptr += kv_head * value_head_stride
-    table_ptr += sequence.to(tl.int64) * table_stride
+    table_ptr += sequence * table_stride
     begin = tl.maximum(computed + first - window + 1, 0) if WINDOWED else 0
     if not WINDOWED:
         # Most tiles are seen by every row whole: no masks there.
@@ -164,9 +158,9 @@ def _chunk_kernel(
             key_ptr, value_ptr, table_ptr,
             key_slot_units, key_token_units, key_width_stride,
             value_slot_units, value_token_units, value_width_stride,
-            score_scale, cap, window,
+            scales, cap, window,
             BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-            UNIT, ROW_TYPE, SAME_ROWS, WINDOWED, CAPPED, TILE, False,
+            UNIT, ROW_TYPE, SAME_ROWS, PAIRS, WINDOWED, CAPPED, TILE, False,
         )  # fmt: skip
         begin = end
     end = computed + tl.minimum(first + TOKENS, query_len)
@@ -175,9 +169,9 @@ def _chunk_kernel(
         key_ptr, value_ptr, table_ptr,
         key_slot_units, key_token_units, key_width_stride,
         value_slot_units, value_token_units, value_width_stride,
-        score_scale, cap, window,
+        scales, cap, window,
         BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-        UNIT, ROW_TYPE, SAME_ROWS, WINDOWED, CAPPED, TILE, True,
+        UNIT, ROW_TYPE, SAME_ROWS, PAIRS, WINDOWED, CAPPED, TILE, True,
     )  # fmt: skip
 
     columns = tl.arange(0, VALUE_BLOCK)

@@ -11,47 +11,49 @@ Pieces that several sequences have in common are computed for all of them togeth
 (`shared_attention.py`).
 """
 
-import functools
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from batchinfer.kernels.attend import (
+    Heads,
     LaunchConfig,
     attend,
     divide,
     initial_state,
+    load_query,
     padded,
     tile_tokens,
 )
 from batchinfer.kernels.decode_list import pieces
 from batchinfer.kernels.decode_work import DecodeWork
 from batchinfer.kernels.launch import OPTIONS
+from batchinfer.kernels.residency import launch_resident
 from batchinfer.kernels.shared_attention import attend_shared
 
-_PROGRAMS_EACH = 2  # that the registers of a multiprocessor have room for
 
-
-def decode_config(group: int, widths: int, element_size: int) -> LaunchConfig:
+def decode_config(heads: Heads) -> LaunchConfig:
     """Launch shape of one query token: the rows are a group's heads, and 16 is the least that
-    `tl.dot` takes."""
-    tile = tile_tokens(widths, element_size)
-    return LaunchConfig(rows=padded(group), tile=tile, num_warps=4, num_stages=5)
+    `tl.dot` takes.
+
+    A tile is 32 KB where the cache has so much in 128 tokens, and two are on their way: what is
+    done once a tile is paid for as many bytes, however narrow the heads or the cache are. Four
+    warps leave registers for three such programs at a time.
+    """
+    tile = tile_tokens(heads, most=128)
+    return LaunchConfig(rows=padded(heads.group), tile=tile, num_warps=4, num_stages=5)
 
 
-def attend_decodes(shared: dict[str, Any], work: DecodeWork, launch: int) -> None:
+def attend_decodes(shared: dict[str, Any], heads: Heads, work: DecodeWork, launch: int) -> None:
     """Attend in pieces, and merge them.
 
     Args:
         shared: the arguments of both kinds of programs.
         launch: which of the launches that the work list is for.
     """
-    query, group, num_kv_heads = shared["query_ptr"], shared["GROUP"], shared["NUM_KV_HEADS"]
-    widths = shared["KEY_BLOCK"] + shared["VALUE_BLOCK"]
-    config = decode_config(group, widths, query.element_size())
-    most = len(work.items) * num_kv_heads
+    group, num_kv_heads = shared["GROUP"], shared["NUM_KV_HEADS"]
+    config = decode_config(heads)
     partials = {
         "partial_out_ptr": work.partial_out,
         "partial_max_ptr": work.partial_max,
@@ -59,16 +61,17 @@ def attend_decodes(shared: dict[str, Any], work: DecodeWork, launch: int) -> Non
         "max_pieces": work.max_pieces,
         "PIECE": work.piece,
     }
-    programs = _resident_programs(query.device)
     if work.order is not None:
-        attend_shared(shared, partials, work, launch, programs)
-    _decode_kernel[(min(most, programs),)](
+        attend_shared(shared, partials, heads, work, launch)
+    launch_resident(
+        _decode_kernel,
+        len(work.items) * num_kv_heads,
         **shared,
         **partials,
         items_ptr=work.items,
         counters_ptr=work.counters,
         launch=launch,
-        TILE=config.tile,
+        TILE=min(config.tile, work.piece),
         ROWS=config.rows,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -86,14 +89,6 @@ def attend_decodes(shared: dict[str, Any], work: DecodeWork, launch: int) -> Non
             num_warps=4,
             **OPTIONS,
         )
-
-
-@functools.cache
-def _resident_programs(device: torch.device) -> int:
-    """Programs that run at the same time."""
-    if device.type != "cuda":
-        return 2  # the interpreter's, one after the other
-    return _PROGRAMS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_pieces", "launch"])
@@ -141,6 +136,7 @@ def _decode_kernel(
     UNIT: tl.constexpr,  # elements, of where a token lies
     ROW_TYPE: tl.constexpr,
     SAME_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     PIECE: tl.constexpr,
@@ -164,13 +160,14 @@ def _decode_kernel(
         context_len = tl.load(context_lens_ptr + sequence)
         begin, first, length, count = pieces(context_len, window, max_pieces, WINDOWED, PIECE)
         heads = kv_head * GROUP + rows
-        query = tl.load(
+        query, scales = load_query(
             query_ptr
             + query_row * query_row_stride
             + heads[:, None] * query_head_stride
             + key_columns[None, :] * query_width_stride,
-            mask=row_live[:, None] & (key_columns[None, :] < KEY_WIDTH),
-            other=0.0,
+            row_live[:, None] & (key_columns[None, :] < KEY_WIDTH),
+            score_scale,
+            key_ptr.dtype.element_ty,
         )
         # The sinks count once: the first piece has them. (`row_live & (piece == 0)` would be the
         # same, but Triton's interpreter makes integers of it.)
@@ -189,9 +186,9 @@ def _decode_kernel(
             table_ptr + sequence * table_stride,
             key_slot_units, key_token_units, key_width_stride,
             value_slot_units, value_token_units, value_width_stride,
-            score_scale, cap, window,
+            scales, cap, window,
             BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-            UNIT, ROW_TYPE, SAME_ROWS, WINDOWED, CAPPED, TILE, True,
+            UNIT, ROW_TYPE, SAME_ROWS, PAIRS, WINDOWED, CAPPED, TILE, True,
         )  # fmt: skip
         if count == 1:
             out_ptrs = out_ptr + query_row * out_row_stride + heads[:, None] * out_head_stride

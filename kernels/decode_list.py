@@ -16,13 +16,13 @@ def pieces(
     WINDOWED: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    # PIECE tokens each, from a multiple of 64 on, which is one of every tile; longer ones only
-    # where max_pieces of them do not reach the end. There is always a first piece, be it empty,
-    # since it writes the output.
+    # PIECE tokens each, from a multiple of 128 on, which is one of every tile; some times as many
+    # only where max_pieces of them do not reach the end. There is always a first piece, be it
+    # empty, since it writes the output.
     begin = tl.maximum(context_len - window, 0) if WINDOWED else context_len * 0
-    first = begin // 64 * 64
+    first = begin // 128 * 128
     span = context_len - first
-    length = tl.maximum(tl.cdiv(tl.cdiv(span, max_pieces), 64) * 64, PIECE)
+    length = tl.maximum(tl.cdiv(tl.cdiv(span, max_pieces), PIECE), 1) * PIECE
     count = tl.maximum(tl.cdiv(span, length), 1)
     return begin, first, length, count
 

@@ -15,6 +15,7 @@ of the usual length. Such items lie behind the others; there is room, since each
 one of a single sequence.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,9 @@ def plan_decode(
         reach = min(max_context_len, sliding_window) if sliding_window else max_context_len
         num_splits = default_num_splits(num_sequences, num_heads, value_width, reach)
     partials = (num_sequences, num_heads, num_splits) if num_splits > 1 else (1, 1, 1)
+    assert math.prod(partials) * value_width < 2**31, (
+        "num_splits: partial results have int32 places"
+    )
     maximum, total = torch.empty((2, *partials), dtype=torch.float32, device=device).unbind()
     if sliding_window:
         order = shared_lens = None

@@ -71,7 +71,51 @@ def widen(
         code = stored.to(tl.int16)
         bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
         wide = bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
-        wide = tl.where((code & 0x7F) == 0x7F, float("nan"), wide.to(tl.float32)).to(DTYPE)
+        wide = tl.where((code & 0x7F) == 0x7F, float("nan"), wide).to(DTYPE)
     else:
         wide = stored.to(DTYPE)
     return wide
+
+
+@triton.jit
+def widen_pairs(
+    pairs,  # [...] uint16: two neighbours, as bytes
+    DTYPE: tl.constexpr,
+    STORED: tl.constexpr,  # what the bytes are: float8 e4m3fn, or uint8 that stands for it
+):  # [...] the first ones, and the second ones
+    if (tl.float8e4nv == STORED) & (tl.float16 == DTYPE):
+        # Two pairs in a register: first ones to its lower half, second ones to its upper half.
+        first, second = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 sorted;
+            .reg .b16 lower, upper;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {lower, upper}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, lower;
+            cvt.rn.f16x2.e4m3x2 $1, upper;
+            }
+            """,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        first = widen((pairs & 0xFF).to(tl.uint8).to(STORED, bitcast=True), DTYPE)
+        second = widen((pairs >> 8).to(tl.uint8).to(STORED, bitcast=True), DTYPE)
+    return first, second
+
+
+@triton.jit
+def in_float16(
+    x,  # [ROWS, WIDTH] float32, of bfloat16
+):  # [ROWS, WIDTH] float16 and [ROWS] float32, whose product is x
+    # float16 has all the bits of a bfloat16 but not its range: a power of two brings a row's
+    # largest to 2^14 or above, so that what is rounded away lies below 2^-24 beside it.
+    largest = tl.max(tl.abs(x), 1)
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return (x * up[:, None]).to(tl.float16), down

@@ -1,7 +1,10 @@
 """Launches of this folder's kernels: where one can run, and how it is compiled."""
 
+import functools
+
 import torch
 import triton
+from triton.runtime import driver
 
 # Triton decides when a kernel is decorated, that is when its module is imported, and not when it is
 # launched. Reading the setting here, at import too, keeps this answer the same as Triton's.
@@ -28,3 +31,17 @@ def check_launchable(name: str, *tensors: torch.Tensor | None) -> None:
 def warps_for(elements: int) -> int:
     """Warps of a program that holds a tile of so many elements: eight or more to a thread."""
     return min(16, max(1, elements // 256))
+
+
+def compute_capability(device: torch.device) -> int:
+    """Compute capability that kernels are compiled for: 90 is 9.0. The interpreter's is as well."""
+    if device.type == "cuda":
+        return _capability_of(device)
+    # A device that is not there, to compile for.
+    return 90 if triton.knobs.runtime.interpret else int(driver.active.get_current_target().arch)
+
+
+@functools.cache
+def _capability_of(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

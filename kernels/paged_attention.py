@@ -30,14 +30,16 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from batchinfer.kernels.attend import LOG2E, padded
-from batchinfer.kernels.chunk_attention import attend_chunks
+from batchinfer.kernels.attend import LOG2E, Heads, padded
+from batchinfer.kernels.chunk_attention import attend_chunks, query_tile
+from batchinfer.kernels.chunk_work import ChunkWork, plan_chunks
 from batchinfer.kernels.decode_attention import attend_decodes
 from batchinfer.kernels.decode_work import DecodeWork, plan_decode
 from batchinfer.kernels.fp8 import FP8, as_readable
 from batchinfer.kernels.launch import check_launchable
 
 _ROW_AXES = ("row", "head", "width")
+_INT32_ROWS = 2**31
 
 
 def paged_attention(
@@ -61,12 +63,14 @@ def paged_attention(
     num_splits: int | None = None,
     work: DecodeWork | None = None,
     launch: int = 0,
+    chunks: ChunkWork | None = None,
 ) -> None:
     """Attend, and write `out`. The step's own keys and values are in the cache already.
 
     `max_query_len`, `min_query_len` and `max_context_len` are bounds. `work` is what `plan_decode`
     made of the same lengths and window, and `launch` which of its launches this is; without it a
-    list is made here, with `num_splits`, `order` and `shared_lens` as there. Rows of `query` past
+    list is made here, with `num_splits`, `order` and `shared_lens` as there. `chunks` is what
+    `plan_chunks` made of the same lengths; without it a list is made here. Rows of `query` past
     query_starts[S] are neither read nor written. A sequence may have no query token; one with one
     query token and a context of 0 gets zeros.
     """
@@ -82,6 +86,7 @@ def paged_attention(
         query, key_cache, value_cache, block_tables, query_starts, context_lens, out, sinks,
         scale, sliding_window, softcap,
     )  # fmt: skip
+    heads = Heads.of(query, key_cache, value_cache)
     if min_query_len < 2:
         if work is None:
             work = plan_decode(
@@ -97,9 +102,12 @@ def paged_attention(
                 num_splits=num_splits,
             )
         assert work.window == sliding_window, "the work list is for another window"
-        attend_decodes(shared, work, launch)
+        attend_decodes(shared, heads, work, launch)
     if max_query_len > 1:
-        attend_chunks(shared, query.shape[0], num_sequences, query.element_size())
+        if chunks is None:
+            tokens = query_tile(heads)
+            chunks = plan_chunks(query_starts, tokens=tokens, num_tokens=query.shape[0])
+        attend_chunks(shared, heads, chunks)
 
 
 def _check_shapes(
@@ -189,6 +197,14 @@ def _token_addresses(key_cache: torch.Tensor, value_cache: torch.Tensor) -> dict
         "value_head_stride": value_head,
         "value_width_stride": value_width,
         "UNIT": unit,
-        "ROW_TYPE": tl.int32 if num_rows < 2**31 else tl.int64,
+        "PAIRS": unit % 2 == 0 and _lies_in_pairs(value_cache),
+        "ROW_TYPE": tl.int32 if num_rows <= _INT32_ROWS else tl.int64,
         "SAME_ROWS": (key_slot, key_token) == (value_slot, value_token),
     }
+
+
+def _lies_in_pairs(value_cache: torch.Tensor) -> bool:
+    """Whether values are of one byte each, two to a 16-bit word."""
+    *outer, width_stride = value_cache.stride()
+    even = (*outer, value_cache.shape[3], value_cache.data_ptr())
+    return value_cache.dtype == FP8 and width_stride == 1 and not any(n % 2 for n in even)

@@ -28,12 +28,14 @@ def paged_attention(
     num_splits: int | None = None,
     work: object = None,
     launch: int = 0,
+    chunks: object = None,
 ) -> None:
     """Causal attention over a paged KV cache, one sequence after the other.
 
     The arguments from `order` on tell the kernel how to launch. They change nothing here.
     """
     del order, shared_lens, max_query_len, max_context_len, min_query_len, num_splits, work, launch
+    del chunks
     starts = query_starts.tolist()
     for sequence, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])

@@ -19,27 +19,40 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.attend import LaunchConfig, attend, initial_state, tile_tokens
+from batchinfer.kernels.attend import (
+    Heads,
+    LaunchConfig,
+    attend,
+    initial_state,
+    load_query,
+)
 from batchinfer.kernels.decode_work import DecodeWork, shared_rows
 from batchinfer.kernels.launch import OPTIONS
+from batchinfer.kernels.residency import launch_resident
 
 
-def shared_config(group: int, widths: int, element_size: int) -> LaunchConfig:
+def shared_config(heads: Heads) -> LaunchConfig:
     """Launch shape: 64 rows, or one token's heads where a group has more.
 
     Pieces of a small tree then cost little more than reading them; a large one is read from the L2
-    once for every tile.
+    once for every tile. Two warp groups have room for the sums of wide heads.
     """
-    return LaunchConfig(
-        rows=shared_rows(group),
-        tile=tile_tokens(widths, element_size),
-        num_warps=4,
-        num_stages=5 if widths * element_size <= 512 else 2,
-    )
+    rows, fp8 = shared_rows(heads.group), heads.cache_bytes == 1
+    if heads.query_bytes == 4:
+        return LaunchConfig(rows, tile=16, num_warps=8, num_stages=2)
+    if heads.widths > 256:
+        tile = 16 if fp8 or heads.widths > 512 else 32
+        return LaunchConfig(rows, tile, num_warps=8, num_stages=5)
+    tile = 16 if fp8 and heads.capability < 90 else 64
+    return LaunchConfig(rows, tile, num_warps=4, num_stages=5)
 
 
 def attend_shared(
-    shared: dict[str, Any], partials: dict[str, Any], work: DecodeWork, launch: int, programs: int
+    shared: dict[str, Any],
+    partials: dict[str, Any],
+    heads: Heads,
+    work: DecodeWork,
+    launch: int,
 ) -> None:
     """Compute the partial states of shared pieces.
 
@@ -47,18 +60,17 @@ def attend_shared(
         shared: the arguments of all kinds of programs.
         partials: those of what they leave for the merge.
         launch: which of the launches that the work list is for.
-        programs: that run at the same time.
     """
-    group = shared["GROUP"]
-    widths = shared["KEY_BLOCK"] + shared["VALUE_BLOCK"]
-    config = shared_config(group, widths, shared["query_ptr"].element_size())
+    config = shared_config(heads)
     unused = ("context_lens_ptr", "out_ptr", "window", "WINDOWED")
     arguments = {
         name: value
         for name, value in shared.items()
         if name not in unused and not name.startswith("out_")
     }
-    _shared_kernel[(min(len(work.items) * shared["NUM_KV_HEADS"], programs),)](
+    launch_resident(
+        _shared_kernel,
+        len(work.items) * shared["NUM_KV_HEADS"],
         **arguments,
         **partials,
         order_ptr=work.order,
@@ -69,7 +81,7 @@ def attend_shared(
         launch=launch,
         num_sequences=len(work.items) // work.max_pieces,
         SEQUENCES=work.tile_sequences,
-        TILE=config.tile,
+        TILE=min(config.tile, work.piece),
         ROWS=config.rows,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -139,6 +151,7 @@ def _shared_kernel(
     UNIT: tl.constexpr,  # elements, of where a token lies
     ROW_TYPE: tl.constexpr,
     SAME_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
     CAPPED: tl.constexpr,
     PIECE: tl.constexpr,
     SEQUENCES: tl.constexpr,  # of a tile
@@ -165,12 +178,13 @@ def _shared_kernel(
         sequences = tl.load(order_ptr + place + rows // GROUP, mask=row_live, other=0).to(tl.int64)
         query_rows = tl.load(query_starts_ptr + sequences).to(tl.int64)
         heads = kv_head * GROUP + rows % GROUP
-        query = tl.load(
+        query, scales = load_query(
             query_ptr
             + (query_rows * query_row_stride + heads * query_head_stride)[:, None]
             + key_columns[None, :] * query_width_stride,
-            mask=row_live[:, None] & (key_columns[None, :] < KEY_WIDTH),
-            other=0.0,
+            row_live[:, None] & (key_columns[None, :] < KEY_WIDTH),
+            score_scale,
+            key_ptr.dtype.element_ty,
         )
         # The sinks count once: the first piece has them.
         holds_sinks = rows < tl.where(piece == 0, live_rows, 0)
@@ -190,11 +204,12 @@ def _shared_kernel(
             table_ptr + table_row * table_stride,
             key_slot_units, key_token_units, key_width_stride,
             value_slot_units, value_token_units, value_width_stride,
-            score_scale, cap, 0,
+            scales, cap, 0,
             BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-            UNIT, ROW_TYPE, SAME_ROWS, False, CAPPED, TILE, False,
+            UNIT, ROW_TYPE, SAME_ROWS, PAIRS, False, CAPPED, TILE, False,
         )  # fmt: skip
         partials = (sequences * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + piece
+        partials = partials.to(tl.int32)  # fewer registers; the workspace is small
         tl.store(partial_max_ptr + partials, row_max, mask=row_live)
         tl.store(partial_sum_ptr + partials, row_sum, mask=row_live)
         partial_ptrs = partial_out_ptr + partials[:, None] * VALUE_WIDTH + value_columns[None, :]

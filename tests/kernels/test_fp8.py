@@ -9,7 +9,7 @@ import triton.language as tl
 
 from batchinfer.kernels import decode_work, reference
 from batchinfer.kernels.block_copy import block_copy
-from batchinfer.kernels.fp8 import FP8, narrow, widen
+from batchinfer.kernels.fp8 import FP8, in_float16, narrow, widen
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rotary_write import rotary_write
@@ -75,6 +75,29 @@ def test_rounds_as_torch_does_and_saturates(interpreter: str) -> None:
 @pytest.mark.gpu
 def test_rounds_as_torch_does_and_saturates_on_a_gpu(gpu: str) -> None:
     check_formula(gpu)
+
+
+@triton.jit
+def _through_float16(x_ptr: Any, back_ptr: Any, SIZE: tl.constexpr) -> None:  # noqa: N803
+    places = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    half, down = in_float16(tl.load(x_ptr + places))
+    tl.store(back_ptr + places, half.to(tl.float32) * down[:, None])
+
+
+def test_a_bfloat16_query_is_exact_in_float16_beside_its_rows_largest(interpreter: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 16, generator=generator)
+    x *= 2.0 ** torch.randint(-20, 20, (16, 16), generator=generator)  # within a row
+    x *= 2.0 ** torch.arange(-104, 104, 13)[:, None]  # from row to row
+    x[3], x[4, 5], x[5, 6] = 0, torch.nan, -torch.inf
+    x = x.bfloat16().float().to(interpreter)
+    back = torch.empty_like(x)
+    _through_float16[(1,)](x, back, SIZE=16)
+    finite = x.isfinite().all(1)
+    largest = x[finite].abs().amax(1, keepdim=True)
+    assert ((back - x)[finite].abs() <= largest * 2.0**-32).all()
+    assert back[4, 5].isnan()
+    assert not back[5, 6].isfinite()
 
 
 def check_write(case: WriteCase, device: str, dtype: torch.dtype) -> None:

@@ -1,9 +1,17 @@
 import pytest
 import torch
 
-from batchinfer.kernels import decode_work, launch, paged_attention, reference
-from batchinfer.kernels.attend import tile_tokens
+from batchinfer.kernels import (
+    chunk_work,
+    decode_attention,
+    decode_work,
+    launch,
+    paged_attention,
+    reference,
+)
+from batchinfer.kernels.attend import Heads, tile_tokens
 from batchinfer.kernels.chunk_attention import chunk_config
+from batchinfer.kernels.chunk_work import ChunkWork, plan_chunks
 from batchinfer.kernels.decode_attention import decode_config
 from batchinfer.kernels.decode_work import DECODE_PIECE, default_num_splits, plan_decode
 from tests.kernels.cases import (
@@ -199,18 +207,88 @@ def test_default_num_splits(num_sequences: int, reach: int, expected: int) -> No
     assert splits == expected
 
 
-@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("element_bytes", [1, 2, 4])
 @pytest.mark.parametrize("widths", [32, 96, 192, 256, 384, 512])
-@pytest.mark.parametrize("group", [1, 4])
-def test_tiles_divide_pieces_and_fit(group: int, widths: int, element_size: int) -> None:
-    tile = tile_tokens(widths, element_size)
-    assert DECODE_PIECE % tile == 0
-    assert 64 % tile == 0
-    assert tile * widths * element_size <= 32 * 2**10
+@pytest.mark.parametrize("group", [1, 4, 71])
+def test_tiles_divide_pieces_and_hold_groups(
+    group: int, widths: int, element_bytes: int, capability: int
+) -> None:
+    heads = Heads(group, widths, max(2, element_bytes), element_bytes, capability)
+    assert tile_tokens(heads, most=128) * widths * element_bytes <= 32 * 2**10
     for config in (decode_config, chunk_config):
-        shape = config(group, widths, element_size)
+        shape = config(heads)
+        assert DECODE_PIECE % shape.tile == 0
         assert shape.rows >= group
         assert shape.rows & (shape.rows - 1) == 0
+
+
+def tiles(query_lens: list[int], tokens: int, **bounds: int) -> tuple[ChunkWork, list[list[int]]]:
+    """The list of the chunks among sequences of so many query tokens, and its items."""
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    work = plan_chunks(starts, tokens=tokens, **{"num_tokens": sum(query_lens)} | bounds)
+    return work, work.items[: int(work.num_items)].tolist()
+
+
+def test_tiles_are_those_of_chunks_alone_last_ones_first(interpreter: str) -> None:
+    # However many decodes there are, the launch is of as many programs as the chunks have tiles.
+    work, items = tiles([1] * 500 + [40, 1, 33, 2, 0], 16, num_tokens=75, max_chunks=3)
+    assert items == [[500, 32], [500, 16], [500, 0], [502, 32], [502, 16], [502, 0], [503, 0]]
+    assert len(work.items) == 75 // 16 + 3
+
+
+def test_every_tile_is_listed_once(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_work, "_SEQUENCES", 4)  # in several rounds
+    query_lens = torch.randint(0, 40, (37,), generator=torch.Generator().manual_seed(0)).tolist()
+    work, items = tiles(query_lens, 7)
+    expected = [
+        [sequence, first]
+        for sequence, query_len in enumerate(query_lens)
+        if query_len > 1
+        for first in range(0, query_len, 7)
+    ]
+    assert sorted(items) == expected
+    assert len(work.items) >= len(expected)
+
+
+@pytest.mark.parametrize("case", [INTERPRETED_ATTENTION_CASES[3]], ids=str)
+def test_a_list_of_chunks_is_made_from_what_lies_on_the_device(
+    case: AttentionCase, interpreter: str
+) -> None:
+    # As in a captured step: bounds that fit other lengths too, and programs that find no tile.
+    arguments = build_attention(case, interpreter, torch.float32).with_fresh_out()
+    chunks = plan_chunks(arguments["query_starts"], tokens=5, num_tokens=1000)
+    expected = arguments | {"out": torch.empty_like(arguments["out"])}
+    paged_attention.paged_attention(**arguments, chunks=chunks)
+    reference.paged_attention(**expected)
+    torch.testing.assert_close(arguments["out"], expected["out"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_pool_of_more_rows_than_an_int32_counts(
+    interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = build_attention(INTERPRETED_ATTENTION_CASES[3], interpreter, torch.float32)
+    few, many = inputs.with_fresh_out(), inputs.with_fresh_out()
+    paged_attention.paged_attention(**few)
+    monkeypatch.setattr(paged_attention, "_INT32_ROWS", 0)
+    paged_attention.paged_attention(**many)
+    assert torch.equal(few["out"], many["out"])
+
+
+@pytest.mark.parametrize(
+    ("context_len", "merged"), [(512, False), (513, True)], ids=["one_piece", "two_pieces"]
+)
+def test_contexts_of_one_piece_are_not_merged(
+    context_len: int, merged: bool, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+    kernel = decode_attention._merge_kernel
+    monkeypatch.setattr(
+        decode_attention, "_merge_kernel", {(2, 2): lambda **_: launched.append(kernel)}
+    )
+    case = AttentionCase("x", ((1, context_len), (1, 5)))
+    paged_attention.paged_attention(**build_attention(case, interpreter, torch.float32).arguments)
+    assert bool(launched) == merged
 
 
 def test_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

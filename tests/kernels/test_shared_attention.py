@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from batchinfer.kernels import decode_work, paged_attention, reference
-from batchinfer.kernels.decode_attention import decode_config
+from batchinfer.kernels.attend import Heads
 from batchinfer.kernels.decode_work import DecodeWork, plan_decode
 from batchinfer.kernels.shared_attention import shared_config
 from tests.kernels.cases import AttentionCase
@@ -148,11 +148,13 @@ def test_a_nan_of_one_sequence_stays_there(interpreter: str) -> None:
     assert arguments["out"][[0, 2, 3, 5]].isfinite().all()
 
 
-@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("element_bytes", [1, 2, 4])
 @pytest.mark.parametrize("widths", [32, 256, 512])
 @pytest.mark.parametrize("group", [1, 5, 71, 128])
-def test_tiles_hold_whole_groups(group: int, widths: int, element_size: int) -> None:
-    config = shared_config(group, widths, element_size)
+def test_tiles_hold_whole_groups_and_divide_pieces(
+    group: int, widths: int, element_bytes: int
+) -> None:
+    config = shared_config(Heads(group, widths, max(2, element_bytes), element_bytes, 90))
     assert config.rows >= group
     assert config.rows & (config.rows - 1) == 0
-    assert config.tile == decode_config(group, widths, element_size).tile
+    assert decode_work.DECODE_PIECE % config.tile == 0

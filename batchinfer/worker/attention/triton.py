@@ -19,6 +19,7 @@ class CudaAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+        self._chunk_bounds: dict[str, int] | None = None
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         query_lens = np.diff(step.query_starts)
@@ -29,6 +30,8 @@ class CudaAttention:
             max_query_len=int(query_lens.max(initial=0)),
             max_context_len=int(step.context_lens.max(initial=0)),
         )
+        chunk_lens = query_lens[query_lens > 1]
+        self._chunk_bounds = {"num_tokens": int(chunk_lens.sum()), "max_chunks": len(chunk_lens)}
 
     def begin_decode(
         self, tensors: Mapping[str, torch.Tensor], max_context_len: int, *, shares: bool
@@ -52,6 +55,9 @@ class CudaAttention:
         self._tensors, self._shares = tensors, shares
         self._bounds: dict[str, Any] = dict(bounds)
         self._work: dict[int, _Work] = {}
+        self._chunks: Any = None
+        # Where nothing is known of the chunks, every sequence and token may be of one.
+        self._chunk_bounds = None
 
     def attend(
         self,
@@ -76,6 +82,7 @@ class CudaAttention:
             sinks=variant.sinks,
             work=self._decode_work(layer, query.shape[1], variant.sliding_window),
             launch=layer,
+            chunks=self._chunk_work(query),
             **self._bounds,
         )
         return out
@@ -83,6 +90,18 @@ class CudaAttention:
     def _block_tables(self, layer: int) -> torch.Tensor:
         group = self._cache.group(layer)
         return self._tensors["other_tables"][group - 1] if group else self._tensors["block_tables"]
+
+    def _chunk_work(self, query: torch.Tensor) -> Any:
+        """Work list of the step's chunks, made once for all layers."""
+        from batchinfer.kernels.attend import Heads
+        from batchinfer.kernels.chunk_attention import query_tile
+        from batchinfer.kernels.chunk_work import plan_chunks
+
+        if self._bounds["max_query_len"] > 1 and self._chunks is None:
+            tokens = query_tile(Heads.of(query, self._cache.key(0), self._cache.value(0)))
+            bounds = self._chunk_bounds or {"num_tokens": len(query)}
+            self._chunks = plan_chunks(self._tensors["query_starts"], tokens=tokens, **bounds)
+        return self._chunks
 
     def _decode_work(self, layer: int, num_heads: int, window: int) -> Any:
         """Work list of the step's decodes, made once for the layers of a window."""
