@@ -6,10 +6,10 @@
 
 Formula, for every pair c:
 
-    pool[pairs[c, 1], :] = pool[pairs[c, 0], :]
+    pool[pairs[c, 1], ...] = pool[pairs[c, 0], ...]
 
-Layout: the pool is block-major, so that a block is one contiguous row of `slot_elems` elements
-holding every layer's keys and values. Bits are moved as they are; nothing is accumulated.
+Layout: a block is one contiguous row of elements that holds every layer's keys and values, or has
+one such row for each layer. Bits are moved as they are; nothing is accumulated.
 Source: copy-on-write of shared blocks in PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 """
 
@@ -26,7 +26,7 @@ _CHUNK = 4096
 
 
 def block_copy(
-    pool: torch.Tensor,  # [num_slots, slot_elems], contiguous
+    pool: torch.Tensor,  # [num_slots, elems] or [num_slots, parts, elems], elems contiguous
     pairs: torch.Tensor,  # [C, 2] int32 or int64, contiguous: source slot, destination slot
 ) -> None:
     """Copy block by block, in place.
@@ -34,27 +34,37 @@ def block_copy(
     The pairs run in no order: destinations are distinct, and none is also a source.
     """
     check_launchable("block_copy", pool, pairs)
-    if not pool.is_contiguous() or not pairs.is_contiguous():
-        raise ValueError("block_copy: pool and pairs must be contiguous")
+    if pool.stride(-1) != 1 or not pairs.is_contiguous():
+        raise ValueError("block_copy: pairs, and a slot's elements, must be contiguous")
     pool = as_bytes(pool)
-    slot_elems = pool.shape[1]
+    if pool.is_contiguous():
+        pool = pool.flatten(1)
+    if pool.dim() == 2:
+        pool = pool.unsqueeze(1)
+    _, num_parts, part_elems = pool.shape
     if pairs.shape[0] == 0:
         return
-    grid = (pairs.shape[0], triton.cdiv(slot_elems, _CHUNK))
-    _block_copy_kernel[grid](pool, pairs, slot_elems, CHUNK=_CHUNK, **OPTIONS)
+    grid = (pairs.shape[0], triton.cdiv(part_elems, _CHUNK), num_parts)
+    slot_stride, part_stride, _ = pool.stride()
+    _block_copy_kernel[grid](
+        pool, pairs, slot_stride, part_stride, part_elems, CHUNK=_CHUNK, **OPTIONS
+    )
 
 
 @triton.jit
 def _block_copy_kernel(
-    pool_ptr,  # [num_slots, slot_elems]
+    pool_ptr,  # [num_slots, parts, part_elems]
     pairs_ptr,  # [C, 2]
-    slot_elems,  # elements of a block
+    slot_stride,
+    part_stride,
+    part_elems,
     CHUNK: tl.constexpr,
 ):
     pair = tl.program_id(0)
     source = tl.load(pairs_ptr + 2 * pair).to(tl.int64)
     destination = tl.load(pairs_ptr + 2 * pair + 1).to(tl.int64)
     columns = tl.program_id(1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    mask = columns < slot_elems
-    elements = tl.load(pool_ptr + source * slot_elems + columns, mask=mask)
-    tl.store(pool_ptr + destination * slot_elems + columns, elements, mask=mask)
+    mask = columns < part_elems
+    pool_ptr += tl.program_id(2).to(tl.int64) * part_stride
+    elements = tl.load(pool_ptr + source * slot_stride + columns, mask=mask)
+    tl.store(pool_ptr + destination * slot_stride + columns, elements, mask=mask)

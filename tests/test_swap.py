@@ -57,11 +57,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def run(
-    loaded: LoadedModel, num_blocks: int, preemption: Preemption, num_host_blocks: int
+    loaded: LoadedModel,
+    num_blocks: int,
+    preemption: Preemption,
+    num_host_blocks: int,
+    *,
+    layer_major: bool = False,
 ) -> tuple[dict[int, Completion], list[StepStats]]:
     """Run all rows; the forecast takes them to be short."""
-    cache = KVCache(loaded.layout(BLOCK_SIZE), num_blocks, CPU, torch.float32, num_host_blocks)
-    cache.pool[:-1].fill_(torch.nan)  # whatever was there before must not be seen
+    layout = loaded.layout(BLOCK_SIZE)
+    cache = KVCache(
+        layout, num_blocks, CPU, torch.float32, num_host_blocks, layer_major=layer_major
+    )
+    cache.blocks[:-1].fill_(torch.nan)  # whatever was there before must not be seen
     pool = BlockPool(
         num_blocks, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=num_host_blocks
     )
@@ -99,16 +107,26 @@ def in_a_large_pool(llama: LoadedModel) -> dict[int, list[tuple[list[int], float
 
 
 @pytest.mark.parametrize(
-    ("preemption", "num_host_blocks"),
-    [("recompute", 0), ("swap", 2000), ("swap", 3), ("auto", 2000), ("auto", 20)],
+    ("preemption", "num_host_blocks", "layer_major"),
+    [
+        ("recompute", 0, False),
+        ("swap", 2000, False),
+        ("swap", 3, False),
+        ("auto", 2000, False),
+        ("auto", 20, False),
+        ("swap", 2000, True),
+    ],
 )
 def test_rows_get_what_they_get_in_a_large_pool(
     llama: LoadedModel,
     in_a_large_pool: dict[int, list[tuple[list[int], float]]],
     preemption: Preemption,
     num_host_blocks: int,
+    layer_major: bool,
 ) -> None:
-    completions, steps = run(llama, SMALL_POOL, preemption, num_host_blocks)
+    completions, steps = run(
+        llama, SMALL_POOL, preemption, num_host_blocks, layer_major=layer_major
+    )
     found = answers(completions)
     assert {row: [tokens for tokens, _ in outputs] for row, outputs in found.items()} == {
         row: [tokens for tokens, _ in outputs] for row, outputs in in_a_large_pool.items()

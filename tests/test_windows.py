@@ -40,8 +40,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_long_row_holds_what_its_windows_see(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "layer_major"), [*((family, False) for family in FAMILIES), ("gemma3_text", True)]
+)
+def test_a_long_row_holds_what_its_windows_see(
+    family: str, layer_major: bool, tmp_path: Path
+) -> None:
     """85 blocks of full attention, 3 of each window (10 to 11 while the prompt is computed)."""
     full, windowed = FAMILIES[family]
     changes = CHANGES.get(family, {}) | ({} if full != windowed else {"num_hidden_layers": 4})
@@ -51,8 +55,8 @@ def test_a_long_row_holds_what_its_windows_see(family: str, tmp_path: Path) -> N
     assert layout.windows == (0,) * full + (WINDOW,) * windowed
     num_blocks = layout.slots_for(PROMPT + OUTPUT - 1, CHUNK)
     assert num_blocks == full * BLOCKS + windowed * 11
-    cache = KVCache(layout, num_blocks, CPU, torch.float32)
-    cache.pool[:-1].fill_(torch.nan)  # whatever was there before must not be seen
+    cache = KVCache(layout, num_blocks, CPU, torch.float32, layer_major=layer_major)
+    cache.blocks[:-1].fill_(torch.nan)  # whatever was there before must not be seen
     pool = BlockPool(num_blocks, SIZE, enable_prefix_caching=True, windows=layout.windows)
     scheduler = Scheduler(pool, SequenceTable(4, 512, SIZE, layout.windows), CHUNK)
     engine = Engine(scheduler, ModelRunner(loaded.model, cache, Sampler()))

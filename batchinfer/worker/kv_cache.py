@@ -1,6 +1,8 @@
 """The KV pool: one tensor on the device, and blocks in host memory with their way there and back.
 
-The pool is block-major, so that a layer group's block is one contiguous run.
+It lies in one of two orders. Block-major, a block of all layers is one contiguous run: what is
+copied and swapped. Layer-major, the blocks of one layer lie together: what a layer's attention
+reads, from fewer pages of memory.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from batchinfer.kernels import reference
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.ops import HeadNorms, rotary_write
 
+LAYER_MAJOR = False
+"""Order of a pool that is not told."""
+
 _MEASURED_BYTES = 4 * 2**20
 """Touched of the host's memory before a block is swapped."""
 
@@ -28,25 +33,25 @@ first steps would pay for it in page faults (on a virtual machine 7 % of a short
 
 
 class HostBlocks:
-    """Host memory of the pool's layout: a block is one contiguous copy.
+    """Host memory for blocks, each of them one contiguous run there.
 
     Beside a CUDA pool it is pinned, and copied on a stream of its own. Beside a CPU's it is plain
     memory, of which no more is touched than has been used.
 
     Args:
-        pool: [slot, elements of a block]
+        blocks: the pool's, [slot, layer, elements of a layer], strided.
         num_blocks: host slots.
 
     Raises:
         DeviceError: when there is no room.
     """
 
-    def __init__(self, pool: torch.Tensor, num_blocks: int) -> None:
-        self._pool = pool
+    def __init__(self, blocks: torch.Tensor, num_blocks: int) -> None:
+        self._pool = blocks
         self._stream: torch.cuda.Stream | None = None
-        if pool.is_cuda and num_blocks > 0:
-            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
-        self._blocks = _allocate_host_blocks(pool, num_blocks)  # [host slot, elements of a block]
+        if blocks.is_cuda and num_blocks > 0:
+            self._stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
+        self._blocks = _allocate_host_blocks(blocks, num_blocks)  # [host slot, layer, elements]
 
     def copy(self, outs: Int32, ins: Int32) -> None:
         """Copy blocks out, then in. What is queued on the device after it finds them there.
@@ -90,16 +95,16 @@ class HostBlocks:
             self._pool[slot].copy_(self._blocks[host_slot], non_blocking=True)
 
 
-def _allocate_host_blocks(pool: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Uninitialised ``[num_blocks, elements of a block]``."""
-    num_bytes = num_blocks * pool[0].nbytes
+def _allocate_host_blocks(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Uninitialised ``[num_blocks, layer, elements of a layer]``."""
+    shape = (num_blocks, *blocks.shape[1:])
+    num_bytes = math.prod(shape) * blocks.element_size()
     try:
-        if pool.is_cuda or num_blocks == 0:
-            pinned = num_blocks > 0
-            return torch.empty(num_blocks, pool.shape[1], dtype=pool.dtype, pin_memory=pinned)
+        if blocks.is_cuda or num_blocks == 0:
+            return torch.empty(shape, dtype=blocks.dtype, pin_memory=num_blocks > 0)
         # NumPy asks Linux for huge pages where torch does not.
         raw = torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
-        return raw.view(pool.dtype).view(num_blocks, pool.shape[1])
+        return raw.view(blocks.dtype).view(shape)
     except (MemoryError, RuntimeError) as error:
         raise DeviceError(
             f"no room for a swap space of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB)",
@@ -108,7 +113,8 @@ def _allocate_host_blocks(pool: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 class KVCache:
-    """Keys and values of every block, ``[slot, layer, key or value, kv_head]``.
+    """Keys and values of every block, ``[slot, layer, key or value, kv_head]`` or, layer-major,
+    ``[layer, slot, key or value, kv_head]``.
 
     A KV head's are ``[token, width]``; where the C kernels for a CPU read them they lie otherwise
     (``kernels/cpu/blocks.h``), in as many elements.
@@ -126,12 +132,15 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         num_host_blocks: int = 0,
+        *,
+        layer_major: bool = LAYER_MAJOR,
     ) -> None:
         """Make an uninitialised pool; past its first part, memory is touched as it is written.
 
         Args:
             num_blocks: slots beside the null slot.
             dtype: the model's; the pool has it unless the layout says float8.
+            layer_major: the pool's order is [layer, slot] instead of [slot, layer].
 
         Raises:
             DeviceError: when the pool does not fit the device, or the blocks on the host that.
@@ -144,9 +153,16 @@ class KVCache:
         self.unit = math.gcd(layout.key_width, layout.value_width)
         """Elements that divide both a key and a value."""
         pool_dtype = torch.float8_e4m3fn if layout.fp8 else dtype
-        self.pool = _allocate(num_blocks + 1, layout.elements_per_block, device, pool_dtype)
-        self.pool[self.null_slot].zero_()
-        self.host = HostBlocks(self.pool, num_host_blocks)
+        num_slots, num_layers = num_blocks + 1, layout.layers_per_slot
+        outer, inner = (num_layers, num_slots) if layer_major else (num_slots, num_layers)
+        shape = (outer, inner * layout.elements_per_layer)
+        self.pool = _allocate(num_slots, shape, device, pool_dtype)
+        """The memory as it lies: [slot, elements of a block], or [layer, elements of all slots]."""
+        parts = self.pool.view(outer, inner, layout.elements_per_layer)
+        self.blocks = parts.transpose(0, 1) if layer_major else parts
+        """The same by slots, in either order: [slot, layer, elements of a layer], strided."""
+        self.blocks[self.null_slot].zero_()
+        self.host = HostBlocks(self.blocks, num_host_blocks)
         per_head = layout.block_size * layout.key_width
         self._value_offset = layout.num_kv_heads * per_head
         self._places = [layout.place(layer) for layer in range(layout.num_layers)]
@@ -237,10 +253,10 @@ class KVCache:
         if self.pool.is_cuda:
             from batchinfer.kernels.block_copy import block_copy
 
-            block_copy(self.pool, pairs)
+            block_copy(self.blocks, pairs)
             return
         source, destination = pairs.long().unbind(dim=1)
-        self.pool[destination] = self.pool[source]
+        self.blocks[destination] = self.blocks[source]
 
     def units(self, layer: int, *, values: bool) -> torch.Tensor:
         """The pool from a layer's keys (or values) on, as rows of ``block_size * unit`` elements.
@@ -255,34 +271,34 @@ class KVCache:
     @property
     def rows_per_slot(self) -> int:
         """Rows of ``units`` from one slot to the next."""
-        return self.layout.elements_per_block // (self.layout.block_size * self.unit)
+        return self.blocks.stride(0) // (self.layout.block_size * self.unit)
 
     def _offset(self, layer: int) -> int:
-        """Elements of a slot before a layer's."""
-        return self._places[layer][1] * self.layout.elements_per_layer
+        """Elements of the pool before a layer's first slot."""
+        return self._places[layer][1] * self.blocks.stride(1)
 
     def _view(self, offset: int, width: int) -> torch.Tensor:
         block_size = self.layout.block_size
-        shape = (len(self.pool), self.layout.num_kv_heads, block_size, width)
-        strides = (self.layout.elements_per_block, block_size * width, width, 1)
+        shape = (len(self.blocks), self.layout.num_kv_heads, block_size, width)
+        strides = (self.blocks.stride(0), block_size * width, width, 1)
         return self.pool.as_strided(shape, strides, offset)
 
 
 def _allocate(
-    num_slots: int, slot_elements: int, device: torch.device, dtype: torch.dtype
+    num_slots: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Uninitialised ``[num_slots, slot_elements]``."""
-    num_bytes = num_slots * slot_elements * dtype.itemsize
+    """Uninitialised, of a shape that holds so many slots."""
+    num_bytes = math.prod(shape) * dtype.itemsize
     try:
         if device.type != "cpu":
-            return torch.empty(num_slots, slot_elements, device=device, dtype=dtype)
+            return torch.empty(shape, device=device, dtype=dtype)
         # NumPy asks Linux for huge pages where torch does not: blocks lie far apart, and with
         # small pages every gathered head costs a TLB miss.
         raw = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
         aligned = torch.from_numpy(raw[start : start + num_bytes])
         aligned[:_RESIDENT_BYTES].zero_()
-        return aligned.view(dtype).view(num_slots, slot_elements)
+        return aligned.view(dtype).view(shape)
     except (MemoryError, RuntimeError) as error:
         raise DeviceError(
             f"no room for a KV pool of {num_slots} blocks ({num_bytes / 2**30:.2f} GiB)",

@@ -35,8 +35,18 @@ def test_copies_past_two_to_the_31_elements(gpu: str) -> None:
     assert pool.any(dim=1).nonzero().flatten().tolist() == [0, 2**15, 2**15 + 1]
 
 
-def test_refuses_a_pool_with_gaps(interpreter: str) -> None:
-    pool = torch.zeros(4, 32, device=interpreter)[:, :16]
+def test_copies_a_block_of_several_rows(interpreter: str) -> None:
+    # [layer, slot, elements], by slots
+    pool = torch.randn(3, 5, 5000, device=interpreter)
+    expected = pool.clone()
+    pairs = torch.tensor([[4, 0], [2, 3]], dtype=torch.int32)
+    expected[:, [0, 3]] = expected[:, [4, 2]]
+    block_copy.block_copy(pool.transpose(0, 1), pairs)
+    assert torch.equal(pool, expected)
+
+
+def test_refuses_elements_with_gaps(interpreter: str) -> None:
+    pool = torch.zeros(4, 32, device=interpreter)[:, ::2]
     with pytest.raises(ValueError, match="contiguous"):
         block_copy.block_copy(pool, torch.zeros(1, 2, dtype=torch.int32))
 

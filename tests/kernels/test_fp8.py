@@ -78,7 +78,7 @@ def test_rounds_as_torch_does_and_saturates_on_a_gpu(gpu: str) -> None:
 
 
 @triton.jit
-def _through_float16(x_ptr: Any, back_ptr: Any, SIZE: tl.constexpr) -> None:  # noqa: N803
+def _through_float16(x_ptr, back_ptr, SIZE: tl.constexpr):  # noqa: N803
     places = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     half, down = in_float16(tl.load(x_ptr + places))
     tl.store(back_ptr + places, half.to(tl.float32) * down[:, None])

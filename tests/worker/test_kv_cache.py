@@ -10,6 +10,9 @@ from batchinfer.worker.kv_cache import KVCache
 from tests.devices import CPU_AND_CUDA
 
 CPU = torch.device("cpu")
+in_both_orders = pytest.mark.parametrize(
+    "layer_major", [False, True], ids=["block_major", "layer_major"]
+)
 
 
 def make(
@@ -20,6 +23,7 @@ def make(
     *,
     fp8: bool = False,
     device: str = "cpu",
+    layer_major: bool = False,
 ) -> KVCache:
     layout = KVLayout(
         num_layers=3,
@@ -30,15 +34,19 @@ def make(
         element_bytes=4,
         fp8=fp8,
     )
-    return KVCache(layout, num_blocks, torch.device(device), torch.float32, num_host_blocks)
+    return KVCache(
+        layout, num_blocks, torch.device(device), torch.float32, num_host_blocks,
+        layer_major=layer_major,
+    )  # fmt: skip
 
 
 def pairs(*of: tuple[int, int]) -> np.ndarray:
     return np.array(of, np.int32).reshape(-1, 2)
 
 
-def test_views_tile_the_pool() -> None:
-    cache = make()
+@in_both_orders
+def test_views_tile_the_pool(layer_major: bool) -> None:
+    cache = make(layer_major=layer_major)
     cache.pool.fill_(-1)
     for layer in range(3):
         cache.key(layer).fill_(2 * layer)
@@ -56,8 +64,18 @@ def test_a_block_is_one_contiguous_run_of_all_layers() -> None:
     assert cache.value(2)[4].data_ptr() < cache.pool[5].data_ptr()
 
 
-def test_write_puts_tokens_where_the_mapping_says() -> None:
-    cache = make()
+def test_a_layers_blocks_are_one_contiguous_run_where_layers_come_first() -> None:
+    cache = make(layer_major=True)
+    runs = [(cache.key(layer)[0], cache.value(layer)[-1]) for layer in range(3)]
+    bounds = [(key.data_ptr(), value.data_ptr() + value.nbytes) for key, value in runs]
+    assert [begin for begin, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
+    assert bounds[-1][1] - bounds[0][0] == cache.nbytes == make().nbytes
+    assert cache.nbytes == 6 * cache.layout.bytes_per_block
+
+
+@in_both_orders
+def test_write_puts_tokens_where_the_mapping_says(layer_major: bool) -> None:
+    cache = make(layer_major=layer_major)
     cache.pool.zero_()
     key, value = torch.randn(3, 2, 6), torch.randn(3, 2, 4)
     cache.write(1, key, value, torch.tensor([9, 2, 19]))
@@ -68,13 +86,14 @@ def test_write_puts_tokens_where_the_mapping_says() -> None:
     assert torch.count_nonzero(cache.pool) == key.numel() + value.numel()
 
 
+@in_both_orders
 @pytest.mark.parametrize("fp8", [False, True])
-def test_copy_blocks_moves_every_layer(fp8: bool) -> None:
-    cache = make(fp8=fp8)
+def test_copy_blocks_moves_every_layer(fp8: bool, layer_major: bool) -> None:
+    cache = make(fp8=fp8, layer_major=layer_major)
     cache.pool.copy_(torch.randn(cache.pool.shape))
-    before = cache.pool.float().clone()
+    before = cache.blocks.float().clone()
     cache.copy_blocks(torch.tensor([[0, 3], [4, 1]], dtype=torch.int32))
-    after = cache.pool.float()
+    after = cache.blocks.float()
     assert torch.equal(after[[3, 1]], before[[0, 4]])
     assert torch.equal(after[[0, 2, 4, 5]], before[[0, 2, 4, 5]])
 
@@ -91,15 +110,17 @@ def test_a_pool_of_float8_has_a_byte_a_number_and_saturates() -> None:
     assert torch.count_nonzero(cache.pool[cache.null_slot].float()) == 0
 
 
-def test_the_null_slot_is_one_more_than_asked_for_and_zero() -> None:
-    cache = make()
+@in_both_orders
+def test_the_null_slot_is_one_more_than_asked_for_and_zero(layer_major: bool) -> None:
+    cache = make(layer_major=layer_major)
     assert cache.null_slot == cache.num_blocks == 5
-    assert torch.count_nonzero(cache.pool[5]) == 0
+    assert torch.count_nonzero(cache.blocks[5]) == 0
 
 
+@in_both_orders
 @pytest.mark.parametrize(("key_width", "value_width"), [(6, 4), (4, 4), (8, 12)])
-def test_units_find_each_head(key_width: int, value_width: int) -> None:
-    cache = make(key_width, value_width)
+def test_units_find_each_head(key_width: int, value_width: int, layer_major: bool) -> None:
+    cache = make(key_width, value_width, layer_major=layer_major)
     cache.pool.copy_(torch.randn_like(cache.pool))
     slot, head = 3, 1
     for values, width, view in ((False, key_width, cache.key), (True, value_width, cache.value)):
@@ -114,35 +135,40 @@ def test_a_pool_that_does_not_fit_names_the_keys() -> None:
         make(num_blocks=2**52)
 
 
+@in_both_orders
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_a_block_returns_from_the_host_as_it_left(device: str) -> None:
-    cache = make(num_host_blocks=3, device=device)
+def test_a_block_returns_from_the_host_as_it_left(layer_major: bool, device: str) -> None:
+    cache = make(num_host_blocks=3, layer_major=layer_major, device=device)
     cache.pool.copy_(torch.randn_like(cache.pool))
-    before = cache.pool.clone()
+    before = cache.blocks.clone()
     cache.host.copy(pairs((0, 2), (3, 0)), pairs())
-    cache.pool[:4].fill_(torch.nan)
+    cache.blocks[:4].fill_(torch.nan)
     cache.host.copy(pairs(), pairs((2, 1), (0, 0)))
-    assert torch.equal(cache.pool[[1, 0]], before[[0, 3]])
-    assert cache.pool[2:4].isnan().all()
+    assert torch.equal(cache.blocks[[1, 0]], before[[0, 3]])
+    assert cache.blocks[2:4].isnan().all()
 
 
+@in_both_orders
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_blocks_leave_before_others_come_and_the_last_to_come_stays(device: str) -> None:
+def test_blocks_leave_before_others_come_and_the_last_to_come_stays(
+    layer_major: bool, device: str
+) -> None:
     """A slot is taken over in one step; one given away again in it is filled twice."""
-    cache = make(num_host_blocks=3, device=device)
+    cache = make(num_host_blocks=3, layer_major=layer_major, device=device)
     cache.pool.copy_(torch.randn_like(cache.pool))
-    before = cache.pool.clone()
+    before = cache.blocks.clone()
     cache.host.copy(pairs((0, 0), (1, 1)), pairs((0, 2), (1, 2), (0, 1)))
-    assert torch.equal(cache.pool[[0, 1, 2]], before[[0, 0, 1]])
+    assert torch.equal(cache.blocks[[0, 1, 2]], before[[0, 0, 1]])
 
 
+@in_both_orders
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
-def test_measuring_a_copy_leaves_the_pool_as_it_was(device: str) -> None:
-    cache = make(num_host_blocks=3, device=device)
+def test_measuring_a_copy_leaves_the_pool_as_it_was(layer_major: bool, device: str) -> None:
+    cache = make(num_host_blocks=3, layer_major=layer_major, device=device)
     cache.pool.copy_(torch.randn_like(cache.pool))
-    before = cache.pool.clone()
+    before = cache.blocks.clone()
     assert 0 < cache.host.measure() < 60
-    assert torch.equal(cache.pool, before)
+    assert torch.equal(cache.blocks, before)
 
 
 def test_blocks_that_do_not_fit_the_host_name_the_key() -> None:

@@ -28,7 +28,7 @@ PLAIN, WINDOWED = (AttentionVariant(0.25, window, 0.0, None) for window in (0, 5
 
 
 def begun(
-    step_parts: list[tuple[int, int]], *, fp8: bool = False
+    step_parts: list[tuple[int, int]], *, fp8: bool = False, layer_major: bool = False
 ) -> tuple[CudaAttention, Any, torch.Tensor]:
     """Both backends at the start of a step over a random pool, and its queries.
 
@@ -41,15 +41,25 @@ def begun(
     earlier = [(sequence, before) for sequence, before, _ in sequences if before]
     if earlier:
         maker.step(earlier)
-    return begin(maker.step([(sequence, new) for sequence, _, new in sequences]), fp8=fp8)
+    step = maker.step([(sequence, new) for sequence, _, new in sequences])
+    return begin(step, fp8=fp8, layer_major=layer_major)
 
 
-def begin(step: Step, *, fp8: bool = False) -> tuple[CudaAttention, Any, torch.Tensor]:
+def begin(
+    step: Step, *, fp8: bool = False, layer_major: bool = False
+) -> tuple[CudaAttention, Any, torch.Tensor]:
     torch.manual_seed(0)
     by_position, own = (
-        KVCache(replace(LAYOUT, fp8=fp8), 32, torch.device("cpu"), torch.float32) for _ in range(2)
+        KVCache(
+            replace(LAYOUT, fp8=fp8),
+            32,
+            torch.device("cpu"),
+            torch.float32,
+            layer_major=layer_major,
+        )
+        for _ in range(2)
     )
-    by_position.pool[:32].copy_(torch.randn(32, by_position.pool.shape[1]))
+    by_position.blocks[:32].copy_(torch.randn(by_position.blocks[:32].shape))
     for layer in range(LAYOUT.num_layers):
         blocks = by_position.key(layer)[:32], by_position.value(layer)[:32]
         rows = [block.float().transpose(1, 2).flatten(0, 1) for block in blocks]
@@ -61,14 +71,17 @@ def begin(step: Step, *, fp8: bool = False) -> tuple[CudaAttention, Any, torch.T
     return *backends, torch.randn(step.num_tokens, 4, 16)
 
 
+@pytest.mark.parametrize("layer_major", [False, True], ids=["block_major", "layer_major"])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     "parts",
     [[(9, 1), (20, 1)], [(0, 7), (9, 1), (30, 4)], [(0, 7), (16, 20)]],
     ids=["decodes", "mixed", "chunks"],
 )
-def test_layers_of_two_windows_equal_the_cpus(parts: list[tuple[int, int]], fp8: bool) -> None:
-    cuda, cpu, query = begun(parts, fp8=fp8)
+def test_layers_of_two_windows_equal_the_cpus(
+    parts: list[tuple[int, int]], fp8: bool, layer_major: bool
+) -> None:
+    cuda, cpu, query = begun(parts, fp8=fp8, layer_major=layer_major)
     for layer, variant in ((0, WINDOWED), (1, PLAIN), (2, WINDOWED)):
         got = cuda.attend(layer, query, variant)
         torch.testing.assert_close(got, cpu.attend(layer, query, variant), atol=1e-5, rtol=1e-5)
