@@ -121,6 +121,17 @@ def kv_write(
     value_cache[slots, :, offsets] = stored(value[kept], value_cache.dtype)
 
 
+def unpack_tables(
+    packed: torch.Tensor,  # [N] int32
+    shape: torch.Tensor,  # [2] int32
+    tables: torch.Tensor,  # [G, S, max_blocks] int32
+) -> None:
+    """Write packed block tables of every group over the beginnings of the tables' rows."""
+    count, width = shape.tolist()
+    there = packed[: len(tables) * count * width].view(len(tables), count, width)
+    tables[:, :count, :width] = there
+
+
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values as the cache holds them: what float8 e4m3fn cannot hold is its largest number, with
     the sign, where older versions of torch would make it NaN."""

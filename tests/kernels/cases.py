@@ -284,3 +284,39 @@ def build_copy(
     sources = others[torch.randint(len(others), (case.num_pairs,), generator=generator)]
     pairs = torch.stack([sources, destinations], dim=1).to(device, case.index_dtype)
     return {"pool": pool.to(device, dtype), "pairs": pairs}
+
+
+@dataclass(frozen=True)
+class TablesCase:
+    """Block tables of a step, and the room there is for larger ones."""
+
+    name: str
+    groups: int
+    count: int
+    width: int
+    sequences: int
+    max_blocks: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TABLES_CASES = (
+    TablesCase("one", 1, 1, 1, 1, 1),
+    TablesCase("groups", 3, 5, 7, 8, 20),
+    TablesCase("several_programs_a_row", 1, 2, 1500, 3, 2050),
+    TablesCase("full", 2, 4, 16, 4, 16),
+    TablesCase("no_sequences", 1, 0, 0, 4, 9),
+)
+
+
+def build_tables(case: TablesCase, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Make the arguments of `unpack_tables`, by name; all is poisoned that is not to be written."""
+    generator = torch.Generator().manual_seed(0)
+    size = case.groups * case.count * case.width
+    packed = torch.randint(0, 999, (size + 3,), generator=generator, dtype=torch.int32)
+    room = torch.full((case.groups, case.sequences + 1, case.max_blocks), -7, dtype=torch.int32)
+    shape = torch.tensor([case.count, case.width], dtype=torch.int32)
+    arguments = {"packed": packed, "shape": shape, "tables": room}
+    arguments = {name: tensor.to(device) for name, tensor in arguments.items()}
+    return arguments | {"tables": arguments["tables"][:, :-1]}
