@@ -21,7 +21,7 @@ from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.errors import DeviceError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.attention.kernel_name import ATTENTION, attention_kernel
-from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
+from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.free_memory import device_memory
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, ModelDescription, load_model
@@ -111,7 +111,7 @@ def build_engine(
         log("blocks of a model with sliding windows are not swapped yet: rows are recomputed")
     dtype, host_blocks = getattr(torch, loaded.dtype), memory.num_host_blocks
     cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
-    graphs = _graphs(loaded, cache, engine)
+    graphs = _graphs(loaded, cache, engine, log)
     attention = attention_kernel(cache.pool, loaded.kernels.kernel)
     log(attention.line(kernels_before or {}))
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel)
@@ -191,16 +191,21 @@ def _on_threads(runner: Runner, threads: ThreadCount, kernels: KernelChoice) -> 
     return GovernedThreads(runner, ThreadGovernor(threads.count))
 
 
-def _graphs(loaded: LoadedModel, cache: KVCache, engine: EngineConfig) -> DecodeGraphs | None:
-    """Graphs of decode steps, on CUDA; each is captured when its batch size is first met."""
+def _graphs(
+    loaded: LoadedModel, cache: KVCache, engine: EngineConfig, log: Callable[[str], None]
+) -> StepGraphs | None:
+    """Graphs of steps of every size, captured, on CUDA."""
     if not cache.pool.is_cuda:
         return None
-    return DecodeGraphs(
+    graphs = StepGraphs(
         loaded.model,
         cache,
         max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=loaded.max_model_len,
     )
+    graphs.capture_all(log)
+    return graphs
 
 
 def make_tokenizer(model: ModelConfig) -> Tokenizer:

@@ -16,7 +16,7 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
-from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
+from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.memory import DeviceMemory, fit_memory, model_bytes
@@ -109,7 +109,7 @@ class Ready:
     """An engine with a model, fused and captured."""
 
     engine: Engine
-    graphs: DecodeGraphs | None
+    graphs: StepGraphs | None
     num_blocks: int
     vocab: int
     fused: bool
@@ -138,10 +138,14 @@ def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineC
     cache = KVCache(layout, memory.num_blocks, device, dtype)
     graphs = None
     if device.type == "cuda":
-        graphs = DecodeGraphs(
-            model, cache, max_num_seqs=settings.max_num_seqs, max_model_len=MAX_MODEL_LEN
+        graphs = StepGraphs(
+            model,
+            cache,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
         )
-        graphs.capture_all()
+        graphs.capture_all(print)
     runner = ModelRunner(model, cache, Sampler(), graphs)
     pool = BlockPool(memory.num_blocks, settings.block_size, enable_prefix_caching=True)
     table = SequenceTable(settings.max_num_seqs, MAX_MODEL_LEN, settings.block_size)

@@ -114,10 +114,11 @@ ROOMS = [
         "Paged attention: one function for transformers' classes, a back end for each device.",
         ("kernels", "engine.step", "worker"),
     ),
+    Room("worker.body_output", "what a model's body gives to its head"),
     Room(
         "worker.cuda_graphs",
-        "Decode steps captured once and replayed as CUDA graphs.",
-        ("kernels", "engine.step", "worker.attention", "worker.kv_cache"),
+        "Steps captured once for each of a few sizes and replayed as CUDA graphs.",
+        ("kernels", "engine.runner", "engine.step", "worker"),
     ),
     Room("worker.forward", "one forward pass", ("engine.step", "worker")),
     Room("worker.probe", "a few tokens before a job", ("engine.kv", "engine.step", "worker")),

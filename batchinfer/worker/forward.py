@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +13,8 @@ import torch
 from batchinfer.engine.step import Step
 from batchinfer.worker.adapter_batch import step_adapters
 from batchinfer.worker.attention.attention import AttentionBackend, ForwardContext, forward_context
-from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
+from batchinfer.worker.body_output import recorded_output
+from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.transfer import to_device
 
@@ -23,7 +26,8 @@ def forward(
     backend: AttentionBackend,
     step: Step,
     prev_token_ids: torch.Tensor | None = None,
-    graphs: DecodeGraphs | None = None,
+    graphs: StepGraphs | None = None,
+    body_outputs: list[Any] | None = None,
 ) -> torch.Tensor:
     """Compute a step's logits: copy its blocks, write the KV of its tokens, attend.
 
@@ -31,25 +35,27 @@ def forward(
         prev_token_ids: int64 [K of the step before], on the pool's device, what
             ``step.previous_sample`` refers to.
         graphs: take the steps they can.
+        body_outputs: the output of the model's body is appended, for more of its logits.
 
     Returns:
         Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype.
     """
-    adapters = step_adapters(step)
-    arrays = device_arrays(step)
+    cache.host.copy(step.swap_outs, step.swap_ins)
+    if len(step.block_copies):
+        copies = to_device({"pairs": step.block_copies}, cache.pool.device)
+        cache.copy_blocks(copies["pairs"])
+    size = None if graphs is None else graphs.size_for(step)
+    if graphs is not None and size is not None:
+        return graphs.logits(step, size, prev_token_ids, body_outputs)
+    adapters, arrays = step_adapters(step), device_arrays(step)
     if adapters is not None:
         arrays["adapter_tokens"] = adapters.tokens
     tensors = to_device(arrays, cache.pool.device)
-    cache.host.copy(step.swap_outs, step.swap_ins)
-    if len(step.block_copies):
-        cache.copy_blocks(tensors["block_copies"])
-    token_ids = _input_ids(step, tensors, prev_token_ids)
-    if graphs is not None and graphs.takes(step):
-        return graphs.logits(step, tensors | {"token_ids": token_ids})
     backend.begin_step(step, tensors)
-    with forward_context(ForwardContext(cache, backend, tensors, adapters)):
+    records = nullcontext() if body_outputs is None else recorded_output(model, body_outputs)
+    with forward_context(ForwardContext(cache, backend, tensors, adapters)), records:
         output = model(
-            input_ids=token_ids[None],
+            input_ids=_input_ids(step, tensors, prev_token_ids)[None],
             position_ids=tensors["positions"][None],
             use_cache=False,
             logits_to_keep=tensors["logits_indices"],
@@ -85,7 +91,6 @@ def device_arrays(step: Step) -> dict[str, npt.NDArray[np.generic]]:
         "query_starts": step.query_starts,
         "context_lens": step.context_lens,
         "block_tables": step.block_tables,
-        "block_copies": step.block_copies,
         "other_slots": step.other_slots,
         "other_tables": step.other_tables,
     }

@@ -14,7 +14,7 @@ import torch
 from batchinfer.config import EngineConfig, parse_size
 from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
-from batchinfer.worker.cuda_graphs.decode_graphs import batch_sizes
+from batchinfer.worker.cuda_graphs.graph_sizes import all_sizes
 from batchinfer.worker.model.quantization import plain_tensors
 from batchinfer.worker.products.linear import PackedLinear
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
@@ -29,6 +29,8 @@ LOGITS_COPIES = 2
 
 # Of an instantiated graph of some hundred kernels, by estimate.
 _BYTES_PER_GRAPH = 8 * 2**20
+# As they come to the device, and spread to rows of a fixed length.
+_TABLE_COPIES = 2
 # Most that the partial results of split contexts take (`kernels/decode_work.py`), for each window.
 _WORKSPACE_BYTES = 2 * 256 * 2**20
 
@@ -45,16 +47,22 @@ def activation_elements(config: Mapping[str, Any]) -> int:
 
 
 def graph_bytes(
-    layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
+    layout: KVLayout,
+    config: Mapping[str, Any],
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
 ) -> int:
-    """Bytes of all decode graphs, an upper estimate. They share one pool, as large as the largest
-    needs."""
-    logits = LOGITS_COPIES * int(text_config(config)["vocab_size"])
-    elements = activation_elements(config) + logits
-    tables = 4 * len(layout.windows) * max_num_seqs * layout.blocks_for(max_model_len)
-    # Each batch size once with shared prefixes and once without.
-    graphs = 2 * _BYTES_PER_GRAPH * len(batch_sizes(max_num_seqs))
-    return max_num_seqs * elements * layout.element_bytes + tables + graphs + _WORKSPACE_BYTES
+    """Bytes of all graphs of steps and of what they read, an upper estimate. They share one pool,
+    as large as the largest needs."""
+    sizes = all_sizes(max_num_seqs, max_num_batched_tokens)
+    logits = max_num_seqs * LOGITS_COPIES * int(text_config(config)["vocab_size"])
+    elements = sizes[0].tokens * activation_elements(config) + logits
+    blocks = len(layout.windows) * max_num_seqs * layout.blocks_for(max_model_len)
+    tables = _TABLE_COPIES * 4 * blocks
+    graphs = _BYTES_PER_GRAPH * len(sizes)
+    return elements * layout.element_bytes + tables + graphs + _WORKSPACE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class MemoryPlan:
     """Estimate for sampling ``max_num_seqs`` rows, or scoring as many of a prompt's as are taken
     at a time."""
     graph_bytes: int
-    """Estimate for graphs of decode steps; CUDA only."""
+    """Estimate for graphs of steps; CUDA only."""
     available_bytes: int
     """What the device had for all of these."""
     num_host_blocks: int
@@ -132,7 +140,11 @@ def fit_memory(
     free, total = memory.free, memory.total
     if memory.kind == "cuda":
         graphs = graph_bytes(
-            layout, config, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len
+            layout,
+            config,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_model_len=max_model_len,
         )
         room = int(total * engine.gpu_memory_utilization) - (total - free)
         room -= activations + logits + graphs

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from batchinfer.engine.runner import Pending
 from batchinfer.engine.step import SamplingBatch, ScoredTokens, Step
 from batchinfer.worker.attention.attention import make_backend
-from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
+from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.memory import model_bytes
@@ -38,7 +39,7 @@ class ModelRunner:
         model: torch.nn.Module,
         cache: KVCache,
         sample: Sample,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
         kernel: ProductKernel | None = None,
     ) -> None:
         self._model = model
@@ -63,10 +64,15 @@ class ModelRunner:
             self._previous, scored = self._start_scoring(step, tokens)
         return ScoredHandle(self._previous, scored)
 
-    def _start(self, step: Step) -> SampleHandle:
-        prev_token_ids = self._previous.token_ids
+    def _start(self, step: Step, body_outputs: list[Any] | None = None) -> SampleHandle:
         logits = forward(
-            self._model, self._cache, self._backend, step, prev_token_ids, self._graphs
+            self._model,
+            self._cache,
+            self._backend,
+            step,
+            self._previous.token_ids,
+            self._graphs,
+            body_outputs,
         )
         if step.num_samples == 0:
             return SampleHandle.nothing(logits.device)
@@ -74,8 +80,9 @@ class ModelRunner:
 
     def _start_scoring(self, step: Step, tokens: ScoredTokens) -> tuple[SampleHandle, SampleHandle]:
         """Sample, then score: the samples' logits are gone before the prompts' are taken."""
-        with self._scorer.body_output() as output:
-            sampled = self._start(step)
+        outputs: list[Any] = []
+        sampled = self._start(step, outputs)
+        (output,) = outputs
         return sampled, self._scorer(output, tokens)
 
     def device_bytes(self) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import Int32, ScoredTokens, StepResult
+from batchinfer.worker.body_output import body_of
 from batchinfer.worker.sampling.logprobs import row_stats, token_ranks, top_logits
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import workspace_rows
@@ -40,34 +41,23 @@ class PromptScorer:
         self._model = model
         self._rows = rows
 
-    @contextmanager
-    def body_output(self) -> Iterator[list[Any]]:
-        """Record the outputs of the model's body, called inside."""
-        outputs: list[Any] = []
-        hook = _body(self._model).register_forward_hook(lambda *call: outputs.append(call[2]))
-        try:
-            yield outputs
-        finally:
-            hook.remove()
-
     @torch.inference_mode()
-    def __call__(self, outputs: list[Any], tokens: ScoredTokens) -> SampleHandle:
+    def __call__(self, output: Any, tokens: ScoredTokens) -> SampleHandle:
         """Score the tokens of a step.
 
         Args:
-            outputs: of the model's body, as ``body_output`` gave them.
+            output: of the model's body.
             tokens: P tokens.
 
         Returns:
             The tokens as if they were samples, on their way to the host, with ranks and
             alternatives [P, L]; L is at most the vocabulary.
         """
-        (output,) = outputs
         arrays = {"rows": tokens.rows.astype(np.int64), "ids": tokens.token_ids.astype(np.int64)}
         on = to_device(arrays, output[0].device)
         num_logprobs = np.full(len(tokens.rows), tokens.num_logprobs.max(), dtype=np.int32)
         chunks = []
-        with _body_gives(_body(self._model), output):
+        with _body_gives(body_of(self._model), output):
             for start in range(0, len(tokens.rows), self._rows):
                 span = slice(start, start + self._rows)
                 logits = self._head(on["rows"][span])
@@ -100,12 +90,6 @@ def _score_tokens(logits: Tensor, ids: Tensor, wanted: Int32) -> tuple[Tensor, .
         top_ids,
         stats.logprobs(every_row, top_values),
     )
-
-
-def _body(model: torch.nn.Module) -> torch.nn.Module:
-    """The part of a model that gives hidden states to its head."""
-    body: torch.nn.Module = getattr(model, str(model.base_model_prefix))
-    return body
 
 
 @contextmanager

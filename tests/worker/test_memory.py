@@ -24,6 +24,7 @@ from tests.models import make_text_model
 CONFIG = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
 LAYOUT = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=4)  # 4 KiB a block
 MIB = 2**20
+GRAPH_BYTES = memory.graph_bytes
 
 
 def plan(device: str = "cpu", **engine: Any) -> MemoryPlan:
@@ -219,3 +220,24 @@ def test_without_swapping_no_host_memory_is_taken(engine: dict[str, Any]) -> Non
 def test_a_swap_space_that_holds_no_block_is_refused() -> None:
     with pytest.raises(DeviceError, match="give at least 4KiB"):
         plan(preemption="swap", swap_space="1KiB", num_kv_blocks=4)
+
+
+def test_graphs_need_room_for_the_largest_step_and_its_rows_of_logits() -> None:
+    config = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 150_000}
+    layout = KVLayout(28, 8, 128, 128, 16, 2)
+
+    def needed(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        return GRAPH_BYTES(
+            layout,
+            config,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=4096,
+        )
+
+    logits_and_tables = 2 * 2 * 150_000 + 2 * 4 * 256
+    assert needed(1024, 2048) - needed(64, 2048) > 960 * logits_and_tables
+    activations = 2 * memory.activation_elements(config)
+    assert needed(64, 8192) - needed(64, 2048) > 6144 * activations
+    assert needed(64, 100_000) == needed(64, 8192), "larger steps have no graph"
+    assert needed(1024, 8192) < 3 * 2**30

@@ -33,21 +33,27 @@ class CudaAttention:
         chunk_lens = query_lens[query_lens > 1]
         self._chunk_bounds = {"num_tokens": int(chunk_lens.sum()), "max_chunks": len(chunk_lens)}
 
-    def begin_decode(
-        self, tensors: Mapping[str, torch.Tensor], max_context_len: int, *, shares: bool
+    def begin_captured(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        max_context_len: int,
+        *,
+        shares: bool,
+        chunks: bool,
     ) -> None:
-        """Begin a step of one token a sequence at most, from the device's arrays alone.
+        """Begin a step from the device's arrays alone.
 
         Nothing is read from them here, so that what follows can be replayed with others.
 
         Args:
             shares: the arrays tell of shared prefixes.
+            chunks: some sequences compute several tokens; else none more than one.
         """
         self._begin(
             tensors,
             shares=shares,
             min_query_len=0,
-            max_query_len=1,
+            max_query_len=2 if chunks else 1,
             max_context_len=max_context_len,
         )
 

@@ -1,4 +1,4 @@
-"""Decode steps captured once and replayed as CUDA graphs.
+"""Steps captured once for each of a few sizes and replayed as CUDA graphs.
 
-May import: kernels, engine.step, worker.attention, worker.kv_cache.
+May import: kernels, engine.runner, engine.step, worker.
 """

@@ -29,6 +29,11 @@ _WAITS = frozenset(
 )
 
 
+Run = Callable[[], tuple[torch.Tensor, ...]]
+Capture = Callable[[Run], Run]
+"""From a computation to one that repeats it with what its inputs then hold."""
+
+
 class CudaCapture:
     """Captures computations on the current device; each gives back a call that repeats it.
 
@@ -38,7 +43,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def __call__(self, run: Run) -> Run:
         """Capture ``run``, which has run before.
 
         Raises:
@@ -49,12 +54,12 @@ class CudaCapture:
             self._pool = torch.cuda.graph_pool_handle()
         # Other threads (tokenizing, reading files) may go on meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = run().contiguous()
-        alias = _alias(result)
+            results = [result.contiguous() for result in run()]
+        aliases = tuple(map(_alias, results))
 
-        def replay() -> torch.Tensor:
+        def replay() -> tuple[torch.Tensor, ...]:
             graph.replay()
-            return alias
+            return aliases
 
         return replay
 

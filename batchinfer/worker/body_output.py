@@ -1,0 +1,26 @@
+"""Hidden states that a model's body gives to its head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def body_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The part of one of transformers' causal language models that gives hidden states to its
+    head."""
+    body: torch.nn.Module = getattr(model, str(model.base_model_prefix))
+    return body
+
+
+@contextmanager
+def recorded_output(model: torch.nn.Module, outputs: list[Any]) -> Iterator[None]:
+    """Append the output of the model's body to ``outputs``, each time it is called inside."""
+    hook = body_of(model).register_forward_hook(lambda *call: outputs.append(call[2]))
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,212 @@
+"""Steps by CUDA graphs: one launch instead of hundreds.
+
+A step of so many tokens and sequences always runs the same kernels; only what their arrays hold
+changes. So it is captured once for each of a few sizes, over arrays that stay where they are, and
+replayed for every step that fits into one. What Python passes to a kernel by value is frozen with
+it: it follows from the size and the model alone. Lengths, tables and tokens are read on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchinfer.engine.runner import OutOfMemory
+from batchinfer.engine.step import SamplingBatch, Step
+from batchinfer.worker.attention.attention import ForwardContext, forward_context
+from batchinfer.worker.attention.triton import CudaAttention, shares_pieces
+from batchinfer.worker.body_output import recorded_output
+from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run, SyncWatch
+from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize, GraphSizes, Kind, all_sizes
+from batchinfer.worker.cuda_graphs.step_inputs import StepInputs
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.oom import raise_out_of_memory
+
+_SECONDS_PER_LINE = 5.0
+
+
+class WaitsForDeviceError(Exception):
+    """A forward pass makes the host wait, which no graph can."""
+
+
+class StepGraphs:
+    """CUDA graphs of a model's steps, by size. There are none before ``capture_all``.
+
+    A model whose forward pass waits for the device (some mixtures of experts do) cannot be
+    captured; that is noticed at its first size, and it has no graphs then. Any other failure loses
+    the one size: its steps take the next larger one, or run kernel by kernel.
+
+    Args:
+        model: called as in ``forward``.
+        max_num_seqs: most sequences of a step.
+        max_num_batched_tokens: most tokens of a step.
+        max_model_len: most tokens of a sequence.
+        capture: CUDA's, by default.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        capture: Capture | None = None,
+    ) -> None:
+        self._model, self._cache = model, cache
+        self._max_model_len = max_model_len
+        self.sizes = all_sizes(max_num_seqs, max_num_batched_tokens)
+        """The sizes to capture, the largest first."""
+        max_blocks = cache.layout.blocks_for(max_model_len)
+        largest = GraphSize("mixed", self.sizes[0].tokens, max_num_seqs)
+        num_groups = len(cache.layout.windows)
+        self._inputs = StepInputs(largest, max_blocks, cache.pool.device, num_groups)
+        self._capture = CudaCapture() if capture is None else capture
+        self._replays: dict[GraphSize, Run] = {}
+        self._captured = GraphSizes([])
+        self._body_output_type: Any = None
+
+    @property
+    def num_captured(self) -> int:
+        """Number of graphs."""
+        return len(self._replays)
+
+    def size_for(self, step: Step) -> GraphSize | None:
+        """The size whose graph computes a step; None where there is none."""
+        if step.num_sequences == 0 or step.adapters is not None or not self._inputs.holds(step):
+            return None
+        num_rows = max(step.num_sequences, len(step.logits_indices))
+        return self._captured.least(kind_of(step), step.num_tokens, num_rows)
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        step: Step,
+        size: GraphSize,
+        prev_token_ids: torch.Tensor | None = None,
+        body_outputs: list[Any] | None = None,
+    ) -> torch.Tensor:
+        """Compute a step by replay: write the KV of its tokens, attend.
+
+        Args:
+            step: its block copies are made.
+            size: what ``size_for`` gives for it.
+            prev_token_ids: int64 [K of the step before], what ``step.previous_sample`` refers to.
+            body_outputs: the output of the model's body is appended.
+
+        Returns:
+            Logits [R, vocabulary] of ``step.logits_indices``, in the model's dtype. The next call
+            overwrites them, and the body's output.
+        """
+        self._inputs.load(step, size, prev_token_ids)
+        logits, hidden = self._replays[size]()
+        if body_outputs is not None:
+            body_outputs.append(self._body_output_type(last_hidden_state=hidden))
+        return logits[: len(step.logits_indices)]
+
+    def capture_all(
+        self, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Capture every size, on steps that compute nothing.
+
+        Args:
+            log: told how far it is, every few seconds, and which sizes are lost and why.
+        """
+        began = told = clock()
+        lost: dict[str, list[GraphSize]] = {}
+        for done, size in enumerate(self.sizes):
+            if clock() - told >= _SECONDS_PER_LINE:
+                told = clock()
+                log(f"CUDA graphs: {done} of {len(self.sizes)} sizes captured")
+            try:
+                self.capture(size)
+            except WaitsForDeviceError as error:
+                log(f"steps run without CUDA graphs: {error}")
+                return
+            except (RuntimeError, OutOfMemory) as error:
+                lost.setdefault(str(error), []).append(size)
+        for reason, sizes in lost.items():
+            log(f"no CUDA graph for steps of {_listed(sizes)}: {reason}")
+        log(f"CUDA graphs: {self.num_captured} sizes captured in {clock() - began:.0f} s")
+
+    @torch.inference_mode()
+    def capture(self, size: GraphSize) -> None:
+        """Run a step of a size that computes nothing, to compile its kernels, and capture it.
+
+        Raises:
+            WaitsForDeviceError: what it does.
+            OutOfMemory: there is no room for it. What it took is free again.
+            RuntimeError: it cannot be captured.
+        """
+
+        def run() -> tuple[torch.Tensor, ...]:
+            return self._forward(size)
+
+        self._inputs.load(_nothing(), size, None)
+        with raise_out_of_memory():
+            with SyncWatch() as syncs:
+                run()
+            if syncs.seen:
+                seen = ", ".join(sorted(syncs.seen))
+                raise WaitsForDeviceError(f"the model waits for the device ({seen})")
+            self._replays[size] = self._capture(run)
+        self._captured = GraphSizes(self._replays)
+
+    def _forward(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [S, vocabulary] and hidden states [1, T, hidden] of what the inputs hold."""
+        tensors = self._inputs.of(size)
+        backend = CudaAttention(self._cache)
+        backend.begin_captured(
+            tensors,
+            self._max_model_len,
+            shares=size.kind != "decode",
+            chunks=size.kind == "mixed",
+        )
+        outputs: list[Any] = []
+        with (
+            forward_context(ForwardContext(self._cache, backend, tensors)),
+            recorded_output(self._model, outputs),
+        ):
+            output = self._model(
+                input_ids=tensors["token_ids"][None],
+                position_ids=tensors["positions"][None],
+                use_cache=False,
+                logits_to_keep=tensors["logits_indices"],
+            )
+        self._body_output_type = type(outputs[0])
+        return output.logits[0], outputs[0].last_hidden_state
+
+
+def kind_of(step: Step) -> Kind:
+    """Which kind of graph a step needs."""
+    if not (np.diff(step.query_starts) == 1).all():
+        return "mixed"
+    return "shared decode" if shares_pieces(step) else "decode"
+
+
+def _listed(sizes: list[GraphSize]) -> str:
+    return ", ".join(f"{size.tokens} tokens in {size.sequences} sequences" for size in sizes)
+
+
+def _nothing() -> Step:
+    """A step without sequences."""
+    none, empty = np.empty(0, dtype=np.int32), np.empty(0)
+    sampling: dict[str, Any] = {entry.name: empty for entry in fields(SamplingBatch)}
+    return Step(
+        token_ids=none,
+        previous_sample=none,
+        positions=none,
+        query_starts=np.zeros(1, dtype=np.int32),
+        context_lens=none,
+        block_tables=np.empty((0, 0), dtype=np.int32),
+        slot_mapping=np.empty(0, dtype=np.int64),
+        block_copies=np.empty((0, 2), dtype=np.int32),
+        logits_indices=none,
+        sampling=SamplingBatch(**(sampling | {"penalties": None})),
+    )

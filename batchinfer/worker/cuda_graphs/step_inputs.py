@@ -1,0 +1,170 @@
+"""Arrays that a captured step reads: always at the same place, of the same shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchinfer.engine.step import Int32, Step
+from batchinfer.kernels.unpack_tables import unpack_tables
+from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
+
+_ALIGNMENT = 16  # bytes; what Triton's kernels load at a time where an address allows it
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_TORCH_DTYPES = {_INT32: torch.int32, _INT64: torch.int64}
+
+Array = npt.NDArray[np.integer[Any]]
+
+
+class _Place(NamedTuple):
+    """Where an array lies among a step's bytes."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+
+class StepInputs:
+    """Room for a step's arrays, which come in one copy.
+
+    The host puts them into one run of bytes, padded to a size: behind the step's own tokens stand
+    some that are computed for nothing and whose KV goes nowhere (a slot mapping of -1), and behind
+    its sequences some without tokens. These stand last in the order of those that share prefixes,
+    and share none. Block tables come last, as long as the step's are; the captured step itself
+    spreads them to rows that stay where they are.
+
+    Args:
+        largest: size that holds every other.
+        max_blocks: most blocks of a sequence.
+        num_groups: layer groups, each with slots and tables of its own.
+    """
+
+    def __init__(
+        self, largest: GraphSize, max_blocks: int, device: torch.device, num_groups: int = 1
+    ) -> None:
+        self._num_groups, self._max_blocks = num_groups, max_blocks
+        tables = (num_groups, largest.sequences, max_blocks)
+        num_bytes = self._places(largest)["packed_tables"].offset + 4 * math.prod(tables)
+        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._tables = torch.zeros(tables, dtype=torch.int32, device=device)
+        self._prev_token_ids = torch.zeros(largest.sequences, dtype=torch.int64, device=device)
+
+    def holds(self, step: Step) -> bool:
+        """Whether its block tables fit, and the samples of the step before that it goes on with."""
+        return step.block_tables.shape[1] <= self._max_blocks and _num_previous(step) <= len(
+            self._prev_token_ids
+        )
+
+    def load(self, step: Step, size: GraphSize, prev_token_ids: torch.Tensor | None) -> None:
+        """Copy a step's arrays in, padded to a size, and what it goes on with. No sync.
+
+        Args:
+            prev_token_ids: int64 [K of the step before], what ``step.previous_sample`` refers to.
+        """
+        places, tables = self._places(size), _stacked_tables(step)
+        start = places["packed_tables"].offset
+        # torch hands out pinned memory again only when the copy from it is done.
+        pinned = self._bytes.device.type == "cuda"
+        staging = torch.empty(start + tables.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        host = staging.numpy()
+        for name, (values, padding) in _padded_arrays(step, size).items():
+            place, count = places[name], values.shape[-1]
+            into = host[place.offset : place.end].view(place.dtype).reshape(place.shape)
+            into[..., :count] = values
+            into[..., count:] = padding
+        host[start:] = tables.reshape(-1).view(np.uint8)
+        self._bytes[: len(staging)].copy_(staging, non_blocking=True)
+        num_previous = _num_previous(step)
+        if num_previous:
+            assert prev_token_ids is not None
+            self._prev_token_ids[:num_previous].copy_(prev_token_ids[:num_previous])
+
+    def of(self, size: GraphSize) -> dict[str, torch.Tensor]:
+        """The arrays of a step of a size, on the device; what this launches is to be captured."""
+        tensors = {
+            name: self._bytes[place.offset : place.end]
+            .view(_TORCH_DTYPES[place.dtype])
+            .view(place.shape)
+            for name, place in self._places(size).items()
+        }
+        tables, slots = self._tables[:, : size.sequences], tensors.pop("slots")
+        unpack_tables(self._packed_tables(size), tensors.pop("tables_shape"), tables)
+        drawn = tensors.pop("previous_sample")
+        prev_token_ids = self._prev_token_ids[drawn.clamp(min=0)]
+        return tensors | {
+            "token_ids": torch.where(drawn >= 0, prev_token_ids, tensors["token_ids"]),
+            "slot_mapping": slots[0],
+            "other_slots": slots[1:],
+            "block_tables": tables[0],
+            "other_tables": tables[1:],
+        }
+
+    def _packed_tables(self, size: GraphSize) -> torch.Tensor:
+        return self._bytes[self._places(size)["packed_tables"].offset :].view(torch.int32)
+
+    def _places(self, size: GraphSize) -> dict[str, _Place]:
+        """Places of the arrays of a step of a size; that of its tables has no end."""
+        tokens, sequences = (size.tokens,), (size.sequences,)
+        shapes = (
+            ("token_ids", tokens, _INT64),
+            ("previous_sample", tokens, _INT64),
+            ("positions", tokens, _INT64),
+            ("slots", (self._num_groups, *tokens), _INT64),
+            ("logits_indices", sequences, _INT64),
+            ("query_starts", (size.sequences + 1,), _INT32),
+            ("context_lens", sequences, _INT32),
+            ("order", sequences, _INT32),
+            ("shared_lens", sequences, _INT32),
+            ("tables_shape", (2,), _INT32),
+            ("packed_tables", (0,), _INT32),
+        )
+        places, offset = {}, 0
+        for name, shape, dtype in shapes:
+            places[name] = _Place(offset, shape, dtype)
+            offset = -(-places[name].end // _ALIGNMENT) * _ALIGNMENT
+        return places
+
+
+def _num_previous(step: Step) -> int:
+    """Samples of the step before up to the last one that a step goes on with."""
+    return int(step.previous_sample.max(initial=-1)) + 1
+
+
+def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | Array]]:
+    """Arrays of a step but for its tables, and what to fill up each of them with."""
+    count = step.num_sequences
+    places = np.arange(size.sequences, dtype=np.int32)
+    order, shared_lens = places[:count], np.zeros(count, dtype=np.int32)
+    if step.shared_prefixes is not None:
+        order, shared_lens = step.shared_prefixes.order, step.shared_prefixes.shared_lens
+    slots = step.slot_mapping[None]
+    if len(step.other_slots):
+        slots = np.concatenate([slots, step.other_slots])
+    return {
+        "token_ids": (step.token_ids, 0),
+        "previous_sample": (step.previous_sample, -1),
+        "positions": (step.positions, 0),
+        "slots": (slots, -1),
+        "logits_indices": (step.logits_indices, 0),
+        "query_starts": (step.query_starts, step.num_tokens),
+        "context_lens": (step.context_lens, 0),
+        "order": (order, places[count:]),
+        "shared_lens": (shared_lens, 0),
+        "tables_shape": (np.array(step.block_tables.shape), 0),
+    }
+
+
+def _stacked_tables(step: Step) -> Int32:
+    """[G, S, longest table] block tables of all layer groups, contiguous."""
+    tables = step.block_tables[None]
+    if len(step.other_tables):
+        tables = np.concatenate([tables, step.other_tables])
+    return np.ascontiguousarray(tables, dtype=np.int32)

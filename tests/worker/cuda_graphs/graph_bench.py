@@ -1,0 +1,110 @@
+"""A tiny model with graphs of its steps, where a replay is the computation itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.step import Step
+from batchinfer.kernels import reference
+from batchinfer.worker.attention.attention import ATTENTION_NAME, register
+from batchinfer.worker.attention.triton import CudaAttention
+from batchinfer.worker.cuda_graphs.capture import Capture, Run
+from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize, GraphSizes
+from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs, kind_of
+from batchinfer.worker.forward import forward
+from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.kv_cache import KVCache
+from tests.models import VOCAB_SIZE, tiny_model
+from tests.worker.step_maker import HandSequence, StepMaker
+
+MAX_SEQS, MAX_TOKENS, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE = 9, 40, 96, 64, 16
+NUM_LAYERS = 2
+
+
+def eager(run: Run) -> Run:
+    """A capture that runs everything again; only tensors can tell it what has changed."""
+    return run
+
+
+class Bench:
+    """A tiny model and a pool with some prefilled sequences."""
+
+    def __init__(
+        self, family: str = "llama", *, fused: bool = True, capture: Capture = eager, **changes: Any
+    ) -> None:
+        register()
+        self.model = tiny_model(family, num_hidden_layers=NUM_LAYERS, **changes)
+        self.model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+        self.layout = KVLayout.from_config(
+            self.model.config.to_dict(),  # type: ignore[union-attr, operator]
+            block_size=BLOCK_SIZE,
+            dtype="float32",
+        )
+        if fused:
+            fuse(self.model, self.layout, MAX_MODEL_LEN)
+        self.cache = KVCache(self.layout, NUM_BLOCKS, torch.device("cpu"), torch.float32)
+        self.cache.pool[:NUM_BLOCKS] = torch.nan
+        self.maker = StepMaker(NUM_BLOCKS, BLOCK_SIZE)
+        self.graphs = StepGraphs(
+            self.model,
+            self.cache,
+            max_num_seqs=MAX_SEQS,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
+            capture=capture,
+        )
+
+    def prefilled(self, lengths: list[int], seed: int = 0) -> list[HandSequence]:
+        """Sequences that have keys and values, random ones, of all but their last token."""
+        return self.partly_filled([(length - 1, 1) for length in lengths], seed)
+
+    def partly_filled(self, lengths: list[tuple[int, int]], seed: int = 0) -> list[HandSequence]:
+        """Sequences of so many tokens with keys and values, random ones, and so many without."""
+        ids = np.random.default_rng(seed)
+        sequences = [
+            self.maker.sequence(ids.integers(0, VOCAB_SIZE, there + new).tolist())
+            for there, new in lengths
+        ]
+        parts = [(s, there) for s, (there, _) in zip(sequences, lengths, strict=True) if there]
+        if parts:
+            slots = torch.from_numpy(self.maker.step(parts).slot_mapping)
+            for layer in range(self.layout.num_layers):
+                caches = self.cache.key(layer), self.cache.value(layer)
+                sizes = [(len(slots), cache.shape[1], cache.shape[3]) for cache in caches]
+                reference.kv_write(*map(torch.randn, sizes), *caches, slots)
+        return sequences
+
+    def plain(self, step: Step, prev_token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits without graphs."""
+        return forward(self.model, self.cache, CudaAttention(self.cache), step, prev_token_ids)
+
+    def size_of(self, step: Step) -> GraphSize:
+        """The size that a step takes when all are captured."""
+        size = GraphSizes(self.graphs.sizes).least(
+            kind_of(step), step.num_tokens, step.num_sequences
+        )
+        assert size is not None
+        return size
+
+    def replayed(self, step: Step, prev_token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits by a graph, captured now where it is not yet."""
+        if self.graphs.size_for(step) != self.size_of(step):
+            self.graphs.capture(self.size_of(step))
+        size = self.graphs.size_for(step)
+        assert size is not None
+        return self.graphs.logits(step, size, prev_token_ids)
+
+    def compare(self, step: Step, prev_token_ids: torch.Tensor | None = None) -> None:
+        """A replay gives the plain logits, and leaves the pool as the plain step does."""
+        before = self.cache.pool.clone()
+        expected = self.plain(step, prev_token_ids)
+        computed = self.cache.pool.clone()
+        self.cache.pool.copy_(before)
+        got = self.replayed(step, prev_token_ids)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        # Equal NaN: where nothing was to be written, nothing was.
+        torch.testing.assert_close(self.cache.pool, computed, atol=1e-5, rtol=1e-5, equal_nan=True)

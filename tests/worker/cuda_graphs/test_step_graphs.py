@@ -1,0 +1,311 @@
+"""Steps over arrays that stay where they are: here a replay is the computation itself."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.engine.step import ScoredTokens, SharedPrefixes, Step
+from batchinfer.kernels import decode_work
+from batchinfer.worker.cuda_graphs.capture import Run
+from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
+from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.transfer import HostCopy
+from tests.worker.cuda_graphs.graph_bench import MAX_SEQS, Bench
+from tests.worker.on_triton import Launch, pretend_cuda, traced
+from tests.worker.step_maker import HandSequence
+from tests.worker.test_model_runner import greedy
+
+# Rows that are padding hold whatever memory held; the interpreter's NumPy remarks on it.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+
+
+@pytest.fixture
+def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none without a device: what goes to the host is there."""
+
+    def keep(self: HostCopy, tensor: torch.Tensor) -> None:
+        self._event, self._host = None, tensor
+
+    monkeypatch.setattr(HostCopy, "__init__", keep)
+
+
+def leave_something_behind(bench: Bench, size: GraphSize) -> None:
+    """Fill the arrays of a size with a step of other sequences; it must not be followed."""
+    if size.kind == "mixed":
+        parts = [(bench.maker.sequence([5] * (size.tokens - size.sequences + 1)), 10**6)]
+        parts += [(bench.maker.sequence([5]), 1) for _ in range(size.sequences - 1)]
+    else:
+        parts = [(bench.maker.sequence([5]), 1) for _ in range(size.sequences)]
+    step = bench.maker.step([(s, min(count, len(s.token_ids))) for s, count in parts])
+    bench.replayed(step)
+
+
+def every_token(bench: Bench, parts: list[tuple[int, int]], seed: int = 0) -> Step:
+    """A step of sequences with so many tokens computed and so many to compute now."""
+    sequences = bench.partly_filled(parts, seed)
+    return bench.maker.step([(s, new) for s, (_, new) in zip(sequences, parts, strict=True)])
+
+
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
+@example(lengths=[20, 1, 33], seed=0)
+@given(
+    st.sampled_from([2, 5, 7]).flatmap(
+        lambda size: st.lists(st.integers(1, 35), min_size=size, max_size=size)
+    ),
+    st.integers(min_value=0, max_value=9),
+)
+def test_a_decode_step_gives_the_plain_logits_and_touches_no_other_slot(
+    lengths: list[int], seed: int
+) -> None:
+    bench = Bench()
+    step = bench.maker.step([(s, 1) for s in bench.prefilled(lengths, seed)])
+    leave_something_behind(bench, bench.size_of(step))
+    bench.compare(step)
+
+
+@settings(max_examples=1, phases=[Phase.explicit, Phase.generate])
+@example(parts=[(19, 1), (0, 1), (7, 6), (32, 5), (0, 3)], seed=0)  # decodes and chunks
+@example(parts=[(0, 2)], seed=1)  # of the smallest size
+@example(parts=[(17, 1)] * 4 + [(0, 29), (3, 2), (50, 2), (9, 1)], seed=2)  # of the largest, full
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), min_size=1, max_size=4),
+    st.integers(min_value=0, max_value=9),
+)
+def test_a_mixed_step_gives_the_plain_logits_and_touches_no_other_slot(
+    parts: list[tuple[int, int]], seed: int
+) -> None:
+    bench = Bench()
+    step = every_token(bench, [*parts, (4, 2)], seed)
+    size = bench.size_of(step)
+    assert size.kind == "mixed"
+    leave_something_behind(bench, size)
+    bench.compare(step)
+
+
+def test_the_first_and_the_last_mixed_size_are_met() -> None:
+    bench = Bench()
+    sizes = [size for size in bench.graphs.sizes if size.kind == "mixed"]
+    assert bench.size_of(every_token(bench, [(0, 2)])) == sizes[-1]
+    full = [(17, 1)] * 4 + [(0, 32), (3, 2), (50, 2)]
+    assert bench.size_of(every_token(bench, full)) == sizes[0]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+def test_windows_softcaps_and_other_families_are_replayed(family: str) -> None:
+    bench = Bench(family)
+    bench.compare(bench.maker.step([(s, 1) for s in bench.prefilled([70, 3, 12])]))
+    bench.compare(every_token(bench, [(40, 1), (30, 7), (2, 1)]))
+
+
+def test_launches_fix_nothing_that_changes_from_step_to_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for first, second in (
+        ([(n, 1) for n in (0, 1, 2, 3, 4)], [(n, 1) for n in (69, 16, 32, 63, 15, 1, 30, 4)]),
+        ([(0, 9), (0, 4)], [(40, 4), (1, 1), (30, 7)]),
+    ):
+        bench, traces = Bench(), []
+        for parts in (first, second):
+            step = every_token(bench, parts)
+            bench.replayed(step)  # captures
+            with traced(monkeypatch) as trace:
+                bench.graphs._replays[bench.size_of(step)]()
+            traces.append(trace)
+        assert len(bench.graphs._replays) == 1
+        assert traces[0].launches == traces[1].launches
+        assert traces[0].names.count("_plan_kernel") == 1
+
+
+def test_a_step_is_one_copy_and_one_launch_before_the_sampler(
+    monkeypatch: pytest.MonkeyPatch, no_pinned_memory: None
+) -> None:
+    def captured(run: Run) -> Run:
+        results = run()
+
+        def replay() -> tuple[torch.Tensor, ...]:
+            trace.launches.append(Launch("graph"))
+            return results
+
+        return replay
+
+    bench = Bench(capture=captured)
+    runner = ModelRunner(bench.model, bench.cache, greedy, bench.graphs)
+    drawn = torch.arange(MAX_SEQS)
+    parts: dict[str, list[tuple[int, int]]] = {
+        "decode": [(20, 1), (3, 1), (40, 1)],
+        "mixed": [(20, 1), (0, 9), (40, 3)],
+    }
+    for kind, of in parts.items():
+        step = every_token(bench, of)
+        size = bench.size_of(step)
+        bench.graphs.capture(size)
+        assert size.kind == kind
+        for fed, copies in ((step, 1), (fed_by_samples(step, [1]), 2)):
+            with traced(monkeypatch) as trace:
+                logits = bench.graphs.logits(fed, size, drawn)
+            assert trace.names == ["copy_"] * copies + ["graph"]
+        with traced(monkeypatch) as sampling:
+            greedy(logits, step.sampling)
+        with traced(monkeypatch) as trace:
+            runner.submit(step)
+        assert trace.names == ["copy_", "graph", *sampling.names]
+
+
+def fed_by_samples(step: Step, samples: list[int]) -> Step:
+    """The step, its first tokens what the step before drew."""
+    previous = np.full(step.num_tokens, -1, dtype=np.int32)
+    previous[: len(samples)] = samples
+    return replace(step, previous_sample=previous)
+
+
+def test_tokens_that_the_step_before_drew_are_put_in_on_the_device() -> None:
+    bench = Bench()
+    for parts in ([(20, 1), (3, 1), (40, 1)], [(20, 1), (3, 1), (0, 9)]):
+        step = fed_by_samples(every_token(bench, parts), [2, 0])
+        bench.compare(step, torch.tensor([11, 5, 17]))
+
+
+def test_a_step_that_goes_on_with_more_samples_than_there_is_room_for_has_no_graph() -> None:
+    bench = Bench()
+    step = every_token(bench, [(20, 1), (3, 1)])
+    bench.graphs.capture(bench.size_of(step))
+    assert bench.graphs.size_for(fed_by_samples(step, [MAX_SEQS - 1])) is not None
+    assert bench.graphs.size_for(fed_by_samples(step, [MAX_SEQS])) is None
+
+
+def test_shared_prefixes_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+    bench = Bench()
+    (leader,) = bench.prefilled([70])
+    followers = [HandSequence([*leader.token_ids[:64], n, 7], leader.block_table[:4], 64)
+                 for n in range(4)]  # fmt: skip
+    bench.plain(bench.maker.step([(follower, 1) for follower in followers]))
+    (other,) = bench.partly_filled([(5, 9)])
+    # The second is padded, over what the first left behind; the third has a chunk as well.
+    for count, others in ((4, []), (2, []), (3, [(other, 4)])):
+        sequences = [leader, *followers[:count]]
+        step = bench.maker.step([(sequence, 1) for sequence in sequences] + others)
+        expected = bench.plain(step)
+        order = np.arange(count + 1, dtype=np.int32)[::-1].copy()
+        order = np.concatenate([order, np.arange(count + 1, step.num_sequences, dtype=np.int32)])
+        lens = np.zeros(step.num_sequences, np.int32)
+        lens[1 : count + 1] = 64
+        told = replace(step, shared_prefixes=SharedPrefixes(order, lens))
+        with traced(monkeypatch) as trace:
+            got = bench.replayed(told)
+        assert "_shared_kernel" in trace.names
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        for sequence in sequences:
+            sequence.token_ids.append(3)
+    kinds = [size.kind for size in bench.graphs._replays]
+    assert kinds == ["shared decode", "shared decode", "mixed"]
+
+
+def test_scored_tokens_are_those_of_a_plain_step(no_pinned_memory: None) -> None:
+    bench = Bench()
+    runners = [ModelRunner(bench.model, bench.cache, greedy, g) for g in (bench.graphs, None)]
+    step = every_token(bench, [(20, 1), (0, 9), (12, 5)])
+    bench.graphs.capture(bench.size_of(step))
+    rows = np.array([1, 2, 3, 8, 11], dtype=np.int32)
+    asked = ScoredTokens(rows, np.array([4, 9, 1, 0, 30], dtype=np.int32), np.full(5, 2, np.int32))
+    scored = [runner.submit(replace(step, scored=asked)).result() for runner in runners]
+    assert scored[0].token_ids.tolist() == scored[1].token_ids.tolist()
+    got, expected = scored[0].scored, scored[1].scored
+    assert got is not None
+    assert expected is not None
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(got.top_token_ids, expected.top_token_ids)
+
+
+def test_logits_of_some_sequences_only() -> None:
+    bench = Bench()
+    sequences = bench.prefilled([9, 20, 33])
+    sequences[1].token_ids.append(4)  # its next token is not its last
+    step = bench.maker.step([(sequence, 1) for sequence in sequences])
+    assert step.logits_indices.tolist() == [0, 2]
+    bench.compare(step)
+
+
+def test_more_rows_of_logits_than_sequences_take_a_size_that_has_room() -> None:
+    bench = Bench()
+    sequences = bench.partly_filled([(0, 2)])
+    step = bench.maker.step([(sequences[0], 2)], every_logit=True)
+    for size in bench.graphs.sizes:
+        if size.kind == "mixed" and size.tokens == 16:
+            bench.graphs.capture(size)
+    size = bench.graphs.size_for(step)
+    assert size is not None
+    assert size.sequences >= 2
+    torch.testing.assert_close(
+        bench.graphs.logits(step, size), bench.plain(step), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_all_sizes_are_captured_ahead_without_touching_the_pool() -> None:
+    bench, lines, clock = Bench(), list[str](), itertools.count(step=2)
+    bench.graphs.sizes = [size for size in bench.graphs.sizes if size.tokens <= 16]
+    before = bench.cache.pool.clone()
+    bench.graphs.capture_all(lines.append, lambda: float(next(clock)))
+    assert list(bench.graphs._replays) == bench.graphs.sizes
+    torch.testing.assert_close(bench.cache.pool, before, atol=0, rtol=0, equal_nan=True)
+    count = len(bench.graphs.sizes)
+    assert lines[0] == f"CUDA graphs: 2 of {count} sizes captured"
+    assert lines[-1].startswith(f"CUDA graphs: {count} sizes captured in ")
+
+
+def test_a_capture_that_fails_loses_that_size_alone() -> None:
+    failures = {
+        ("mixed", 16): RuntimeError("operation not permitted when stream is capturing"),
+        ("decode", 4): torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+    }
+    bench, lines = Bench(), list[str]()
+
+    def capture(run: Run) -> Run:
+        size = bench.graphs.sizes[num_tried.__next__()]
+        error = failures.get((size.kind, size.tokens))
+        if error is not None:
+            raise error
+        return run
+
+    num_tried = itertools.count()
+    bench.graphs._capture = capture
+    bench.graphs.capture_all(lines.append)
+    assert len(bench.graphs._replays) == len(bench.graphs.sizes) - 4
+    assert "no CUDA graph for steps of 4 tokens in 4 sequences: CUDA out of memory" in "".join(
+        lines
+    )
+    assert "not permitted" in "".join(lines)
+    # A larger one takes the steps.
+    step = every_token(bench, [(5, 1), (20, 1), (9, 1)])
+    size = bench.graphs.size_for(step)
+    assert size == ("decode", 8, 8)
+    torch.testing.assert_close(
+        bench.graphs.logits(step, size), bench.plain(step), atol=1e-5, rtol=1e-5
+    )
+    step = every_token(bench, [(5, 1), (20, 4)])
+    size = bench.graphs.size_for(step)
+    assert size is not None
+    assert size.tokens == 32
+
+
+def test_a_forward_pass_that_waits_for_the_device_is_not_captured() -> None:
+    bench, lines = Bench(), list[str]()
+    layer: Any = bench.model.model.layers[0]  # type: ignore[union-attr, index]
+    original = layer.mlp.forward
+    layer.mlp.forward = lambda x: original(x) if x.abs().sum().item() >= 0 else x
+    bench.graphs.capture_all(lines.append)
+    assert bench.graphs.num_captured == 0
+    assert lines == ["steps run without CUDA graphs: the model waits for the device (item)"]
