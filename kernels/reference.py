@@ -225,3 +225,32 @@ def row_stats(
     maximum.copy_(values.amax(1))
     max_logprob.copy_(values.log_softmax(1).amax(1))
     argmax.copy_(values.argmax(1))
+
+
+def lora_shrink(
+    x: torch.Tensor,  # [T, W]
+    down: torch.Tensor,  # [A, R, W]
+    rows: torch.Tensor,  # [N] int64
+    starts: torch.Tensor,  # [A + 1] int32
+    *,
+    lowered: torch.Tensor,  # [P, N, R] float32
+) -> None:
+    """Write each row's product with its adapter's first factor, whole in the first piece."""
+    for factor, start, stop in zip(down, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        lowered[:, start:stop] = 0
+        lowered[0, start:stop] = (x[rows[start:stop]].double() @ factor.double().T).float()
+
+
+def lora_expand(
+    lowered: torch.Tensor,  # [P, N, R] float32
+    up: torch.Tensor,  # [A, M, R]
+    rows: torch.Tensor,  # [N] int64
+    starts: torch.Tensor,  # [A + 1] int32
+    *,
+    out: torch.Tensor,  # [T, M]
+) -> None:
+    """Add each row's product with its adapter's second factor."""
+    whole = lowered.sum(0).to(up.dtype)
+    for factor, start, stop in zip(up, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        product = whole[start:stop].double() @ factor.double().T
+        out[rows[start:stop]] = (out[rows[start:stop]].double() + product).to(out.dtype)

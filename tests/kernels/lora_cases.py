@@ -1,0 +1,67 @@
+"""Inputs that the kernels of adapters and their twins are compared on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchinfer.kernels.lora import num_splits
+
+
+@dataclass(frozen=True)
+class LoraCase:
+    """So many rows of each adapter, in a step of ``num_rows``."""
+
+    name: str
+    counts: tuple[int, ...]
+    num_rows: int
+    ranks: int
+    width: int
+    out_width: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LORA_CASES = (
+    LoraCase("one_row", (1,), 1, 1, 8, 8),
+    LoraCase("odd", (3, 0, 5, 0), 11, 5, 45, 70),
+    LoraCase("none_used", (0, 0), 4, 8, 16, 16),
+    LoraCase("more_than_a_tile", (33, 1, 64, 30), 140, 16, 96, 40),
+    LoraCase("many_ranks_and_pieces", (7, 20), 30, 150, 2100, 130),
+)
+
+
+def build_lora(
+    case: LoraCase, device: torch.device | str, dtype: torch.dtype
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make the arguments of `lora_shrink` and of `lora_expand`, by name.
+
+    Places behind the adapters' rows are padding, what is not to be written holds NaN, and so do the
+    rows of x that no adapter takes.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    adapters, used = len(case.counts), sum(case.counts)
+    order = torch.randperm(case.num_rows, generator=generator)
+    rows = torch.cat([order[:used], torch.zeros(3, dtype=torch.int64)]).to(device)
+    starts = torch.tensor([0, *case.counts]).cumsum(0).to(device, torch.int32)
+    x = randn(case.num_rows, case.width + 3)[:, : case.width]
+    x[order[used:].to(device)] = float("nan")
+    pieces = torch.full(
+        (num_splits(case.width), len(rows), case.ranks), float("nan"), device=device
+    )
+    some = torch.randn(2, len(rows), case.ranks + 2, generator=generator).to(device)
+    shrink = {"x": x, "down": randn(adapters, case.ranks, case.width), "lowered": pieces}
+    expand = {
+        "lowered": some[:, :, : case.ranks],
+        "up": randn(adapters, case.out_width, case.ranks),
+        "out": randn(case.num_rows, case.out_width + 5)[:, : case.out_width],
+    }
+    where = {"rows": rows, "starts": starts}
+    return shrink | where, expand | where

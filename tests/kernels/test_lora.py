@@ -1,0 +1,74 @@
+"""Products of adapters: equal to their twins, and the same bits whatever else is in the step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer.kernels import launch, lora, reference
+from tests.kernels.lora_cases import LORA_CASES, LoraCase, build_lora
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def check(case: LoraCase, device: str, dtype: torch.dtype) -> None:
+    scale = TOLERANCE[dtype]
+    got, expected = (build_lora(case, device, dtype)[0] for _ in range(2))
+    lora.lora_shrink(**got)
+    reference.lora_shrink(**expected)
+    used = sum(case.counts)
+    torch.testing.assert_close(
+        got["lowered"].sum(0)[:used],
+        expected["lowered"].sum(0)[:used],
+        rtol=scale,
+        atol=scale * case.width**0.5,
+    )
+    assert got["lowered"][:, used:].isnan().all()
+    got, expected = (build_lora(case, device, dtype)[1] for _ in range(2))
+    untouched = got["out"].clone()
+    lora.lora_expand(**got)
+    reference.lora_expand(**expected)
+    torch.testing.assert_close(
+        got["out"], expected["out"], rtol=scale, atol=scale * case.ranks**0.5
+    )
+    others = torch.ones(case.num_rows, dtype=torch.bool, device=device)
+    others[got["rows"][:used]] = False
+    assert torch.equal(got["out"][others], untouched[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_equals_its_twin(case: LoraCase, dtype: torch.dtype, interpreter: str) -> None:
+    check(case, interpreter, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_equals_its_twin_on_a_gpu(case: LoraCase, dtype: torch.dtype, gpu: str) -> None:
+    check(case, gpu, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_rows_bits_do_not_depend_on_the_others(dtype: torch.dtype, gpu: str) -> None:
+    shrink, expand = build_lora(LORA_CASES[3], gpu, dtype)
+    out = expand["out"].clone()
+    lora.lora_shrink(**shrink)
+    lora.lora_expand(**expand | {"lowered": shrink["lowered"]})
+    place = 40  # of the third adapter, in its first tile
+    row, lowered = shrink["rows"][place], torch.empty_like(shrink["lowered"][:, :1])
+    starts = torch.tensor([0, 0, 0, 1, 1], dtype=torch.int32, device=gpu)
+    alone = {"rows": row[None], "starts": starts}
+    lora.lora_shrink(**shrink | alone | {"lowered": lowered})
+    lora.lora_expand(**expand | alone | {"lowered": lowered, "out": out})
+    assert torch.equal(out[row], expand["out"][row])
+
+
+def test_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    shrink, expand = build_lora(LORA_CASES[0], "cpu", torch.float32)
+    with pytest.raises(RuntimeError, match="lora_shrink: tensors are on 'cpu'"):
+        lora.lora_shrink(**shrink)
+    with pytest.raises(RuntimeError, match="lora_expand: tensors are on 'cpu'"):
+        lora.lora_expand(**expand)
