@@ -203,6 +203,7 @@ def _graphs(
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=loaded.max_model_len,
+        num_adapters=len(loaded.adapters),
     )
     graphs.capture_all(log)
     return graphs

@@ -45,13 +45,14 @@ def lora_shrink(
     x: torch.Tensor,  # [T, W], last dimension contiguous
     down: torch.Tensor,  # [A, R, W], contiguous
     rows: torch.Tensor,  # [N] int64, of x
-    starts: torch.Tensor,  # [A + 1] int32, ascending, at most N
+    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; rows past A's are left alone
     *,
     lowered: torch.Tensor,  # [num_splits(W), N, R] float32, contiguous: its sum over the pieces
 ) -> None:
     """Write each row's product with its adapter's first factor, in pieces."""
     check_launchable("lora_shrink", x, down, rows, starts, lowered)
-    adapters, ranks, width = down.shape
+    ranks, width = down.shape[1:]
+    adapters = _num_used(starts, down)
     if len(rows) == 0:
         return
     ranks_block = _block(ranks)
@@ -81,13 +82,14 @@ def lora_expand(
     lowered: torch.Tensor,  # [P, N, R] float32, last dimension contiguous: pieces to add up
     up: torch.Tensor,  # [A, M, R], contiguous
     rows: torch.Tensor,  # [N] int64, of out
-    starts: torch.Tensor,  # [A + 1] int32, ascending, at most N
+    starts: torch.Tensor,  # [any + 1] int32, ascending, at most N; rows past A's are left alone
     *,
     out: torch.Tensor,  # [T, M], last dimension contiguous, added to in place
 ) -> None:
     """Add each row's product with its adapter's second factor."""
     check_launchable("lora_expand", lowered, up, rows, starts, out)
-    adapters, width, ranks = up.shape
+    width, ranks = up.shape[1:]
+    adapters = _num_used(starts, up)
     if len(rows) == 0:
         return
     _lora_expand_kernel[_num_tiles(rows, adapters), triton.cdiv(width, _WIDTH)](
@@ -112,6 +114,11 @@ def lora_expand(
 
 def _block(ranks: int) -> int:
     return min(_RANKS, padded(ranks))
+
+
+def _num_used(starts: torch.Tensor, factors: torch.Tensor) -> int:
+    """Adapters that may have rows and have factors."""
+    return min(len(starts) - 1, len(factors))
 
 
 def _num_tiles(rows: torch.Tensor, adapters: int) -> int:

@@ -231,12 +231,12 @@ def lora_shrink(
     x: torch.Tensor,  # [T, W]
     down: torch.Tensor,  # [A, R, W]
     rows: torch.Tensor,  # [N] int64
-    starts: torch.Tensor,  # [A + 1] int32
+    starts: torch.Tensor,  # [any + 1] int32; rows past A's are left alone
     *,
     lowered: torch.Tensor,  # [P, N, R] float32
 ) -> None:
     """Write each row's product with its adapter's first factor, whole in the first piece."""
-    for factor, start, stop in zip(down, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+    for factor, start, stop in zip(down, starts[:-1].tolist(), starts[1:].tolist(), strict=False):
         lowered[:, start:stop] = 0
         lowered[0, start:stop] = (x[rows[start:stop]].double() @ factor.double().T).float()
 
@@ -245,12 +245,12 @@ def lora_expand(
     lowered: torch.Tensor,  # [P, N, R] float32
     up: torch.Tensor,  # [A, M, R]
     rows: torch.Tensor,  # [N] int64
-    starts: torch.Tensor,  # [A + 1] int32
+    starts: torch.Tensor,  # [any + 1] int32; rows past A's are left alone
     *,
     out: torch.Tensor,  # [T, M]
 ) -> None:
     """Add each row's product with its adapter's second factor."""
     whole = lowered.sum(0).to(up.dtype)
-    for factor, start, stop in zip(up, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+    for factor, start, stop in zip(up, starts[:-1].tolist(), starts[1:].tolist(), strict=False):
         product = whole[start:stop].double() @ factor.double().T
         out[rows[start:stop]] = (out[rows[start:stop]].double() + product).to(out.dtype)

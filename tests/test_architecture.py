@@ -152,7 +152,7 @@ ROOMS = [
     Room(
         "worker.lora",
         "LoRA adapters: read, checked, added to what linear layers give.",
-        ("errors", "engine.kv", "worker"),
+        ("errors", "kernels", "engine.kv", "worker"),
     ),
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
     Room("worker.free_memory", "memory that is left", ("worker.memory",)),

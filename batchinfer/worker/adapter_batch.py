@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from batchinfer.engine.step import Int64, Step
+from batchinfer.engine.step import Int32, Int64, Step
 
 
 class StepAdapters:
     """The tokens of a step that adapters change, those of one adapter side by side.
 
-    The indices go to the device with the step's own arrays; where an adapter's begin and end the
-    host knows, so that nothing waits for the device.
+    The indices go to the device with the step's own arrays. Where an adapter's begin and end the
+    host knows, so that nothing waits for the device; kernels there find it in ``starts``.
     """
 
     def __init__(self, step: Step) -> None:
@@ -27,6 +27,10 @@ class StepAdapters:
             by_token[self.tokens], return_index=True, return_counts=True
         )
         stops = (starts + counts).tolist()
+        numbers = np.arange(1, int(step.adapters.max(initial=0)) + 2)
+        self.starts: Int32 = np.searchsorted(by_token[self.tokens], numbers).astype(np.int32)
+        """[largest number + 1] where the tokens of adapters 1, 2, ... begin, and where the last
+        ones end."""
         self._spans = list(zip(used.tolist(), starts.tolist(), stops, strict=True))
 
     def each(self, tokens: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -49,7 +49,7 @@ def forward(
         return graphs.logits(step, size, prev_token_ids, body_outputs)
     adapters, arrays = step_adapters(step), device_arrays(step)
     if adapters is not None:
-        arrays["adapter_tokens"] = adapters.tokens
+        arrays |= {"adapter_tokens": adapters.tokens, "adapter_starts": adapters.starts}
     tensors = to_device(arrays, cache.pool.device)
     backend.begin_step(step, tensors)
     records = nullcontext() if body_outputs is None else recorded_output(model, body_outputs)

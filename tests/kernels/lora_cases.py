@@ -20,6 +20,8 @@ class LoraCase:
     ranks: int
     width: int
     out_width: int
+    missing: int = 0
+    """Adapters, the last ones, that the layer has no factors of."""
 
     def __str__(self) -> str:
         return self.name
@@ -28,6 +30,7 @@ class LoraCase:
 LORA_CASES = (
     LoraCase("one_row", (1,), 1, 1, 8, 8),
     LoraCase("odd", (3, 0, 5, 0), 11, 5, 45, 70),
+    LoraCase("more_adapters_than_factors", (2, 3, 4), 12, 8, 32, 16, missing=1),
     LoraCase("none_used", (0, 0), 4, 8, 16, 16),
     LoraCase("more_than_a_tile", (33, 1, 64, 30), 140, 16, 96, 40),
     LoraCase("many_ranks_and_pieces", (7, 20), 30, 150, 2100, 130),
@@ -47,7 +50,9 @@ def build_lora(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    adapters, used = len(case.counts), sum(case.counts)
+    # With no adapter missing, there is one that no row may take.
+    adapters = len(case.counts) - case.missing if case.missing else len(case.counts) + 1
+    used = sum(case.counts)
     order = torch.randperm(case.num_rows, generator=generator)
     rows = torch.cat([order[:used], torch.zeros(3, dtype=torch.int64)]).to(device)
     starts = torch.tensor([0, *case.counts]).cumsum(0).to(device, torch.int32)

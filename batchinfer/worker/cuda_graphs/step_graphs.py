@@ -46,6 +46,7 @@ class StepGraphs:
         max_num_seqs: most sequences of a step.
         max_num_batched_tokens: most tokens of a step.
         max_model_len: most tokens of a sequence.
+        num_adapters: of the model.
         capture: CUDA's, by default.
     """
 
@@ -57,6 +58,7 @@ class StepGraphs:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        num_adapters: int = 0,
         capture: Capture | None = None,
     ) -> None:
         self._model, self._cache = model, cache
@@ -65,8 +67,9 @@ class StepGraphs:
         """The sizes to capture, the largest first."""
         max_blocks = cache.layout.blocks_for(max_model_len)
         largest = GraphSize("mixed", self.sizes[0].tokens, max_num_seqs)
-        num_groups = len(cache.layout.windows)
-        self._inputs = StepInputs(largest, max_blocks, cache.pool.device, num_groups)
+        self._inputs = StepInputs(
+            largest, max_blocks, cache.pool.device, len(cache.layout.windows), num_adapters
+        )
         self._capture = CudaCapture() if capture is None else capture
         self._replays: dict[GraphSize, Run] = {}
         self._captured = GraphSizes([])
@@ -79,7 +82,7 @@ class StepGraphs:
 
     def size_for(self, step: Step) -> GraphSize | None:
         """The size whose graph computes a step; None where there is none."""
-        if step.num_sequences == 0 or step.adapters is not None or not self._inputs.holds(step):
+        if step.num_sequences == 0 or not self._inputs.holds(step):
             return None
         num_rows = max(step.num_sequences, len(step.logits_indices))
         return self._captured.least(kind_of(step), step.num_tokens, num_rows)

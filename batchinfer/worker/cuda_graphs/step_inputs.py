@@ -11,6 +11,7 @@ import torch
 
 from batchinfer.engine.step import Int32, Step
 from batchinfer.kernels.unpack_tables import unpack_tables
+from batchinfer.worker.adapter_batch import step_adapters
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
 
 _ALIGNMENT = 16  # bytes; what Triton's kernels load at a time where an address allows it
@@ -45,12 +46,19 @@ class StepInputs:
         largest: size that holds every other.
         max_blocks: most blocks of a sequence.
         num_groups: layer groups, each with slots and tables of its own.
+        num_adapters: of the model; with some, every step comes with the tokens of each.
     """
 
     def __init__(
-        self, largest: GraphSize, max_blocks: int, device: torch.device, num_groups: int = 1
+        self,
+        largest: GraphSize,
+        max_blocks: int,
+        device: torch.device,
+        num_groups: int = 1,
+        num_adapters: int = 0,
     ) -> None:
         self._num_groups, self._max_blocks = num_groups, max_blocks
+        self._num_adapters = num_adapters
         tables = (num_groups, largest.sequences, max_blocks)
         num_bytes = self._places(largest)["packed_tables"].offset + 4 * math.prod(tables)
         self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -58,9 +66,12 @@ class StepInputs:
         self._prev_token_ids = torch.zeros(largest.sequences, dtype=torch.int64, device=device)
 
     def holds(self, step: Step) -> bool:
-        """Whether its block tables fit, and the samples of the step before that it goes on with."""
-        return step.block_tables.shape[1] <= self._max_blocks and _num_previous(step) <= len(
-            self._prev_token_ids
+        """Whether its block tables fit, the samples of the step before that it goes on with, and
+        its adapters."""
+        return (
+            step.block_tables.shape[1] <= self._max_blocks
+            and _num_previous(step) <= len(self._prev_token_ids)
+            and (step.adapters is None or self._num_adapters > 0)
         )
 
     def load(self, step: Step, size: GraphSize, prev_token_ids: torch.Tensor | None) -> None:
@@ -75,7 +86,10 @@ class StepInputs:
         pinned = self._bytes.device.type == "cuda"
         staging = torch.empty(start + tables.nbytes, dtype=torch.uint8, pin_memory=pinned)
         host = staging.numpy()
-        for name, (values, padding) in _padded_arrays(step, size).items():
+        arrays = _padded_arrays(step, size)
+        if self._num_adapters:
+            arrays |= _adapter_arrays(step)
+        for name, (values, padding) in arrays.items():
             place, count = places[name], values.shape[-1]
             into = host[place.offset : place.end].view(place.dtype).reshape(place.shape)
             into[..., :count] = values
@@ -113,7 +127,7 @@ class StepInputs:
     def _places(self, size: GraphSize) -> dict[str, _Place]:
         """Places of the arrays of a step of a size; that of its tables has no end."""
         tokens, sequences = (size.tokens,), (size.sequences,)
-        shapes = (
+        shapes: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...] = (
             ("token_ids", tokens, _INT64),
             ("previous_sample", tokens, _INT64),
             ("positions", tokens, _INT64),
@@ -126,6 +140,9 @@ class StepInputs:
             ("tables_shape", (2,), _INT32),
             ("packed_tables", (0,), _INT32),
         )
+        if self._num_adapters:
+            starts = ("adapter_starts", (self._num_adapters + 1,), _INT32)
+            shapes = (("adapter_tokens", tokens, _INT64), starts, *shapes)
         places, offset = {}, 0
         for name, shape, dtype in shapes:
             places[name] = _Place(offset, shape, dtype)
@@ -160,6 +177,15 @@ def _padded_arrays(step: Step, size: GraphSize) -> dict[str, tuple[Array, int | 
         "shared_lens": (shared_lens, 0),
         "tables_shape": (np.array(step.block_tables.shape), 0),
     }
+
+
+def _adapter_arrays(step: Step) -> dict[str, tuple[Array, int | Array]]:
+    """Arrays of the tokens that adapters change, and what to fill up each of them with."""
+    adapters = step_adapters(step)
+    tokens, starts = np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
+    if adapters is not None:
+        tokens, starts = adapters.tokens, adapters.starts
+    return {"adapter_tokens": (tokens, 0), "adapter_starts": (starts, int(starts[-1]))}
 
 
 def _stacked_tables(step: Step) -> Int32:

@@ -1,4 +1,4 @@
 """LoRA adapters: read, checked, added to what linear layers give.
 
-May import: errors, engine.kv, worker.
+May import: errors, kernels, engine.kv, worker.
 """

@@ -4,14 +4,15 @@ The method is that of Hu et al. 2021 (https://arxiv.org/abs/2106.09685). A layer
 ``x @ weight.T`` for every row of a step as it would without adapters, from whatever its weight is
 stored in. Then ``(x @ A.T) @ B.T`` is added to the rows of each adapter that
 the step uses, one adapter after the other: rows of one share its two small products (the idea of
-SGMV, Chen et al. 2023, https://arxiv.org/abs/2310.18547). Rows without an adapter are not touched.
+SGMV, Chen et al. 2023, https://arxiv.org/abs/2310.18547); on a CUDA device one kernel takes all
+adapters (``stacked``). Rows without an adapter are not touched.
 Adapters go into a loaded model whatever its layers were merged into.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,20 +24,13 @@ from batchinfer.worker.fusion.layers import FusedDecoderLayer
 from batchinfer.worker.fusion.modules import keep_plain_attributes
 from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
 from batchinfer.worker.lora.checkpoint import Adapter
+from batchinfer.worker.lora.factors import Factors, rows_of
+from batchinfer.worker.lora.stacked import StackedLoraSum
 from batchinfer.worker.probe import Probe
 from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.products.linear import PackedLinear, packs
 
 _TOKENS = (3, 7)
-
-
-class Factors(NamedTuple):
-    """One adapter's factors for a slice of a layer's outputs."""
-
-    down: torch.Tensor  # [rank, in], A
-    up: torch.Tensor  # [out, rank], B times the adapter's scale
-    start: int
-    """The slice's first output."""
 
 
 class _LayerFactors(nn.Module):
@@ -61,7 +55,7 @@ class _LayerFactors(nn.Module):
 
 
 class LoraSum(nn.Module):
-    """The adapters of one linear layer; a forward hook of it.
+    """The adapters of one linear layer on a CPU; a forward hook of it.
 
     Args:
         kernel: what multiplies by the adapters' matrices; None: torch does.
@@ -83,10 +77,7 @@ class LoraSum(nn.Module):
         context = current_context()
         if context.adapters is None:
             return
-        x, out = arguments[0], output.view(-1, output.shape[-1])
-        x = x.reshape(-1, x.shape[-1])
-        if len(x) != len(context.tensors["positions"]):
-            raise RuntimeError(f"a {type(layer).__name__} takes some of a step's rows only")
+        x, out = rows_of(layer, arguments[0], output)
         for adapter, rows in context.adapters.each(context.tensors["adapter_tokens"]):
             factors = self._by_adapter.get(adapter)
             if factors is not None:
@@ -172,7 +163,7 @@ def _add_adapter(
     for layer, factors in by_layer.items():
         lora = getattr(layer, "lora", None)
         if lora is None:
-            lora = LoraSum(kernel)
+            lora = StackedLoraSum() if like.is_cuda else LoraSum(kernel)
             layer.lora = lora
             layer.register_forward_hook(lora)
         lora.put(number, factors)

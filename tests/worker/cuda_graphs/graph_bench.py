@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs, kind_of
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.lora.checkpoint import read_adapters
+from batchinfer.worker.lora.lora import add_adapters
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import HandSequence, StepMaker
 
@@ -34,7 +37,12 @@ class Bench:
     """A tiny model and a pool with some prefilled sequences."""
 
     def __init__(
-        self, family: str = "llama", *, fused: bool = True, capture: Capture = eager, **changes: Any
+        self,
+        family: str = "llama",
+        *,
+        capture: Capture = eager,
+        adapters: Mapping[str, str] | None = None,
+        **changes: Any,
     ) -> None:
         register()
         self.model = tiny_model(family, num_hidden_layers=NUM_LAYERS, **changes)
@@ -44,8 +52,10 @@ class Bench:
             block_size=BLOCK_SIZE,
             dtype="float32",
         )
-        if fused:
-            fuse(self.model, self.layout, MAX_MODEL_LEN)
+        fuse(self.model, self.layout, MAX_MODEL_LEN)
+        read = read_adapters(adapters or {}, self.model.config)
+        if read:
+            add_adapters(self.model, self.layout, read)
         self.cache = KVCache(self.layout, NUM_BLOCKS, torch.device("cpu"), torch.float32)
         self.cache.pool[:NUM_BLOCKS] = torch.nan
         self.maker = StepMaker(NUM_BLOCKS, BLOCK_SIZE)
@@ -55,6 +65,7 @@ class Bench:
             max_num_seqs=MAX_SEQS,
             max_num_batched_tokens=MAX_TOKENS,
             max_model_len=MAX_MODEL_LEN,
+            num_adapters=len(read),
             capture=capture,
         )
 

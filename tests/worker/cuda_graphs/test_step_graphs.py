@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from batchinfer.worker.cuda_graphs.capture import Run
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.transfer import HostCopy
-from tests.worker.cuda_graphs.graph_bench import MAX_SEQS, Bench
+from tests.lora import make_adapter
+from tests.models import tiny_model
+from tests.worker.cuda_graphs.graph_bench import MAX_SEQS, NUM_LAYERS, Bench
 from tests.worker.on_triton import Launch, pretend_cuda, traced
 from tests.worker.step_maker import HandSequence
 from tests.worker.test_model_runner import greedy
@@ -228,6 +231,48 @@ def test_scored_tokens_are_those_of_a_plain_step(no_pinned_memory: None) -> None
     assert expected is not None
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
     np.testing.assert_array_equal(got.top_token_ids, expected.top_token_ids)
+
+
+def test_rows_of_adapters_are_those_of_peft_whatever_is_beside_them(tmp_path: Path) -> None:
+    base = {"num_hidden_layers": NUM_LAYERS}
+    configs: list[dict[str, Any]] = [
+        {"target_modules": "all-linear", "r": 4, "lora_alpha": 8},
+        {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 3},
+    ]
+    alone: list[Any] = [tiny_model("llama", **base)]
+    for seed, config in enumerate(configs, start=1):
+        folder = tmp_path / str(seed)
+        alone.append(make_adapter(tiny_model("llama", **base), folder, seed=seed, **config))
+    bench = Bench(adapters={"one": str(tmp_path / "1"), "two": str(tmp_path / "2")})
+    sequences = bench.partly_filled([(0, n) for n in (13, 5, 1, 9)])
+    numbers = [2, 0, 1, 2]
+    for with_adapters in (numbers, [0, 0, 0, 0], [1, 1, 1, 1]):
+        # Prompts first, then decodes of what they left; the same through other adapters.
+        for sequence in sequences:
+            sequence.num_computed = 0
+        for tokens in (10**6, 1):
+            step = bench.maker.step(
+                [(s, min(tokens, len(s.token_ids) - s.num_computed)) for s in sequences]
+            )
+            if any(with_adapters):
+                step = replace(step, adapters=np.array(with_adapters, dtype=np.int32))
+            got = bench.replayed(step)
+            for sequence, adapter, logits in zip(sequences, with_adapters, got, strict=True):
+                ids = torch.tensor([sequence.token_ids])
+                with torch.inference_mode():
+                    expected = alone[adapter](input_ids=ids).logits[0, -1]
+                torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+                sequence.token_ids.append(7)
+        for sequence in sequences:
+            del sequence.token_ids[-2:]
+
+
+def test_a_step_with_adapters_has_no_graph_where_the_model_has_none() -> None:
+    bench = Bench()
+    step = every_token(bench, [(5, 1)])
+    bench.graphs.capture(bench.size_of(step))
+    assert bench.graphs.size_for(step) is not None
+    assert bench.graphs.size_for(replace(step, adapters=np.ones(1, np.int32))) is None
 
 
 def test_logits_of_some_sequences_only() -> None:

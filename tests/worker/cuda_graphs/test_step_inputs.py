@@ -78,6 +78,20 @@ def test_tokens_that_were_drawn_stand_where_the_host_has_none() -> None:
     assert inputs.of(SIZE)["token_ids"].tolist() == expected
 
 
+def test_tokens_of_adapters_stand_side_by_side() -> None:
+    inputs, step = StepInputs(LARGEST, 4, torch.device("cpu"), num_adapters=3), some_step()
+    for adapters, tokens, starts in (
+        ([2, 0, 1], [3, 4, 5, 0], [0, 3, 4, 4]),
+        ([0, 3, 0], [1, 2], [0, 0, 0, 2]),
+        (None, [], [0, 0, 0, 0]),
+    ):
+        numbers = None if adapters is None else np.array(adapters, np.int32)
+        inputs.load(replace(step, adapters=numbers), SIZE, None)
+        on = inputs.of(SIZE)
+        assert on["adapter_tokens"].tolist() == tokens + [0] * (SIZE.tokens - len(tokens))
+        assert on["adapter_starts"].tolist() == starts
+
+
 def test_arrays_stay_where_they_are_and_begin_at_sixteen_bytes() -> None:
     inputs, step = make_inputs(), some_step()
     captured = inputs.of(SIZE)
