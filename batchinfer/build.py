@@ -111,7 +111,7 @@ def build_engine(
         log("blocks of a model with sliding windows are not swapped yet: rows are recomputed")
     dtype, host_blocks = getattr(torch, loaded.dtype), memory.num_host_blocks
     cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
-    graphs = _graphs(loaded, cache, engine, log)
+    graphs = _graphs(loaded, cache, engine, memory, log)
     attention = attention_kernel(cache.pool, loaded.kernels.kernel)
     log(attention.line(kernels_before or {}))
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel)
@@ -192,7 +192,11 @@ def _on_threads(runner: Runner, threads: ThreadCount, kernels: KernelChoice) -> 
 
 
 def _graphs(
-    loaded: LoadedModel, cache: KVCache, engine: EngineConfig, log: Callable[[str], None]
+    loaded: LoadedModel,
+    cache: KVCache,
+    engine: EngineConfig,
+    memory: MemoryPlan,
+    log: Callable[[str], None],
 ) -> StepGraphs | None:
     """Graphs of steps of every size, captured, on CUDA."""
     if not cache.pool.is_cuda:
@@ -201,7 +205,7 @@ def _graphs(
         loaded.model,
         cache,
         max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_graph_tokens=memory.max_graph_tokens,
         max_model_len=loaded.max_model_len,
         num_adapters=len(loaded.adapters),
     )

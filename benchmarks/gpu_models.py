@@ -142,7 +142,7 @@ def ready(name: str, device: torch.device, dtype: torch.dtype, settings: EngineC
             model,
             cache,
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_graph_tokens=memory.max_graph_tokens,
             max_model_len=MAX_MODEL_LEN,
         )
         graphs.capture_all(print)

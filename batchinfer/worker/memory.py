@@ -14,7 +14,7 @@ import torch
 from batchinfer.config import EngineConfig, parse_size
 from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
-from batchinfer.worker.cuda_graphs.graph_sizes import all_sizes
+from batchinfer.worker.cuda_graphs.graph_sizes import MAX_GRAPH_TOKENS, all_sizes
 from batchinfer.worker.model.quantization import plain_tensors
 from batchinfer.worker.products.linear import PackedLinear
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
@@ -29,6 +29,7 @@ LOGITS_COPIES = 2
 
 # Of an instantiated graph of some hundred kernels, by estimate.
 _BYTES_PER_GRAPH = 8 * 2**20
+_GRAPH_SHARE = 1 / 64
 # As they come to the device, and spread to rows of a fixed length.
 _TABLE_COPIES = 2
 # Most that the partial results of split contexts take (`kernels/decode_work.py`), for each window.
@@ -51,18 +52,34 @@ def graph_bytes(
     config: Mapping[str, Any],
     *,
     max_num_seqs: int,
-    max_num_batched_tokens: int,
+    max_graph_tokens: int,
     max_model_len: int,
 ) -> int:
     """Bytes of all graphs of steps and of what they read, an upper estimate. They share one pool,
     as large as the largest needs."""
-    sizes = all_sizes(max_num_seqs, max_num_batched_tokens)
+    sizes = all_sizes(max_num_seqs, max_graph_tokens)
     logits = max_num_seqs * LOGITS_COPIES * int(text_config(config)["vocab_size"])
     elements = sizes[0].tokens * activation_elements(config) + logits
     blocks = len(layout.windows) * max_num_seqs * layout.blocks_for(max_model_len)
     tables = _TABLE_COPIES * 4 * blocks
     graphs = _BYTES_PER_GRAPH * len(sizes)
     return elements * layout.element_bytes + tables + graphs + _WORKSPACE_BYTES
+
+
+def max_graph_tokens(
+    engine: EngineConfig, layout: KVLayout, config: Mapping[str, Any], total: int
+) -> int:
+    """Tokens of the largest step with a graph: as many as a step may have, halved until their
+    activations take a small share of the device's memory; but always a decode of every sequence.
+
+    Larger steps run longer than the host takes to launch them, on a device with little memory more
+    than on others.
+    """
+    tokens = min(engine.max_num_batched_tokens, MAX_GRAPH_TOKENS)
+    bytes_each = activation_elements(config) * layout.element_bytes
+    while tokens > engine.max_num_seqs and tokens * bytes_each > total * _GRAPH_SHARE:
+        tokens = max(tokens // 2, engine.max_num_seqs)
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +109,8 @@ class MemoryPlan:
     at a time."""
     graph_bytes: int
     """Estimate for graphs of steps; CUDA only."""
+    max_graph_tokens: int
+    """Tokens of the largest step that has a graph; CUDA only."""
     available_bytes: int
     """What the device had for all of these."""
     num_host_blocks: int
@@ -136,14 +155,15 @@ def fit_memory(
     """
     activations = _activation_bytes(engine, layout, config)
     logits = _logits_bytes(engine, layout, config, memory.kind)
-    graphs = 0
+    graphs = graph_tokens = 0
     free, total = memory.free, memory.total
     if memory.kind == "cuda":
+        graph_tokens = max_graph_tokens(engine, layout, config, total)
         graphs = graph_bytes(
             layout,
             config,
             max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_graph_tokens=graph_tokens,
             max_model_len=max_model_len,
         )
         room = int(total * engine.gpu_memory_utilization) - (total - free)
@@ -177,6 +197,7 @@ def fit_memory(
         activations,
         logits,
         graphs,
+        graph_tokens,
         total,
         host_blocks,
         host_blocks * layout.bytes_per_block,

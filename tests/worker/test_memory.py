@@ -222,22 +222,40 @@ def test_a_swap_space_that_holds_no_block_is_refused() -> None:
         plan(preemption="swap", swap_space="1KiB", num_kv_blocks=4)
 
 
-def test_graphs_need_room_for_the_largest_step_and_its_rows_of_logits() -> None:
-    config = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 150_000}
-    layout = KVLayout(28, 8, 128, 128, 16, 2)
+LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128_256}
+HALF = KVLayout(32, 8, 128, 128, 16, 2)
 
-    def needed(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+
+def test_graphs_need_room_for_the_largest_step_and_its_rows_of_logits() -> None:
+    def needed(max_num_seqs: int, max_graph_tokens: int) -> int:
         return GRAPH_BYTES(
-            layout,
-            config,
+            HALF,
+            LARGE,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_graph_tokens=max_graph_tokens,
             max_model_len=4096,
         )
 
-    logits_and_tables = 2 * 2 * 150_000 + 2 * 4 * 256
+    logits_and_tables = 2 * 2 * LARGE["vocab_size"] + 2 * 4 * 256
     assert needed(1024, 2048) - needed(64, 2048) > 960 * logits_and_tables
-    activations = 2 * memory.activation_elements(config)
+    activations = 2 * memory.activation_elements(LARGE)
     assert needed(64, 8192) - needed(64, 2048) > 6144 * activations
-    assert needed(64, 100_000) == needed(64, 8192), "larger steps have no graph"
-    assert needed(1024, 8192) < 3 * 2**30
+    assert needed(1024, 8192) < 4 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("gib", "engine", "tokens"),
+    [
+        (140, {}, 8192),
+        (24, {}, 2048),
+        (24, {"max_num_batched_tokens": 3000}, 1500),
+        (1, {}, 1024),  # a decode of every sequence
+        (140, {"max_num_batched_tokens": 100_000}, 8192),
+        (140, {"max_num_batched_tokens": 100}, 100),
+    ],
+)
+def test_the_largest_step_with_a_graph_takes_a_small_share(
+    gib: int, engine: dict[str, Any], tokens: int
+) -> None:
+    config = EngineConfig(**engine)
+    assert memory.max_graph_tokens(config, HALF, LARGE, gib * 2**30) == tokens

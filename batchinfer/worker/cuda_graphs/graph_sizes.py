@@ -40,14 +40,14 @@ class GraphSize(NamedTuple):
     sequences: int
 
 
-def all_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[GraphSize]:
+def all_sizes(max_num_seqs: int, max_tokens: int) -> list[GraphSize]:
     """The sizes to capture, the largest first."""
-    decodes = decode_sizes(min(max_num_seqs, max_num_batched_tokens))
+    decodes = decode_sizes(min(max_num_seqs, max_tokens))
     sizes = [GraphSize("decode", size, size) for size in decodes]
     sizes += [GraphSize("shared decode", size, size) for size in decodes if size > 1]
     sizes += [
         GraphSize("mixed", tokens, sequences)
-        for tokens in _mixed_tokens(max_num_batched_tokens)
+        for tokens in _mixed_tokens(max_tokens)
         for sequences in _mixed_sequences(tokens, max_num_seqs)
     ]
     return sorted(sizes, key=lambda size: (-size.tokens, -size.sequences, size.kind))
@@ -61,12 +61,12 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def _mixed_tokens(max_num_batched_tokens: int) -> list[int]:
+def _mixed_tokens(max_tokens: int) -> list[int]:
     sizes = list(_SMALL_TOKENS)
     while sizes[-1] < _DENSE_TOKENS:
         octave = 1 << (sizes[-1].bit_length() - 1)
         sizes.append(sizes[-1] + octave // _SIZES_PER_OCTAVE)
-    largest = min(max_num_batched_tokens, MAX_GRAPH_TOKENS)
+    largest = min(max_tokens, MAX_GRAPH_TOKENS)
     return [size for size in sizes if size < largest] + [largest]
 
 

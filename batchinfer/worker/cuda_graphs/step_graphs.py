@@ -44,7 +44,7 @@ class StepGraphs:
     Args:
         model: called as in ``forward``.
         max_num_seqs: most sequences of a step.
-        max_num_batched_tokens: most tokens of a step.
+        max_graph_tokens: most tokens of a step with a graph.
         max_model_len: most tokens of a sequence.
         num_adapters: of the model.
         capture: CUDA's, by default.
@@ -56,14 +56,14 @@ class StepGraphs:
         cache: KVCache,
         *,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
+        max_graph_tokens: int,
         max_model_len: int,
         num_adapters: int = 0,
         capture: Capture | None = None,
     ) -> None:
         self._model, self._cache = model, cache
         self._max_model_len = max_model_len
-        self.sizes = all_sizes(max_num_seqs, max_num_batched_tokens)
+        self.sizes = all_sizes(max_num_seqs, max_graph_tokens)
         """The sizes to capture, the largest first."""
         max_blocks = cache.layout.blocks_for(max_model_len)
         largest = GraphSize("mixed", self.sizes[0].tokens, max_num_seqs)

@@ -63,7 +63,7 @@ class Bench:
             self.model,
             self.cache,
             max_num_seqs=MAX_SEQS,
-            max_num_batched_tokens=MAX_TOKENS,
+            max_graph_tokens=MAX_TOKENS,
             max_model_len=MAX_MODEL_LEN,
             num_adapters=len(read),
             capture=capture,
