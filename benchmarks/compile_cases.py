@@ -14,19 +14,24 @@ import torch
 from batchinfer.kernels.block_copy import block_copy
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.kv_write import kv_write
+from batchinfer.kernels.lora import lora_expand, lora_shrink
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.kernels.rotary_write import rotary_write
 from batchinfer.kernels.row_stats import row_stats
 from batchinfer.kernels.silu_mul import silu_mul
+from batchinfer.kernels.unpack_tables import unpack_tables
 from tests.kernels.cases import (
     AttentionCase,
     CopyCase,
+    TablesCase,
     WriteCase,
     build_attention,
     build_copy,
+    build_tables,
     build_write,
 )
+from tests.kernels.lora_cases import LoraCase, build_lora
 from tests.kernels.row_cases import (
     RotaryCase,
     RowCase,
@@ -123,6 +128,24 @@ def _block_copy() -> Case:
     return Case("block_copy", ("_block_copy_kernel",), launch)
 
 
+def _lora(name: str, ranks: int, width: int, out_width: int) -> Case:
+    def launch() -> None:
+        shrink, expand = build_lora(
+            LoraCase(name, (3, 40), 60, ranks, width, out_width), "cpu", _DTYPE
+        )
+        lora_shrink(**shrink)
+        lora_expand(**expand)
+
+    return Case(name, ("_lora_shrink_kernel", "_lora_expand_kernel"), launch)
+
+
+def _unpack_tables() -> Case:
+    def launch() -> None:
+        unpack_tables(**build_tables(TablesCase("unpack_tables", 1, 2, 128, 4, 256), "cpu"))
+
+    return Case("unpack_tables", ("_unpack_tables_kernel",), launch)
+
+
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
 _MERGE, _PLAN, _PLAN_CHUNKS = "_merge_kernel", "_plan_kernel", "_plan_chunks_kernel"
 _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, Qwen3-8B
@@ -175,4 +198,6 @@ CASES = (
     _row_stats(128256),
     _row_stats(151936),
     _block_copy(),
+    _unpack_tables(),
+    _lora("lora_r16_4096", 16, 4096, 4096),
 )  # fmt: skip

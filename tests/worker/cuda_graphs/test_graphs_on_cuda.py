@@ -1,4 +1,4 @@
-"""Decode steps replayed by CUDA graphs against the same steps computed eagerly.
+"""Steps replayed by CUDA graphs against the same steps computed eagerly.
 
 On a CPU the kernels are interpreted in float32, and a replay computes again.
 """
@@ -15,7 +15,7 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
 from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.cuda_graphs.capture import CudaCapture
-from batchinfer.worker.cuda_graphs.decode_graphs import DecodeGraphs
+from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.kv_cache import KVCache
@@ -29,6 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 MAX_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 9, 128, 16
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def check(got: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype] * float(expected.abs().max())
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
@@ -50,29 +55,30 @@ def test_replays_give_the_eager_logits(device: str, monkeypatch: pytest.MonkeyPa
     fuse(model, layout, MAX_MODEL_LEN)
     cache = KVCache(layout, 64, torch.device(device), dtype)
     cache.pool[:64] = torch.nan
-    graphs = DecodeGraphs(
-        model, cache, max_num_seqs=MAX_SEQS, max_model_len=MAX_MODEL_LEN, **options
-    )
-    if on_cuda:
-        graphs.capture_all()
-        assert graphs.num_captured > 0
+    graphs = StepGraphs(
+        model, cache, max_num_seqs=MAX_SEQS, max_graph_tokens=128 if on_cuda else MAX_SEQS,
+        max_model_len=MAX_MODEL_LEN, **options,
+    )  # fmt: skip
+    lines: list[str] = []
+    graphs.capture_all(lines.append)
+    assert graphs.num_captured == len(graphs.sizes), lines
     maker, ids = StepMaker(64, BLOCK_SIZE), np.random.default_rng(0)
     sequences = [
         maker.sequence(ids.integers(0, VOCAB_SIZE, length).tolist())
         for length in (20, 1, 33, 64, 5)
     ]
-    forward(
-        model, cache, CudaAttention(cache), maker.step([(s, len(s.token_ids)) for s in sequences])
-    )
+    step = maker.step([(s, len(s.token_ids)) for s in sequences])
+    expected = forward(model, cache, CudaAttention(cache), step).clone()
+    if on_cuda:  # chunks, in as many tokens as there is a graph of
+        check(forward(model, cache, CudaAttention(cache), step, graphs=graphs), expected)
     for count in (5, 2, 3, 1):
         for sequence in sequences[:count]:
             sequence.token_ids.append(int(ids.integers(VOCAB_SIZE)))
         step = maker.step([(sequence, 1) for sequence in sequences[:count]])
         expected = forward(model, cache, CudaAttention(cache), step).clone()
-        assert graphs.takes(step)
+        assert graphs.size_for(step) is not None
         got = forward(model, cache, CudaAttention(cache), step, graphs=graphs)
-        tolerance = TOLERANCE[dtype] * float(expected.abs().max())
-        torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+        check(got, expected)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
