@@ -106,6 +106,14 @@ def test_a_machine_without_a_gpu_is_told_so() -> None:
     assert "no CUDA device: give --dry-run" in printed
 
 
+def test_a_model_that_is_not_known_is_refused_with_those_that_are() -> None:
+    with start(sys.executable, "--models", "Qwen3-7B") as process:
+        printed, _ = process.communicate()
+    assert process.returncode == 2
+    assert "invalid choice: 'Qwen3-7B'" in printed
+    assert "Llama-3.1-8B" in printed
+
+
 def test_any_two_stages_fit_in_nine_minutes() -> None:
     assert all(sum(pair) <= 540 for pair in combinations(gpu.STAGES.values(), 2))
     for stage, limit in gpu.STAGES.items():
