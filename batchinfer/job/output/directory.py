@@ -249,6 +249,16 @@ class OutputDir:
         """Write ``value`` to ``final`` as JSON, all of it or nothing."""
         self.write(final, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
 
+    def empty(self, folder: PurePath) -> None:
+        """Delete all that is in one of this directory's folders.
+
+        Raises:
+            StorageError: something there cannot be deleted.
+        """
+        for path in self.files.entries(folder):
+            with storage_errors(path, "delete"):
+                self.files.delete(path)
+
     def request_stats(self, part: Part) -> PurePath:
         """File of the statistics of a finished part's rows."""
         return self.requests / f"{part.name}.parquet"

@@ -297,17 +297,6 @@ def _clear(out: OutputDir) -> None:
     delete(out.manifest)
 
 
-def delete_segments(out: OutputDir) -> None:
-    """Delete segments that are left over once all parts are made; call it under the lock.
-
-    Raises:
-        StorageError: one cannot be deleted.
-    """
-    for path in out.files.entries(out.segments):
-        with storage_errors(path, "delete"):
-            out.files.delete(path)
-
-
 @dataclass(frozen=True)
 class RecoveredRows:
     """Finished rows of unfinished parts, left by earlier runs."""

@@ -25,7 +25,6 @@ from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import (
     RecoveredRows,
     ResumePlan,
-    delete_segments,
     from_scratch,
     plan_resume,
     recover_rows,
@@ -247,7 +246,7 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
     warnings = _nothing_selected(job)
     summary = write_summary(job.out, job.manifest, records, warnings.append)
     reporter.end(job.out, summary, warnings)
-    delete_segments(job.out)
+    job.out.empty(job.out.segments)
     job.source.check_unchanged()
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
     if rows["error"] > limit * rows["total"]:

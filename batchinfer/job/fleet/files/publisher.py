@@ -10,7 +10,6 @@ from batchinfer.job.output.commit import Draft, publish
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.row_ids import Part
-from batchinfer.job.storage.filesystem import storage_errors
 
 MOST_AT_ONCE = 4
 """Parts that are in memory, on their way through a store."""
@@ -67,6 +66,4 @@ def sweep(out: OutputDir) -> None:
     Raises:
         StorageError: it cannot be deleted.
     """
-    for path in out.files.entries(out.staging):
-        with storage_errors(path, "delete"):
-            out.files.delete(path)
+    out.empty(out.staging)
