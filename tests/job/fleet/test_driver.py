@@ -14,7 +14,15 @@ from batchinfer.console.progress import make_progress
 from batchinfer.errors import DeviceError, JobError, ModelError, RowError, StorageError
 from batchinfer.job.fleet.boots import FleetSize
 from batchinfer.job.fleet.driver import FleetDriver
-from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready, WorkerReport
+from batchinfer.job.fleet.messages import (
+    Access,
+    Answer,
+    Assignment,
+    Failure,
+    Piece,
+    Ready,
+    WorkerReport,
+)
 from batchinfer.job.fleet.workers import Gone, Lost, NotUp, Told, Up, WorkerEvent
 from batchinfer.job.job import OutputJob, open_input, open_job
 from batchinfer.job.output.open import output_at
@@ -29,9 +37,9 @@ from tests.job.fleet.jobs import fleet_job, write_rows
 ALONE = FleetSize(1, start_timeout_s=60.0)
 
 
-def up(worker: str, node: str = "a node") -> Up:
+def up(worker: str, node: str = "a node", access: Access = "disk") -> Up:
     """A worker has come up."""
-    return Up(worker, node, Ready("host", "cpu", {}))
+    return Up(worker, node, Ready("host", "cpu", {}, access))
 
 
 def failed(worker: str, kind: str, text: str) -> Told:
@@ -253,3 +261,33 @@ def test_a_worker_that_has_found_other_kernels_than_the_first_is_started_again(
     assert script.killed == ["w02"]
     assert {given.lease.worker for given in script.given} == {"w01", "w03"}
     assert script.started[:3] == ["w01", "w02", "w03"]
+
+
+@pytest.mark.parametrize("access", ["disk", "store", "driver"])
+def test_all_rows_of_a_worker_whose_log_is_behind_may_be_what_it_died_of(
+    run: Callable[[Script], bool], access: Access
+) -> None:
+    events = [
+        event
+        for worker in ("w01", "w02", "w03")
+        for event in (up(worker, access=access), Gone(worker, "it died"))
+    ]
+    script = Script(events)
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(script)
+    rows = {
+        worker: sum(given.lease.num_rows for given in script.given if given.lease.worker == worker)
+        for worker in ("w01", "w03")
+    }
+    assert (rows["w03"] < rows["w01"]) == (access != "disk"), "suspects run by halves"
+
+
+def test_a_worker_whose_file_comes_with_other_bytes_is_killed(
+    run: Callable[[Script], bool],
+) -> None:
+    piece = Piece("segments/segment-000000-w01-0-0-0.parquet", b"x", "of other bytes")
+    told = Told("w01", WorkerReport(rows=7, changes=(piece,), segments={"s": {0: 0}}))
+    script = Script([up("w01", access="driver"), told, Gone("w01", "it was killed")])
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(script)
+    assert script.killed == ["w01"]
