@@ -62,6 +62,11 @@ class Boots:
         """Workers that were started before the kernels were known that all are to compute with."""
         self._kernels: Mapping[str, str] | None = None
 
+    @property
+    def num_coming(self) -> int:
+        """Workers that are being started."""
+        return len(self._coming)
+
     def start(self, num_up: int) -> None:
         """Start one more, beside so many that are up."""
         self._num_started += 1

@@ -90,6 +90,8 @@ class Dispatcher:
 
     def __init__(self, ledger: LeaseLedger) -> None:
         self.ledger = ledger
+        self.num_coming = 0
+        """Workers that are being started: some of what is left is for them."""
         self._workers: dict[str, _Worker] = {}
         self._fruitless = 0
         self.suspects = Suspects(ledger)
@@ -205,10 +207,11 @@ class Dispatcher:
             yield from self._take_back(now)
 
     def _grants(self) -> Iterator[Give]:
+        num_workers = len(self._workers) + self.num_coming
         for worker in list(self._with_room):
             state = self._workers[worker]
             if self.suspects.case_of(worker) is None:
-                while (lease := self.ledger.grant(worker, len(self._workers))) is not None:
+                while (lease := self.ledger.grant(worker, num_workers)) is not None:
                     yield self._give(lease, state)
             if not self.ledger.has_free or self.ledger.is_blocked:
                 return

@@ -109,6 +109,7 @@ class FleetDriver:
         if not self._has_begun:
             self._has_begun = self._boots.are_enough(len(self._dispatcher.workers))
         if self._has_begun:
+            self._dispatcher.num_coming = self._boots.num_coming
             for action in self._dispatcher.actions(self.clock()):
                 self._do(action)
             self._check_left()

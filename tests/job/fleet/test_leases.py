@@ -197,6 +197,14 @@ def test_leases_shrink_with_what_is_left_and_end_in_single_parts() -> None:
     assert ledger.is_complete
 
 
+def test_who_is_up_first_leaves_rows_to_those_who_come() -> None:
+    ledger = LeaseLedger(make_parts(*[10] * 40), {}, 400)
+    dispatcher = Dispatcher(ledger, num_coming=1)
+    dispatcher.ready("w01", 0.0)
+    given = [act for act in dispatcher.actions(0.0) if isinstance(act, Give)]
+    assert [give.lease.num_rows for give in given] == [100, 70]
+
+
 def test_a_worker_has_two_leases_at_most() -> None:
     ledger = LeaseLedger(make_parts(*[10] * 40), {}, 20)
     assert ledger.grant("w01", 1) is not None
