@@ -15,8 +15,9 @@ on the device, so that a launch can be replayed with others as long as the shape
 the work list and "is max_query_len over 1" stay the same.
 
 Accumulation: scores, running maximum, sum and output in float32; the weights are rounded to the
-query's dtype for the product with V, and a float8 cache is widened to it. float32 products are
-exact float32 (no TF32). Exponentials are base 2, with log2(e) folded into the scale.
+query's dtype for the product with V. Beside a float8 cache that is float16, or float32 beside
+float32 queries (`README.md`). float32 products are exact float32 (no TF32). Exponentials are base
+2, with log2(e) folded into the scale.
 
 Sources: online softmax as in FlashAttention-2 (Dao 2023, arXiv:2307.08691); pieces of the context
 as in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); those of pieces that sequences share are in
@@ -81,6 +82,7 @@ def paged_attention(
     num_sequences = context_lens.shape[0]
     if num_sequences == 0 or query.shape[0] == 0:
         return
+    assert scale > 0, "the scale must be positive"
     _check_shapes(query, key_cache, value_cache, block_tables, out)
     shared = _shared_arguments(
         query, key_cache, value_cache, block_tables, query_starts, context_lens, out, sinks,

@@ -35,14 +35,15 @@ def shared_config(heads: Heads) -> LaunchConfig:
     """Launch shape: 64 rows, or one token's heads where a group has more.
 
     Pieces of a small tree then cost little more than reading them; a large one is read from the L2
-    once for every tile. Two warp groups have room for the sums of wide heads.
+    once for every tile. The sums of wide heads take most registers: tiles are short there.
     """
     rows, fp8 = shared_rows(heads.group), heads.cache_bytes == 1
     if heads.query_bytes == 4:
         return LaunchConfig(rows, tile=16, num_warps=8, num_stages=2)
+    if heads.widths > 384 and heads.capability >= 90 and not fp8:
+        return LaunchConfig(rows, tile=16, num_warps=4, num_stages=5)
     if heads.widths > 256:
-        tile = 16 if fp8 or heads.widths > 512 else 32
-        return LaunchConfig(rows, tile, num_warps=8, num_stages=5)
+        return LaunchConfig(rows, tile=16 if fp8 else 32, num_warps=8, num_stages=5)
     tile = 16 if fp8 and heads.capability < 90 else 64
     return LaunchConfig(rows, tile, num_warps=4, num_stages=5)
 
@@ -177,11 +178,12 @@ def _shared_kernel(
         row_live = rows < live_rows
         sequences = tl.load(order_ptr + place + rows // GROUP, mask=row_live, other=0).to(tl.int64)
         query_rows = tl.load(query_starts_ptr + sequences).to(tl.int64)
-        heads = kv_head * GROUP + rows % GROUP
+        heads = kv_head.to(tl.int32) * GROUP + rows % GROUP
         query, scales = load_query(
-            query_ptr
-            + (query_rows * query_row_stride + heads * query_head_stride)[:, None]
-            + key_columns[None, :] * query_width_stride,
+            (query_ptr + kv_head * GROUP * query_head_stride + key_columns * query_width_stride)[
+                None, :
+            ]
+            + (query_rows * query_row_stride + rows % GROUP * query_head_stride)[:, None],
             row_live[:, None] & (key_columns[None, :] < KEY_WIDTH),
             score_scale,
             key_ptr.dtype.element_ty,
@@ -208,8 +210,9 @@ def _shared_kernel(
             BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
             UNIT, ROW_TYPE, SAME_ROWS, PAIRS, False, CAPPED, TILE, False,
         )  # fmt: skip
+        # Found again, in int32: registers are scarce, and the workspace is small.
+        sequences = tl.load(order_ptr + place + rows // GROUP, mask=row_live, other=0)
         partials = (sequences * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + piece
-        partials = partials.to(tl.int32)  # fewer registers; the workspace is small
         tl.store(partial_max_ptr + partials, row_max, mask=row_live)
         tl.store(partial_sum_ptr + partials, row_sum, mask=row_live)
         partial_ptrs = partial_out_ptr + partials[:, None] * VALUE_WIDTH + value_columns[None, :]
