@@ -4,11 +4,8 @@
 ``driver`` does it: it alone publishes parts and deletes segments. ``boots`` has workers started,
 ``nodes`` which nodes are left out, ``losses`` what goes with a worker that dies. ``worker`` runs
 leases (``lease_run``) on one engine, in a process that ``boot`` begins; ``messages`` go between the
-two, ``workers`` is what the driver sees of them. ``ray_workers`` and ``ray_cluster`` are Ray, which
-starts processes and carries messages, in a process of its own, ``ray_main``, to which
-``ray_process`` is the driver's side; ``reach`` finds out whether anything listens at a cluster's
-place, ``pulse`` whether a silent worker computes; ``files`` brings what workers write to its place;
-``run_fleet`` puts all of it together.
+two, ``workers`` is what the driver sees of them and ``on_ray`` how they come to be; ``files``
+brings what workers write to its place; ``run_fleet`` puts all of it together.
 
 May import: config, cpus, errors, process, console, engine, requests, build, job.
 """

@@ -14,9 +14,9 @@ from threading import Event
 import pytest
 
 from batchinfer.errors import DeviceError, ExitCode, UsageError
-from batchinfer.job.fleet.ray_main import ToJoin
-from batchinfer.job.fleet.ray_process import ray_process
-from batchinfer.job.fleet.reach import is_reached
+from batchinfer.job.fleet.on_ray.main import ToJoin
+from batchinfer.job.fleet.on_ray.process import ray_process
+from batchinfer.job.fleet.on_ray.reach import is_reached
 from tests.job.fleet.jobs import fleet_job, run, write_rows
 
 ROOT = Path(__file__).parents[3]

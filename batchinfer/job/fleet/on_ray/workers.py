@@ -1,4 +1,4 @@
-"""Workers as Ray actors. This module and ``ray_cluster`` alone import Ray.
+"""Workers as Ray actors. This module and ``cluster`` alone import Ray.
 
 Ray starts processes, tells when they die, and carries messages. It never runs anything again by
 itself: what is lost with a worker, the driver leases anew.
@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from batchinfer.errors import ExitCode, one_line
 from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure, Ready
-from batchinfer.job.fleet.pulse import computes
+from batchinfer.job.fleet.on_ray.pulse import computes
 from batchinfer.job.fleet.workers import Gone, NotUp, Seen, Told, Up, WorkerEvent
 
 REPORT_S = 5.0
