@@ -114,7 +114,11 @@ ROOMS = [
         "Paged attention: one function for transformers' classes, a back end for each device.",
         ("kernels", "engine.step", "worker"),
     ),
-    Room("worker.body_output", "what a model's body gives to its head"),
+    Room(
+        "worker.model",
+        "A model's folder: config, checkpoint, weights, tokenizer; its body.",
+        ("errors", "engine.kv", "worker.attention"),
+    ),
     Room(
         "worker.cuda_graphs",
         "Steps captured once for each of a few sizes and replayed as CUDA graphs.",
@@ -129,11 +133,6 @@ ROOMS = [
     ),
     Room("worker.prompt_logprobs", "scores of a prompt's tokens", ("engine.step", "worker")),
     Room("worker.self_check", "a forward pass after loading", ("errors", "engine", "worker")),
-    Room(
-        "worker.model",
-        "A model's folder: config, checkpoint, weights, tokenizer.",
-        ("errors", "engine.kv", "worker.attention"),
-    ),
     Room(
         "worker.eager_check",
         "a forward pass beside transformers' own",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import Int32, ScoredTokens, StepResult
-from batchinfer.worker.body_output import body_of
+from batchinfer.worker.model.body_output import body_of
 from batchinfer.worker.sampling.logprobs import row_stats, token_ranks, top_logits
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import workspace_rows

@@ -20,11 +20,11 @@ from batchinfer.engine.runner import OutOfMemory
 from batchinfer.engine.step import SamplingBatch, Step
 from batchinfer.worker.attention.attention import ForwardContext, forward_context
 from batchinfer.worker.attention.triton import CudaAttention, shares_pieces
-from batchinfer.worker.body_output import recorded_output
 from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run, SyncWatch
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize, GraphSizes, Kind, all_sizes
 from batchinfer.worker.cuda_graphs.step_inputs import StepInputs
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.model.body_output import recorded_output
 from batchinfer.worker.oom import raise_out_of_memory
 
 _SECONDS_PER_LINE = 5.0
