@@ -199,7 +199,8 @@ def test_leases_shrink_with_what_is_left_and_end_in_single_parts() -> None:
 
 def test_who_is_up_first_leaves_rows_to_those_who_come() -> None:
     ledger = LeaseLedger(make_parts(*[10] * 40), {}, 400)
-    dispatcher = Dispatcher(ledger, num_coming=1)
+    dispatcher = Dispatcher(ledger)
+    dispatcher.num_coming = 1
     dispatcher.ready("w01", 0.0)
     given = [act for act in dispatcher.actions(0.0) if isinstance(act, Give)]
     assert [give.lease.num_rows for give in given] == [100, 70]
