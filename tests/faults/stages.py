@@ -58,7 +58,8 @@ def fleet_workers(folder: Path, kills: int, seed: int) -> Row:
 
 
 def fleet_drivers(folder: Path, kills: int, seed: int) -> Row:
-    return _fleet_kills("workers with their drivers", drivers_killed(folder, kills, seed))
+    killed = drivers_killed(folder, kills, seed)
+    return _fleet_kills(f"workers, in {kills} kills of their drivers,", killed)
 
 
 def fleet_nodes(folder: Path, kills: int, seed: int) -> Row:

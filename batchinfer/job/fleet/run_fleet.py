@@ -17,8 +17,8 @@ from batchinfer.job.fleet.boots import FleetSize
 from batchinfer.job.fleet.driver import FleetDriver
 from batchinfer.job.fleet.files.access import lent
 from batchinfer.job.fleet.files.driver_log import DriverLog
-from batchinfer.job.fleet.on_ray.main import ToJoin
-from batchinfer.job.fleet.on_ray.process import ray_process
+from batchinfer.job.fleet.on_ray.ray_main import ToJoin
+from batchinfer.job.fleet.on_ray.ray_process import ray_process
 from batchinfer.job.fleet.on_ray.reach import is_reached
 from batchinfer.job.job import BuildEngine, OutputJob, open_job
 from batchinfer.job.output.resume import RecoveredRows

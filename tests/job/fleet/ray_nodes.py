@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from batchinfer.job.fleet.on_ray.cluster import environment
+from batchinfer.job.fleet.on_ray.ray_cluster import environment
 
 _STORE = 80 * 2**20
 

@@ -11,9 +11,8 @@ from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
 
-from batchinfer.job.fleet.on_ray import main as ray_main
-from batchinfer.job.fleet.on_ray import process as ray_process
-from batchinfer.job.fleet.on_ray.cluster import connected
+from batchinfer.job.fleet.on_ray import ray_main, ray_process
+from batchinfer.job.fleet.on_ray.ray_cluster import connected
 
 
 class _Served:

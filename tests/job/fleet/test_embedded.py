@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from batchinfer.errors import ExitCode
-from batchinfer.job.fleet.on_ray.cluster import own_folder, ray_folder
+from batchinfer.job.fleet.on_ray.ray_cluster import own_folder, ray_folder
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 

@@ -16,7 +16,7 @@ import pytest
 from batchinfer.errors import DeviceError, ExitCode, LockedError
 from batchinfer.job.fleet import dispatcher
 from batchinfer.job.fleet.messages import Failure
-from batchinfer.job.fleet.on_ray import workers as ray_workers
+from batchinfer.job.fleet.on_ray import ray_workers
 from batchinfer.job.fleet.workers import Gone, WorkerEvent
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify

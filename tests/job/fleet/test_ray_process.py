@@ -13,9 +13,9 @@ import pytest
 
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.job.fleet.messages import Failure
-from batchinfer.job.fleet.on_ray import process as ray_process
-from batchinfer.job.fleet.on_ray.main import ToJoin
-from batchinfer.job.fleet.on_ray.process import Joiner, RayProcess
+from batchinfer.job.fleet.on_ray import ray_process
+from batchinfer.job.fleet.on_ray.ray_main import ToJoin
+from batchinfer.job.fleet.on_ray.ray_process import Joiner, RayProcess
 from batchinfer.job.fleet.workers import Lost
 
 TO_JOIN = ToJoin("local", 2)

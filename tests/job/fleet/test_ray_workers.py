@@ -18,8 +18,8 @@ from ray.exceptions import ActorUnavailableError
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.fleet.messages import Ready, WorkerReport
-from batchinfer.job.fleet.on_ray import workers as ray_workers
-from batchinfer.job.fleet.on_ray.workers import Place, RayWorkers
+from batchinfer.job.fleet.on_ray import ray_workers
+from batchinfer.job.fleet.on_ray.ray_workers import Place, RayWorkers
 from batchinfer.job.fleet.workers import Seen, Told, Up, WorkerEvent
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 from tests.job.fleet.shared_cluster import shared_cluster

@@ -14,8 +14,8 @@ from threading import Event
 import pytest
 
 from batchinfer.errors import DeviceError, ExitCode, UsageError
-from batchinfer.job.fleet.on_ray.main import ToJoin
-from batchinfer.job.fleet.on_ray.process import ray_process
+from batchinfer.job.fleet.on_ray.ray_main import ToJoin
+from batchinfer.job.fleet.on_ray.ray_process import ray_process
 from batchinfer.job.fleet.on_ray.reach import is_reached
 from tests.job.fleet.jobs import fleet_job, run, write_rows
 

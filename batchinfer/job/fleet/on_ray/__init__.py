@@ -1,6 +1,9 @@
-"""A fleet's processes on Ray, which starts them and carries messages, in a process of its own.
+"""A fleet's processes on Ray, which starts them, carries messages, and tells when they die.
 
-``process`` is the driver's side of that process, ``main`` what it runs, in which ``workers`` are
-actors of a ``cluster``, this machine's own or another; ``reach`` finds out whether anything listens
-at a cluster's place, ``pulse`` whether a silent worker computes.
+``ray_workers`` are the workers, as actors in a cluster that ``ray_cluster`` has joined or begun; no
+other modules import Ray. They are in a process of their own, ``ray_main``, to which ``ray_process``
+is the driver's side. ``reach`` finds out whether anything listens at a cluster's
+place, ``pulse`` whether a silent worker computes.
+
+May import: config, cpus, errors, process, console, engine, requests, build, job.
 """

@@ -2,7 +2,7 @@
 
 Ray ends the process that has joined a cluster, from C++ and without an exception, as soon as the
 daemon of its machine has died; it waits without end for clusters that do not answer, takes signals
-for itself, and writes to stderr. So that is a process of its own (``main``), which can be lost:
+for itself, and writes to stderr. So that is a process of its own (``ray_main``), which can be lost:
 the driver hears of it as ``Lost``, and the next worker that it starts has Ray begun again.
 """
 
@@ -25,7 +25,7 @@ from typing import IO, Any
 from batchinfer.errors import DeviceError, UsageError
 from batchinfer.job.fleet.boot import WorkerSetup
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure
-from batchinfer.job.fleet.on_ray.main import ToJoin
+from batchinfer.job.fleet.on_ray.ray_main import ToJoin
 from batchinfer.job.fleet.workers import Lost, WorkerEvent
 
 HUNG_S = 30.0
@@ -243,7 +243,7 @@ def begun() -> Joiner:
     program = (
         "-P",
         "-m",
-        "batchinfer.job.fleet.on_ray.main",
+        "batchinfer.job.fleet.on_ray.ray_main",
         str(theirs.fileno()),
         str(os.getpid()),
     )

@@ -1,6 +1,6 @@
 """The process that has joined a fleet's Ray cluster: it does what its driver's process asks.
 
-python -m batchinfer.job.fleet.on_ray.main FD PARENT
+python -m batchinfer.job.fleet.on_ray.ray_main FD PARENT
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class ToJoin:
-    """A cluster, as ``cluster.connected`` takes it."""
+    """A cluster, as ``ray_cluster.connected`` takes it."""
 
     cluster: str
     num_workers: int
@@ -49,14 +49,14 @@ def main() -> None:
 
 def serve(driver: Connection) -> None:
     """Join a cluster, and do what is asked until there is no more."""
-    from batchinfer.job.fleet.on_ray.cluster import connected  # imports Ray, as what follows
+    from batchinfer.job.fleet.on_ray.ray_cluster import connected  # imports Ray, as what follows
 
     to_join: ToJoin = driver.recv()
     with connected(
         to_join.cluster, num_workers=to_join.num_workers, preload=to_join.preload
     ) as num_gpus:
         driver.send(num_gpus)
-        from batchinfer.job.fleet.on_ray.workers import RayWorkers
+        from batchinfer.job.fleet.on_ray.ray_workers import RayWorkers
 
         workers = RayWorkers(*driver.recv())
         while (call := driver.recv()) is not None:

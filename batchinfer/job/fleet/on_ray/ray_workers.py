@@ -1,4 +1,4 @@
-"""Workers as Ray actors. This module and ``cluster`` alone import Ray.
+"""Workers as Ray actors. This module and ``ray_cluster`` alone import Ray.
 
 Ray starts processes, tells when they die, and carries messages. It never runs anything again by
 itself: what is lost with a worker, the driver leases anew.
@@ -118,9 +118,6 @@ class RayWorkers:
     def take_back(self, worker: str, *, everything: bool) -> None:
         self._send(worker, "take_back", everything)
 
-    def supply(self, worker: str, answer: Answer) -> None:
-        self._send(worker, "supply", answer)
-
     def look(self, worker: str) -> None:
         if worker not in self._actors:
             return
@@ -128,6 +125,9 @@ class RayWorkers:
         there = NodeAffinitySchedulingStrategy(place.node, soft=False)
         looks = ray.remote(computes).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         self._looks[looks.remote(place.pid)] = worker
+
+    def supply(self, worker: str, answer: Answer) -> None:
+        self._send(worker, "supply", answer)
 
     def stop(self, worker: str) -> None:
         self._send(worker, "stop")
