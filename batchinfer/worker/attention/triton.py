@@ -19,7 +19,6 @@ class CudaAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._chunk_bounds: dict[str, int] | None = None
 
     def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
         query_lens = np.diff(step.query_starts)
@@ -39,7 +38,7 @@ class CudaAttention:
         max_context_len: int,
         *,
         shares: bool,
-        chunks: bool,
+        max_chunks: int,
     ) -> None:
         """Begin a step from the device's arrays alone.
 
@@ -47,23 +46,23 @@ class CudaAttention:
 
         Args:
             shares: the arrays tell of shared prefixes.
-            chunks: some sequences compute several tokens; else none more than one.
+            max_chunks: most sequences that compute several tokens.
         """
         self._begin(
             tensors,
             shares=shares,
             min_query_len=0,
-            max_query_len=2 if chunks else 1,
+            max_query_len=2 if max_chunks else 1,
             max_context_len=max_context_len,
         )
+        num_tokens = len(tensors["token_ids"])
+        self._chunk_bounds = {"num_tokens": num_tokens, "max_chunks": max_chunks}
 
     def _begin(self, tensors: Mapping[str, torch.Tensor], *, shares: bool, **bounds: int) -> None:
         self._tensors, self._shares = tensors, shares
         self._bounds: dict[str, Any] = dict(bounds)
         self._work: dict[int, _Work] = {}
         self._chunks: Any = None
-        # Where nothing is known of the chunks, every sequence and token may be of one.
-        self._chunk_bounds = None
 
     def attend(
         self,
@@ -105,8 +104,8 @@ class CudaAttention:
 
         if self._bounds["max_query_len"] > 1 and self._chunks is None:
             tokens = query_tile(Heads.of(query, self._cache.key(0), self._cache.value(0)))
-            bounds = self._chunk_bounds or {"num_tokens": len(query)}
-            self._chunks = plan_chunks(self._tensors["query_starts"], tokens=tokens, **bounds)
+            starts = self._tensors["query_starts"]
+            self._chunks = plan_chunks(starts, tokens=tokens, **self._chunk_bounds)
         return self._chunks
 
     def _decode_work(self, layer: int, num_heads: int, window: int) -> Any:

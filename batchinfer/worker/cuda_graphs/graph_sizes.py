@@ -30,6 +30,8 @@ _SEQUENCES_RATIO = 4
 # A row of logits costs about what a token does, in a small model: unused ones must be few.
 _MAX_TOKENS_PER_SEQUENCE = 64
 _MOST_PADDED = 1.25
+# More than in any step of the simulated jobs, and a launch's idle programs are not more than busy.
+_CHUNKS, _TOKENS_PER_CHUNK = 64, 32
 
 
 class GraphSize(NamedTuple):
@@ -38,6 +40,14 @@ class GraphSize(NamedTuple):
     kind: Kind
     tokens: int
     sequences: int
+
+    @property
+    def max_chunks(self) -> int:
+        """Most sequences of a step that compute several tokens: attention is launched for as many,
+        and each that is not there costs a little."""
+        if self.kind != "mixed":
+            return 0
+        return min(self.sequences, max(_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))
 
 
 def all_sizes(max_num_seqs: int, max_tokens: int) -> list[GraphSize]:

@@ -85,7 +85,9 @@ class StepGraphs:
         if step.num_sequences == 0 or not self._inputs.holds(step):
             return None
         num_rows = max(step.num_sequences, len(step.logits_indices))
-        return self._captured.least(kind_of(step), step.num_tokens, num_rows)
+        size = self._captured.least(kind_of(step), step.num_tokens, num_rows)
+        num_chunks = np.count_nonzero(np.diff(step.query_starts) > 1)
+        return None if size is None or num_chunks > size.max_chunks else size
 
     @torch.inference_mode()
     def logits(
@@ -169,7 +171,7 @@ class StepGraphs:
             tensors,
             self._max_model_len,
             shares=size.kind != "decode",
-            chunks=size.kind == "mixed",
+            max_chunks=size.max_chunks,
         )
         outputs: list[Any] = []
         with (

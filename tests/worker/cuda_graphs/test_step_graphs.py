@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.step import ScoredTokens, SharedPrefixes, Step
 from batchinfer.kernels import decode_work
+from batchinfer.worker.cuda_graphs import graph_sizes
 from batchinfer.worker.cuda_graphs.capture import Run
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize
 from batchinfer.worker.model_runner import ModelRunner
@@ -265,6 +266,19 @@ def test_rows_of_adapters_are_those_of_peft_whatever_is_beside_them(tmp_path: Pa
                 sequence.token_ids.append(7)
         for sequence in sequences:
             del sequence.token_ids[-2:]
+
+
+def test_a_step_of_more_chunks_than_are_launched_has_no_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graph_sizes, "_CHUNKS", 2)
+    bench = Bench()
+    for chunks in (2, 3):
+        step = every_token(bench, [(3, 2)] * chunks + [(5, 1)] * (9 - chunks))
+        bench.graphs.capture(bench.size_of(step))
+        assert (bench.graphs.size_for(step) is None) == (chunks == 3)
+        if chunks == 2:
+            bench.compare(step)
 
 
 def test_a_step_with_adapters_has_no_graph_where_the_model_has_none() -> None:
