@@ -12,40 +12,43 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from tests.job.fakes import FakeBuild, FakeBuilt, drawn
+import psutil
+
+from batchinfer.job.fleet import run_fleet
+from tests.job.fleet.engines import Sleeps
 from tests.job.fleet.jobs import fleet_job, run, write_rows
 
 
-@dataclass(frozen=True)
-class Sleeps:
-    """Builds engines whose steps take so many seconds."""
+def _driver_processes() -> list[psutil.Process]:
+    """This process, and the one that has joined the cluster for it."""
+    children = psutil.Process().children()
+    return [psutil.Process(), *(c for c in children if "ray_main" in " ".join(c.cmdline()))]
 
-    step_s: float
 
-    def __call__(self, model: object, engine: object, *, log: Callable[[str], None]) -> FakeBuilt:
-        build = FakeBuild(next_token=drawn)
-        build.before_step = lambda _: time.sleep(self.step_s)
-        return build(model, engine, log=log)
+def _used_s(processes: list[psutil.Process]) -> list[float]:
+    return [sum(process.cpu_times()[:2]) for process in processes]
 
 
 def _measure(log: Path, num_workers: int, seconds: float) -> None:
-    """Measure this process once all workers are up, then ask it to stop."""
+    """Measure the driver's processes once all workers are up, then ask it to stop."""
     while not log.exists() or log.read_text().count(" is up on ") < num_workers:
         time.sleep(0.5)
-    began, used = time.monotonic(), time.process_time()
+    processes = _driver_processes()
+    began, before = time.monotonic(), _used_s(processes)
     time.sleep(seconds)
-    share = (time.process_time() - used) / (time.monotonic() - began)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{num_workers} workers: {share:.2%} of a core, peak {peak:,.0f} MB", flush=True)
+    lasted = time.monotonic() - began
+    names = ("driver", "its process on Ray")
+    for name, process, used, after in zip(
+        names, processes, before, _used_s(processes), strict=True
+    ):
+        megabytes = process.memory_info().rss / 1e6
+        print(f"{name}: {(after - used) / lasted:.2%} of a core, {megabytes:,.0f} MB", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--step", type=float, default=0.2)
     options = parser.parse_args()
+    run_fleet._WORKERS_PER_CORE = options.workers  # who sleeps needs no core
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         write_rows(place, options.rows)
