@@ -68,20 +68,38 @@ def _row_stats_kernel(
     for start in range(0, WIDTH, BLOCK):
         columns = start + lanes
         x = tl.load(logits_ptr + columns, mask=columns < WIDTH, other=float("-inf"))
-        x = x.to(tl.float32)
-        # Of the old maximum and x one is the new maximum, and the term of the other shrinks by
-        # this factor. (-inf - -inf would be NaN.)
-        seen = tl.where(x == float("-inf"), 0.0, x)
-        factor = tl.exp(-tl.abs(seen - tl.where(best == float("-inf"), seen, best)))
-        factor = tl.where(x == float("-inf"), 0.0, factor)
-        larger = x > best
-        total = tl.where(larger, total * factor + 1.0, total + factor)
-        best_at = tl.where(larger, columns, best_at)
-        best = tl.where(larger, x, best)
-    maximum = tl.max(best, 0)
-    at = tl.min(tl.where(best == maximum, best_at, WIDTH), 0)
-    total = tl.sum(total * tl.exp(best - maximum), 0)
-    # Only NaN differs from itself.
-    tl.store(maximum_ptr + row, tl.where(total != total, total, maximum))
-    tl.store(max_logprob_ptr + row, -tl.log(total))
+        best, best_at, total = add_logits(x.to(tl.float32), columns, best, best_at, total)
+    maximum, max_logprob, at = merge_lanes(best, best_at, total, WIDTH)
+    tl.store(maximum_ptr + row, maximum)
+    tl.store(max_logprob_ptr + row, max_logprob)
     tl.store(argmax_ptr + row, at.to(tl.int64))
+
+
+@triton.jit
+def add_logits(
+    x,  # [...] float32
+    columns,  # [...] int32, larger than those before
+    best,  # [...] float32, -inf at first
+    best_at,  # [...] int32
+    total,  # [...] float32, 0 at first
+):
+    """One more logit for each lane's maximum, its place and its sum."""
+    # Of the old maximum and x one is the new maximum, and the term of the other shrinks by
+    # this factor. (-inf - -inf would be NaN.)
+    seen = tl.where(x == float("-inf"), 0.0, x)
+    factor = tl.exp(-tl.abs(seen - tl.where(best == float("-inf"), seen, best)))
+    factor = tl.where(x == float("-inf"), 0.0, factor)
+    larger = x > best
+    total = tl.where(larger, total * factor + 1.0, total + factor)
+    best_at = tl.where(larger, columns, best_at)
+    return tl.where(larger, x, best), best_at, total
+
+
+@triton.jit
+def merge_lanes(best, best_at, total, WIDTH: tl.constexpr):
+    """A row's maximum, its log-probability and its first place, from those of its lanes."""
+    maximum = tl.max(best)
+    at = tl.min(tl.where(best == maximum, best_at, WIDTH))
+    total = tl.sum(total * tl.exp(best - maximum))
+    # Only NaN differs from itself.
+    return tl.where(total != total, total, maximum), -tl.log(total), at

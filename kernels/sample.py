@@ -1,0 +1,342 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
+# the comment behind each. Compile-time constants are written as constants.)
+"""Sampling: from rows of logits to tokens, without a sort and without the host.
+
+A program takes a distribution (a row of logits and the parameters that its samples share):
+
+1. a pass over the row: the statistics of `row_stats`, and the largest edited logit and its place;
+2. a pass for the weights of its tiles (`sampling_row`), and with filters for the tokens that can be
+   the last kept (`sampling_filter`);
+3. for each sample a draw (`sampling_draw`), which reads one tile.
+
+So 16-bit logits cost 4 bytes each, greedy rows 2. A second, small launch has work for flat rows
+alone, whose last kept token was not found in one pass (`sampling_search`). No bit depends on the
+rows beside a row: weights are integers, whose sums are exact in any order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.edit_logits import EditedLogits
+from batchinfer.kernels.launch import check_launchable
+from batchinfer.kernels.row_stats import add_logits, merge_lanes
+from batchinfer.kernels.sampling_draw import write_samples
+from batchinfer.kernels.sampling_filter import add_up, find_in_one_pass, first_low
+from batchinfer.kernels.sampling_row import LOWEST_KEY, load_logits, sort_keys
+from batchinfer.kernels.sampling_search import search_last_kept
+
+NONFINITE, NO_TOKEN_LEFT = 1, 2
+"""Why a sample has no token: its logits hold NaN or infinity; its edits leave none."""
+
+# Only what is written as a fused multiply-add is one, so that tokens are those of a CPU.
+_OPTIONS = {"enable_fp_fusion": False}
+_WARPS, _SEARCH_WARPS = 16, 8  # the search has no registers for more
+_FOUND = 256  # tokens of a segment that can be written down in a pass
+
+
+def sample(
+    logits: torch.Tensor,  # [R, V], last dimension contiguous
+    *,
+    rows: torch.Tensor,  # [D] int32, the row of each distribution
+    temperature: torch.Tensor,  # [D] float32, 0 = the most likely token
+    min_p: torch.Tensor,  # [D] float32
+    top_p: torch.Tensor,  # [D] float32
+    top_k: torch.Tensor,  # [D] int32, 0 = all
+    starts: torch.Tensor,  # [D + 1] int32, where the samples of each distribution begin
+    samples: torch.Tensor,  # [k] int32, which of the K
+    seed: torch.Tensor,  # [K] int64
+    stream: torch.Tensor,  # [K] int64
+    sample_index: torch.Tensor,  # [K] int32
+    position: torch.Tensor,  # [K] int32
+    given: torch.Tensor | None = None,  # [K] int32, a token that is not drawn; negative: drawn
+    edits: EditedLogits | None = None,
+    draws: bool = True,  # whether any distribution is drawn from: has a temperature
+    filters: bool = True,  # whether any has top-k or top-p
+    maximum: torch.Tensor,  # [R] float32, as of `row_stats`
+    max_logprob: torch.Tensor,  # [R] float32
+    token_ids: torch.Tensor,  # [K] int64
+    logprobs: torch.Tensor,  # [K] float32, of the token by the model's logits
+    failures: torch.Tensor,  # [K] int32: 0, NONFINITE or NO_TOKEN_LEFT; then token and log-
+    #                          probability are 0
+) -> None:
+    """Write the samples that are named, and the statistics of the rows that are."""
+    check_launchable("sample", logits, rows, samples, token_ids)
+    num_distributions, vocab = len(rows), logits.shape[1]
+    if num_distributions == 0:
+        return
+    tile = tile_width(logits.dtype)
+    segments = 4096 // tile
+    num_tiles = triton.cdiv(vocab, tile)
+    found = _FOUND if filters and draws else 0
+
+    def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return logits.new_empty(num_distributions, *shape, dtype=dtype)
+
+    arguments = (
+        logits, rows, temperature, min_p, top_p, top_k, starts, samples, seed, stream,
+        sample_index, position, given,
+        edits and edits.values, edits and edits.present, edits and edits.restricted,
+        scratch(num_tiles, dtype=torch.int64),
+        scratch(segments * found, dtype=torch.float32),
+        scratch(segments * found, dtype=torch.int32),
+        scratch(dtype=torch.float32), scratch(dtype=torch.int32), scratch(2, dtype=torch.int64),
+        maximum, max_logprob, token_ids, logprobs, failures,
+        logits.stride(0), vocab, _readable(logits), segments, tile, found,
+        _unused_bits(logits.dtype) if edits is None else 0, draws,
+    )  # fmt: skip
+    grid = (num_distributions,)
+    _sample_kernel[grid](*arguments, num_warps=_WARPS, **_OPTIONS)
+    if found:
+        _sample_rest_kernel[grid](*arguments, num_warps=_SEARCH_WARPS, **_OPTIONS)
+
+
+def workspace_bytes(num_distributions: int, vocab: int) -> int:
+    """Most bytes of device memory that `sample` takes for a while, without edits."""
+    return num_distributions * (4096 // 128 * _FOUND * 8 + (vocab + 127) // 128 * 8)
+
+
+def tile_width(dtype: torch.dtype) -> int:
+    """Logits that a warp loads at once, 16 bytes a thread."""
+    return int(512 // dtype.itemsize)
+
+
+def _readable(logits: torch.Tensor) -> int:
+    """Elements of a row that may be read: whole vectors, where rows are padded to that."""
+    whole = -(-logits.shape[1] // 16) * 16
+    padded = logits.stride(0) % 16 == 0 and logits.stride(0) >= whole
+    end = logits.storage_offset() + (len(logits) - 1) * logits.stride(0) + whole
+    fits = end * logits.element_size() <= logits.untyped_storage().nbytes()
+    return whole if padded and fits else logits.shape[1]
+
+
+def _unused_bits(dtype: torch.dtype) -> int:
+    """Low bits that are the same in every float32 made of the type."""
+    return {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
+
+
+@triton.jit
+def _row_of(
+    distribution, logits_ptr, rows_ptr, values_ptr, present_ptr, restricted_ptr, row_stride,
+    VOCAB: tl.constexpr,
+):  # fmt: skip
+    """What `load_logits` takes, and the row's number."""
+    at = tl.load(rows_ptr + distribution).to(tl.int64)
+    logits_ptr += at * row_stride
+    restricted = False
+    if values_ptr is not None:
+        values_ptr += distribution * VOCAB
+        present_ptr += distribution * ((VOCAB + 31) // 32)
+        restricted = tl.load(restricted_ptr + distribution) != 0
+    return (logits_ptr, values_ptr, present_ptr, restricted), at
+
+
+@triton.jit
+def _scale_of(distribution, top, draws, temperature_ptr, min_p_ptr):
+    """What `weigh` takes."""
+    # The smaller only differ from 0 in name; their reciprocals are infinite.
+    temperature = tl.load(temperature_ptr + distribution)
+    temperature = tl.where(draws, tl.maximum(temperature, 1e-30), 1.0)
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), temperature)
+    return (tl.where(draws, top, 0.0), temperature, inverse, tl.load(min_p_ptr + distribution))
+
+
+@triton.jit
+def _top_k_of(distribution, top_k_ptr, VOCAB: tl.constexpr):
+    k = tl.load(top_k_ptr + distribution)
+    return tl.where((k > 0) & (k < VOCAB), k, 0)
+
+
+@triton.jit
+def _is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def _statistics(
+    row, VOCAB: tl.constexpr, READABLE: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Maximum of the model's logits and its log-probability; the lanes' largest edited logits, and
+    where the largest first is."""
+    lanes = tl.arange(0, SEGMENTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None]
+    raw_best = tl.full([SEGMENTS, WIDTH], float("-inf"), tl.float32)
+    total = tl.zeros([SEGMENTS, WIDTH], tl.float32)
+    raw_at = tl.zeros([SEGMENTS, WIDTH], tl.int32)
+    best, best_at = raw_best, raw_at
+    for start in tl.range(0, VOCAB, SEGMENTS * WIDTH, num_stages=STAGES):
+        columns = start + lanes
+        raw, x = load_logits(row[0], row[1], row[2], row[3], columns, VOCAB, READABLE)
+        raw_best, raw_at, total = add_logits(raw, columns, raw_best, raw_at, total)
+        if row[1] is not None:
+            x = tl.where(x != x, float("inf"), x)  # neither can be drawn from
+            larger = x > best
+            best, best_at = tl.where(larger, x, best), tl.where(larger, columns, best_at)
+    maximum, max_logprob, chosen = merge_lanes(raw_best, raw_at, total, VOCAB)
+    if row[1] is None:
+        best = raw_best
+    else:
+        chosen = tl.min(tl.where(best == tl.max(best), best_at, VOCAB))
+    return maximum, max_logprob, best, chosen
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr,  # [R, V]
+    rows_ptr,  # [D] int32
+    temperature_ptr,  # [D] float32
+    min_p_ptr,  # [D] float32
+    top_p_ptr,  # [D] float32
+    top_k_ptr,  # [D] int32
+    starts_ptr,  # [D + 1] int32
+    samples_ptr,  # [k] int32
+    seed_ptr,  # [K] int64
+    stream_ptr,  # [K] int64
+    sample_index_ptr,  # [K] int32
+    position_ptr,  # [K] int32
+    given_ptr,  # [K] int32 or None
+    values_ptr,  # [D, V] float32 or None
+    present_ptr,  # [D, V / 32] int32 or None
+    restricted_ptr,  # [D] int32 or None
+    tile_sums_ptr,  # [D, NUM_TILES] int64
+    found_values_ptr,  # [D, SEGMENTS, FOUND] float32
+    found_ids_ptr,  # [D, SEGMENTS, FOUND] int32
+    top_ptr,  # [D] float32, the largest edited logit
+    left_low_ptr,  # [D] int32: the interval that a row was left with, LOWEST_KEY if it was not
+    left_masses_ptr,  # [D, 2] int64: the weights inside of it, and in all
+    maximum_ptr,  # [R] float32
+    max_logprob_ptr,  # [R] float32
+    token_ids_ptr,  # [K] int64
+    logprobs_ptr,  # [K] float32
+    failures_ptr,  # [K] int32
+    row_stride,
+    VOCAB: tl.constexpr,
+    READABLE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FOUND: tl.constexpr,
+    SHIFT: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    distribution = tl.program_id(0).to(tl.int64)
+    row, at = _row_of(
+        distribution, logits_ptr, rows_ptr, values_ptr, present_ptr, restricted_ptr, row_stride,
+        VOCAB,
+    )  # fmt: skip
+    maximum, max_logprob, best, likeliest = _statistics(
+        row, VOCAB, READABLE, SEGMENTS, WIDTH, 4 if FOUND else 1
+    )
+    tl.store(maximum_ptr + at, maximum)
+    tl.store(max_logprob_ptr + at, max_logprob)
+    top = tl.max(best)
+    failure = tl.where(_is_finite(maximum) & (top == float("-inf")), 2, 1)
+    failure = tl.where(_is_finite(maximum) & _is_finite(top), 0, failure)
+
+    cut, last = tl.full([], LOWEST_KEY, tl.int32), tl.full([], VOCAB, tl.int32)
+    scale = (top, top, top, top)
+    draws, done = failure < 0, failure >= 0
+    if DRAWS:
+        draws = (tl.load(temperature_ptr + distribution) > 0) & (failure == 0)
+        scale = _scale_of(distribution, top, draws, temperature_ptr, min_p_ptr)
+        tile_sums_ptr += distribution * ((VOCAB + WIDTH - 1) // WIDTH)
+        if FOUND == 0:
+            if draws:
+                add_up(
+                    row, scale, cut, last, cut, cut, tile_sums_ptr, None, None,
+                    VOCAB, READABLE, SEGMENTS, WIDTH, FOUND, SHIFT,
+                )  # fmt: skip
+        else:
+            low = cut
+            if draws:
+                found_values_ptr += distribution * (SEGMENTS * FOUND)
+                found_ids_ptr += distribution * (SEGMENTS * FOUND)
+                k = _top_k_of(distribution, top_k_ptr, VOCAB)
+                lanes = sort_keys(best, SHIFT)
+                top_key = tl.max(lanes)
+                low = first_low(lanes, top_key, k)
+                cut, last, done, inside, every = find_in_one_pass(
+                    row, scale, k, tl.load(top_p_ptr + distribution), low, top_key,
+                    tile_sums_ptr, found_values_ptr, found_ids_ptr,
+                    VOCAB, READABLE, SEGMENTS, WIDTH, FOUND, SHIFT,
+                )  # fmt: skip
+                tl.store(left_masses_ptr + 2 * distribution, inside)
+                tl.store(left_masses_ptr + 2 * distribution + 1, every)
+            tl.store(top_ptr + distribution, top)
+            tl.store(left_low_ptr + distribution, tl.where(done, LOWEST_KEY, low))
+    if done:
+        write_samples(
+            row, scale, cut, last, draws, likeliest, failure, maximum, max_logprob,
+            tl.load(starts_ptr + distribution), tl.load(starts_ptr + distribution + 1),
+            samples_ptr, (seed_ptr, stream_ptr, sample_index_ptr, position_ptr), given_ptr,
+            tile_sums_ptr, (token_ids_ptr, logprobs_ptr, failures_ptr),
+            VOCAB, READABLE, WIDTH, SHIFT, DRAWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sample_rest_kernel(
+    logits_ptr,  # [R, V]
+    rows_ptr,  # [D] int32
+    temperature_ptr,  # [D] float32
+    min_p_ptr,  # [D] float32
+    top_p_ptr,  # [D] float32
+    top_k_ptr,  # [D] int32
+    starts_ptr,  # [D + 1] int32
+    samples_ptr,  # [k] int32
+    seed_ptr,  # [K] int64
+    stream_ptr,  # [K] int64
+    sample_index_ptr,  # [K] int32
+    position_ptr,  # [K] int32
+    given_ptr,  # [K] int32 or None
+    values_ptr,  # [D, V] float32 or None
+    present_ptr,  # [D, V / 32] int32 or None
+    restricted_ptr,  # [D] int32 or None
+    tile_sums_ptr,  # [D, NUM_TILES] int64
+    found_values_ptr,  # [D, SEGMENTS, FOUND] float32
+    found_ids_ptr,  # [D, SEGMENTS, FOUND] int32
+    top_ptr,  # [D] float32, the largest edited logit
+    left_low_ptr,  # [D] int32: the interval that a row was left with, LOWEST_KEY if it was not
+    left_masses_ptr,  # [D, 2] int64: the weights inside of it, and in all
+    maximum_ptr,  # [R] float32
+    max_logprob_ptr,  # [R] float32
+    token_ids_ptr,  # [K] int64
+    logprobs_ptr,  # [K] float32
+    failures_ptr,  # [K] int32
+    row_stride,
+    VOCAB: tl.constexpr,
+    READABLE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FOUND: tl.constexpr,
+    SHIFT: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    distribution = tl.program_id(0).to(tl.int64)
+    low = tl.load(left_low_ptr + distribution)
+    if low != LOWEST_KEY:
+        row, at = _row_of(
+            distribution, logits_ptr, rows_ptr, values_ptr, present_ptr, restricted_ptr,
+            row_stride, VOCAB,
+        )  # fmt: skip
+        top = tl.load(top_ptr + distribution)
+        scale = _scale_of(distribution, top, top == top, temperature_ptr, min_p_ptr)
+        tile_sums_ptr += distribution * ((VOCAB + WIDTH - 1) // WIDTH)
+        cut, last = search_last_kept(
+            row, scale, _top_k_of(distribution, top_k_ptr, VOCAB),
+            tl.load(top_p_ptr + distribution), low, sort_keys(top, SHIFT),
+            tl.load(left_masses_ptr + 2 * distribution),
+            tl.load(left_masses_ptr + 2 * distribution + 1),
+            tile_sums_ptr, found_values_ptr + distribution * (SEGMENTS * FOUND),
+            found_ids_ptr + distribution * (SEGMENTS * FOUND),
+            VOCAB, READABLE, SEGMENTS, WIDTH, FOUND, SHIFT,
+        )  # fmt: skip
+        write_samples(
+            row, scale, cut, last, True, cut, cut * 0,
+            tl.load(maximum_ptr + at), tl.load(max_logprob_ptr + at),
+            tl.load(starts_ptr + distribution), tl.load(starts_ptr + distribution + 1),
+            samples_ptr, (seed_ptr, stream_ptr, sample_index_ptr, position_ptr), given_ptr,
+            tile_sums_ptr, (token_ids_ptr, logprobs_ptr, failures_ptr),
+            VOCAB, READABLE, WIDTH, SHIFT, DRAWS,
+        )  # fmt: skip

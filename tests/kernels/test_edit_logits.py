@@ -1,0 +1,96 @@
+"""Edited logits: the kernel's values are its twin's bit for bit, and nothing else is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.kernels import edit_logits, sampling_reference
+from tests.kernels.sample_cases import Rows, build_edits
+
+LISTS: list[dict[str, Any]] = [
+    {},
+    {"bias": {3: 2.5, 40: -torch.inf, 7: -1.25}},
+    {"allowed": [5, 5, 9, 44]},
+    {"allowed": [5, 9], "bias": {9: -torch.inf, 11: 3.0}},
+    {"prompt": [1, 2, 2, 30], "output": [2, 4, 4, 4], "repetition": 1.3},
+    {"prompt": [1], "output": [4, 4, 7, 4], "presence": 0.7, "frequency": 0.3},
+    {"output": [4] * 1500 + [5] * 700, "frequency": 0.01, "presence": -2.0, "repetition": 0.5},
+    {"allowed": [4, 5], "output": [4, 6], "presence": 1.0, "bias": {4: 0.5}, "repetition": 1.1},
+]
+
+
+def check(logits: torch.Tensor, lists: list[dict[str, Any]], device: str) -> None:
+    arguments = build_edits(logits, lists, device)
+    got = edit_logits.edit_logits(**arguments)
+    expected = sampling_reference.edit_logits(**arguments)
+    assert got.present.tolist() == expected.present.tolist()
+    assert (got.restricted != 0).tolist() == (expected.restricted != 0).tolist()
+    for d, row in enumerate(arguments["rows"].tolist()):
+        rows = (
+            sampling_reference.edited_row(logits[row].float(), edits, d)
+            for edits in (got, expected)
+        )
+        torch.testing.assert_close(*rows, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [45, 33_000])
+def test_values_are_the_twins(vocab: int, dtype: torch.dtype, interpreter: str) -> None:
+    check(Rows(vocab, padding=3).logits(3, dtype, interpreter), LISTS, interpreter)
+
+
+IDS = st.lists(st.integers(0, 44), max_size=8)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "bias": st.dictionaries(
+                    st.integers(0, 44), st.sampled_from([-torch.inf, -3.3, 100.0]), max_size=4
+                ),
+                "allowed": IDS,
+                "prompt": IDS,
+                "output": IDS,
+                "presence": st.sampled_from([0.0, 0.5, -2.0]),
+                "frequency": st.sampled_from([0.0, 0.3, -1.0]),
+                "repetition": st.sampled_from([1.0, 1.3, 0.5]),
+            }
+        ),
+        max_size=3,
+    )
+)
+def test_any_lists(interpreter: str, lists: list[dict[str, Any]]) -> None:
+    check(Rows(45).logits(2, torch.float32, interpreter), lists, interpreter)
+
+
+def test_no_other_value_is_written(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edited row is as large as a vocabulary: what is not edited costs nothing."""
+    logits = Rows(45).logits(2, torch.float32, interpreter)
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(self: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        tensor = new_empty(self, *size, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor.fill_(-1)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    edits = edit_logits.edit_logits(**build_edits(logits, LISTS, interpreter))
+    written = [(~row.isnan()).nonzero()[:, 0].tolist() for row in edits.values]
+    assert written == [
+        sorted({*one.get("bias", ()), *one.get("allowed", ()), *one.get("prompt", ()),
+                *one.get("output", ())})
+        for one in LISTS
+    ]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [45, 33_000])
+def test_values_are_the_twins_on_a_gpu(vocab: int, dtype: torch.dtype, gpu: str) -> None:
+    check(Rows(vocab, padding=3).logits(3, dtype, gpu), LISTS, gpu)

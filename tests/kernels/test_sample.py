@@ -1,0 +1,197 @@
+"""Sampling: the kernel's tokens are its twin's, for any row, filter and edit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.kernels import sample, sampling_reference
+from batchinfer.kernels.edit_logits import EditedLogits
+from tests.kernels.sample_cases import KINDS, Rows, build_sample
+
+ROWS = (
+    Rows(1, apart=2),
+    Rows(2, apart=3),
+    Rows(45),
+    Rows(500, rounded=True),
+    Rows(4097, padding=16 - 4097 % 16),
+    Rows(9001, padding=3),
+)
+FLAT = (Rows(9000, 0.0), Rows(20_000, 0.3), Rows(20_000, 1.0, rounded=True))
+
+
+def check(
+    logits: torch.Tensor,
+    kinds: list[dict[str, float]],
+    device: str = "cpu",
+    edits: EditedLogits | None = None,
+    **options: Any,
+) -> None:
+    """Same tokens and failures; statistics and log-probabilities up to rounding."""
+    got, expected = (build_sample(logits, kinds, device) | options for _ in range(2))
+    sample.sample(**got, edits=edits)
+    sampling_reference.sample(**expected, edits=edits)
+    for name in ("token_ids", "failures"):
+        assert got[name].tolist() == expected[name].tolist(), name
+    for name in ("maximum", "max_logprob", "logprobs"):
+        torch.testing.assert_close(
+            got[name], expected[name], rtol=1e-5, atol=1e-5, equal_nan=True, check_device=False
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_tokens_are_the_twins(rows: Rows, dtype: torch.dtype, interpreter: str) -> None:
+    check(rows.logits(len(KINDS), dtype, interpreter), list(KINDS.values()), interpreter)
+
+
+@pytest.mark.parametrize("rows", FLAT, ids=str)
+def test_flat_rows_take_more_passes_and_give_the_same(rows: Rows, interpreter: str) -> None:
+    kinds = [KINDS[name] for name in ("top-p", "top-k of most", "a high temperature")]
+    check(rows.logits(3, torch.float16, interpreter), kinds, interpreter)
+
+
+def test_equals_beyond_what_is_found_in_a_pass(interpreter: str) -> None:
+    """The last token kept is one of thousands of equally likely, after some that are more so."""
+    logits = torch.zeros(4, 9000)
+    logits[:, 100:2000:3] = 2.0
+    kinds: list[dict[str, float]] = [
+        {"top_k": 5000}, {"top_k": 5000, "top_p": 0.8}, {"top_p": 0.95}, {"top_k": 7000}
+    ]  # fmt: skip
+    check(logits, kinds, interpreter)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**31),
+    vocab=st.sampled_from([3, 64, 300, 5000]),
+    scale=st.sampled_from([0.0, 0.05, 1.0, 8.0]),
+    rounded=st.booleans(),
+    kind=st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, 0.05, 1.0, 3.0]),
+            "min_p": st.sampled_from([0.0, 0.1]),
+            "top_p": st.sampled_from([0.01, 0.5, 0.99, 1.0]),
+            "top_k": st.sampled_from([0, 1, 2, 50, 400, 6000]),
+        }
+    ),
+)
+def test_any_row_and_any_filter(
+    seed: int,
+    vocab: int,
+    scale: float,
+    rounded: bool,
+    kind: dict[str, float],
+    interpreter: str,
+) -> None:
+    logits = scale * torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed))
+    check(logits.round() if rounded else logits, [kind], interpreter)
+
+
+def test_a_whole_vocabulary(interpreter: str) -> None:
+    kinds = [KINDS[name] for name in ("temperature", "top-k", "top-p")]
+    check(Rows(151_936).logits(3, torch.float16, interpreter), kinds, interpreter)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kind", ["greedy", "temperature", "top-p"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_bad_row_fails_alone(bad: float, kind: str, interpreter: str) -> None:
+    logits = Rows(300).logits(3, torch.float32, interpreter)
+    logits[1, slice(None) if bad == -torch.inf else 123] = bad
+    arguments = build_sample(logits, [KINDS[kind]] * 3, interpreter)
+    sample.sample(**arguments)
+    assert arguments["failures"].reshape(3, 3).tolist() == [[0] * 3, [1] * 3, [0] * 3]
+    assert arguments["token_ids"][3:6].tolist() == arguments["logprobs"][3:6].tolist() == [0] * 3
+    alone = build_sample(logits[:1], [KINDS[kind]] * 3, interpreter)
+    sample.sample(**alone)
+    assert alone["token_ids"][6:].tolist() == arguments["token_ids"][6:].tolist()
+
+
+def edits_of(logits: torch.Tensor, restricted: list[int]) -> EditedLogits:
+    """Every fifth token one higher, and NaN wherever nothing may be read."""
+    present = torch.zeros(logits.shape[0], -(-logits.shape[1] // 32) * 32, dtype=torch.int64)
+    present[:, : logits.shape[1] : 5] = 1
+    words = (present.view(len(logits), -1, 32) << torch.arange(32)).sum(2)
+    values = torch.full(logits.shape, torch.nan)
+    values[:, ::5] = logits[:, ::5].float() + 1
+    return EditedLogits(
+        values, torch.where(words >= 2**31, words - 2**32, words).int(),
+        torch.tensor(restricted, dtype=torch.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [Rows(45), Rows(9001), Rows(9000, 0.1)], ids=str)
+def test_edited_logits_take_the_place_of_the_models(
+    rows: Rows, dtype: torch.dtype, interpreter: str
+) -> None:
+    kinds = [KINDS[name] for name in ("greedy", "temperature", "top-k", "top-p")] * 2
+    logits = rows.logits(len(kinds), dtype, interpreter)
+    check(logits, kinds, interpreter, edits_of(logits, [0] * 4 + [1] * 4))
+
+
+@pytest.mark.parametrize("kind", ["greedy", "temperature", "top-k"])
+def test_edits_that_leave_no_token(kind: str, interpreter: str) -> None:
+    logits = Rows(45).logits(2, torch.float32, interpreter)
+    edits = edits_of(logits, [1, 1])
+    edits.values[0].fill_(-torch.inf)
+    arguments = build_sample(logits, [KINDS[kind]] * 2, interpreter)
+    sample.sample(**arguments, edits=edits)
+    assert arguments["failures"].tolist() == [0] * 3 + [sample.NO_TOKEN_LEFT] * 3
+
+
+def test_given_tokens_are_not_drawn(interpreter: str) -> None:
+    logits = Rows(45, apart=46).logits(2, torch.float32, interpreter)
+    given_ids = torch.tensor([-1, 9, -1, 0, -1, 44], dtype=torch.int32)
+    check(logits, [KINDS["top-p"], KINDS["greedy"]], interpreter, given=given_ids)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "temperature", "min-p"])
+def test_a_leaner_launch_gives_the_same(kind: str, interpreter: str) -> None:
+    """Where the host knows that nothing is filtered, or nothing drawn."""
+    logits = Rows(9001).logits(2, torch.float16, interpreter)
+    check(logits, [KINDS[kind]] * 2, interpreter, filters=False, draws=kind != "greedy")
+
+
+def test_no_distributions(interpreter: str) -> None:
+    check(Rows(45).logits(0, torch.float32, interpreter), [], interpreter)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "rows",
+    [*ROWS, *FLAT, Rows(151_936), replace(ROWS[4], vocab=50_257, padding=15)],
+    ids=str,
+)
+def test_tokens_are_the_twins_on_a_gpu(rows: Rows, dtype: torch.dtype, gpu: str) -> None:
+    """Whose sums are exact: the twin, on the CPU, has the same weights, up to one in 2^29."""
+    logits = rows.logits(len(KINDS), dtype)
+    got = build_sample(logits.to(gpu), list(KINDS.values()), gpu)
+    expected = build_sample(logits, list(KINDS.values()))
+    sample.sample(**got)
+    sampling_reference.sample(**expected)
+    assert got["token_ids"].tolist() == expected["token_ids"].tolist()
+    torch.testing.assert_close(got["logprobs"].cpu(), expected["logprobs"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_draws_for_what_its_inputs_then_hold(gpu: str) -> None:
+    kinds = list(KINDS.values())
+    first, second = (Rows(9001, scale).logits(len(kinds), torch.bfloat16, gpu) for scale in (3, 1))
+    arguments = build_sample(first.clone(), kinds, gpu)
+    sample.sample(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sample.sample(**arguments)
+    arguments["logits"].copy_(second)
+    graph.replay()
+    eager = build_sample(second, kinds, gpu)
+    sample.sample(**eager)
+    assert arguments["token_ids"].tolist() == eager["token_ids"].tolist()
