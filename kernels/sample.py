@@ -68,8 +68,8 @@ def sample(
     if num_distributions == 0:
         return
     tile = tile_width(logits.dtype)
-    segments = 4096 // tile
     num_tiles = triton.cdiv(vocab, tile)
+    segments = min(4096 // tile, triton.next_power_of_2(num_tiles))
     found = _FOUND if filters and draws else 0
 
     def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -91,11 +91,6 @@ def sample(
     _sample_kernel[grid](*arguments, num_warps=_WARPS, **_OPTIONS)
     if found:
         _sample_rest_kernel[grid](*arguments, num_warps=_SEARCH_WARPS, **_OPTIONS)
-
-
-def workspace_bytes(num_distributions: int, vocab: int) -> int:
-    """Most bytes of device memory that `sample` takes for a while, without edits."""
-    return num_distributions * (4096 // 128 * _FOUND * 8 + (vocab + 127) // 128 * 8)
 
 
 def tile_width(dtype: torch.dtype) -> int:

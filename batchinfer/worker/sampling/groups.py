@@ -57,7 +57,7 @@ def group_samples(
         samples = np.flatnonzero(chosen)
         if len(samples) == 0:
             continue
-        first = _starts_distribution(batch, edited, samples)
+        first = starts_distribution(batch, edited, samples)
         distributions = np.cumsum(first) - 1
         count = int(first.sum())
         size = count if is_in_place else max_distributions
@@ -74,7 +74,7 @@ def group_samples(
             )
 
 
-def _starts_distribution(batch: SamplingBatch, edited: Bool, samples: Int64) -> Bool:
+def starts_distribution(batch: SamplingBatch, edited: Bool, samples: Int64) -> Bool:
     """[k] whether a sample's distribution differs from that of the one before it."""
     first = np.ones(len(samples), np.bool_)
     same = ~edited[samples[1:]] & ~edited[samples[:-1]]

@@ -156,9 +156,15 @@ def forbid_masked(logits: Tensor, rows: Int32, masks: Int32, chunk: int) -> None
         rows: [M] ascending, of the R.
         masks: [M, words] bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may come; a
             token beyond the last word may not.
-        chunk: rows to work on at a time.
+        chunk: rows to work on at a time, where torch does it.
     """
-    if not logits.is_cuda and native.supports(logits.dtype):
+    if logits.is_cuda:
+        from batchinfer.kernels.forbid_masked import forbid_masked as kernel
+
+        on = to_device({"rows": rows, "masks": masks}, logits.device)
+        kernel(logits, on["rows"], on["masks"])
+        return
+    if native.supports(logits.dtype):
         row_ops.forbid_masked(logits, torch.from_numpy(rows), torch.from_numpy(masks))
         return
     words = -(-logits.shape[1] // 32)
@@ -166,25 +172,22 @@ def forbid_masked(logits: Tensor, rows: Int32, masks: Int32, chunk: int) -> None
     masks = np.pad(masks, ((0, 0), (0, lacking)))[:, :words]
     for low in range(0, len(rows), chunk):
         span = slice(low, low + chunk)
-        on = to_device(
-            {"bytes": masks[span].view(np.uint8), "rows": rows[span].astype(np.int64)},
-            logits.device,
-        )
-        table = _forbidden_of_bytes(logits.device)
-        forbidden = table[on["bytes"].int()].view(torch.bool)[:, : logits.shape[1]]
+        unpacked = _forbidden_of_bytes()[torch.from_numpy(masks[span].view(np.uint8)).int()]
+        forbidden = unpacked.view(torch.bool)[:, : logits.shape[1]]
         first, last = int(rows[span][0]), int(rows[span][-1])
         if last - first + 1 == len(rows[span]):  # most often: nothing is copied
             logits[first : last + 1].masked_fill_(forbidden, -torch.inf)
         else:
-            kept = logits.index_select(0, on["rows"]).masked_fill_(forbidden, -torch.inf)
-            logits.index_copy_(0, on["rows"], kept)
+            at = torch.from_numpy(rows[span].astype(np.int64))
+            kept = logits.index_select(0, at).masked_fill_(forbidden, -torch.inf)
+            logits.index_copy_(0, at, kept)
 
 
 @cache
-def _forbidden_of_bytes(device: torch.device) -> Tensor:
+def _forbidden_of_bytes() -> Tensor:
     """int64 [256]: eight bools in one number for each byte of a mask, true where a bit is not set.
 
     Looking them up is the fastest way to unpack bits that torch has.
     """
     absent = np.unpackbits(~np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return torch.from_numpy(absent.view(np.int64)[:, 0].copy()).to(device)
+    return torch.from_numpy(absent.view(np.int64)[:, 0].copy())

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from batchinfer.engine.step import StepResult
 from batchinfer.worker.oom import raise_out_of_memory
+from batchinfer.worker.sampling.logprobs import RowStats
 from batchinfer.worker.transfer import HostCopy
 
 NONFINITE, NO_TOKEN_LEFT = 1, 2
 """Why a sample has no token: its logits hold NaN or infinity; bans and allowed ids leave none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The K samples of R rows of logits, on the device that drew them."""
+
+    token_ids: Tensor  # int64 [K]
+    logprobs: Tensor  # float32 [K]
+    failures: Tensor  # [K] 0, or why the sample has no token; its token and log-probability are 0
+    stats: RowStats  # of the rows
 
 
 class SampleHandle:

@@ -28,9 +28,6 @@ def keep_most_likely(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float
     Top-p keeps the smallest set of most likely tokens whose share of what top-k left reaches
     ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
 
-    On CUDA the host waits for the device where a distribution has top-p alone: how many
-    candidates it takes is known only then.
-
     Args:
         weights: int64 [D, V], not negative; tokens removed before are 0.
         logits: float32 [D, V], in the order of which tokens are kept.

@@ -1,20 +1,177 @@
-"""Statistics of logits on the CUDA side equal the CPU's."""
+"""Sampling on the CUDA side draws the CPU's tokens, in few launches that nothing waits for."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
+from batchinfer.engine.step import SamplingBatch
+from batchinfer.kernels.forbid_masked import forbid_masked as forbid_by_kernel
+from batchinfer.worker.cuda_graphs.capture import SyncWatch
+from batchinfer.worker.sampling import on_device
+from batchinfer.worker.sampling.logits_processors import forbid_masked
 from batchinfer.worker.sampling.logprobs import row_stats
-from tests.worker.on_triton import pretend_cuda
+from batchinfer.worker.sampling.on_device import draw_on_device, workspace_bytes
+from batchinfer.worker.sampling.output import NO_TOKEN_LEFT, Draws
+from batchinfer.worker.sampling.sampler import Sampler
+from tests.worker.on_triton import pretend_cuda, traced
+from tests.worker.sampling.sampling_batches import Sample, make_batch
+
+PLAIN = [
+    Sample(row=0, temperature=0),
+    Sample(row=1, stream=1),
+    Sample(row=2, stream=2, top_p=0.9, seed=2**63 + 5),
+    Sample(row=2, stream=2, index=1, top_p=0.9),
+    Sample(row=2, stream=2, index=2, top_p=0.9, top_k=20),
+    Sample(row=3, stream=3, top_k=50, position=9),
+    Sample(row=4, stream=2**64 - 1, min_p=0.05, temperature=0.6),
+]
+EDITED = [
+    Sample(row=5, stream=5, bias={7: 4.0, 8: -np.inf}, top_p=0.99),
+    Sample(row=6, stream=6, presence=1.0, repetition=1.2, prompt=[1, 2, 3], output=[4, 4]),
+    Sample(row=6, stream=6, index=1, frequency=0.5, prompt=[1], output=[9, 9, 8]),
+    Sample(row=7, stream=7, allowed=[5, 100, 250]),
+    Sample(row=8, temperature=0, allowed=[5, 100, 250], bias={5: 1.0}),
+    Sample(row=8, allowed=[5], bias={5: -np.inf}),
+    Sample(row=9, temperature=0, repetition=3.0, prompt=list(range(1, 290))),
+]
+
+
+def normal(rows: int = 10, vocab: int = 300, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def check(draws: Draws, logits: torch.Tensor, batch: SamplingBatch) -> None:
+    """As the CPU has it: the tokens, and all else up to rounding."""
+    expected = Sampler()(logits.clone(), batch).result()
+    assert draws.token_ids.tolist() == expected.token_ids.tolist()
+    assert (draws.failures != 0).tolist() == expected.nonfinite.tolist()
+    assert expected.no_token_left is not None
+    assert (draws.failures == NO_TOKEN_LEFT).tolist() == expected.no_token_left.tolist()
+    np.testing.assert_allclose(draws.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "samples",
+    [PLAIN[:1], PLAIN, EDITED, [*PLAIN, *EDITED]],
+    ids=["greedy", "plain", "edited", "all"],
+)
+def test_tokens_are_the_cpus(samples: list[Sample], dtype: torch.dtype) -> None:
+    logits, batch = normal(dtype=dtype), make_batch(samples)
+    check(draw_on_device(logits, batch), logits, batch)
+    assert logits.equal(normal(dtype=dtype))
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3])
+def test_edited_samples_in_small_groups_get_the_same(
+    at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_device, "_EDITED_ELEMENTS", at_a_time * 300)
+    batch = make_batch([*EDITED, *PLAIN])
+    check(draw_on_device(normal(), batch), normal(), batch)
+
+
+def test_given_tokens_are_taken() -> None:
+    given_ids = np.full(len(PLAIN), -1, np.int32)
+    given_ids[[1, 4]] = 17, 299
+    batch = dataclasses.replace(make_batch(PLAIN), given_token_ids=given_ids)
+    draws = draw_on_device(normal(), batch)
+    check(draws, normal(), batch)
+    assert draws.token_ids[[1, 4]].tolist() == [17, 299]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_bad_row_fails_alone() -> None:
+    logits, batch = normal(), make_batch([*PLAIN, *EDITED])
+    logits[2, 100], logits[6, 4] = torch.nan, torch.inf
+    draws = draw_on_device(logits, batch)
+    check(draws, logits, batch)
+    assert [s.row for s, bad in zip([*PLAIN, *EDITED], draws.failures, strict=True) if bad] == [
+        2, 2, 2, 6, 6, 8
+    ]  # fmt: skip
 
 
 def test_row_stats_equal_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = 4 * torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    logits = normal(5)
     logits[:, ::7] = -torch.inf
     expected = row_stats(logits, 2, want_argmax=True)
+    drawn = draw_on_device(logits, make_batch([Sample(row=row) for row in range(5)]))
     pretend_cuda(monkeypatch)
     got = row_stats(logits, 2, want_argmax=True)
-    torch.testing.assert_close(got.maximum, expected.maximum)
-    torch.testing.assert_close(got.max_logprob, expected.max_logprob)
     torch.testing.assert_close(got.argmax, expected.argmax)
+    for stats in (got, drawn.stats):
+        torch.testing.assert_close(stats.maximum, expected.maximum)
+        torch.testing.assert_close(stats.max_logprob, expected.max_logprob)
+
+
+def test_masks_are_applied_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, masks = np.array([0, 3], np.int32), np.array([[5, -7], [1, 2]], np.int32)
+    expected, got = normal(), normal()
+    forbid_masked(expected, rows, masks, 10)
+    pretend_cuda(monkeypatch)
+    with traced(monkeypatch) as trace:
+        forbid_masked(got, rows, masks, 10)
+    assert trace.names == ["_forbid_masked_kernel"]
+    assert torch.equal(got, expected)
+    assert forbid_by_kernel.__module__ == "batchinfer.kernels.forbid_masked"
+
+
+@pytest.mark.parametrize(
+    ("samples", "launches"),
+    [
+        (PLAIN[:1], ["_sample_kernel"]),
+        (PLAIN[:2], ["_sample_kernel"]),
+        (PLAIN, ["_sample_kernel", "_sample_rest_kernel"]),
+        (EDITED[1:3], ["_edit_logits_kernel", "_sample_kernel"]),
+    ],
+    ids=["greedy", "temperature", "filtered", "edited"],
+)
+def test_launches(
+    samples: list[Sample], launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, logits = make_batch(samples), normal()
+    syncs = SyncWatch()
+    with traced(monkeypatch) as trace, syncs:
+        draw_on_device(logits, batch)
+    assert trace.names == launches
+    assert not syncs.seen
+
+
+@pytest.mark.parametrize("samples", [PLAIN, EDITED], ids=["plain", "edited"])
+def test_takes_no_more_memory_than_is_planned(
+    samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, vocab, taken = 40, 5003, 0
+    new_empty = torch.Tensor.new_empty
+
+    def counted(self: torch.Tensor, *size: int, **options: Any) -> torch.Tensor:
+        nonlocal taken
+        tensor = new_empty(self, *size, **options)
+        taken += tensor.nbytes
+        return tensor
+
+    batch = make_batch([dataclasses.replace(samples[2], row=row) for row in range(rows)])
+    monkeypatch.setattr(torch.Tensor, "new_empty", counted)
+    draw_on_device(normal(rows, vocab), batch)
+    assert 0.05 * workspace_bytes(rows, vocab) < taken < workspace_bytes(rows, vocab)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_are_the_cpus_on_a_gpu(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    logits = normal(vocab=50_257, dtype=dtype)
+    batch = make_batch([dataclasses.replace(s, logprobs=3) for s in [*PLAIN, *EDITED]])
+    got = Sampler()(logits.cuda(), batch).result()
+    expected = Sampler()(logits, batch).result()
+    assert got.token_ids.tolist() == expected.token_ids.tolist()
+    assert got.nonfinite.tolist() == expected.nonfinite.tolist()
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=1e-4, atol=1e-4)
+    assert got.top_token_ids is not None
+    assert got.top_token_ids.tolist() == expected.top_token_ids.tolist()

@@ -22,6 +22,7 @@ from transformers import (
 
 from batchinfer.engine.step import StepResult
 from batchinfer.kernels.cpu.sampling import draw_bytes
+from batchinfer.worker.sampling import on_cpu
 from batchinfer.worker.sampling import sampler as sampler_module
 from batchinfer.worker.sampling.philox import RANDOM_BITS, random_bits
 from batchinfer.worker.sampling.sampler import Sampler, workspace_bytes
@@ -158,7 +159,7 @@ class TestDistribution:
     def test_extreme_draws_land_on_tokens_that_are_possible(
         self, bits: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sampler_module, "_random_bits", lambda *_, **__: np.array([bits]))
+        monkeypatch.setattr(on_cpu, "_random_bits", lambda *_, **__: np.array([bits]))
         logits = torch.full((1, 1003), -torch.inf)
         logits[0, 500:510] = 0.0
         token_id = int(sample(logits, [Sample()]).token_ids[0])
