@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from batchinfer import LLM, SamplingParams
 from batchinfer.engine.step_io import process_result, sampling_batch
-from batchinfer.worker.sampling import sampler
+from batchinfer.worker.sampling import on_cpu
 
 VOCAB_SIZE = 50_000
 AT_A_TIME = 64
@@ -104,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     timers = Timers()
     timers.watch(sampling_batch, "grammar_masks")
-    timers.watch(sampler, "forbid_masked")
+    timers.watch(on_cpu, "forbid_masked")
     timers.watch(process_result, "add_forced_tokens")
     llm = LLM(make_model(args.folder / "masks"), dtype=args.dtype, max_num_seqs=AT_A_TIME)
     prompts = [f"Row {at}: write a record about item {at * 7 % 13}." for at in range(args.rows)]

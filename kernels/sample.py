@@ -33,7 +33,9 @@ NONFINITE, NO_TOKEN_LEFT = 1, 2
 
 # Only what is written as a fused multiply-add is one, so that tokens are those of a CPU.
 _OPTIONS = {"enable_fp_fusion": False}
-_WARPS, _SEARCH_WARPS = 16, 8  # the search has no registers for more
+# The search, and edited logits, have no registers for more warps; edited ones take half the logits.
+_WARPS, _FEWER_WARPS = 16, 8
+_LOGITS_AT_A_TIME = 4096
 _FOUND = 256  # tokens of a segment that can be written down in a pass
 
 
@@ -69,7 +71,8 @@ def sample(
         return
     tile = tile_width(logits.dtype)
     num_tiles = triton.cdiv(vocab, tile)
-    segments = min(4096 // tile, triton.next_power_of_2(num_tiles))
+    at_a_time = _LOGITS_AT_A_TIME if edits is None else _LOGITS_AT_A_TIME // 2
+    segments = min(at_a_time // tile, triton.next_power_of_2(num_tiles))
     found = _FOUND if filters and draws else 0
 
     def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -88,9 +91,10 @@ def sample(
         _unused_bits(logits.dtype) if edits is None else 0, draws,
     )  # fmt: skip
     grid = (num_distributions,)
-    _sample_kernel[grid](*arguments, num_warps=_WARPS, **_OPTIONS)
+    warps = _WARPS if edits is None else _FEWER_WARPS
+    _sample_kernel[grid](*arguments, num_warps=warps, **_OPTIONS)
     if found:
-        _sample_rest_kernel[grid](*arguments, num_warps=_SEARCH_WARPS, **_OPTIONS)
+        _sample_rest_kernel[grid](*arguments, num_warps=_FEWER_WARPS, **_OPTIONS)
 
 
 def tile_width(dtype: torch.dtype) -> int:

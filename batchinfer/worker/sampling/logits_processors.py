@@ -149,7 +149,7 @@ def _rewrite(
 
 
 def forbid_masked(logits: Tensor, rows: Int32, masks: Int32, chunk: int) -> None:
-    """Set the logits of tokens that are not in their row's mask to -inf, in place.
+    """Set the logits of tokens that are not in their row's mask to -inf, in place, on a CPU.
 
     Args:
         logits: [R, V] floating point.
@@ -158,12 +158,6 @@ def forbid_masked(logits: Tensor, rows: Int32, masks: Int32, chunk: int) -> None
             token beyond the last word may not.
         chunk: rows to work on at a time, where torch does it.
     """
-    if logits.is_cuda:
-        from batchinfer.kernels.forbid_masked import forbid_masked as kernel
-
-        on = to_device({"rows": rows, "masks": masks}, logits.device)
-        kernel(logits, on["rows"], on["masks"])
-        return
     if native.supports(logits.dtype):
         row_ops.forbid_masked(logits, torch.from_numpy(rows), torch.from_numpy(masks))
         return

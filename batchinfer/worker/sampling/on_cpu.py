@@ -13,7 +13,7 @@ from batchinfer.engine.step import Bool, Int32, Int64, SamplingBatch
 from batchinfer.kernels.cpu import native
 from batchinfer.kernels.cpu import sampling as native_sampling
 from batchinfer.worker.sampling.groups import SampleGroup, group_samples
-from batchinfer.worker.sampling.logits_processors import edit_logits, edited_samples
+from batchinfer.worker.sampling.logits_processors import edit_logits, edited_samples, forbid_masked
 from batchinfer.worker.sampling.logprobs import RowStats, row_stats
 from batchinfer.worker.sampling.output import NO_TOKEN_LEFT, NONFINITE, Draws
 from batchinfer.worker.sampling.philox import RANDOM_BITS, random_bits
@@ -28,10 +28,12 @@ def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
     """Draw every sample.
 
     Args:
-        logits: [R, V]; what masks forbid is -inf.
+        logits: [R, V]; what masks forbid becomes -inf.
         batch: how to draw K samples.
         chunk: distributions to work on at a time, where they take a workspace.
     """
+    if len(batch.masked_rows):
+        forbid_masked(logits, batch.masked_rows, batch.masks, chunk)
     edited = edited_samples(batch)
     plain = (batch.temperature == 0) & ~edited
     stats = row_stats(logits, chunk, want_argmax=bool(plain.any()))

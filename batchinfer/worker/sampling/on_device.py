@@ -44,11 +44,15 @@ def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
     """Draw every sample. No wait, and no operation whose size the device decides.
 
     Args:
-        logits: [R, V] on a CUDA device; what masks forbid is -inf.
+        logits: [R, V] on a CUDA device; what masks forbid becomes -inf.
         batch: how to draw K samples.
     """
     groups = list(_groups(batch, edited_samples(batch), logits.shape[1]))
     on = _to_device_in_one(batch, groups, logits.device)
+    if len(batch.masked_rows):
+        from batchinfer.kernels.forbid_masked import forbid_masked
+
+        forbid_masked(logits, on["masked_rows"], on["masks"])
     keys = _only(on, _KEYS)
     count = len(batch.logits_rows)
     maximum, max_logprob = logits.new_empty(2, len(logits), dtype=torch.float32).unbind()
@@ -110,6 +114,8 @@ def _to_device_in_one(
     }
     if batch.given_token_ids is not None:
         arrays["given"] = batch.given_token_ids
+    if len(batch.masked_rows):
+        arrays |= {"masked_rows": batch.masked_rows, "masks": batch.masks}
     for number, group in enumerate(groups):
         arrays |= {f"{name} {number}": array for name, array in group.arrays.items()}
     return to_device(arrays, device)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from batchinfer.engine.step import SamplingBatch
 from batchinfer.kernels.cpu import sampling as native_sampling
-from batchinfer.worker.sampling.logits_processors import forbid_masked
 from batchinfer.worker.sampling.logprobs import token_ranks, top_logits
 from batchinfer.worker.sampling.on_cpu import draw_on_cpu
 from batchinfer.worker.sampling.on_device import draw_on_device
@@ -76,8 +75,6 @@ class Sampler:
         if len(batch.logits_rows) == 0:
             return SampleHandle.nothing(logits.device)
         chunk = workspace_rows(logits.shape[1], logits.device.type)
-        if len(batch.masked_rows):
-            forbid_masked(logits, batch.masked_rows, batch.masks, chunk)
         if logits.is_cuda:
             draws = draw_on_device(logits, batch)
         else:

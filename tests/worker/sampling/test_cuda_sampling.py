@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from batchinfer.engine.step import SamplingBatch
-from batchinfer.kernels.forbid_masked import forbid_masked as forbid_by_kernel
 from batchinfer.worker.cuda_graphs.capture import SyncWatch
 from batchinfer.worker.sampling import on_device
 from batchinfer.worker.sampling.logits_processors import forbid_masked
@@ -109,16 +108,16 @@ def test_row_stats_equal_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(stats.max_logprob, expected.max_logprob)
 
 
-def test_masks_are_applied_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, masks = np.array([0, 3], np.int32), np.array([[5, -7], [1, 2]], np.int32)
+def test_what_masks_forbid_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, masks = np.array([1, 6], np.int32), np.array([[5, -7], [1, 2]], np.int32)
+    batch = dataclasses.replace(make_batch([*PLAIN, *EDITED]), masked_rows=rows, masks=masks)
     expected, got = normal(), normal()
     forbid_masked(expected, rows, masks, 10)
-    pretend_cuda(monkeypatch)
     with traced(monkeypatch) as trace:
-        forbid_masked(got, rows, masks, 10)
-    assert trace.names == ["_forbid_masked_kernel"]
+        draws = draw_on_device(got, batch)
+    assert trace.names[0] == "_forbid_masked_kernel"
     assert torch.equal(got, expected)
-    assert forbid_by_kernel.__module__ == "batchinfer.kernels.forbid_masked"
+    check(draws, normal(), batch)
 
 
 @pytest.mark.parametrize(
