@@ -102,8 +102,8 @@ def goal_of_share(share, every):
     target = share.to(tl.float64) * every.to(tl.float64)
     goal = target.to(tl.int64) + 512
     # Up to 2^62 there are up to 512 integers to a float64.
-    for doubling in tl.static_range(11):
-        less = goal - (1024 >> doubling)
+    for doubling in tl.static_range(10):
+        less = goal - (512 >> doubling)
         goal = tl.where(less.to(tl.float64) >= target, less, goal)
     return tl.maximum(goal, 1)
 

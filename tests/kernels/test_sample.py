@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.kernels import sample, sampling_reference
 from batchinfer.kernels.edit_logits import EditedLogits
+from batchinfer.kernels.sampling_filter import goal_of_share
 from tests.kernels.sample_cases import KINDS, Rows, build_sample
 
 ROWS = (
@@ -144,6 +147,44 @@ def test_edits_that_leave_no_token(kind: str, interpreter: str) -> None:
     arguments = build_sample(logits, [KINDS[kind]] * 2, interpreter)
     sample.sample(**arguments, edits=edits)
     assert arguments["failures"].tolist() == [0] * 3 + [sample.NO_TOKEN_LEFT] * 3
+
+
+def test_a_number_at_the_border_of_two_tokens_takes_the_second(interpreter: str) -> None:
+    """Of 2^16 equally likely tokens, the upper 16 of the 24 random bits name one."""
+    count = 600
+    arguments = build_sample(torch.zeros(1, 2**16), [{}], interpreter)
+    for name in ("seed", "stream", "sample_index", "position", "token_ids", "logprobs", "failures"):
+        arguments[name] = arguments[name][:1].repeat(count)
+    order = torch.arange(count, dtype=torch.int32)
+    arguments |= {"samples": order, "sample_index": order, "starts": torch.tensor([0, count])}
+    sample.sample(**arguments, filters=False)
+    bits = [
+        sampling_reference.random_bits(
+            *(arguments[name][k] for name in ("seed", "stream", "sample_index", "position"))
+        )
+        for k in range(count)
+    ]
+    assert any(number % 256 == 0 for number in bits)
+    assert arguments["token_ids"].tolist() == [number >> 8 for number in bits]
+
+
+@triton.jit
+def _goal_kernel(share_ptr, mass_ptr, goal_ptr):
+    at = tl.program_id(0)
+    goal = goal_of_share(tl.load(share_ptr + at), tl.load(mass_ptr + at))
+    tl.store(goal_ptr + at, goal)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.floats(0, 1, width=32), st.integers(1, 2**62))
+def test_the_goal_is_the_least_mass_that_float64_takes_for_enough(
+    interpreter: str, share: float, mass: int
+) -> None:
+    goal = torch.zeros(1, dtype=torch.int64)
+    _goal_kernel[(1,)](torch.tensor([share]), torch.tensor([mass]), goal)
+    target = share * float(mass)
+    assert float(goal) >= target
+    assert goal == 1 or float(goal - 1) < target
 
 
 def test_given_tokens_are_not_drawn(interpreter: str) -> None:
