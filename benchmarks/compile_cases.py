@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from batchinfer.kernels.block_copy import block_copy
+from batchinfer.kernels.edit_logits import edit_logits
+from batchinfer.kernels.forbid_masked import forbid_masked
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.lora import lora_expand, lora_shrink
@@ -19,6 +21,7 @@ from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.kernels.rotary_write import rotary_write
 from batchinfer.kernels.row_stats import row_stats
+from batchinfer.kernels.sample import sample
 from batchinfer.kernels.silu_mul import silu_mul
 from batchinfer.kernels.unpack_tables import unpack_tables
 from tests.kernels.cases import (
@@ -39,6 +42,7 @@ from tests.kernels.row_cases import (
     build_rotary_write,
     build_silu_mul,
 )
+from tests.kernels.sample_cases import KINDS, Rows, build_edits, build_sample
 from tests.kernels.shared_cases import SharedCase, build_shared
 
 _DTYPE = torch.bfloat16
@@ -139,6 +143,26 @@ def _lora(name: str, ranks: int, width: int, out_width: int) -> Case:
     return Case(name, ("_lora_shrink_kernel", "_lora_expand_kernel"), launch)
 
 
+def _sample(name: str, *kernels: str, edited: bool = False, **programs: bool) -> Case:
+    """Draws from two rows, by the programs that steps with and without filters have."""
+
+    def launch() -> None:
+        logits = Rows(151_936).logits(2, _DTYPE)
+        edits = edit_logits(**build_edits(logits, [{"bias": {1: 1.0}}, {}])) if edited else None
+        sample(**build_sample(logits, [*KINDS.values()][:2]), edits=edits, **programs)
+
+    return Case(name, kernels, launch)
+
+
+def _forbid_masked() -> Case:
+    def launch() -> None:
+        logits = Rows(151_936).logits(2, _DTYPE)
+        rows, masks = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4748, dtype=torch.int32)
+        forbid_masked(logits, rows, masks)
+
+    return Case("forbid_masked", ("_forbid_masked_kernel",), launch)
+
+
 def _unpack_tables() -> Case:
     def launch() -> None:
         unpack_tables(**build_tables(TablesCase("unpack_tables", 1, 2, 128, 4, 256), "cpu"))
@@ -147,6 +171,7 @@ def _unpack_tables() -> Case:
 
 
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
+_SAMPLE = "_sample_kernel"
 _MERGE, _PLAN, _PLAN_CHUNKS = "_merge_kernel", "_plan_kernel", "_plan_chunks_kernel"
 _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, Qwen3-8B
 _D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
@@ -197,6 +222,11 @@ CASES = (
     _rows("silu_mul", 14336),
     _row_stats(128256),
     _row_stats(151936),
+    _sample("sample_greedy", _SAMPLE, draws=False, filters=False),
+    _sample("sample_temperature", _SAMPLE, filters=False),
+    _sample("sample_filters", _SAMPLE, "_sample_rest_kernel"),
+    _sample("sample_edited", _SAMPLE, "_edit_logits_kernel", edited=True),
+    _forbid_masked(),
     _block_copy(),
     _unpack_tables(),
     _lora("lora_r16_4096", 16, 4096, 4096),

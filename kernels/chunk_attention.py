@@ -23,6 +23,7 @@ from batchinfer.kernels.attend import (
     padded,
 )
 from batchinfer.kernels.chunk_work import ChunkWork
+from batchinfer.kernels.fp8 import widens_pairs
 from batchinfer.kernels.launch import OPTIONS
 
 
@@ -41,13 +42,13 @@ def chunk_config(heads: Heads) -> LaunchConfig:
     if heads.widths <= 128:
         rows, tile, num_stages = 128, 64, 5
     elif heads.widths <= 256:
-        rows, tile, num_stages = (128, 128, 3) if warp_groups else (128, 16 if fp8 else 32, 5)
+        rows, tile, num_stages = (128, 128, 3) if warp_groups else (128, 32, 5)
     elif heads.widths > 512:
         rows, tile, num_stages = 64, 16, 2
-    elif fp8:
-        rows, tile, num_stages = 128 if warp_groups else 64, 16, 5
+    elif warp_groups:
+        rows, tile, num_stages = (128, 16, 5) if fp8 else (128, 64, 3)
     else:
-        rows, tile, num_stages = (128, 64, 3) if warp_groups else (64, 32, 2)
+        rows, tile, num_stages = 64, 32, 2
     return LaunchConfig(max(rows, padded(heads.group)), tile, num_warps=8, num_stages=num_stages)
 
 
@@ -60,6 +61,7 @@ def attend_chunks(shared: dict[str, Any], heads: Heads, work: ChunkWork) -> None
     """Attend in chunks; `shared` are the arguments of both kinds of programs."""
     config = chunk_config(heads)
     arguments = {name: value for name, value in shared.items() if name != "NUM_KV_HEADS"}
+    arguments["PAIRS"] &= widens_pairs(heads.capability)
     _chunk_kernel[(len(work.items), shared["NUM_KV_HEADS"])](
         **arguments,
         items_ptr=work.items,

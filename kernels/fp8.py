@@ -38,6 +38,11 @@ def converts_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def widens_pairs(capability: int) -> bool:
+    """Whether pairs are widened so fast that it may be done in each warp of a program again."""
+    return capability >= 89
+
+
 @triton.jit
 def narrow(
     x,  # [...] any float

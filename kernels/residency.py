@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _WARP = 32  # threads
+_REGISTERS = 65536  # of a multiprocessor, from compute capability 5.0 on
 _PARTITIONS = 4  # of a multiprocessor, each with a fourth of the registers and warps
 _REGISTERS_TOGETHER = 8  # of a thread are given out at once
 _RESERVED_BYTES = 1024  # of shared memory, that the system takes of each program's
@@ -20,7 +21,6 @@ _INTERPRETED = 2  # programs of the interpreter, one after the other
 class Multiprocessor:
     """What one has for its programs."""
 
-    registers: int
     shared_memory: int  # bytes
     threads: int
     programs: int  # at most
@@ -29,7 +29,6 @@ class Multiprocessor:
     def of(cls, properties: Any) -> "Multiprocessor":
         """Read it from `torch.cuda.get_device_properties`."""
         return cls(
-            properties.regs_per_multiprocessor,
             properties.shared_memory_per_multiprocessor,
             properties.max_threads_per_multi_processor,
             programs=32,
@@ -44,7 +43,7 @@ def programs_each(has: Multiprocessor, registers: int, shared_memory: int, num_w
         shared_memory: of a program, in bytes.
     """
     registers = -(-registers // _REGISTERS_TOGETHER) * _REGISTERS_TOGETHER
-    warps = has.registers // _PARTITIONS // (registers * _WARP) * _PARTITIONS
+    warps = _REGISTERS // _PARTITIONS // (registers * _WARP) * _PARTITIONS
     fit = (
         warps // num_warps,
         has.shared_memory // (shared_memory + _RESERVED_BYTES),

@@ -27,6 +27,7 @@ from batchinfer.kernels.attend import (
     load_query,
 )
 from batchinfer.kernels.decode_work import DecodeWork, shared_rows
+from batchinfer.kernels.fp8 import widens_pairs
 from batchinfer.kernels.launch import OPTIONS
 from batchinfer.kernels.residency import launch_resident
 
@@ -44,8 +45,7 @@ def shared_config(heads: Heads) -> LaunchConfig:
         return LaunchConfig(rows, tile=16, num_warps=4, num_stages=5)
     if heads.widths > 256:
         return LaunchConfig(rows, tile=16 if fp8 else 32, num_warps=8, num_stages=5)
-    tile = 16 if fp8 and heads.capability < 90 else 64
-    return LaunchConfig(rows, tile, num_warps=4, num_stages=5)
+    return LaunchConfig(rows, tile=64, num_warps=4, num_stages=5)
 
 
 def attend_shared(
@@ -69,6 +69,7 @@ def attend_shared(
         for name, value in shared.items()
         if name not in unused and not name.startswith("out_")
     }
+    arguments["PAIRS"] &= widens_pairs(heads.capability)
     launch_resident(
         _shared_kernel,
         len(work.items) * shared["NUM_KV_HEADS"],

@@ -27,18 +27,8 @@ from sass import main_loop, parse  # noqa: E402
 
 # Shared memory that one program may have, in bytes: A100 and H100 or H200.
 SHARED_MEMORY = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10}
-# Few bytes but for chunks over float8; none may be more than they are (`compile_ceilings.csv`).
-KNOWN_SPILLS = {
-    "sm_80 d80_40_all chunk",
-    "sm_90 d80_40_all decode",
-    "sm_80 shared_d256 shared",
-    "sm_90 shared_d256 shared",
-    # A cache of float8, which compute capability 8.0 widens by many instructions.
-    "sm_80 d128_fp8 chunk",
-    "sm_80 d256_fp8 chunk",
-    "sm_80 shared_d128_fp8 shared",
-    "sm_90 shared_d128_fp8 shared",
-}
+# A few bytes; none may be more than they are (`compile_ceilings.csv`).
+KNOWN_SPILLS = {"sm_80 d256_fp8 decode"}
 
 
 def report(cache: Path, *options: str, path: Path = ROOT) -> str:

@@ -9,7 +9,6 @@ import pytest
 from batchinfer.kernels.residency import Multiprocessor, programs_each, resident_programs
 
 H100 = SimpleNamespace(
-    regs_per_multiprocessor=65536,
     shared_memory_per_multiprocessor=233472,
     max_threads_per_multi_processor=2048,
     multi_processor_count=132,
