@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.kernels import sample, sampling_reference
@@ -177,14 +177,16 @@ def _goal_kernel(share_ptr, mass_ptr, goal_ptr):
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1, width=32), st.integers(1, 2**62))
+@example(0.5, 10)
+@example(1.0, 2**62 - 100)
 def test_the_goal_is_the_least_mass_that_float64_takes_for_enough(
     interpreter: str, share: float, mass: int
 ) -> None:
     goal = torch.zeros(1, dtype=torch.int64)
     _goal_kernel[(1,)](torch.tensor([share]), torch.tensor([mass]), goal)
-    target = share * float(mass)
-    assert float(goal) >= target
-    assert goal == 1 or float(goal - 1) < target
+    target, least = share * float(mass), int(goal)
+    assert float(least) >= target
+    assert least == 1 or float(least - 1) < target
 
 
 def test_given_tokens_are_not_drawn(interpreter: str) -> None:
