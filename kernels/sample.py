@@ -117,22 +117,6 @@ def _unused_bits(dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _row_of(
-    distribution, logits_ptr, rows_ptr, values_ptr, present_ptr, restricted_ptr, row_stride,
-    VOCAB: tl.constexpr,
-):  # fmt: skip
-    """What `load_logits` takes, and the row's number."""
-    at = tl.load(rows_ptr + distribution).to(tl.int64)
-    logits_ptr += at * row_stride
-    restricted = False
-    if values_ptr is not None:
-        values_ptr += distribution * VOCAB
-        present_ptr += distribution * ((VOCAB + 31) // 32)
-        restricted = tl.load(restricted_ptr + distribution) != 0
-    return (logits_ptr, values_ptr, present_ptr, restricted), at
-
-
-@triton.jit
 def _scale_of(distribution, top, draws, temperature_ptr, min_p_ptr):
     """What `weigh` takes."""
     # The smaller only differ from 0 in name; their reciprocals are infinite.
@@ -220,10 +204,14 @@ def _sample_kernel(
     DRAWS: tl.constexpr,
 ):
     distribution = tl.program_id(0).to(tl.int64)
-    row, at = _row_of(
-        distribution, logits_ptr, rows_ptr, values_ptr, present_ptr, restricted_ptr, row_stride,
-        VOCAB,
-    )  # fmt: skip
+    at = tl.load(rows_ptr + distribution).to(tl.int64)
+    # (Both kernels have these lines: Triton 3.6 has no function that returns a tuple with None.)
+    restricted = False
+    if values_ptr is not None:
+        values_ptr += distribution * VOCAB
+        present_ptr += distribution * ((VOCAB + 31) // 32)
+        restricted = tl.load(restricted_ptr + distribution) != 0
+    row = (logits_ptr + at * row_stride, values_ptr, present_ptr, restricted)
     maximum, max_logprob, best, likeliest = _statistics(
         row, VOCAB, READABLE, SEGMENTS, WIDTH, 4 if FOUND else 1
     )
@@ -315,10 +303,13 @@ def _sample_rest_kernel(
     distribution = tl.program_id(0).to(tl.int64)
     low = tl.load(left_low_ptr + distribution)
     if low != LOWEST_KEY:
-        row, at = _row_of(
-            distribution, logits_ptr, rows_ptr, values_ptr, present_ptr, restricted_ptr,
-            row_stride, VOCAB,
-        )  # fmt: skip
+        at = tl.load(rows_ptr + distribution).to(tl.int64)
+        restricted = False
+        if values_ptr is not None:
+            values_ptr += distribution * VOCAB
+            present_ptr += distribution * ((VOCAB + 31) // 32)
+            restricted = tl.load(restricted_ptr + distribution) != 0
+        row = (logits_ptr + at * row_stride, values_ptr, present_ptr, restricted)
         top = tl.load(top_ptr + distribution)
         scale = _scale_of(distribution, top, top == top, temperature_ptr, min_p_ptr)
         tile_sums_ptr += distribution * ((VOCAB + WIDTH - 1) // WIDTH)
