@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from batchinfer.kernels import edit_logits, sampling_reference
 from tests.kernels.sample_cases import Rows, build_edits
@@ -42,32 +40,6 @@ def check(logits: torch.Tensor, lists: list[dict[str, Any]], device: str) -> Non
 @pytest.mark.parametrize("vocab", [45, 33_000])
 def test_values_are_the_twins(vocab: int, dtype: torch.dtype, interpreter: str) -> None:
     check(Rows(vocab, padding=3).logits(3, dtype, interpreter), LISTS, interpreter)
-
-
-IDS = st.lists(st.integers(0, 44), max_size=8)
-
-
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(
-        st.fixed_dictionaries(
-            {
-                "bias": st.dictionaries(
-                    st.integers(0, 44), st.sampled_from([-torch.inf, -3.3, 100.0]), max_size=4
-                ),
-                "allowed": IDS,
-                "prompt": IDS,
-                "output": IDS,
-                "presence": st.sampled_from([0.0, 0.5, -2.0]),
-                "frequency": st.sampled_from([0.0, 0.3, -1.0]),
-                "repetition": st.sampled_from([1.0, 1.3, 0.5]),
-            }
-        ),
-        max_size=3,
-    )
-)
-def test_any_lists(interpreter: str, lists: list[dict[str, Any]]) -> None:
-    check(Rows(45).logits(2, torch.float32, interpreter), lists, interpreter)
 
 
 def test_no_other_value_is_written(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from batchinfer.kernels import sample, sampling_reference
 from batchinfer.kernels.edit_logits import EditedLogits
-from batchinfer.kernels.sampling_filter import goal_of_share
 from tests.kernels.sample_cases import KINDS, Rows, build_sample
 
 ROWS = (
@@ -67,33 +62,6 @@ def test_equals_beyond_what_is_found_in_a_pass(interpreter: str) -> None:
         {"top_k": 5000}, {"top_k": 5000, "top_p": 0.8}, {"top_p": 0.95}, {"top_k": 7000}
     ]  # fmt: skip
     check(logits, kinds, interpreter)
-
-
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    seed=st.integers(0, 2**31),
-    vocab=st.sampled_from([3, 64, 300, 5000]),
-    scale=st.sampled_from([0.0, 0.05, 1.0, 8.0]),
-    rounded=st.booleans(),
-    kind=st.fixed_dictionaries(
-        {
-            "temperature": st.sampled_from([0.0, 0.05, 1.0, 3.0]),
-            "min_p": st.sampled_from([0.0, 0.1]),
-            "top_p": st.sampled_from([0.01, 0.5, 0.99, 1.0]),
-            "top_k": st.sampled_from([0, 1, 2, 50, 400, 6000]),
-        }
-    ),
-)
-def test_any_row_and_any_filter(
-    seed: int,
-    vocab: int,
-    scale: float,
-    rounded: bool,
-    kind: dict[str, float],
-    interpreter: str,
-) -> None:
-    logits = scale * torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed))
-    check(logits.round() if rounded else logits, [kind], interpreter)
 
 
 def test_a_whole_vocabulary(interpreter: str) -> None:
@@ -166,27 +134,6 @@ def test_a_number_at_the_border_of_two_tokens_takes_the_second(interpreter: str)
     ]
     assert any(number % 256 == 0 for number in bits)
     assert arguments["token_ids"].tolist() == [number >> 8 for number in bits]
-
-
-@triton.jit
-def _goal_kernel(share_ptr, mass_ptr, goal_ptr):
-    at = tl.program_id(0)
-    goal = goal_of_share(tl.load(share_ptr + at), tl.load(mass_ptr + at))
-    tl.store(goal_ptr + at, goal)
-
-
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.floats(0, 1, width=32), st.integers(1, 2**62))
-@example(0.5, 10)
-@example(1.0, 2**62 - 100)
-def test_the_goal_is_the_least_mass_that_float64_takes_for_enough(
-    interpreter: str, share: float, mass: int
-) -> None:
-    goal = torch.zeros(1, dtype=torch.int64)
-    _goal_kernel[(1,)](torch.tensor([share]), torch.tensor([mass]), goal)
-    target, least = share * float(mass), int(goal)
-    assert float(least) >= target
-    assert least == 1 or float(least - 1) < target
 
 
 def test_given_tokens_are_not_drawn(interpreter: str) -> None:
