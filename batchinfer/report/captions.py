@@ -38,17 +38,18 @@ def headline(found: Findings) -> str:
     if not peak.running or not peak.pool_bytes:
         return "Nothing has run yet." if not found.rows_done else "No row came to run."
     running, by = _count(peak.running, found.unit), _by_what(found)
+    at_once = f"{running} at once{_on_a_worker(found)}"
     if peak.contiguous_bytes > peak.pool_bytes:
         fits = int(peak.running * peak.pool_bytes / peak.contiguous_bytes)
         would = f"would have fit {fits:,}" if fits else "would not have fit one"
-        return f"{by} ran {running} at once where contiguous allocation {would}."
+        return f"{by} ran {at_once} where contiguous allocation {would}."
     if peak.contiguous_bytes > 1.15 * peak.used_bytes:
         return (
-            f"{by} ran {running} at once in {size(peak.used_bytes)} where contiguous allocation "
+            f"{by} ran {at_once} in {size(peak.used_bytes)} where contiguous allocation "
             f"would have taken {size(peak.contiguous_bytes)}."
         )
     return (
-        f"At most {running} ran at once, in {size(peak.used_bytes)} of a "
+        f"At most {running} ran at once{_on_a_worker(found)}, in {size(peak.used_bytes)} of a "
         f"{size(peak.pool_bytes)} pool."
     )
 
@@ -59,8 +60,8 @@ def pool(found: Findings) -> str:
         return ""
     blocks, block_bytes = found.kv["num_blocks"], found.kv["bytes_per_block"]
     return (
-        f"a pool of {size(blocks * block_bytes)}: {blocks:,} blocks of {found.kv['block_size']} "
-        f"tokens, {size(block_bytes)} each"
+        f"a pool of {size(blocks * block_bytes)}{_on_a_worker(found)}: {blocks:,} blocks of "
+        f"{found.kv['block_size']} tokens, {size(block_bytes)} each"
     )
 
 
@@ -159,8 +160,8 @@ def pressure_caption(found: Findings) -> str:
     """Preemption in words: what happened when memory was short."""
     sums = found.lengths.sums
     caption = (
-        f"On average {found.timeline.totals.mean('mean_running'):,.0f} ran side by side, "
-        f"at most {found.timeline.peak.running:,}."
+        f"On average {found.timeline.totals.mean('mean_running'):,.0f} ran side by side"
+        f"{_on_a_worker(found)}, at most {found.timeline.peak.running:,}."
     )
     if not sums["preemptions"]:
         caption += " None had to give up its memory."
@@ -223,6 +224,11 @@ def size(count: float) -> str:
 
 def _moment(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else duration(seconds)
+
+
+def _on_a_worker(found: Findings) -> str:
+    """What a number of one step is of, where several workers have steps at a time."""
+    return " on one worker" if found.lanes else ""
 
 
 def _by_what(found: Findings) -> str:

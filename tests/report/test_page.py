@@ -192,7 +192,7 @@ def test_urls_lose_what_is_secret_in_them(url: str, shown: str) -> None:
 
 
 def test_the_headline() -> None:
-    found = some_findings()
+    found = replace(some_findings(), lanes=[])
     assert headline(found) == (
         "Sharing and paging ran 48 rows at once where contiguous allocation would have fit 12."
     )
@@ -201,6 +201,8 @@ def test_the_headline() -> None:
         "Sharing and paging ran 48 sequences at once in 954 MiB where contiguous allocation would "
         "have taken 3.73 GiB."
     )
+    fleet = replace(found, lanes=[Lane("w01", [], 7, 0.9, "ended")])
+    assert headline(fleet).startswith("Sharing and paging ran 48 rows at once on one worker where")
     assert headline(replace(found, timeline=Timeline(0.0))) == "No row came to run."
     assert headline(replace(found, timeline=Timeline(0.0), rows_done=0)) == "Nothing has run yet."
 
