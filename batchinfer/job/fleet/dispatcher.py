@@ -94,6 +94,8 @@ class Dispatcher:
         """Workers that are being started: some of what is left is for them."""
         self._workers: dict[str, _Worker] = {}
         self._fruitless = 0
+        self._most_up = 0
+        """Workers that were up at once since a row was finished: all may go with one machine."""
         self.suspects = Suspects(ledger)
         self._with_room: dict[str, None] = {}
         """Workers that may have fewer leases than they can, in order: of a thousand, a few."""
@@ -109,6 +111,7 @@ class Dispatcher:
         """A worker has loaded its model."""
         self._workers[worker] = _Worker(now, now, now)
         self._with_room[worker] = None
+        self._most_up = max(self._most_up, len(self._workers))
 
     def reported(
         self, worker: str, now: float, num_unadmitted: int, rows_done: int, latest_fence: int
@@ -182,7 +185,7 @@ class Dispatcher:
         self._check_fruitless()
 
     def _check_fruitless(self) -> None:
-        most = FRUITLESS_DEATHS * (1 + len(self._workers))
+        most = FRUITLESS_DEATHS * self._most_up
         if self._fruitless > most + self.suspects.patience:
             raise DeviceError(
                 f"workers die one after another: {self._fruitless} without a finished row",
@@ -192,6 +195,7 @@ class Dispatcher:
     def _note_progress(self) -> None:
         self.suspects.note_progress()
         self._fruitless = 0
+        self._most_up = len(self._workers)
 
     def actions(self, now: float) -> Iterator[Action]:
         """What to do next; each is done before the following is asked for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 
@@ -199,6 +200,24 @@ def test_rows_that_ran_when_their_cluster_was_lost_are_not_blamed(
         run(script)
     assert script.started == ["w01", "w02", "w03", "w04"]
     assert not attribute_crashes(out, [range(200)]).groups
+
+
+def test_a_cluster_of_many_workers_is_begun_again_though_none_had_finished_a_row(
+    run: Callable[..., bool],
+) -> None:
+    names = [f"w{number:02d}" for number in range(1, 9)]
+    script = Script([*map(up, names), Lost("no daemon")])
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(script, FleetSize(8, start_timeout_s=60.0))
+    assert len(script.started) == 16
+
+
+def test_clusters_that_are_lost_one_after_another_end_the_job(run: Callable[..., bool]) -> None:
+    names = [f"w{number:02d}" for number in range(1, 100)]
+    lost = [[up(one), up(other), Lost("no daemon")] for one, other in pairwise(names)]
+    script = Script([event for events in lost[::2] for event in events])
+    with pytest.raises(DeviceError, match="workers die one after another"):
+        run(script, FleetSize(2, start_timeout_s=60.0))
 
 
 def test_what_all_would_meet_ends_the_job(run: Callable[[Script], bool]) -> None:
