@@ -8,6 +8,7 @@ from io import BytesIO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Event
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,7 @@ def joiner(
     said = BytesIO(b"one line\nwhy it ended\n")
     monkeypatch.setattr(ray_process, "begun", lambda: Joiner(process, ours, said))
     monkeypatch.setattr(ray_process, "_LATE_S", 0.0)
+    monkeypatch.setattr(ray_process, "_END_S", 0.0)
     with theirs:
         yield theirs
 
@@ -98,4 +100,20 @@ def test_one_that_cannot_join_says_what_it_met(joiner: Connection) -> None:
 def test_one_is_not_waited_for_when_the_job_is_to_stop(joiner: Connection) -> None:
     stop = Event()
     stop.set()
-    assert RayProcess(TO_JOIN, 60.0, stop).join(60.0) is None
+    workers = RayProcess(TO_JOIN, 60.0, stop)
+    joiner.send(3)
+    assert workers.join(60.0) is None
+    setup: Any = "never used"
+    workers.use(setup, {}, ())
+    workers.start("w01", "run-00001-w01", frozenset())
+    assert workers.wait(0.0) == []
+
+
+def test_one_that_joins_too_late_is_not_listened_to(
+    joiner: Connection, process: subprocess.Popen[bytes]
+) -> None:
+    workers = RayProcess(TO_JOIN, 60.0, Event())
+    with pytest.raises(DeviceError, match="not answered within"):
+        workers.join(-1.0)
+    assert process.poll() == -9
+    assert workers.wait(0.0) == []

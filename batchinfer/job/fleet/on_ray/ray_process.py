@@ -128,14 +128,23 @@ class RayProcess:
         """
         if find_spec("ray") is None:
             raise UsageError("scale.workers over 1 needs Ray", hint="pip install 'batchinfer[ray]'")
+        num_gpus = None
         self._process = begun()
-        self._process.send(self._cluster)
-        until = time.monotonic() + timeout_s
+        try:
+            self._process.send(self._cluster)
+            num_gpus = self._joined(self._process, time.monotonic() + timeout_s)
+        finally:
+            if num_gpus is None:  # what it says later would answer another question
+                self.end()
+        return num_gpus
+
+    def _joined(self, process: Joiner, until: float) -> int | None:
+        """Wait until a process has joined; as ``join`` has it."""
         while not self._stop.is_set():
             try:
-                answer: int | Failure | None = self._process.answer(_POLL_S)
+                answer: int | Failure | None = process.answer(_POLL_S)
             except (EOFError, OSError):
-                raise self._unusable(self._process.last_words()) from None
+                raise self._unusable(process.last_words()) from None
             if isinstance(answer, Failure):
                 raise answer.error()
             if answer is not None:
@@ -164,7 +173,7 @@ class RayProcess:
     def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
         if self._process is None:
             assert self._setup is not None
-            if self.join(self._timeout_s) is None:
+            if self._stop.is_set() or self.join(self._timeout_s) is None:
                 return
             self.use(*self._setup)
         self._call("start", worker, run_id, avoid)
