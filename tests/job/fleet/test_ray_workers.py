@@ -20,7 +20,7 @@ from batchinfer.errors import ExitCode
 from batchinfer.job.fleet.messages import Ready, WorkerReport
 from batchinfer.job.fleet.on_ray import ray_workers
 from batchinfer.job.fleet.on_ray.ray_workers import Place, RayWorkers
-from batchinfer.job.fleet.workers import Seen, Told, Up, WorkerEvent
+from batchinfer.job.fleet.workers import NotUp, Seen, Told, Up, WorkerEvent
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 from tests.job.fleet.shared_cluster import shared_cluster
 
@@ -107,6 +107,29 @@ def test_what_is_sent_comes_in_its_order(monkeypatch: pytest.MonkeyPatch) -> Non
         told += [event for event in workers.wait(1.0) if isinstance(event, Told)]
     workers.close()
     assert told[0].report.rows == 0
+
+
+class NeverBegins(Counts):
+    """A worker that ends before it has said where it is."""
+
+    def __init__(self, *_: object) -> None:
+        raise ImportError("no such module on this node")
+
+
+def test_what_ends_nobody_knows_where_keeps_no_other_from_being_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup: Any = "never used"
+    monkeypatch.setattr(ray_workers, "RayWorker", NeverBegins)
+    workers = RayWorkers(setup, {"num_cpus": 1})
+    workers.start("w01", "run-00001-w01", frozenset())
+    events: list[WorkerEvent] = []
+    while not events:
+        events = workers.wait(1.0)
+    assert isinstance(events[0], NotUp)
+    assert events[0].failure.text == "ImportError: no such module on this node"
+    workers.start("w02", "run-00001-w02", frozenset({events[0].node}))
+    workers.close()
 
 
 class Silent(Counts):

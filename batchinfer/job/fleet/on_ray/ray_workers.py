@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batchinfer.errors import ExitCode, one_line
@@ -39,6 +39,9 @@ class Place:
     node: str
     """Id of its node."""
     pid: int
+
+
+_UNKNOWN = Place("an unknown node", 0)
 
 
 class RayWorker(WorkerProcess):
@@ -67,7 +70,7 @@ class _Actor:
     handle: Any
     slot: int
     """Which of ``RayWorkers.cores`` are its own."""
-    place: Place = Place("an unknown node", 0)
+    place: Place = _UNKNOWN
     is_up: bool = False
 
 
@@ -98,12 +101,13 @@ class RayWorkers:
     def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
         taken = {actor.slot for actor in self._actors.values()}
         slot = min(set(range(len(taken) + 1)) - taken)
-        elsewhere = {"label_selector": {"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}}
+        nodes = sorted(avoid - {_UNKNOWN.node})  # Ray takes nothing but ids
+        elsewhere = {"label_selector": {"ray.io/node-id": f"!in({','.join(nodes)})"}}
         handle = self._class.options(
             **self.resources,
             max_restarts=0,
             max_task_retries=0,
-            **(elsewhere if avoid else {}),
+            **(elsewhere if nodes else {}),
         ).remote(self._stored, worker, run_id, self.cores[slot] if self.cores else ())
         self._actors[worker] = _Actor(handle, slot)
         self._asked[handle.where.remote()] = worker
@@ -217,4 +221,7 @@ def _reason(error: RayError) -> str:
     """What Ray says of a worker's end, on one line."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         return one_line(error.cause)
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        *_, last = str(error).splitlines()  # of a traceback
+        return one_line(RayActorError(error_msg=last))
     return one_line(error)
