@@ -103,6 +103,7 @@ class FleetDriver:
         return self._ledger.is_complete
 
     def _turn(self) -> None:
+        now = self.clock()  # whoever has told something until then is heard before it is judged
         for event in self.workers.wait(_WAIT_S):
             self._handle(event)
         self._take_published()
@@ -110,7 +111,7 @@ class FleetDriver:
             self._has_begun = self._boots.are_enough(len(self._dispatcher.workers))
         if self._has_begun:
             self._dispatcher.num_coming = self._boots.num_coming
-            for action in self._dispatcher.actions(self.clock()):
+            for action in self._dispatcher.actions(now):
                 self._do(action)
             self._check_left()
 

@@ -22,6 +22,7 @@ from batchinfer.job.fleet.messages import (
     Failure,
     Piece,
     Ready,
+    Wanted,
     WorkerReport,
 )
 from batchinfer.job.fleet.workers import Gone, Lost, NotUp, Told, Up, WorkerEvent
@@ -61,6 +62,8 @@ class Script:
     avoided: list[frozenset[str]] = field(default_factory=list)
     """Nodes that each worker was not to be started on."""
     on_start: Callable[[str], None] = lambda run_id: None
+    supply_s: float = 0.0
+    """How long the driver is kept by what a worker wants of a file."""
 
     def start(self, worker: str, run_id: str, avoid: frozenset[str]) -> None:
         self.started.append(worker)
@@ -75,7 +78,8 @@ class Script:
 
     def take_back(self, worker: str, *, everything: bool) -> None: ...
 
-    def supply(self, worker: str, answer: Answer) -> None: ...
+    def supply(self, worker: str, answer: Answer) -> None:
+        self.now += self.supply_s
 
     def look(self, worker: str) -> None: ...
 
@@ -218,6 +222,22 @@ def test_clusters_that_are_lost_one_after_another_end_the_job(run: Callable[...,
     script = Script([event for events in lost[::2] for event in events])
     with pytest.raises(DeviceError, match="workers die one after another"):
         run(script, FleetSize(2, start_timeout_s=60.0))
+
+
+def test_workers_are_not_silent_while_their_driver_does_not_listen(
+    run: Callable[[Script], bool],
+) -> None:
+    wants = WorkerReport(wanted=(Wanted("segments/none", 0),))
+    script = Script(
+        [
+            *(up("w01"), up("w02"), Told("w01", wants), Told("w02", WorkerReport())),
+            *(Gone("w01", "it died"), Gone("w02", "it died")),
+        ],
+        supply_s=20.0,
+    )
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(script)
+    assert not script.killed
 
 
 def test_what_all_would_meet_ends_the_job(run: Callable[[Script], bool]) -> None:
