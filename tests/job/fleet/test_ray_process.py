@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.errors import DeviceError, ModelError
+from batchinfer.errors import DeviceError, ModelError, UsageError
 from batchinfer.job.fleet.messages import Failure
 from batchinfer.job.fleet.on_ray import ray_process
 from batchinfer.job.fleet.on_ray.ray_main import ToJoin
@@ -94,6 +94,12 @@ def test_one_that_ends_before_it_has_joined(
 def test_one_that_cannot_join_says_what_it_met(joiner: Connection) -> None:
     joiner.send(Failure("ModelError", "no such model"))
     with pytest.raises(ModelError, match="no such model"):
+        RayProcess(TO_JOIN, 60.0, Event()).join(60.0)
+
+
+def test_where_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_process, "find_spec", lambda _name: None)
+    with pytest.raises(UsageError, match=r"needs Ray\npip install 'batchinfer\[ray\]'"):
         RayProcess(TO_JOIN, 60.0, Event()).join(60.0)
 
 

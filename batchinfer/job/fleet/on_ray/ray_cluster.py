@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import Any
 
-from batchinfer.errors import DeviceError, UsageError, one_line
+from batchinfer.errors import DeviceError, one_line
 
 _LONGEST_FOLDER = 22
 """Characters of a folder's name: sockets lie below it, whose paths end at 107."""
@@ -94,10 +94,9 @@ def connected(cluster: str, *, num_workers: int, preload: Sequence[str] = ()) ->
         How many GPUs it has.
 
     Raises:
-        UsageError: Ray is not installed.
         DeviceError: the cluster cannot be started, or not be reached.
     """
-    ray = import_ray() if "ray" in sys.modules else None
+    ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         yield _num_gpus(ray)
         return
@@ -107,7 +106,7 @@ def connected(cluster: str, *, num_workers: int, preload: Sequence[str] = ()) ->
         own_folder() if local else nullcontext("") as folder,
     ):
         with _signals_kept():
-            ray = import_ray()
+            ray = import_module("ray")
             try:
                 _init(ray, cluster, folder, num_workers)
             except Exception as error:  # Ray raises whatever it met
@@ -163,16 +162,6 @@ def _read_settings_again() -> None:
     core = import_module("ray._raylet")
     core.Config.initialize("")
     core.AuthenticationTokenLoader.instance().reset_cache()
-
-
-def import_ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise UsageError(
-            "scale.workers over 1 needs Ray", hint="pip install 'batchinfer[ray]'"
-        ) from None
-    return ray
 
 
 def _local_settings(preload: Sequence[str]) -> dict[str, str]:
