@@ -91,6 +91,12 @@ def test_one_that_ends_before_it_has_joined(
         RayProcess(TO_JOIN, 60.0, Event()).join(60.0)
 
 
+def test_one_that_has_closed_its_end_and_lives_is_killed(joiner: Connection) -> None:
+    joiner.close()
+    with pytest.raises(DeviceError, match="ended with -9"):
+        RayProcess(TO_JOIN, 60.0, Event()).join(60.0)
+
+
 def test_one_that_cannot_join_says_what_it_met(joiner: Connection) -> None:
     joiner.send(Failure("ModelError", "no such model"))
     with pytest.raises(ModelError, match="no such model"):

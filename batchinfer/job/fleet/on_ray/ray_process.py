@@ -82,22 +82,27 @@ class Joiner:
         return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
 
     def last_words(self) -> str:
-        """How it has ended, on one line."""
+        """How it has ended, on one line; killed where it has not."""
+        code = self._ended(_END_S)
         self.said.seek(0)
         lines = self.said.read().decode(errors="replace").strip().splitlines()
         why = f": {lines[-1][:300]}" if lines else ""
-        return f"its process ended with {self.process.wait()}{why}"
+        return f"its process ended with {code}{why}"
 
     def end(self, within_s: float) -> None:
         """Have it leave the cluster; kill it where that takes longer."""
         if self.asked_at is None:
             self.send(None)  # else it ends when nobody reads what it says
         self.connection.close()
+        self._ended(within_s)
+        self.said.close()
+
+    def _ended(self, within_s: float) -> int:
+        """Wait for its end, and kill it where that takes longer; its exit status."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(within_s)
         self.process.kill()
-        self.process.wait()
-        self.said.close()
+        return self.process.wait()
 
 
 class RayProcess:
