@@ -202,7 +202,7 @@ def test_the_headline() -> None:
         "have taken 3.73 GiB."
     )
     fleet = replace(found, lanes=[Lane("w01", [], 7, 0.9, "ended")])
-    assert headline(fleet).startswith("Sharing and paging ran 48 rows at once on one worker where")
+    assert headline(fleet).startswith("Sharing and paging ran 48 rows at once on one worker in")
     assert headline(replace(found, timeline=Timeline(0.0))) == "No row came to run."
     assert headline(replace(found, timeline=Timeline(0.0), rows_done=0)) == "Nothing has run yet."
 
