@@ -38,10 +38,13 @@ class CudaCapture:
     """Captures computations on the current device; each gives back a call that repeats it.
 
     All graphs use the same memory, one after the other: results are good until the next replay.
+    After a failure that CUDA itself reports, later ones have memory of their own.
     """
 
     def __init__(self) -> None:
         self._pool: Any = None
+        # torch's allocator still asks these which allocations are theirs.
+        self._never_ended: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Run) -> Run:
         """Capture ``run``, which has run before.
@@ -50,11 +53,20 @@ class CudaCapture:
             RuntimeError: it does something that cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
+        # A capture that CUDA refuses to end leaves its stream the current one.
+        here = torch.cuda.stream(torch.cuda.current_stream())
         # Other threads (tokenizing, reading files) may go on meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            results = [result.contiguous() for result in run()]
+        capturing = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+        try:
+            with here, capturing:
+                results = [result.contiguous() for result in run()]
+        except BaseException:
+            if not _has_ended(graph):  # torch takes the pool for one in use, from now on
+                self._pool = None
+                self._never_ended.append(graph)
+            raise
+        self._pool = pool  # not before: torch forgets one that no graph has
         aliases = tuple(map(_alias, results))
 
         def replay() -> tuple[torch.Tensor, ...]:
@@ -62,6 +74,14 @@ class CudaCapture:
             return aliases
 
         return replay
+
+
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Memory:

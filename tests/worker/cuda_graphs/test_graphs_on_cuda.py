@@ -87,11 +87,12 @@ def test_captured_computations_share_memory_and_read_their_inputs(device: str) -
     inputs = [torch.zeros(size, device=device, dtype=torch.bfloat16) for size in (4096, 64)]
     for tensor in inputs:
         (tensor + 1).mul_(2)  # before its capture, as asked for
-        replays.append(capture(lambda tensor=tensor: (tensor + 1).mul_(2)))
+        replays.append(capture(lambda tensor=tensor: ((tensor + 1).mul_(2),)))
     for value in (1.0, 5.0):
         for tensor, replay in zip(inputs, replays, strict=True):
             tensor.fill_(value)
-            assert (replay() == 2 * (value + 1)).all()
+            (result,) = replay()
+            assert (result == 2 * (value + 1)).all()
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
@@ -99,6 +100,8 @@ def test_what_cannot_be_captured_is_an_error_and_later_captures_work(device: str
     capture = CudaCapture()
     tensor = torch.ones(8, device=device)
     with pytest.raises(RuntimeError):
-        capture(lambda: tensor * tensor.sum().item())
-    replay = capture(lambda: tensor * 2)
-    assert (replay() == 2).all()
+        capture(lambda: (tensor * tensor.sum().item(),))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    for factor in (2, 3):
+        (result,) = capture(lambda factor=factor: (tensor * factor,))()
+        assert (result == factor).all()
