@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import HandSequence, StepMaker
 
 MAX_SEQS, MAX_TOKENS, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE = 9, 40, 96, 64, 16
-NUM_LAYERS = 2
+NUM_LAYERS = 1
 
 
 def eager(run: Run) -> Run:
@@ -33,8 +34,33 @@ def eager(run: Run) -> Run:
     return run
 
 
+@cache
+def fused_model(family: str, changes: tuple[tuple[str, Any], ...]) -> torch.nn.Module:
+    """A tiny model that attends by the registered function, made and fused once."""
+    return _fused(family, dict(changes))
+
+
+def _fused(family: str, changes: dict[str, Any]) -> torch.nn.Module:
+    register()
+    model = tiny_model(family, **changes)
+    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    fuse(model, _layout(model), MAX_MODEL_LEN)
+    return model
+
+
+def _layout(model: torch.nn.Module) -> KVLayout:
+    return KVLayout.from_config(
+        model.config.to_dict(),  # type: ignore[union-attr, operator]
+        block_size=BLOCK_SIZE,
+        dtype="float32",
+    )
+
+
 class Bench:
-    """A tiny model and a pool with some prefilled sequences."""
+    """A tiny model and a pool with some prefilled sequences.
+
+    Models without adapters are shared: who changes one undoes it.
+    """
 
     def __init__(
         self,
@@ -44,16 +70,12 @@ class Bench:
         adapters: Mapping[str, str] | None = None,
         **changes: Any,
     ) -> None:
-        register()
-        self.model = tiny_model(family, num_hidden_layers=NUM_LAYERS, **changes)
-        self.model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
-        self.layout = KVLayout.from_config(
-            self.model.config.to_dict(),  # type: ignore[union-attr, operator]
-            block_size=BLOCK_SIZE,
-            dtype="float32",
+        changes = {"num_hidden_layers": NUM_LAYERS} | changes
+        self.model = (
+            _fused(family, changes) if adapters else fused_model(family, tuple(changes.items()))
         )
-        fuse(self.model, self.layout, MAX_MODEL_LEN)
-        read = read_adapters(adapters or {}, self.model.config)
+        self.layout = _layout(self.model)
+        read = read_adapters(adapters or {}, self.model.config)  # type: ignore[arg-type]
         if read:
             add_adapters(self.model, self.layout, read)
         self.cache = KVCache(self.layout, NUM_BLOCKS, torch.device("cpu"), torch.float32)

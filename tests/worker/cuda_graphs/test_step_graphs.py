@@ -63,7 +63,7 @@ def every_token(bench: Bench, parts: list[tuple[int, int]], seed: int = 0) -> St
     return bench.maker.step([(s, new) for s, (_, new) in zip(sequences, parts, strict=True)])
 
 
-@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=1, phases=[Phase.explicit, Phase.generate])
 @example(lengths=[20, 1, 33], seed=0)
 @given(
     st.sampled_from([2, 5, 7]).flatmap(
@@ -109,7 +109,7 @@ def test_the_first_and_the_last_mixed_size_are_met() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 def test_windows_softcaps_and_other_families_are_replayed(family: str) -> None:
-    bench = Bench(family)
+    bench = Bench(family, num_hidden_layers=2)
     bench.compare(bench.maker.step([(s, 1) for s in bench.prefilled([70, 3, 12])]))
     bench.compare(every_token(bench, [(40, 1), (30, 7), (2, 1)]))
 
@@ -121,7 +121,7 @@ def test_launches_fix_nothing_that_changes_from_step_to_step(
         ([(n, 1) for n in (0, 1, 2, 3, 4)], [(n, 1) for n in (69, 16, 32, 63, 15, 1, 30, 4)]),
         ([(0, 9), (0, 4)], [(40, 4), (1, 1), (30, 7)]),
     ):
-        bench, traces = Bench(), []
+        bench, traces = Bench(num_hidden_layers=2), []
         for parts in (first, second):
             step = every_token(bench, parts)
             bench.replayed(step)  # captures
@@ -360,11 +360,15 @@ def test_a_capture_that_fails_loses_that_size_alone() -> None:
     assert size.tokens == 32
 
 
-def test_a_forward_pass_that_waits_for_the_device_is_not_captured() -> None:
+def test_a_forward_pass_that_waits_for_the_device_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench, lines = Bench(), list[str]()
     layer: Any = bench.model.model.layers[0]  # type: ignore[union-attr, index]
     original = layer.mlp.forward
-    layer.mlp.forward = lambda x: original(x) if x.abs().sum().item() >= 0 else x
+    monkeypatch.setattr(
+        layer.mlp, "forward", lambda x: original(x) if x.abs().sum().item() >= 0 else x
+    )
     bench.graphs.capture_all(lines.append)
     assert bench.graphs.num_captured == 0
     assert lines == ["steps run without CUDA graphs: the model waits for the device (item)"]
