@@ -79,10 +79,10 @@ def bench(
 
 
 def warm_up(jobs: list[Job]) -> list[Job]:
-    """Rows after which the timed ones meet no kernel and no graph for the first time.
+    """Rows after which the timed ones meet no kernel for the first time; they generate little.
 
-    Where rows share prefixes all of them: every number of sequences has a graph of its own there,
-    which is captured when it is met. They generate little.
+    All of them where they share prefixes: steps that are too large for a graph list what is shared
+    by a kernel for each power of two of sequences.
     """
     rows = jobs if any(job.shared_len for job in jobs) else jobs[:_WARM_ROWS]
     return [replace(job, output_len=min(job.output_len, _WARM_TOKENS)) for job in rows]
@@ -108,9 +108,8 @@ def requests(jobs: list[Job], vocab: int, seed: int) -> list[Request]:
 
 def _run(built: Ready, jobs: list[Job], seed: int) -> dict[str, Any]:
     """All jobs against the clock. Each seed has prompts of its own: no run finds another's."""
-    engine, graphs = built.engine, built.graphs
+    engine = built.engine
     todo = requests(jobs, built.vocab, seed)
-    captured = graphs.num_captured if graphs else 0
     _synchronize()
     began = time.perf_counter()
     for request in todo:
@@ -136,7 +135,6 @@ def _run(built: Ready, jobs: list[Job], seed: int) -> dict[str, Any]:
         "waste": sum(waste * ms for waste, ms in used) / sum(ms for _, ms in used),
         "computed_prompt_tokens": sum(step.prefill_tokens for step in stats),
         "preemptions": sum(step.num_preempted for step in stats),
-        "captured_meanwhile": graphs.num_captured - captured if graphs else 0,
     }
 
 
