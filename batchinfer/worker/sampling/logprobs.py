@@ -63,7 +63,8 @@ def _row_stats_by_kernel(logits: Tensor) -> RowStats:
     else:
         from batchinfer.kernels.cpu.row_ops import row_stats as kernel
 
-    maximum, max_logprob = logits.new_empty(2, len(logits), dtype=torch.float32).unbind()
+    # Each where an allocation begins: Triton compiles anew for an address that is not aligned.
+    maximum, max_logprob = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     argmax = logits.new_empty(len(logits), dtype=torch.int64)
     kernel(logits, maximum=maximum, max_logprob=max_logprob, argmax=argmax)
     return RowStats(maximum, max_logprob, argmax)

@@ -55,7 +55,8 @@ def draw_on_device(logits: Tensor, batch: SamplingBatch) -> Draws:
         forbid_masked(logits, on["masked_rows"], on["masks"])
     keys = _only(on, _KEYS)
     count = len(batch.logits_rows)
-    maximum, max_logprob = logits.new_empty(2, len(logits), dtype=torch.float32).unbind()
+    # Each where an allocation begins: Triton compiles anew for an address that is not aligned.
+    maximum, max_logprob = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     draws = Draws(
         token_ids=logits.new_empty(count, dtype=torch.int64),
         logprobs=logits.new_empty(count, dtype=torch.float32),

@@ -108,6 +108,17 @@ def test_row_stats_equal_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(stats.max_logprob, expected.max_logprob)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_whatever_the_number_of_rows_nothing_is_compiled_anew_for_where_results_lie(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = normal(rows)
+    drawn = draw_on_device(logits, make_batch([Sample(row=row) for row in range(rows)]))
+    pretend_cuda(monkeypatch)
+    for stats in (drawn.stats, row_stats(logits, rows, want_argmax=True)):
+        assert [t.data_ptr() % 16 for t in (stats.maximum, stats.max_logprob)] == [0, 0]
+
+
 def test_what_masks_forbid_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, masks = np.array([1, 6], np.int32), np.array([[5, -7], [1, 2]], np.int32)
     batch = dataclasses.replace(make_batch([*PLAIN, *EDITED]), masked_rows=rows, masks=masks)
