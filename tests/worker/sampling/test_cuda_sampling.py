@@ -172,11 +172,11 @@ def test_takes_no_more_memory_than_is_planned(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tokens_are_the_cpus_on_a_gpu(dtype: torch.dtype) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    logits = normal(vocab=50_257, dtype=dtype)
+@pytest.mark.parametrize("vocab", [5003, 50_257, 151_936])
+def test_tokens_are_the_cpus_on_a_gpu(vocab: int, dtype: torch.dtype) -> None:
+    logits = normal(vocab=vocab, dtype=dtype)
     batch = make_batch([dataclasses.replace(s, logprobs=3) for s in [*PLAIN, *EDITED]])
     got = Sampler()(logits.cuda(), batch).result()
     expected = Sampler()(logits, batch).result()
