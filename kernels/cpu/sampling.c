@@ -1,7 +1,7 @@
 /* Drawing tokens from rows of logits, for CPUs, compiled on first use.
 
    Probabilities are integers in units of 2^-40 of the most likely token's, as in
-   worker/sampling/sampler.py: sums do not depend on their order, and a row's tokens not on
+   worker/sampling/on_cpu.py: sums do not depend on their order, and a row's tokens not on
    other rows. */
 
 #include <stdlib.h>
