@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchinfer.job.fleet.dispatcher import Dispatcher, Give, TakeBack
-from batchinfer.job.fleet.leases import Lease, LeaseLedger, row_ids_of
+from batchinfer.job.fleet.lease import Lease, row_ids_of
+from batchinfer.job.fleet.leases import LeaseLedger
 from batchinfer.job.row_ids import Part, sorted_row_ids
 
 STEP_S = 0.02

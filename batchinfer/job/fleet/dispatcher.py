@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from batchinfer.errors import DeviceError
-from batchinfer.job.fleet.leases import Lease, LeaseLedger
+from batchinfer.job.fleet.lease import Lease
+from batchinfer.job.fleet.leases import LeaseLedger
 from batchinfer.job.fleet.suspects import Case, Suspects
 from batchinfer.job.row_ids import NO_ROWS, RowIds, sorted_row_ids
 

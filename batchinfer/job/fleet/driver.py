@@ -17,7 +17,8 @@ from batchinfer.job.fleet.boots import Boots, FleetSize
 from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, Look, TakeBack
 from batchinfer.job.fleet.files.inbox import Inboxes, read_wanted
 from batchinfer.job.fleet.files.publisher import PartPublisher, sweep
-from batchinfer.job.fleet.leases import LeaseLedger, Ranges
+from batchinfer.job.fleet.lease import Ranges
+from batchinfer.job.fleet.leases import LeaseLedger
 from batchinfer.job.fleet.losses import Losses
 from batchinfer.job.fleet.messages import Assignment, Failure, WorkerReport
 from batchinfer.job.fleet.workers import Gone, Lost, NotUp, Seen, Told, Up, WorkerEvent, Workers

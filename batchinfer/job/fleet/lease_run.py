@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.job.fleet.leases import Ranges, Share, row_ids_of
+from batchinfer.job.fleet.lease import Ranges, Share, row_ids_of
 from batchinfer.job.fleet.messages import Assignment
 from batchinfer.job.job import OutputJob
 from batchinfer.job.output.commit import Draft, hand_over

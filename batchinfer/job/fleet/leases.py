@@ -15,57 +15,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
 
+from batchinfer.job.fleet.lease import Lease, Ranges, Share, count_rows, row_ids_of
 from batchinfer.job.row_ids import NO_ROWS, Part, RowIds, in_range, ranges_of
 
 LEASES_PER_WORKER = 2
 """One that runs, and one to come: an engine between two leases would drain."""
 MAX_UNPUBLISHED = 16
 """Drafts that wait to be published; while there are so many, nothing is leased."""
-
-Ranges = tuple[range, ...]
-"""Row ids, in order."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """Rows of one part, as a lease gives them to a worker."""
-
-    part: Part
-    rows: Ranges
-    """To run; none where the part is only made of rows that others ran."""
-    makes: bool
-    """Whether the lease is to make the part."""
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Rows that one worker runs, and no other."""
-
-    fence: int
-    worker: str
-    shares: tuple[Share, ...]
-    """By part, in order."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows to run; where a filter is, with those between them."""
-        return sum(count_rows(share.rows) for share in self.shares)
-
-
-def count_rows(ranges: Iterable[range]) -> int:
-    """How many rows are in ``ranges``."""
-    return sum(map(len, ranges))
-
-
-def row_ids_of(ranges: Iterable[range]) -> RowIds:
-    """The row ids in ``ranges``, which are in order."""
-    return np.concatenate([NO_ROWS, *(np.arange(r.start, r.stop) for r in ranges)])
 
 
 def _without(ranges: Ranges, row_ids: RowIds) -> Ranges:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from batchinfer import errors
 from batchinfer.errors import JobError
-from batchinfer.job.fleet.leases import Lease
+from batchinfer.job.fleet.lease import Lease
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.row_ids import RowIds
 

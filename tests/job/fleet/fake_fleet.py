@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from batchinfer.job.fleet.dispatcher import Dispatcher, Give, Kill, Look, TakeBack
-from batchinfer.job.fleet.leases import Lease, LeaseLedger, row_ids_of
+from batchinfer.job.fleet.lease import Lease, row_ids_of
+from batchinfer.job.fleet.leases import LeaseLedger
 from batchinfer.job.row_ids import Part, sorted_row_ids
 
 

@@ -18,7 +18,8 @@ from batchinfer.job.fleet.dispatcher import (
     Kill,
     Look,
 )
-from batchinfer.job.fleet.leases import MAX_UNPUBLISHED, Lease, LeaseLedger
+from batchinfer.job.fleet.lease import Lease
+from batchinfer.job.fleet.leases import MAX_UNPUBLISHED, LeaseLedger
 from batchinfer.job.output.quarantine import CrashHistory, crash_history_from
 from batchinfer.job.row_ids import NO_ROWS, Part, sorted_row_ids
 from tests.job.fleet.fake_fleet import FakeFleet
