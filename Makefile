@@ -15,8 +15,15 @@ demo: setup
 reference: setup
 	.venv/bin/python docs/make_reference.py
 
+PYTEST = .venv/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+
 test: setup
-	.venv/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+	$(PYTEST) -m "not long"
+
+# Kills, clusters, emulated processors, all kernels compiled: what `make test` leaves out.
+.PHONY: test-long
+test-long: setup
+	$(PYTEST) -m long
 
 # Nothing is installed: a machine with a GPU may have no network. PYTHON, else the project's own
 # environment if there is one, else python3. OUT is the folder of results.

@@ -45,6 +45,7 @@ def cells(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_every_stage_runs_with_few_packages_and_leaves_results_when_it_ends(
     tmp_path: Path,
 ) -> None:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 def test_a_small_one_is_killed_goes_on_and_is_held_to_its_bounds(tmp_path: Path) -> None:
     script = str(ROOT / "benchmarks" / "million_rows.py")
     # Killed when a third is done: with less to go it might end before the signal comes.

@@ -27,6 +27,7 @@ def test_nothing_is_wrong_slow_or_fatal(case: Case, tmp_path: Path) -> None:
     assert sum(times for word, times in found.words.items() if not word.endswith("exit 4")) > 20
 
 
+@pytest.mark.long
 def test_broken_model_folders_are_refused_by_name(tmp_path: Path) -> None:
     found = run_cases(fuzz_models.case, 40, 1, tmp_path, jobs=1, most_s=SLOW_S)
     assert found.violations == []
@@ -34,6 +35,7 @@ def test_broken_model_folders_are_refused_by_name(tmp_path: Path) -> None:
     assert found.words["exit 5"] > 20
 
 
+@pytest.mark.long
 def test_models_are_equal_to_transformers_own_or_refused(tmp_path: Path) -> None:
     found = run_cases(fuzz_families.case, len(FAMILIES), 1, tmp_path, jobs=1, most_s=SLOW_S)
     assert found.violations == []
@@ -47,6 +49,7 @@ def phimoe_unchecked(number: int, seed: int, folder: Path) -> str:
     return fuzz_families.case(of_phimoe, seed, folder)
 
 
+@pytest.mark.long
 def test_the_comparison_sees_a_window_that_is_left_out(tmp_path: Path) -> None:
     found = run_cases(phimoe_unchecked, 6, 1, tmp_path, jobs=1, most_s=SLOW_S)
     assert any("phimoe: logits are off by" in violation for violation in found.violations)

@@ -25,6 +25,7 @@ def found(scenario: Callable[[Path], object], folder: Path) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.long
 def test_every_commit_step_may_be_the_last(tmp_path: Path) -> None:
     by_point = found(quick.kill_at_named_points, tmp_path)
     steps = len(KINDS) * len(STAGES)
@@ -48,12 +49,14 @@ def test_a_stop_is_exit_75_and_of_two_runs_one_wins(tmp_path: Path) -> None:
     assert found(quick.stop_and_race, tmp_path) == {"stops": 3, "races": [[0, 7], [0, 7]]}
 
 
+@pytest.mark.long
 def test_the_same_samples_are_accepted_after_kills(tmp_path: Path) -> None:
     accepting = found(quick.kill_while_accepting, tmp_path)
     assert accepting["jobs"] == accepting["points"] >= 4
     assert accepting["kills"] >= accepting["points"]
 
 
+@pytest.mark.long
 def test_a_shard_goes_on_after_each_kill(tmp_path: Path) -> None:
     by_point = found(quick.kill_a_shard_at_named_points, tmp_path)
     assert by_point["jobs"] == by_point["points"] >= 8

@@ -57,6 +57,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     return read(folder / "rows.csv", Row)
 
 
+@pytest.mark.long
 def test_every_kernel_compiles_within_its_ceilings_and_fits(compiled: list[Row]) -> None:
     kernels = {
         function.name
@@ -71,6 +72,7 @@ def test_every_kernel_compiles_within_its_ceilings_and_fits(compiled: list[Row])
         assert [row.name for row in rows if row.shared_bytes > most] == []
 
 
+@pytest.mark.long
 def test_16_bit_kernels_spill_no_registers(compiled: list[Row]) -> None:
     spills = {row.name for row in compiled if row.stack}
     assert spills <= KNOWN_SPILLS
@@ -94,6 +96,7 @@ def test_what_is_kept_is_what_the_compiler_gives(tmp_path: Path) -> None:
     check_kept(triton.__version__, ROOT, tmp_path)
 
 
+@pytest.mark.long
 def test_triton_3_6_compiles_within_the_ceilings(compiled: list[Row], tmp_path: Path) -> None:
     if not TRITON_3_6.exists():
         known = sum(row.triton == "3.6.0" for row in compiled)

@@ -39,6 +39,7 @@ def test_on_this_processor(flags: tuple[str, ...], tmp_path: Path) -> None:
         assert attention == [_ATTENTION_BY_AMX]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("flag", "processor", "name"), _ARM.values(), ids=_ARM.keys())
 def test_on_arm(flag: str, processor: str, name: str, tmp_path: Path) -> None:
     emulator = ("qemu-aarch64", "-cpu", processor)

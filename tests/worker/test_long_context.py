@@ -100,6 +100,7 @@ def test_unscaled_positions_would_be_seen() -> None:
             assert not torch.allclose(scaled, plain, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.long
 def test_a_long_prompt_is_right_and_takes_the_memory_planned() -> None:
     """`benchmarks/long_context.py` has 131,072 tokens; an eighth of them is a 64th of it."""
     command = [sys.executable, str(ROOT / "benchmarks" / "long_context.py")]

@@ -88,6 +88,7 @@ def test_copies_take_their_time_and_auto_looks_at_it(
     assert runner.seconds > copies * block_bytes / host_bandwidth
 
 
+@pytest.mark.long
 def test_a_published_workload_takes_what_it_should() -> None:
     """256 rows of 100 to 1,024 tokens in and out, Llama 3.1 8B on one H200: at best some 12,400
     output tokens per second with operators one after another, 9,500 on a well-built engine."""

@@ -88,6 +88,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
+@pytest.mark.long
 def test_a_fleet_leaves_nothing_running_and_no_file(tmp_path: Path, machine: Machine) -> None:
     write_rows(tmp_path, ROWS)
     done = machine.run("-m", "tests.job.fleet.program", str(tmp_path), "2")
@@ -96,6 +97,7 @@ def test_a_fleet_leaves_nothing_running_and_no_file(tmp_path: Path, machine: Mac
     assert part_hashes(tmp_path / "out") == expected(tmp_path, fleet_job(tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_killed_driver_loses_nothing(tmp_path: Path, machine: Machine, workers: int) -> None:
     write_rows(tmp_path, ROWS)
@@ -107,6 +109,7 @@ def test_a_killed_driver_loses_nothing(tmp_path: Path, machine: Machine, workers
     assert part_hashes(tmp_path / "out") == expected(tmp_path, spec)
 
 
+@pytest.mark.long
 def test_a_driver_killed_between_a_part_and_its_record_loses_nothing(
     tmp_path: Path, machine: Machine
 ) -> None:
@@ -120,6 +123,7 @@ def test_a_driver_killed_between_a_part_and_its_record_loses_nothing(
     assert part_hashes(tmp_path / "out") == expected(tmp_path, fleet_job(tmp_path))
 
 
+@pytest.mark.long
 def test_a_stopped_fleet_keeps_its_rows(tmp_path: Path, machine: Machine) -> None:
     write_rows(tmp_path, ROWS)
     done = machine.run("-m", "tests.job.fleet.program", str(tmp_path), "2", "SIGTERM")
@@ -133,6 +137,7 @@ def test_a_stopped_fleet_keeps_its_rows(tmp_path: Path, machine: Machine) -> Non
     assert part_hashes(tmp_path / "out") == expected(tmp_path, spec)
 
 
+@pytest.mark.long
 def test_a_cluster_that_dies_is_begun_again(tmp_path: Path, machine: Machine) -> None:
     """Ray ends whoever has joined it then, and says so at length."""
     write_rows(tmp_path, ROWS)

@@ -25,6 +25,7 @@ def cluster() -> Iterator[Any]:
         yield made
 
 
+@pytest.mark.long
 def test_a_node_that_dies_loses_nothing(cluster: Any, tmp_path: Path) -> None:
     nodes = [add_node(cluster), add_node(cluster)]
     write_rows(tmp_path, ROWS)
@@ -36,6 +37,7 @@ def test_a_node_that_dies_loses_nothing(cluster: Any, tmp_path: Path) -> None:
         cluster.remove_node(node, allow_graceful=False)
 
 
+@pytest.mark.long
 def test_a_node_that_joins_takes_rows(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

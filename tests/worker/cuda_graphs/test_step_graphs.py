@@ -80,6 +80,7 @@ def test_a_decode_step_gives_the_plain_logits_and_touches_no_other_slot(
     bench.compare(step)
 
 
+@pytest.mark.long
 @settings(max_examples=1, phases=[Phase.explicit, Phase.generate])
 @example(parts=[(19, 1), (0, 1), (7, 6), (32, 5), (0, 3)], seed=0)  # decodes and chunks
 @example(parts=[(0, 2)], seed=1)  # of the smallest size

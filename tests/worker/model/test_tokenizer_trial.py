@@ -39,6 +39,7 @@ def test_a_tokenizer_that_is_fine_is_tried_once(model: Path, tmp_path: Path) -> 
     assert tokenizer_trial._died_of.cache_info().misses == 2
 
 
+@pytest.mark.long
 def test_a_decoder_that_fills_memory_is_refused(model: Path, tmp_path: Path) -> None:
     one = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 3000}
     path = changed(model, tmp_path, decoder={"type": "Sequence", "decoders": [one] * 4})
