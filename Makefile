@@ -25,6 +25,11 @@ test: setup
 test-long: setup
 	$(PYTEST) -m long
 
+# One file with all of the program, for `pip install 'dist/batchinfer-...whl[s3]'` elsewhere.
+.PHONY: wheel
+wheel: setup
+	.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 # Nothing is installed: a machine with a GPU may have no network. PYTHON, else the project's own
 # environment if there is one, else python3. OUT is the folder of results.
 gpu:

@@ -96,3 +96,35 @@ def one_line(error: BaseException, most: int = 300) -> str:
     line = " ".join(str(error).split())[:most]
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
     return "".join(shown)[:most] or type(error).__name__
+
+
+_SUMMARY = "Run a language model over a whole Parquet dataset"
+"""What the summary of this project's distribution begins with."""
+
+
+def install_command(extra: str) -> str:
+    """What to type for the packages of an extra, as the end of a message.
+
+    It names a checkout, as this project's name on the package index belongs to somebody else; where
+    that one is installed, it says so.
+
+    Args:
+        extra: a name under ``[project.optional-dependencies]`` of ``pyproject.toml``.
+    """
+    command = f"pip install '.[{extra}]' in a checkout of this project"
+    other = _other_distribution()
+    if other is None:
+        return command
+    return f"pip uninstall batchinfer, which is another project's ({other}), then {command}"
+
+
+def _other_distribution() -> str | None:
+    """Version of a distribution of this name that is not this project; None: there is none."""
+    from importlib import metadata  # it takes 20 ms, and no run without such an error needs it
+
+    try:
+        found = metadata.metadata("batchinfer")
+    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return None
+    is_ours = "Summary" in found and found["Summary"].startswith(_SUMMARY)
+    return None if is_ours else found["Version"]

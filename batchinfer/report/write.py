@@ -15,13 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 
 from batchinfer.console.format import printable
-from batchinfer.errors import UsageError
+from batchinfer.errors import UsageError, install_command
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.report.from_output import from_output
 
 _NEEDS = "report.html needs the packages altair and vl-convert-python"
-_INSTALL = "pip install 'batchinfer[report]'"
 
 _TIMEOUT_S = 300.0
 _PACKAGE = Path(__file__).parents[1]
@@ -34,7 +33,7 @@ def check_installed() -> None:
         UsageError: they are not; says how to install them.
     """
     if any(find_spec(name) is None for name in ("altair", "vl_convert")):
-        raise UsageError(_NEEDS, hint=_INSTALL)
+        raise UsageError(_NEEDS, hint=install_command("report"))
 
 
 def write_report(

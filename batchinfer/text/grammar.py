@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.cpus import available_cpus
+from batchinfer.errors import install_command
 from batchinfer.protocols import GrammarState
 from batchinfer.text.structured.grammar_source import GrammarError, in_a_line, sources
 
@@ -231,7 +232,7 @@ def _require_llguidance() -> None:
         import llguidance  # noqa: F401
     except ImportError:
         raise GrammarError(
-            "needs the package llguidance: pip install 'batchinfer[structured]'"
+            f"needs the package llguidance: {install_command('structured')}"
         ) from None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from batchinfer import cli, program
-from batchinfer.errors import ExitCode
+from batchinfer.errors import ExitCode, install_command
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run.run import run_job
 from batchinfer.report import write
@@ -94,14 +94,14 @@ def test_what_is_not_installed_is_named_in_a_line(
     printed = capsys.readouterr()
     assert printed.err == (
         "no report: report.html needs the packages altair and vl-convert-python: "
-        "pip install 'batchinfer[report]'\n"
+        f"{install_command('report')}\n"
     )
     assert "report.html" not in printed.out
     assert (tmp_path / "out" / "_SUCCESS").exists()
     assert batchinfer(monkeypatch, "report", str(tmp_path / "out")) == ExitCode.USAGE
     assert capsys.readouterr().err.splitlines() == [
         "report.html needs the packages altair and vl-convert-python",
-        "pip install 'batchinfer[report]'",
+        install_command("report"),
     ]
 
 

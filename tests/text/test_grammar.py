@@ -228,9 +228,9 @@ def test_work_is_bounded_while_a_text_is_made() -> None:
 
 def test_llguidance_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(GrammarError, match=r"pip install 'batchinfer\[structured\]'"):
+    with pytest.raises(GrammarError, match=r"pip install '\.\[structured\]'"):
         check_structured_outputs(asked(regex="a"))
-    with pytest.raises(GrammarError, match=r"pip install 'batchinfer\[structured\]'"):
+    with pytest.raises(GrammarError, match=r"pip install '\.\[structured\]'"):
         GrammarCompiler(byte_tokenizer(), frozenset({0}), 257).compile(asked(regex="a"))
 
 

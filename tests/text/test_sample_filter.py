@@ -94,7 +94,7 @@ def test_a_schema_that_is_wrong(schema: dict[str, Any]) -> None:
 
 def test_jsonschema_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonschema_rs", None)
-    with pytest.raises(AcceptError, match=r"pip install 'batchinfer\[structured\]'"):
+    with pytest.raises(AcceptError, match=r"pip install '\.\[structured\]'"):
         Judge(AcceptConfig(schema={}))
 
 

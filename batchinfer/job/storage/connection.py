@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.console.format import first_line, printable
-from batchinfer.errors import StorageError, UsageError
+from batchinfer.errors import StorageError, UsageError, install_command
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Connection
@@ -48,7 +48,7 @@ def connect(bucket: str, *, impatient: bool = False) -> Connection:
         from obstore.store import from_url
     except ImportError:
         raise UsageError(
-            f"{printable(bucket)} needs the package obstore: pip install 'batchinfer[s3]'"
+            f"{printable(bucket)} needs the package obstore: {install_command('s3')}"
         ) from None
     plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
     client: dict[str, Any] = {"allow_http": plain, **({"timeout": _LAST_TRY} if impatient else {})}

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from batchinfer.errors import install_command
 from batchinfer.text.structured.schema_work import GROWING, num_steps
 
 MAX_BACKTRACKS = 1_000_000
@@ -39,7 +40,7 @@ class JsonValidator:
             import jsonschema_rs
         except ImportError:
             raise SchemaError(
-                "schema needs the package jsonschema-rs: pip install 'batchinfer[structured]'"
+                f"schema needs the package jsonschema-rs: {install_command('structured')}"
             ) from None
         options = jsonschema_rs.FancyRegexOptions(backtrack_limit=MAX_BACKTRACKS)
         try:

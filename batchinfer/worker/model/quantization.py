@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from batchinfer.errors import ModelError, one_line
+from batchinfer.errors import ModelError, install_command, one_line
 
 _SAVED_TYPES = (
     "Int8WeightOnlyConfig",
@@ -164,7 +164,7 @@ def _require_torchao() -> None:
         import torchao  # noqa: F401
     except ImportError:
         raise ModelError(
-            "quantised weights need torchao: pip install 'batchinfer[quantization]'"
+            f"quantised weights need torchao: {install_command('quantization')}"
         ) from None
 
 

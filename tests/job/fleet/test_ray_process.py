@@ -105,7 +105,7 @@ def test_one_that_cannot_join_says_what_it_met(joiner: Connection) -> None:
 
 def test_where_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_process, "find_spec", lambda _name: None)
-    with pytest.raises(UsageError, match=r"needs Ray\npip install 'batchinfer\[ray\]'"):
+    with pytest.raises(UsageError, match=r"needs Ray\npip install '\.\[ray\]'"):
         RayProcess(TO_JOIN, 60.0, Event()).join(60.0)
 
 

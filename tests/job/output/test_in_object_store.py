@@ -20,7 +20,14 @@ from obstore.store import from_url
 from typer.testing import CliRunner
 
 from batchinfer.cli import app
-from batchinfer.errors import DataError, ExitCode, LockedError, StorageError, UsageError
+from batchinfer.errors import (
+    DataError,
+    ExitCode,
+    LockedError,
+    StorageError,
+    UsageError,
+    install_command,
+)
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.open import output_at
@@ -453,7 +460,7 @@ def test_without_the_package_a_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(UsageError) as caught:
         run(spec)
-    assert str(caught.value) == f"{LAKE} needs the package obstore: pip install 'batchinfer[s3]'"
+    assert str(caught.value) == f"{LAKE} needs the package obstore: {install_command('s3')}"
 
 
 @pytest.mark.parametrize("url", ["s3://lake", "hf://x/y", "s3://"])

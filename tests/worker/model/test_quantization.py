@@ -307,5 +307,5 @@ def test_without_torchao_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         }
     }
     for config, wanted in (({}, "int8_weight_only"), (saved, None)):
-        with pytest.raises(ModelError, match=r"pip install 'batchinfer\[quantization\]'"):
+        with pytest.raises(ModelError, match=r"pip install '\.\[quantization\]'"):
             check_quantization(config, wanted, "cpu")

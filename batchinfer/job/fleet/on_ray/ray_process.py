@@ -22,7 +22,7 @@ from tempfile import TemporaryFile
 from threading import Event
 from typing import IO, Any
 
-from batchinfer.errors import DeviceError, UsageError
+from batchinfer.errors import DeviceError, UsageError, install_command
 from batchinfer.job.fleet.boot import WorkerSetup
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure
 from batchinfer.job.fleet.on_ray.ray_main import ToJoin
@@ -132,7 +132,7 @@ class RayProcess:
             DeviceError: the cluster cannot be started, or does not answer in time.
         """
         if find_spec("ray") is None:
-            raise UsageError("scale.workers over 1 needs Ray", hint="pip install 'batchinfer[ray]'")
+            raise UsageError("scale.workers over 1 needs Ray", hint=install_command("ray"))
         num_gpus = None
         self._process = begun()
         try:

@@ -1,0 +1,55 @@
+"""What a message says about packages that are not installed."""
+
+from __future__ import annotations
+
+import tomllib
+from email.message import Message
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from batchinfer import errors
+from batchinfer.errors import install_command
+
+ROOT = Path(__file__).parents[1]
+
+
+def distribution(summary: str | None) -> Message:
+    made = Message()
+    made["Version"] = "3.2.1"
+    if summary is not None:
+        made["Summary"] = summary
+    return made
+
+
+def test_an_extra_is_installed_from_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
+    monkeypatch.setattr(metadata, "metadata", lambda _: distribution(summary))
+    assert install_command("s3") == "pip install '.[s3]' in a checkout of this project"
+
+
+def test_a_checkout_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> Message:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "metadata", nothing)
+    assert install_command("s3").startswith("pip install")
+
+
+@pytest.mark.parametrize("summary", [None, "Batches of inference requests"])
+def test_another_project_of_this_name_is_told(
+    summary: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "metadata", lambda _: distribution(summary))
+    assert install_command("s3").startswith(
+        "pip uninstall batchinfer, which is another project's (3.2.1), then pip install"
+    )
+
+
+def test_no_text_says_to_install_by_the_name_of_the_project() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("jobs/**/*.md")]
+    code = (ROOT / "batchinfer").rglob("*.py")
+    for path in [*pages, *code, Path(errors.__file__)]:
+        assert "pip install batchinfer" not in path.read_text(), path
+        assert "pip install 'batchinfer" not in path.read_text(), path
