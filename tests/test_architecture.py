@@ -178,7 +178,11 @@ ROOMS = [
         "The job file: read, checked, described to editors.",
         ("config", "errors", "console", "text", "job.storage", "job.input"),
     ),
-    Room("job.model_files", "Model files told apart by what they hold.", ("errors", "job.spec")),
+    Room(
+        "job.model_files",
+        "Model files told apart by what they hold.",
+        ("errors", "job.storage", "job.spec"),
+    ),
     Room("job.fingerprint", "what of a job changes its output", ("errors", "console", "job")),
     Room("job.manifest", "what an output directory is for", ("errors", "console", "job")),
     Room(

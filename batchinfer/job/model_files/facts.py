@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import ModelError
-from batchinfer.job.model_files.content_hash import content_hash
 from batchinfer.job.model_files.hub_commit import hub_commit
 from batchinfer.job.spec.spec import ModelSpec
+from batchinfer.job.storage.content_hash import content_hash
 
 NUM_HEADER_FACTS = 2
 """Of a weight file: its size and the hash of its header; what follows is the hash of all of it."""

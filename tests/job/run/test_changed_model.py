@@ -66,6 +66,17 @@ def test_what_only_looks_changed_is_the_same_job(stopped: Any, tmp_path: Path) -
     assert run_job(stopped, build=FakeBuild(), quiet=True) is ExitCode.OK
 
 
+def test_a_model_that_moved_is_the_same_job(stopped: Any, tmp_path: Path) -> None:
+    for name in ("model", "adapter"):
+        (tmp_path / name).rename(tmp_path / f"moved-{name}")
+    moved = {
+        "name": str(tmp_path / "moved-model"),
+        "adapters": {"one": str(tmp_path / "moved-adapter")},
+    }
+    spec = job(tmp_path, output=ONE_PART, model=moved)
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+
+
 def forget_content(path: Path) -> None:
     """Write a manifest as versions did that hashed no weights."""
     plan = json.loads(path.read_bytes())

@@ -1,7 +1,8 @@
 """Hashes of large local files, kept in the user's cache for as long as a file stays as it was.
 
 A file is known again by path, size, times and inode. One that was changed just before it was hashed
-is not kept: a second change within the clock's tick would show in none of these.
+is not kept: a second change within the clock's tick would show in none of these. Nor is a file of
+one chunk, which is hashed as soon as looked up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,19 +24,25 @@ _DIGITS = 64
 _FOLDER = "content-hashes"
 
 
-def content_hash(path: Path) -> str:
+def content_hash(path: Path, on_read: Callable[[int], object] | None = None) -> str:
     """SHA-256 of the SHA-256 hashes of a file's chunks of 16 MiB, in hex.
+
+    Args:
+        on_read: told of each number of bytes more that are hashed, in this thread.
 
     Raises:
         OSError: the file cannot be read.
     """
     known = _Known(path)
     before = _facts(path)
-    found = known.read(before)
+    is_large = before["size"] > _CHUNK_BYTES
+    found = known.read(before) if is_large else None
     if found is None:
-        found = _hash(path)
-        if _facts(path) == before and time.time() - before["mtime_ns"] / 1e9 > _SETTLED_S:
+        found = _hash(path, on_read)
+        if is_large and _facts(path) == before and is_settled(before["mtime_ns"], time.time()):
             known.write(before, found)
+    elif on_read is not None:
+        on_read(before["size"])
     return found
 
 
@@ -51,13 +58,36 @@ def _facts(path: Path) -> dict[str, int]:
     }
 
 
-def _hash(path: Path) -> str:
+def is_settled(changed_ns: int, at_s: float) -> bool:
+    """Whether a file that was changed last at one time would show, at another, a change since.
+
+    Args:
+        changed_ns: nanoseconds since 1970.
+        at_s: seconds since 1970.
+    """
+    return at_s - changed_ns / 1e9 > _SETTLED_S
+
+
+def _hash(path: Path, on_read: Callable[[int], object] | None) -> str:
     """Threads hash chunk by chunk: hashlib lets others run meanwhile."""
     with path.open("rb", buffering=0) as file:
-        starts = range(0, max(os.fstat(file.fileno()).st_size, 1), _CHUNK_BYTES)
+        size = os.fstat(file.fileno()).st_size
+        starts = range(0, max(size, 1), _CHUNK_BYTES)
         with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, len(starts))) as pool:
             chunks = pool.map(partial(_hash_chunk, file.fileno()), starts)
-            return hashlib.sha256(b"".join(chunks)).hexdigest()
+            return hashlib.sha256(b"".join(_counted(chunks, size, on_read))).hexdigest()
+
+
+def _counted(
+    chunks: Iterable[bytes], size: int, on_read: Callable[[int], object] | None
+) -> Iterator[bytes]:
+    """Hashes of chunks, the bytes of each told as it comes."""
+    left = size
+    for chunk in chunks:
+        if on_read is not None:
+            on_read(min(left, _CHUNK_BYTES))
+        left -= _CHUNK_BYTES
+        yield chunk
 
 
 def _hash_chunk(descriptor: int, start: int) -> bytes:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.job.model_files import content_hash as hashing
-from batchinfer.job.model_files.content_hash import content_hash
+from batchinfer.job.storage import content_hash as hashing
+from batchinfer.job.storage.content_hash import content_hash
 
 
 @pytest.fixture
