@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from batchinfer.errors import RowError, UsageError
 from batchinfer.job.fingerprint import digest, fingerprint_facts
 from batchinfer.job.input.arrow_text import is_conversation
 from batchinfer.job.input.dataset import Source, open_source
+from batchinfer.job.input.identity import with_content_hashes
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.model_files.facts import model_facts
 from batchinfer.job.output.directory import OutputDir
@@ -63,6 +64,23 @@ def open_input(spec: JobSpec) -> Source:
         JobError: it cannot be read.
     """
     return open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
+
+
+def identified(
+    source: Source, planned: Manifest | None, tell: Callable[[str], object] | None = None
+) -> Source:
+    """A dataset whose files say what is in them, so that they can be told from others.
+
+    Args:
+        planned: knows files as they were before; those that are as they were need not be read.
+        tell: shows a line, where reading takes long.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    known = () if planned is None else planned.inputs
+    known_at_s = 0.0 if planned is None else datetime.fromisoformat(planned.planned_at).timestamp()
+    return replace(source, files=with_content_hashes(source.files, known, known_at_s, tell))
 
 
 def open_job(

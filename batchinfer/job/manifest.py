@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import PurePath
@@ -13,6 +13,7 @@ from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.fingerprint import comparable, differences, model_commit
 from batchinfer.job.input.format import InputFile
+from batchinfer.job.input.identity import file_differences, have_common_files, same_files
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import Files, LocalFiles, parse_json, read_file
 
@@ -62,20 +63,30 @@ class Manifest:
         changes = ""
         if self.fingerprint != other.fingerprint:
             changes = _changes(comparable(self.job, other.job), comparable(other.job, self.job))
-        if not changes and self.inputs != other.inputs and self.input_paths != other.input_paths:
-            was, now = (printable(", ".join(m.input_paths), 120) for m in (self, other))
-            changes = f"input.path was {was}, is {now}"
+        if not changes and not have_common_files(self.inputs, other.inputs):
+            changes = self._other_paths(other)
         if changes:
             raise LockedError(
                 f"{output} holds the output of another job. What differs: {changes}",
                 hint=f"{self._way_back(other)}use --output for another directory, or --overwrite "
                 "to start over",
             )
-        for problem in _changed_files(self.inputs, other.inputs):
+        for problem in file_differences(self.inputs, other.inputs):
             raise DataError(
                 f"the input has changed since this output was begun: {problem}",
                 hint="put the input back, use --output for another directory, or --overwrite",
             )
+
+    def _other_paths(self, other: Manifest) -> str:
+        """How ``input.path`` differs; "" where it does not."""
+        if self.input_paths == other.input_paths:
+            return ""
+        was, now = (printable(", ".join(m.input_paths), 120) for m in (self, other))
+        return f"input.path was {was}, is {now}"
+
+    def has_same_input(self, other: Manifest) -> bool:
+        """Whether ``other`` plans the same rows in the same order, wherever they are."""
+        return same_files(self.inputs, other.inputs)
 
     def _way_back(self, other: Manifest) -> str:
         """What to do besides where a model's repository has moved on."""
@@ -117,16 +128,3 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         f"{key} was {format_value(was)}, is {format_value(now)}"
         for key, (was, now) in found.items()
     )
-
-
-def _changed_files(old: Sequence[InputFile], new: Sequence[InputFile]) -> Iterator[str]:
-    now = {file.path: file for file in new}
-    for file in old:
-        if file.path not in now:
-            yield f"{file.path} is gone"
-        elif now[file.path] != file:
-            yield f"{file.path} was written again"
-    before = {file.path for file in old}
-    yield from (f"{file.path} is new" for file in new if file.path not in before)
-    if [file.path for file in old] != [file.path for file in new]:
-        yield "its files are in another order"

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from batchinfer.errors import DataError, JobError, ModelError
@@ -22,8 +22,8 @@ from batchinfer.job.fleet.messages import (
     WorkerReport,
 )
 from batchinfer.job.fleet.worker import FleetWorker
-from batchinfer.job.input.format import InputFile
-from batchinfer.job.job import BuildEngine, OutputJob, load, open_input, open_job
+from batchinfer.job.input.identity import same_files
+from batchinfer.job.job import BuildEngine, OutputJob, identified, load, open_input, open_job
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import package_versions
@@ -136,15 +136,10 @@ def _open(setup: WorkerSetup, worker: str, run_id: str, outbox: Outbox) -> tuple
         if here[name] != version:
             raise ModelError(f"{name} is {here[name]} on this node, {version} on the driver's")
     out, access = worker_output(setup.spec.output.path, setup.nonce, worker, run_id, outbox)
-    source = open_input(setup.spec)
-    if _contents(source.files) != _contents(setup.manifest.inputs):
+    source = identified(open_input(setup.spec), setup.manifest)
+    if not same_files(setup.manifest.inputs, source.files):
         raise DataError("the input is another on this node than on the driver's")
     job = open_job(setup.spec, source)
     if job.manifest.fingerprint != setup.fingerprint:
         raise ModelError("the model is another on this node than on the driver's")
     return OutputJob(job.spec, source, job.table, setup.manifest, out), access
-
-
-def _contents(files: Sequence[InputFile]) -> list[InputFile]:
-    """Files without the times at which their copies were written on a node's disk."""
-    return [replace(file, mtime_ns=0) for file in files]

@@ -42,12 +42,24 @@ class InputFile:
     """An object store's mark of the content."""
     ctime_ns: int = field(default=0, compare=False)
     """For within a run: between runs a file may be copied or moved, and be the same."""
+    content_hash: str | None = None
+    """Of all that is in it: ``content_hash`` of a Parquet file, else ``content_sha256``. None: not
+    known; in a store ``etag`` tells."""
+    partition: Mapping[str, str | None] | None = None
+    """Columns that the names of its folders hold, and their values; None: not known."""
 
     @classmethod
-    def of(cls, path: str, stat: FileStat, num_rows: int, content_sha256: str) -> InputFile:
-        """A file as ``stat`` has it."""
+    def of(
+        cls,
+        path: str,
+        stat: FileStat,
+        num_rows: int,
+        content_sha256: str,
+        content_hash: str | None = None,
+    ) -> InputFile:
+        """A file as ``stat`` has it, without columns of folders."""
         facts = (stat.size, stat.mtime_ns, num_rows, content_sha256, stat.etag, stat.ctime_ns)
-        return cls(path, *facts)
+        return cls(path, *facts, content_hash, {})
 
 
 @dataclass(frozen=True, slots=True)

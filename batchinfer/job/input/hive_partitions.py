@@ -53,7 +53,10 @@ class HiveFormat:
         """Values of the columns that a file has from its folders, by file."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
-        return self._inner.inspect(path)
+        file, schema = self._inner.inspect(path)
+        values = self._values[path].items()
+        own = {name: value for name, value in values if name not in schema.names}
+        return replace(file, partition=own), schema
 
     def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
         """The columns of files and folders together.

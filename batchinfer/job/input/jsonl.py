@@ -133,7 +133,7 @@ class JsonlFormat:
                         )
         if problem is not None and not num_objects:
             raise DataError(f"{path} holds no JSON Lines: {problem.message}", hint=MEND)
-        file = InputFile.of(path, stat, num_rows, digest.hexdigest())
+        file = InputFile.of(path, stat, num_rows, digest.hexdigest(), digest.hexdigest())
         return file, types.schema()
 
     def see(self, first_row: int, rows: Sequence[Row]) -> None:

@@ -271,7 +271,7 @@ def holds_plan(out: OutputDir, manifest: Manifest) -> bool:
         begun = stored_manifest(out)
     except DataError:
         return False
-    return (begun.fingerprint, begun.inputs) == (manifest.fingerprint, manifest.inputs)
+    return begun.fingerprint == manifest.fingerprint and begun.has_same_input(manifest)
 
 
 def has_finished_rows(out: OutputDir) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,12 @@ from batchinfer.console.progress import Progress, make_progress, print_line
 from batchinfer.errors import DataError, ExitCode, NotYetError, UsageError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.input.unique_ids import check_unique_ids
-from batchinfer.job.job import BuildEngine, OutputJob, load, open_input, open_job
+from batchinfer.job.job import BuildEngine, OutputJob, identified, load, open_input, open_job
+from batchinfer.job.manifest import Manifest
 from batchinfer.job.openai.export import export
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.export_record import is_there
-from batchinfer.job.output.manifest_file import is_stored_whole
+from batchinfer.job.output.manifest_file import is_stored_whole, stored_manifest
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import (
@@ -100,7 +101,8 @@ def run_job(
     Raises:
         JobError: the job cannot be run; finished rows stay.
     """
-    job = _open(spec, output_at(spec.output.path), combined_output)
+    tell = None if quiet else partial(print_line, to_stderr=True)
+    job = _open(spec, output_at(spec.output.path), combined_output, tell)
     reporter = RunReporter(quiet, as_json, report)
     if_exists = "overwrite" if overwrite else spec.output.if_exists
     if retry_errors and if_exists == "overwrite":
@@ -131,11 +133,24 @@ def run_job(
         return _run(job, claim, resume, if_exists, reporter, build, fleet)
 
 
-def _open(spec: JobSpec, out: OutputDir, combined_output: Path | None) -> OutputJob:
+def _open(
+    spec: JobSpec,
+    out: OutputDir,
+    combined_output: Path | None,
+    tell: Callable[[str], object] | None,
+) -> OutputJob:
     source = open_input(spec)
     _refuse_own_output(source, out)
+    source = identified(source, _planned_before(out), tell)
     job = open_job(spec, source)
     return OutputJob(spec, source, job.table, job.manifest, out, combined_output)
+
+
+def _planned_before(out: OutputDir) -> Manifest | None:
+    """The plan that is stored there, if there is one."""
+    with suppress(DataError):
+        return stored_manifest(out)
+    return None
 
 
 def _refuse_own_output(source: Source, out: OutputDir) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from batchinfer.job.fleet.boot import WorkerProcess, WorkerSetup
 from batchinfer.job.fleet.messages import Failure, Ready
-from batchinfer.job.job import open_input, open_job
+from batchinfer.job.job import identified, open_input, open_job
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import clear_output, plan_resume
 from tests.job.fakes import FakeBuild, begin
@@ -22,7 +22,7 @@ def setup(tmp_path: Path) -> WorkerSetup:
     """What a driver starts its workers with."""
     write_rows(tmp_path, 10)
     spec = fleet_job(tmp_path)
-    job = open_job(spec, open_input(spec))
+    job = open_job(spec, identified(open_input(spec), None))
     out = output_at(spec.output.path)
     begin(out, job.manifest)
     out.write(out.permit, b"of this driver")

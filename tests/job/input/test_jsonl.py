@@ -307,7 +307,7 @@ def test_a_line_written_again_is_another_input(tmp_path: Path) -> None:
     path = write(tmp_path / "in" / "x.jsonl", {"prompt": "a"}, {"prompt": "b"})
     run_job(job(tmp_path), build=FakeBuild(), quiet=True)
     write(path, {"prompt": "a"}, {"prompt": "c"})
-    with pytest.raises(DataError, match=r"x\.jsonl was written again"):
+    with pytest.raises(DataError, match=r"x\.jsonl holds something else"):
         run_job(job(tmp_path), build=FakeBuild(), quiet=True)
 
 

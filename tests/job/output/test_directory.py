@@ -218,7 +218,7 @@ def test_a_damaged_manifest_without_a_finished_part_is_no_hindrance(out: OutputD
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([replace(FILE, mtime_ns=2)], "/data/a.parquet was written again"),
+        ([replace(FILE, mtime_ns=2)], "/data/a.parquet holds something else"),
         ([replace(FILE, path="/data/b.parquet")], "/data/a.parquet is gone"),
         ([FILE, replace(FILE, path="/data/b.parquet")], "/data/b.parquet is new"),
     ],

@@ -455,7 +455,7 @@ def test_a_changed_input_is_refused(tmp_path: Path, build: FakeBuild) -> None:
     numbered(tmp_path)
     run_job(job(tmp_path), build=build)
     numbered(tmp_path, count=26)
-    with pytest.raises(DataError, match=r"x\.parquet was written again"):
+    with pytest.raises(DataError, match=r"x\.parquet holds something else"):
         run_job(job(tmp_path), build=build)
 
 

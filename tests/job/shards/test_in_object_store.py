@@ -15,7 +15,7 @@ import pytest
 
 from batchinfer.errors import ExitCode, LockedError
 from batchinfer.job.input.dataset import open_source
-from batchinfer.job.job import open_job
+from batchinfer.job.job import identified, open_job
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.resume import ResumePlan, plan_of
 from batchinfer.job.output.verify import verify
@@ -103,7 +103,7 @@ def test_a_shard_that_slept_while_it_held_the_directory_leaves_its_siblings_plan
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = output_at(spec.output.path)
-    manifest = open_job(spec, open_source(spec.input.paths)).manifest
+    manifest = open_job(spec, identified(open_source(spec.input.paths), None)).manifest
     siblings = replace(manifest, planned_at="2026-01-01T00:00:00")
     agree = OneShard._agree
 

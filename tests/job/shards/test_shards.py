@@ -18,7 +18,7 @@ import pytest
 
 from batchinfer.errors import DataError, ExitCode, LockedError, NotYetError, UsageError
 from batchinfer.job.input.dataset import open_source
-from batchinfer.job.job import open_job
+from batchinfer.job.job import identified, open_job
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
@@ -82,7 +82,7 @@ def check_finished(spec: JobSpec, plain: dict[str, bytes]) -> None:
 def living(spec: JobSpec, index: int, count: int = COUNT) -> Iterator[None]:
     """While another shard runs."""
     shard = OneShard(output_at(spec.output.path), Shard(index, count))
-    manifest = open_job(spec, open_source(spec.input.paths)).manifest
+    manifest = open_job(spec, identified(open_source(spec.input.paths), None)).manifest
     with shard.begun(manifest, spec.output.if_exists):
         yield
 

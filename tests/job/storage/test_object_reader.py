@@ -120,7 +120,7 @@ def test_an_object_that_was_written_again_is_another_input(prompts: str, tmp_pat
     run_job(spec, build=FakeBuild(), quiet=True)
     write_parquet(tmp_path / "again" / "a.parquet", {"x": [0], "prompt": ["row 9"]})
     upload(tmp_path / "again", prompts.removeprefix(f"{LAKE}/"))
-    with pytest.raises(DataError, match=r"has changed.*a\.parquet was written again"):
+    with pytest.raises(DataError, match=r"has changed.*a\.parquet holds something else"):
         run_job(spec, build=FakeBuild(), quiet=True)
 
 

@@ -1,0 +1,141 @@
+"""Whether a dataset is the one that was planned: what its files hold, in order.
+
+Where they are, what they are called and when they were written do not matter, but for what the
+names of their folders say of their rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from operator import attrgetter
+from pathlib import Path
+
+from batchinfer.errors import DataError
+from batchinfer.job.input.format import InputFile
+from batchinfer.job.storage.content_hash import content_hash, is_settled
+
+_TELL_AFTER_S = 1.0
+_GB = 1e9
+
+_stat_facts = attrgetter("path", "size", "mtime_ns", "ctime_ns")
+_facts = attrgetter("size", "num_rows", "content_sha256", "etag")
+_facts_of_before = attrgetter("path", "mtime_ns", "size", "num_rows", "content_sha256", "etag")
+
+
+def with_content_hashes(
+    files: Sequence[InputFile],
+    known: Sequence[InputFile] = (),
+    known_at_s: float = 0.0,
+    tell: Callable[[str], object] | None = None,
+) -> tuple[InputFile, ...]:
+    """Files with the hashes of their contents; those in stores have marks that say as much.
+
+    Args:
+        known: files as they were found before, and hashed; one that has not changed since is not
+            hashed again.
+        known_at_s: when that was, in seconds since 1970.
+        tell: shows a line; called once, if hashing takes long.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    before = {_stat_facts(file): file.content_hash for file in known}
+    found = [_as_known(file, before.get(_stat_facts(file)), known_at_s) for file in files]
+    to_hash = [file for file in found if file.content_hash is None and file.etag is None]
+    notice = _Notice(sum(file.size for file in to_hash), tell)
+    hashes = {file.path: _hash(file.path, notice.add) for file in to_hash}
+    return tuple(
+        replace(file, content_hash=hashes[file.path]) if file.path in hashes else file
+        for file in found
+    )
+
+
+def same_files(planned: Sequence[InputFile], found: Sequence[InputFile]) -> bool:
+    """Whether files hold the same rows in the same order."""
+    content = _content_of(planned)
+    return list(map(content, planned)) == list(map(content, found))
+
+
+def have_common_files(planned: Sequence[InputFile], found: Sequence[InputFile]) -> bool:
+    """Whether some file holds what one did that was planned."""
+    content = _content_of(planned)
+    return not set(map(content, planned)).isdisjoint(map(content, found))
+
+
+def file_differences(planned: Sequence[InputFile], found: Sequence[InputFile]) -> Iterator[str]:
+    """What differs between files that were planned and those that are there, file by file."""
+    if same_files(planned, found):
+        return
+    content = _content_of(planned)
+    there, wanted = (Counter(map(content, files)) for files in (found, planned))
+    before, now = _by_name(planned), _by_name(found)
+    for name, file in before.items() if there != wanted else ():
+        if name in now and content(file) != content(now[name]):
+            yield f"{now[name].path} holds something else"
+        elif name not in now and not there[content(file)]:
+            yield f"{file.path} is gone"
+    for name, file in now.items() if there != wanted else ():
+        if name not in before and not wanted[content(file)]:
+            yield f"{file.path} is new"
+    pairs = zip(planned, found, strict=False)
+    moved = (now.path for was, now in pairs if content(was) != content(now))
+    yield f"its files are in another order, from {next(moved, found[-1].path)} on"
+
+
+def _as_known(file: InputFile, known: str | None, known_at_s: float) -> InputFile:
+    changed_ns = max(file.mtime_ns, file.ctime_ns)
+    if file.content_hash is not None or known is None or not is_settled(changed_ns, known_at_s):
+        return file
+    return replace(file, content_hash=known)
+
+
+def _hash(path: str, on_read: Callable[[int], None]) -> str:
+    try:
+        return content_hash(Path(path), on_read)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _content_of(planned: Sequence[InputFile]) -> Callable[[InputFile], Hashable]:
+    """Gives what tells a file's rows from others, as far as a plan knows."""
+    is_of_version_before = any(file.partition is None for file in planned)
+    return _facts_of_before if is_of_version_before else _content
+
+
+def _content(file: InputFile) -> Hashable:
+    own = tuple(sorted((file.partition or {}).items()))
+    return own, file.content_hash or _facts(file)
+
+
+def _by_name(files: Sequence[InputFile]) -> dict[str, InputFile]:
+    """Files by path below the folder that all are in: the same wherever that is."""
+    folders = [file.path.split("/")[:-1] for file in files]
+    shared = takewhile(lambda names: len(set(names)) == 1, zip(*folders, strict=False))
+    common = len(list(shared))
+    return {"/".join(file.path.split("/")[common:]): file for file in files}
+
+
+class _Notice:
+    """Tells that hashing goes on, once, where it takes long.
+
+    Args:
+        total: bytes to hash.
+    """
+
+    def __init__(self, total: int, tell: Callable[[str], object] | None) -> None:
+        self._total = total
+        self._tell = tell
+        self._done = 0
+        self._began = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that were hashed."""
+        self._done += num_bytes
+        if self._tell is None or time.monotonic() - self._began < _TELL_AFTER_S:
+            return
+        self._tell(f"hashing inputs, {self._done / _GB:.1f} of {self._total / _GB:.1f} GB")
+        self._tell = None

@@ -1,0 +1,233 @@
+"""A job whose input, or whose whole folder, was touched, moved or changed between two runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import ExitCode, LockedError
+from batchinfer.job.input import identity
+from batchinfer.job.run.run import run_job
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, TellingBuild, job
+from tests.job.output.test_resume import stop_at
+
+NAMES = ("a.parquet", "b.parquet", "sub/c.parquet")
+ROWS = 10
+
+
+def write_plain(path: Path, prompts: list[str]) -> None:
+    """A file whose pages hold texts as they are, and no checksums."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"prompt": prompts})
+    pq.write_table(table, path, compression="none", use_dictionary=False)
+
+
+def stopped_at(root: Path) -> set[int]:
+    """A job over three files of equal shape, stopped half-way; its unfinished rows."""
+    for at, name in enumerate(NAMES):
+        write_plain(root / "in" / name, [f"{at} row {row:02d}" for row in range(ROWS)])
+    build = TellingBuild(max_num_seqs=4)
+    build.before_step = stop_at(40)
+    assert run_job(job(root), build=build, quiet=True) is ExitCode.INTERRUPTED
+    kept = [
+        row
+        for path in (root / "out" / "_batchinfer" / "segments").iterdir()
+        for row in pq.read_table(path)["row_id"].to_pylist()
+    ]
+    kept += [at * 10 + n for at, _ in enumerate((root / "out/data").iterdir()) for n in range(10)]
+    assert kept
+    return set(range(30)) - set(kept)
+
+
+def ran(root: Path, **sections: Any) -> set[int]:
+    """Rows that the same job runs now."""
+    build = TellingBuild()
+    assert run_job(job(root, **sections), build=build, quiet=True) is ExitCode.OK
+    return set(build.ran)
+
+
+def touch(root: Path) -> Path:
+    for name in NAMES:
+        os.utime(root / "in" / name)
+    return root
+
+
+def move_all(root: Path) -> Path:
+    return Path(shutil.move(root, root.with_name("moved")))
+
+
+def copy_all(root: Path) -> Path:
+    return Path(shutil.copytree(root, root.with_name("copied")))
+
+
+def rename_files(root: Path) -> Path:
+    for name, new in zip(NAMES, ("0.parquet", "b2.parquet", "sub/x.parquet"), strict=True):
+        (root / "in" / name).rename(root / "in" / new)
+    return root
+
+
+@pytest.mark.parametrize("change", [touch, move_all, copy_all, rename_files])
+def test_what_holds_the_same_rows_is_the_same_input(
+    tmp_path: Path, change: Callable[[Path], Path]
+) -> None:
+    unfinished = stopped_at(tmp_path / "job")
+    root = change(tmp_path / "job")
+    assert ran(root) == unfinished
+    assert run_job(job(root), build=FakeBuild(), quiet=True) is ExitCode.OK, "nothing to do"
+
+
+def test_the_data_alone_may_move(tmp_path: Path) -> None:
+    unfinished = stopped_at(tmp_path)
+    (tmp_path / "in").rename(tmp_path / "elsewhere")
+    place = {"path": [str(tmp_path / "elsewhere" / name) for name in NAMES]}
+    assert ran(tmp_path, input=place) == unfinished
+
+
+def swap(folder: Path) -> None:
+    (folder / "a.parquet").rename(folder / "x")
+    (folder / "b.parquet").rename(folder / "a.parquet")
+    (folder / "x").rename(folder / "b.parquet")
+
+
+def edit_a_page(folder: Path) -> None:
+    """A byte of a row, with the size and the footer that there were."""
+    path = folder / "b.parquet"
+    data = path.read_bytes()
+    other = data.replace(b"1 row 03", b"1 row 83")
+    assert other != data
+    assert len(other) == len(data)
+    status = path.stat()
+    path.write_bytes(other)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def append(folder: Path) -> None:
+    write_plain(folder / "b.parquet", [f"1 row {row:02d}" for row in range(ROWS + 1)])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (swap, r"its files are in another order, from \S*in/a\.parquet on"),
+        (edit_a_page, r"in/b\.parquet holds something else"),
+        (append, r"in/b\.parquet holds something else"),
+        (lambda folder: (folder / "b.parquet").unlink(), r"in/b\.parquet is gone"),
+        (
+            lambda folder: write_parquet(folder / "b1.parquet", {"prompt": ["new"]}),
+            r"in/b1\.parquet is new",
+        ),
+    ],
+    ids=["swap", "edit a page", "append", "delete", "add"],
+)
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_what_differs_is_named(
+    tmp_path: Path, change: Callable[[Path], object], says: str, is_moved: bool
+) -> None:
+    stopped_at(tmp_path / "job")
+    root = move_all(tmp_path / "job") if is_moved else tmp_path / "job"
+    change(root / "in")
+    build = FakeBuild()
+    with pytest.raises(identity.DataError, match=says):
+        run_job(job(root), build=build, quiet=True)
+    assert build.count == 0
+
+
+def test_another_dataset_is_named_by_its_path(tmp_path: Path) -> None:
+    stopped_at(tmp_path)
+    write_parquet(tmp_path / "other" / "a.parquet", {"prompt": ["x"]})
+    place = {"path": str(tmp_path / "other")}
+    with pytest.raises(LockedError, match=r"input\.path was \S*/in, is \S*/other"):
+        run_job(job(tmp_path, input=place), build=FakeBuild(), quiet=True)
+
+
+def test_lines_may_be_packed_and_their_file_moved(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"prompt": f"row {row}"}) + "\n" for row in range(12)).encode()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.jsonl").write_bytes(lines)
+    assert ran(tmp_path) == set(range(12))
+    (tmp_path / "in" / "x.jsonl").unlink()
+    (tmp_path / "in" / "y.jsonl.gz").write_bytes(gzip.compress(lines))
+    assert ran(tmp_path) == set()
+
+
+def test_a_folder_that_is_a_column_counts(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in" / "lang=en" / "a.parquet", {"prompt": ["a"]})
+    assert ran(tmp_path) == {0}
+    (tmp_path / "in").rename(tmp_path / "moved")
+    moved = {"path": str(tmp_path / "moved")}
+    assert ran(tmp_path, input=moved) == set()
+    (tmp_path / "moved" / "lang=en").rename(tmp_path / "moved" / "lang=de")
+    with pytest.raises(LockedError, match=r"input\.path was"):
+        ran(tmp_path, input=moved)
+
+
+def as_before(out: Path) -> None:
+    """Write the plan as versions did that told files by path and time."""
+    for name in ("manifest.json", "manifest-copy.json"):
+        path = out / "_batchinfer" / name
+        plan = json.loads(path.read_bytes())
+        for file in plan["inputs"]:
+            del file["content_hash"], file["partition"]
+        path.write_text(json.dumps(plan))
+
+
+def test_a_plan_of_a_version_before_is_gone_on_with(tmp_path: Path) -> None:
+    unfinished = stopped_at(tmp_path)
+    as_before(tmp_path / "out")
+    assert ran(tmp_path) == unfinished
+
+
+def test_a_plan_of_a_version_before_tells_files_by_their_time(tmp_path: Path) -> None:
+    stopped_at(tmp_path)
+    as_before(tmp_path / "out")
+    touch(tmp_path)
+    with pytest.raises(identity.DataError, match=r"in/a\.parquet holds something else"):
+        ran(tmp_path)
+
+
+def test_a_file_that_is_as_it_was_is_not_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_at(tmp_path)
+    hashed: list[str] = []
+    real = identity.content_hash
+
+    def count(path: Path, on_read: Any) -> str:
+        hashed.append(path.name)
+        return real(path, on_read)
+
+    monkeypatch.setattr(identity, "content_hash", count)
+    monkeypatch.setattr(identity, "is_settled", lambda *_: True)
+    os.utime(tmp_path / "in" / "b.parquet")
+    ran(tmp_path)
+    assert hashed == ["b.parquet"]
+
+
+def test_a_file_that_was_just_written_is_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its times would not show a second change within a tick of the clock."""
+    stopped_at(tmp_path)
+    monkeypatch.setattr(identity, "content_hash", lambda path, _: f"of {path.name}")
+    with pytest.raises(identity.DataError, match="holds something else"):
+        ran(tmp_path)
+
+
+def test_a_wait_for_hashes_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.5, 1.5, 1.6])
+    monkeypatch.setattr(identity.time, "monotonic", lambda: next(clock))
+    told: list[str] = []
+    notice = identity._Notice(4_000_000_000, told.append)
+    for _ in range(4):
+        notice.add(1_000_000_000)
+    assert told == ["hashing inputs, 2.0 of 4.0 GB"]
