@@ -63,7 +63,8 @@ def open_input(spec: JobSpec) -> Source:
     Raises:
         JobError: it cannot be read.
     """
-    return open_source(spec.input.paths, spec.input.limit, spec.input.format, spec.input.filter)
+    asked = spec.input
+    return open_source(asked.paths, asked.limit, asked.format, asked.filter, asked.schema_mode)
 
 
 def identified(

@@ -36,6 +36,7 @@ model:
 input:
   path: lake/prompts/dt={{ ds }}/
   format: auto
+  schema: strict
   id_column: null
   filter: null
   keep_columns: "*"

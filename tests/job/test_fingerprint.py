@@ -56,6 +56,7 @@ def test_what_changes_the_output_changes_the_fingerprint(tmp_path: Path, overrid
     [
         "name=other",
         "input.path=other.parquet",
+        "input.schema=union",  # what both can read, both read alike
         "output.path=other",
         "output.if_exists=error",
         "errors.max_error_rate=1",

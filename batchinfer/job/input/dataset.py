@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from batchinfer.job.input.format import (
     check_unchanged,
 )
 from batchinfer.job.input.hive_partitions import HiveFormat, folder_values
+from batchinfer.job.input.union import Difference, SchemaMode, UnitedFormat, same, widened
 from batchinfer.job.row_ids import Part, RowIds
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
@@ -44,6 +45,8 @@ class Source:
     format: Format
     selection: Selection | None = None
     """The rows selected; None: the first ones."""
+    differences: Mapping[str, Difference] = field(default_factory=dict)
+    """Columns that differ from file to file: they are in ``schema`` and cannot be read."""
 
     @property
     def rows_there(self) -> range:
@@ -78,6 +81,19 @@ class Source:
                     f"{key}: {self.files[0].path} has no column {format_value(name)}",
                     hint=printable(f"its columns are: {listed(self.schema.names)}"),
                 )
+
+    def require_alike(self, columns: Iterable[str], *, only_kept: bool = False) -> None:
+        """Check that columns are the same in all files, or united.
+
+        Args:
+            only_kept: they are of use for ``input.keep_columns`` alone.
+
+        Raises:
+            DataError: one differs; shows two files.
+        """
+        for name in columns:
+            if name in self.differences:
+                raise self.differences[name].error(only_kept=only_kept)
 
     def check_unchanged(self) -> None:
         """Check that every file is still the one that was opened.
@@ -176,6 +192,7 @@ def open_source(
     limit: int | None = None,
     format_name: str = "auto",
     condition: str | None = None,
+    mode: SchemaMode = "strict",
 ) -> Source:
     """Find the files behind ``path`` and check that they can be read together.
 
@@ -185,14 +202,17 @@ def open_source(
         limit: use only this many rows, of those that meet the condition.
         format_name: ``input.format``.
         condition: ``input.filter``; the rows that meet it are found at once.
+        mode: ``input.schema``.
 
     Raises:
-        DataError: no file, a file that is not readable, or files that do not go together.
+        DataError: no file, a file that is not readable, or files that do not go together in what
+            the condition reads.
         StorageError: an object store does not answer.
         UsageError: ``auto``, and files are named for two formats; a condition that is wrong.
     """
     names = find_files(path, format_name)
-    chosen = _format(named_format(names) if format_name == "auto" else format_name)
+    chosen = _format(named_format(names) if format_name == "auto" else format_name, mode)
+    differences = chosen.differences if isinstance(chosen, UnitedFormat) else {}
     folders = folder_values([path] if isinstance(path, str) else path, names)
     if any(folders.values()) and not chosen.holds_requests:
         chosen = HiveFormat(chosen, folders)
@@ -201,14 +221,16 @@ def open_source(
     schema = chosen.common_schema(files, [schema for _, schema in found])
     total = sum(file.num_rows for file in files)
     if condition is None:
-        return Source(files, schema, total if limit is None else min(total, limit), chosen)
-    whole = Source(files, schema, total, chosen)
+        rows = total if limit is None else min(total, limit)
+        return Source(files, schema, rows, chosen, differences=differences)
+    whole = Source(files, schema, total, chosen, differences=differences)
     meets = Condition(condition, schema)
+    whole.require_alike(meets.columns)
     selection = select_rows(meets, whole.scan(meets.columns, [whole.rows_there]), limit)
     return replace(whole, num_rows=len(selection), selection=selection)
 
 
-def _format(name: str) -> Format:
+def _format(name: str, mode: SchemaMode) -> Format:
     if name == "jsonl":
         from batchinfer.job.input.jsonl import JsonlFormat
 
@@ -219,4 +241,4 @@ def _format(name: str) -> Format:
         return OpenAIFormat()
     from batchinfer.job.input.parquet import ParquetFormat
 
-    return ParquetFormat()
+    return UnitedFormat(ParquetFormat(), mode, widened if mode == "union" else same)

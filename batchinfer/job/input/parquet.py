@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.console.format import first_line, format_value
+from batchinfer.console.format import first_line
 from batchinfer.errors import DataError
-from batchinfer.job.input.arrow_text import check_indices, python_rows
+from batchinfer.job.input.arrow_text import check_indices
 from batchinfer.job.input.format import (
     MEND,
     READ_ERRORS,
     InputFile,
     ReadRequest,
-    Row,
-    Rows,
     check_unchanged,
     cut,
 )
@@ -72,9 +70,7 @@ def _shape_of(kind: pa.DataType) -> Shape:
 
 
 class ParquetFormat:
-    """Parquet files, their footers and page checksums checked."""
-
-    holds_requests = False
+    """Parquet files, their footers and page checksums checked; ``TypedFormat``."""
 
     def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
         store = store_of(path)
@@ -94,13 +90,6 @@ class ParquetFormat:
             ) from error
         digest = hashlib.sha256(footer).hexdigest()
         return InputFile.of(path, stat, num_rows, digest), schema
-
-    def common_schema(self, files: Sequence[InputFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
-        """The columns of the first file, which all others must have, of the same types."""
-        _check_names(files[0].path, schemas[0])
-        for file, schema in zip(files, schemas, strict=True):
-            _check_same_schema(files[0], schemas[0], file, schema)
-        return schemas[0]
 
     def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Batches of columns; DataError names the row group."""
@@ -130,13 +119,6 @@ class ParquetFormat:
                 f"{file.path}: row group {group} cannot be read: {first_line(error)}",
                 hint=f"the file is damaged or has changed; {MEND}",
             ) from error
-
-    def rows(self, request: ReadRequest) -> Iterator[Rows]:
-        """Rows as Python's values, texts as their bytes."""
-        for first, batch in self.scan(request):
-            rows: list[Row] = list(python_rows(batch))
-            del batch  # before the next one is read: it may be huge
-            yield first, rows
 
     def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
         """Compressed bytes of the columns in the input; DataError where its footer is damaged."""
@@ -172,29 +154,3 @@ def _check_indices(batch: pa.RecordBatch) -> None:
 def _check_complete(row: int, stop: int) -> None:
     if row != stop:
         raise OSError(f"it should have {stop - row} more rows")
-
-
-def _check_names(path: str, schema: pa.Schema) -> None:
-    for name in schema.names:
-        if schema.names.count(name) > 1:
-            raise DataError(
-                f"{path} has more than one column named {format_value(name)}; rename one"
-            )
-
-
-def _check_same_schema(
-    first: InputFile, first_schema: pa.Schema, file: InputFile, schema: pa.Schema
-) -> None:
-    for name in dict.fromkeys([*first_schema.names, *schema.names]):
-        here, there = (_field_type(s, name) for s in (first_schema, schema))
-        if here != there:
-            raise DataError(
-                f"input files differ in column {format_value(name)}:\n"
-                f"  {first.path}: {here or 'no such column'}\n"
-                f"  {file.path}: {there or 'no such column'}",
-                hint="write them again with the same columns, or run them as jobs of their own",
-            )
-
-
-def _field_type(schema: pa.Schema, name: str) -> pa.DataType | None:
-    return schema.field(name).type if name in schema.names else None

@@ -55,7 +55,7 @@ def output_table(source: Source, spec: JobSpec) -> OutputTable:
     """The output table of a job.
 
     Raises:
-        DataError: a column to keep is not in the input.
+        DataError: a column to keep is not in the input, or differs from file to file.
         UsageError: two output columns would have one name, or ``output.rename`` names a column
             that is not kept.
     """
@@ -75,7 +75,9 @@ def _kept_names(source: Source, spec: JobSpec) -> dict[str, str]:
     source.require(names, "input.keep_columns")
     if spec.input.id_column is not None:
         source.require([spec.input.id_column], "input.id_column")
+        source.require_alike([spec.input.id_column])
         names.append(spec.input.id_column)
+    source.require_alike(names, only_kept=True)
     if spec.output.format == "openai-batch":
         names += RESPONSE_COLUMNS
     rename = spec.output.rename

@@ -32,27 +32,33 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
     Raises:
         UsageError: it reads a column that is not there, names no source where none is usual, or
             needs the chat template that it switches off.
-        DataError: the column it names is not there, or of a type that no prompt is made of; or
-            the column ``sampling_params`` is of a type that holds no parameters.
+        DataError: the column it names is not there, or of a type that no prompt is made of, or
+            differs from file to file; or the column ``sampling_params`` is of a type that holds no
+            parameters.
     """
     if source.format.holds_requests:
         return  # prompts are in them
     names = source.schema.names
     if config.token_ids_column is not None:
         require_column(config.token_ids_column, "prompt.token_ids_column", names)
+        source.require_alike([config.token_ids_column])
         _check_token_ids(source, config.token_ids_column)
     else:
         prompt = make_source(config, names)
+        source.require_alike(sorted(prompt.columns))
         if isinstance(prompt, ColumnSource):
             _check_prompt(source, prompt.name, config)
     if config.system is not None:
-        checked_template(config.system, "prompt.system", frozenset(names))
+        system = checked_template(config.system, "prompt.system", frozenset(names))
+        source.require_alike(sorted(system.columns(frozenset(names))))
     if config.adapter_column is not None:
         require_column(config.adapter_column, "prompt.adapter_column", names)
+        source.require_alike([config.adapter_column])
         kind = _type_of(source, config.adapter_column)
         if not _may_be_text(kind):
             raise _wrong_type(source, config.adapter_column, "prompt.adapter_column", "string")
     if SAMPLING_COLUMN in names:
+        source.require_alike([SAMPLING_COLUMN])
         _check_sampling_params(source)
 
 
@@ -64,6 +70,7 @@ def check_completions_column(name: str, source: Source) -> None:
     """
     key = "score.completions_column"
     require_column(name, key, source.schema.names)
+    source.require_alike([name])
     kind = _type_of_lists(source, name, key)
     item = _item_of(kind)
     is_ids = item is not None and _is_list(item) and pa.types.is_integer(item.value_type)

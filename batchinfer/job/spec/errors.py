@@ -56,7 +56,7 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def _names(record: type[BaseModel]) -> tuple[str, ...]:
-    return tuple(record.model_fields)
+    return tuple(field.alias or name for name, field in record.model_fields.items())
 
 
 def known_keys() -> dict[str, tuple[str, ...]]:

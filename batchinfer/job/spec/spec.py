@@ -130,6 +130,11 @@ class InputSpec(_Section):
     glob."""
     format: Literal["auto", "parquet", "jsonl", "openai-batch"] = "auto"
     """auto: jsonl where files are named .jsonl or .ndjson (.gz, .zst, .bz2), else parquet."""
+    schema_mode: Literal["strict", "union"] = Field(default="strict", alias="schema")
+    """What to do about files that differ in a column that is kept or used. strict: refuse them.
+    union: one column of all of them, of a type that holds every value unchanged (int64 for int32
+    and int64, string for dictionaries of strings), null where a file does not have it; types that
+    have none in common, like text and number, are refused. JSON Lines are united either way."""
     id_column: Text | None = None
     """A column that identifies rows; its values must differ."""
     filter: Text | None = None
@@ -329,4 +334,4 @@ class JobSpec(_Section):
 
 def resolved(spec: JobSpec) -> dict[str, Any]:
     """Every key of the job with its value, defaults included, as JSON data."""
-    return spec.model_dump(mode="json")
+    return spec.model_dump(mode="json", by_alias=True)
