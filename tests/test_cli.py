@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from batchinfer import cli
-from batchinfer.__main__ import UNUSED
 from batchinfer.errors import (
     DataError,
     DeviceError,
@@ -28,6 +27,7 @@ from batchinfer.errors import (
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.options import BenchOptions
+from batchinfer.process import UNUSED
 from batchinfer.report.write import report_at_end
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job

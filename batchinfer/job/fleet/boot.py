@@ -27,7 +27,7 @@ from batchinfer.job.job import BuildEngine, OutputJob, identified, load, open_in
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import package_versions
-from batchinfer.process import bound_spinning, gc_paused
+from batchinfer.process import bound_spinning, gc_paused, skip_optional_imports
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class WorkerProcess:
         if setup.omp_num_threads is None:
             os.environ.pop("OMP_NUM_THREADS", None)  # torch is not imported yet
         bound_spinning()
+        skip_optional_imports()
         self._setup = setup
         self._name = worker
         self._run_id = run_id

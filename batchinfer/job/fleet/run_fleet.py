@@ -28,7 +28,7 @@ from batchinfer.job.stats.recorder import next_run_id
 
 _WORKERS_PER_CORE = 2
 """More only wait for each other, and take minutes to come up."""
-_PRELOAD = ("batchinfer.build",)
+_PRELOAD = ("batchinfer.job.fleet.on_ray.preload",)
 """What takes a worker seconds to import: it begins before there is anything to do."""
 
 
