@@ -17,6 +17,7 @@ from batchinfer.kernels.forbid_masked import forbid_masked
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.lora import lora_expand, lora_shrink
+from batchinfer.kernels.matmul import matmul
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.kernels.rotary_write import rotary_write
@@ -143,6 +144,15 @@ def _lora(name: str, ranks: int, width: int, out_width: int) -> Case:
     return Case(name, ("_lora_shrink_kernel", "_lora_expand_kernel"), launch)
 
 
+def _matmul(name: str, outputs: int, depth: int, adds: bool = False) -> Case:
+    def launch() -> None:
+        x = torch.zeros(4, depth, dtype=_DTYPE)
+        weight = torch.zeros(1, depth, dtype=_DTYPE).expand(outputs, depth)
+        matmul(x, weight, out=torch.zeros(4, outputs, dtype=_DTYPE), adds=adds)
+
+    return Case(name, ("_matmul_kernel",), launch)
+
+
 def _sample(name: str, *kernels: str, edited: bool = False, **programs: bool) -> Case:
     """Draws from two rows, by the programs that steps with and without filters have."""
 
@@ -230,4 +240,8 @@ CASES = (
     _block_copy(),
     _unpack_tables(),
     _lora("lora_r16_4096", 16, 4096, 4096),
+    # Llama-3.1-8B's gate and up, its o_proj; the head of Qwen3-0.6B
+    _matmul("matmul_28672_4096", 28672, 4096),
+    _matmul("matmul_4096_4096_adds", 4096, 4096, adds=True),
+    _matmul("matmul_151936_1024", 151_936, 1024),
 )  # fmt: skip

@@ -254,3 +254,18 @@ def lora_expand(
     for factor, start, stop in zip(up, starts[:-1].tolist(), starts[1:].tolist(), strict=False):
         product = whole[start:stop].double() @ factor.double().T
         out[rows[start:stop]] = (out[rows[start:stop]].double() + product).to(out.dtype)
+
+
+def matmul(
+    x: torch.Tensor,  # [M, K]
+    weight: torch.Tensor,  # [N, K]
+    bias: torch.Tensor | None = None,  # [N]
+    *,
+    out: torch.Tensor,  # [M, N]
+    adds: bool = False,
+) -> None:
+    """Write every row's product with the weight into `out`, or add it to what that holds."""
+    product = x.double() @ weight.double().T
+    if bias is not None:
+        product += bias.double()
+    out.copy_(product + out.double() if adds else product)

@@ -1,0 +1,146 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
+# the comment behind each. Compile-time constants are written as constants.)
+"""Matrix product whose rows have the same bits however many there are, by any weight of a model.
+
+Formula, for every row t and output n:
+
+    out[t, n] = bias[n] + sum_k x[t, k] weight[n, k]      (with `adds`, and + out[t, n])
+
+cuBLAS chooses tiles, and whether to cut the sum, by the number of rows. Here the shape of a program
+follows from the weight and the device alone, a program adds up a tile of outputs from the first k
+to the last, and no sum is cut: a tile that few rows fill costs what a full one does.
+
+Accumulation: float32, rounded to `out`'s dtype once; float32 products are exact float32 (no TF32).
+
+Sources: batch-invariant products by one kernel configuration, as in batch_invariant_ops (He and
+Thinking Machines Lab 2025, "Defeating Nondeterminism in LLM Inference") and vLLM's
+`VLLM_BATCH_INVARIANT`; the order of tiles is that of Triton's matmul tutorial.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.launch import OPTIONS, check_launchable
+
+_ROW_TILES = 8  # that share a tile of weights while it is in the L2
+_MANY_OUTPUTS = 6144  # from here on 256 rows fill the multiprocessors of an H100 by wide tiles
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """The shape of one program."""
+
+    rows: int
+    outputs: int
+    depth: int  # elements of the sum per turn of the loop
+    num_warps: int
+    num_stages: int
+
+
+def product_config(weight: torch.Tensor) -> ProductConfig:
+    """Launch shape of products by a weight [N, K]. It must not depend on the rows.
+
+    A tile of weights is read for 128 rows, of which each of two warp groups has half. Few outputs
+    are cut into narrow tiles, since the sum, which would make more work of a small product, is not
+    cut. float32 has no tensor cores.
+    """
+    if weight.element_size() == 4:
+        return ProductConfig(rows=64, outputs=64, depth=16, num_warps=8, num_stages=3)
+    outputs = 128 if len(weight) >= _MANY_OUTPUTS else 64
+    return ProductConfig(rows=128, outputs=outputs, depth=64, num_warps=8, num_stages=4)
+
+
+def matmul(
+    x: torch.Tensor,  # [M, K], last dimension contiguous
+    weight: torch.Tensor,  # [N, K], last dimension contiguous
+    bias: torch.Tensor | None = None,  # [N]
+    *,
+    out: torch.Tensor,  # [M, N], last dimension contiguous
+    adds: bool = False,  # to what `out` holds
+) -> None:
+    """Write every row's product with the weight into `out`."""
+    check_launchable("matmul", x, weight, bias, out)
+    (num_rows, depth), num_outputs = x.shape, len(weight)
+    assert weight.shape[1] == depth, "rows and weight differ in width"
+    assert out.shape == (num_rows, num_outputs), "out has another shape"
+    assert x.stride(1) == weight.stride(1) == out.stride(1) == 1, "rows must be contiguous"
+    if num_rows == 0:
+        return
+    config = product_config(weight)
+    tiles = triton.cdiv(num_rows, config.rows) * triton.cdiv(num_outputs, config.outputs)
+    _matmul_kernel[(tiles,)](
+        x,
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        num_rows,
+        OUTPUTS=num_outputs,
+        DEPTH=depth,
+        ADDS=adds,
+        ROWS=config.rows,
+        OUTPUTS_BLOCK=config.outputs,
+        DEPTH_BLOCK=config.depth,
+        ROW_TILES=_ROW_TILES,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **OPTIONS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _matmul_kernel(
+    x_ptr,  # [M, K]
+    weight_ptr,  # [N, K]
+    bias_ptr,  # [N] or None
+    out_ptr,  # [M, N]
+    x_stride,
+    weight_stride,
+    out_stride,
+    num_rows,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ADDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS_BLOCK: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+):
+    # Programs of a few tiles of rows stand side by side for each tile of outputs.
+    group_size = ROW_TILES * tl.cdiv(OUTPUTS, OUTPUTS_BLOCK)
+    first_tile = tl.program_id(0) // group_size * ROW_TILES
+    tiles = tl.minimum(tl.cdiv(num_rows, ROWS) - first_tile, ROW_TILES)
+    place = tl.program_id(0) % group_size
+    rows = ((first_tile + place % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    outputs = place // tiles * OUTPUTS_BLOCK + tl.arange(0, OUTPUTS_BLOCK)
+
+    # What lies outside is not masked but read twice: no row's sum has anything of another row's.
+    x_ptrs = x_ptr + tl.minimum(rows, num_rows - 1)[:, None] * x_stride
+    weight_rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)
+    weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride
+    acc = tl.zeros([ROWS, OUTPUTS_BLOCK], tl.float32)
+    for first in range(0, DEPTH, DEPTH_BLOCK):
+        columns = (first + tl.arange(0, DEPTH_BLOCK))[None, :]
+        if DEPTH % DEPTH_BLOCK == 0:
+            x = tl.load(x_ptrs + columns)
+            weight = tl.load(weight_ptrs + columns)
+        else:
+            x = tl.load(x_ptrs + columns, mask=columns < DEPTH, other=0.0)
+            weight = tl.load(weight_ptrs + columns, mask=columns < DEPTH, other=0.0)
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+
+    there = (rows[:, None] < num_rows) & (outputs[None, :] < OUTPUTS)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + outputs, mask=outputs < OUTPUTS, other=0.0)
+        acc += bias[None, :].to(tl.float32)
+    out_ptrs = out_ptr + rows[:, None] * out_stride + outputs[None, :]
+    if ADDS:
+        acc += tl.load(out_ptrs, mask=there, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc, mask=there)
