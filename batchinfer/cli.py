@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from shlex import quote
@@ -149,7 +150,7 @@ def run(
     spec = _read_job(job, overrides, variables, output, limit, options)
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
-    with crash_directory(Path(spec.output.path) / "_batchinfer"):
+    with crash_directory(Path(spec.output.path) / "_batchinfer"), _fleet_of(spec) as fleet:
         from batchinfer.job.run.run import run_job
         from batchinfer.report.write import report_at_end
 
@@ -161,18 +162,25 @@ def run(
             quiet=quiet,
             as_json=as_json,
             report=None if no_report else report_at_end,
-            fleet=_fleet_of(spec),
+            fleet=fleet,
         )
     raise typer.Exit(int(code))
 
 
-def _fleet_of(spec: JobSpec) -> RunFleet | None:
-    """What runs a job on several workers, where it is to."""
-    if spec.scale.workers == 1:
-        return None
-    from batchinfer.job.fleet.run_fleet import is_fleet, run_fleet
+@contextmanager
+def _fleet_of(spec: JobSpec) -> Iterator[RunFleet | None]:
+    """What runs a job on several workers, where it is to; it begins while the job is looked at."""
+    scale = spec.scale
+    if scale.workers == 1:
+        yield None
+        return
+    from batchinfer.job.fleet.on_ray.joiner import begun_ahead
 
-    return run_fleet if is_fleet(spec) else None
+    may_be_one = scale.workers == "auto" and scale.cluster == "local"
+    with nullcontext() if may_be_one else begun_ahead() as first:
+        from batchinfer.job.fleet.run_fleet import is_fleet, run_fleet
+
+        yield partial(run_fleet, first=first) if is_fleet(spec) else None
 
 
 @app.command("run-batch")

@@ -24,6 +24,7 @@ from batchinfer.errors import (
     ModelError,
     StorageError,
 )
+from batchinfer.job.fleet.on_ray import joiner
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.options import BenchOptions
@@ -165,6 +166,46 @@ def test_a_run_to_its_first_token_leaves_out_what_it_never_uses(tmp_path: Path) 
     imported = {line.split()[-1].partition(".")[0] for line in done.stderr.splitlines() if line}
     assert {"torch", "transformers"} <= imported
     assert not imported & set(UNUSED)
+
+
+@pytest.mark.parametrize("code", [ExitCode.OK, None], ids=["nothing to do", "refused"])
+def test_a_fleet_begins_before_its_job_is_looked_at_and_ends_with_it(
+    batchinfer: Run,
+    fake_run: Callable[[Callable[..., ExitCode]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    code: ExitCode | None,
+) -> None:
+    begun = joiner.begun()
+    monkeypatch.setattr(joiner, "begun", lambda: begun)
+
+    def looked_at(_spec: JobSpec, *, fleet: Any, **_: object) -> ExitCode:
+        assert fleet.keywords == {"first": begun}
+        assert begun.process.poll() is None
+        if code is None:
+            raise DataError("no such file")
+        return code
+
+    fake_run(looked_at)
+    done = batchinfer("run", str(write_job(tmp_path)), "--workers", "2")
+    assert done.code == (ExitCode.DATA if code is None else code)
+    assert begun.process.poll() is not None
+
+
+def test_one_worker_begins_no_fleet(
+    batchinfer: Run,
+    fake_run: Callable[[Callable[..., ExitCode]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(joiner, "begun", lambda: pytest.fail("it is begun"))
+
+    def looked_at(_spec: JobSpec, *, fleet: Any, **_: object) -> ExitCode:
+        assert fleet is None
+        return ExitCode.OK
+
+    fake_run(looked_at)
+    assert batchinfer("run", str(write_job(tmp_path)), "--workers", "1").code == ExitCode.OK
 
 
 def test_version(batchinfer: Run) -> None:

@@ -17,6 +17,7 @@ from batchinfer.job.fleet.boots import FleetSize
 from batchinfer.job.fleet.driver import FleetDriver
 from batchinfer.job.fleet.files.access import lent
 from batchinfer.job.fleet.files.driver_log import DriverLog
+from batchinfer.job.fleet.on_ray.joiner import Joiner
 from batchinfer.job.fleet.on_ray.ray_main import ToJoin
 from batchinfer.job.fleet.on_ray.ray_process import ray_process
 from batchinfer.job.fleet.on_ray.reach import is_reached
@@ -40,6 +41,7 @@ def run_fleet(
     clear: Callable[[], None],
     progress: Progress,
     stop: Event,
+    first: Joiner | None = None,
 ) -> bool:
     """Make the parts that are not finished, with several workers.
 
@@ -50,6 +52,7 @@ def run_fleet(
         clear: deletes what is to be overwritten; called when a worker has its model.
         progress: shows finished rows.
         stop: when set, workers put on disk what they have, and end.
+        first: the process to join the cluster, where it was begun ahead.
 
     Returns:
         Whether all parts were made.
@@ -67,7 +70,7 @@ def run_fleet(
     with (
         closing(DriverLog(job.out, run_id(number, "driver"))) as log,
         lent(job.out) as nonce,
-        ray_process(to_join, scale.start_timeout_s, stop) as workers,
+        ray_process(to_join, scale.start_timeout_s, stop, first) as workers,
     ):
         cluster_gpus = workers.join(scale.start_timeout_s - (time.monotonic() - began))
         if cluster_gpus is None:

@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 from batchinfer.job.fleet.on_ray import ray_main, ray_process
+from batchinfer.job.fleet.on_ray.joiner import Joiner
 from batchinfer.job.fleet.on_ray.ray_cluster import connected
 
 
@@ -38,10 +39,10 @@ class _Served:
         """It ends by itself when its driver has."""
 
 
-def _begun_here() -> ray_process.Joiner:
+def _begun_here() -> Joiner:
     ours, theirs = Pipe()
     process: Any = _Served(theirs)
-    return ray_process.Joiner(process, ours, BytesIO())
+    return Joiner(process, ours, BytesIO())
 
 
 @contextmanager

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import DeviceError, ModelError, UsageError
-from batchinfer.job.fleet.messages import Failure
+from batchinfer.job.fleet.messages import Answer, Failure
+from batchinfer.job.fleet.on_ray import joiner as joiners
 from batchinfer.job.fleet.on_ray import ray_process
+from batchinfer.job.fleet.on_ray.joiner import Joiner, begun_ahead
 from batchinfer.job.fleet.on_ray.ray_main import ToJoin
-from batchinfer.job.fleet.on_ray.ray_process import Joiner, RayProcess
+from batchinfer.job.fleet.on_ray.ray_process import RayProcess
 from batchinfer.job.fleet.workers import Lost
 
 TO_JOIN = ToJoin("local", 2)
@@ -39,7 +41,8 @@ def joiner(
     said = BytesIO(b"one line\nwhy it ended\n")
     monkeypatch.setattr(ray_process, "begun", lambda: Joiner(process, ours, said))
     monkeypatch.setattr(ray_process, "_LATE_S", 0.0)
-    monkeypatch.setattr(ray_process, "_END_S", 0.0)
+    monkeypatch.setattr(joiners, "END_S", 0.0)
+    monkeypatch.setattr(ray_process, "END_S", 0.0)
     with theirs:
         yield theirs
 
@@ -53,16 +56,28 @@ def joined(joiner: Connection) -> RayProcess:
     return workers
 
 
-def test_what_is_sent_while_an_answer_is_late_goes_after_it(joiner: Connection) -> None:
-    """Two that write much at once, and do not read, wait for each other without end."""
+def test_one_that_takes_nothing_holds_nobody_up(
+    joiner: Connection, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe is full after some messages that nobody reads: who writes then waits without end."""
     workers = joined(joiner)
-    assert workers.wait(0.0) == []
+    for _ in range(20):
+        workers.supply("w01", Answer(bytes(10**6)))
+    assert not process.poll()
+    monkeypatch.setattr(ray_process, "HUNG_S", -1.0)
+    assert workers.wait(0.0) == [Lost("its process does not answer any more")]
+    assert process.poll() == -9
+
+
+def test_what_is_sent_goes_on_while_an_answer_is_late(joiner: Connection) -> None:
+    workers = joined(joiner)
+    workers.wait(0.0)
     workers.stop("w01")
+    workers.wait(0.0)  # asks once alone
     assert joiner.recv() == ("wait", (0.0,), {})
-    assert not joiner.poll()
-    joiner.send([Lost("as an event")])
-    assert workers.wait(0.0) == [Lost("as an event")]
     assert joiner.recv() == ("stop", ("w01",), {})
+    joiner.send([Lost("as an event")])
+    assert workers.wait(60.0) == [Lost("as an event")]
 
 
 def test_one_that_does_not_answer_any_more_is_killed(
@@ -104,7 +119,7 @@ def test_one_that_cannot_join_says_what_it_met(joiner: Connection) -> None:
 
 
 def test_where_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_process, "find_spec", lambda _name: None)
+    monkeypatch.setattr(ray_process, "is_installed", lambda: False)
     with pytest.raises(UsageError, match=r"needs Ray\npip install '\.\[ray\]'"):
         RayProcess(TO_JOIN, 60.0, Event()).join(60.0)
 
@@ -129,3 +144,29 @@ def test_one_that_joins_too_late_is_not_listened_to(
         workers.join(-1.0)
     assert process.poll() == -9
     assert workers.wait(0.0) == []
+
+
+def test_one_that_was_begun_ahead_joins_first(
+    joiner: Connection, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ray_process.begun()
+    monkeypatch.setattr(ray_process, "begun", lambda: pytest.fail("another one is begun"))
+    workers = RayProcess(TO_JOIN, 60.0, Event(), first)
+    joiner.send(3)
+    assert workers.join(60.0) == 3
+    workers.end()
+    assert process.poll() == -9
+    first.end(0.0)  # once more
+
+
+def test_one_that_was_begun_ahead_and_is_not_needed_ends() -> None:
+    with begun_ahead() as process:
+        assert process is not None
+        assert process.process.poll() is None
+    assert process.process.poll() is not None
+
+
+def test_none_is_begun_ahead_where_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joiners, "is_installed", lambda: False)
+    with begun_ahead() as process:
+        assert process is None

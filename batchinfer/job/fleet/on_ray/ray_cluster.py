@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
@@ -24,6 +25,9 @@ _LONGEST_FOLDER = 22
 """Characters of a folder's name: sockets lie below it, whose paths end at 107."""
 _STORE_BYTES = 80 * 2**20
 """What goes through Ray's object store is small."""
+_NODE_S = 30.0
+"""How long a node may take to come up; as Ray has it."""
+_POLL_S = 0.01
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_health_check_period_ms": "1000",
@@ -143,7 +147,8 @@ def _init(ray: Any, cluster: str, folder: str, num_workers: int) -> None:
     # Ray prints what becomes of workers on stdout, which is not its own here.
     private: Any = import_module("ray._private.worker")
     private.listen_error_messages = lambda *_: None
-    ray.init(**settings)
+    with _node_asked_for_often() if folder else nullcontext():
+        ray.init(**settings)
 
 
 def _start_no_more_than_needed() -> None:
@@ -155,6 +160,27 @@ def _start_no_more_than_needed() -> None:
     node: Any = import_module("ray._private.node").Node
     for name in ("start_api_server", "start_monitor", "start_log_monitor"):
         setattr(node, name, lambda *_, **__: None)
+
+
+@contextmanager
+def _node_asked_for_often() -> Iterator[None]:
+    """Have Ray see at once that its node is there: it asks, and asks again a second later."""
+    services: Any = import_module("ray._private.services")
+    get_node = services.get_node
+
+    def get_node_when_there(gcs_address: str, node_id: str) -> Any:
+        clients: Any = import_module("ray._raylet")
+        client = clients.GcsClient(gcs_address)
+        until = time.monotonic() + _NODE_S
+        while not client.get_all_node_info(timeout=_NODE_S) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        return get_node(gcs_address, node_id)
+
+    services.get_node = get_node_when_there
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def _read_settings_again() -> None:

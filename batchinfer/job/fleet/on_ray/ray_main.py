@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 
 from batchinfer.errors import JobError
-from batchinfer.job.fleet.messages import Failure
 
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -44,14 +44,24 @@ def main() -> None:
         try:
             serve(driver)
         except JobError as error:
+            from batchinfer.job.fleet.messages import Failure
+
             driver.send(Failure(type(error).__name__, str(error)))
+    # The interpreter would take half a second to take Ray's modules down, and the driver waits.
+    os._exit(0)
 
 
 def serve(driver: Connection) -> None:
-    """Join a cluster, and do what is asked until there is no more."""
-    from batchinfer.job.fleet.on_ray.ray_cluster import connected  # imports Ray, as what follows
+    """Join a cluster, and do what is asked until there is no more.
 
-    to_join: ToJoin = driver.recv()
+    Ray is imported first: that takes half a second, in which the driver looks at its job.
+    """
+    import_module("ray")
+    from batchinfer.job.fleet.on_ray.ray_cluster import connected
+
+    to_join: ToJoin | None = driver.recv()
+    if to_join is None:
+        return
     with connected(
         to_join.cluster, num_workers=to_join.num_workers, preload=to_join.preload
     ) as num_gpus:

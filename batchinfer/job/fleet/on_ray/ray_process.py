@@ -8,23 +8,17 @@ the driver hears of it as ``Lost``, and the next worker that it starts has Ray b
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from tempfile import TemporaryFile
+from contextlib import contextmanager
+from dataclasses import replace
 from threading import Event
-from typing import IO, Any
+from typing import Any
 
 from batchinfer.errors import DeviceError, UsageError, install_command
 from batchinfer.job.fleet.boot import WorkerSetup
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure
+from batchinfer.job.fleet.on_ray.joiner import END_S, Joiner, begun, is_installed
 from batchinfer.job.fleet.on_ray.ray_main import ToJoin
 from batchinfer.job.fleet.workers import Lost, WorkerEvent
 
@@ -32,77 +26,7 @@ HUNG_S = 30.0
 """A process that has not answered for so long is given up."""
 _LATE_S = 1.0
 """How long an answer may be late before its driver goes on without it."""
-_END_S = 4.0
-"""How long Ray has to end by itself: where its daemons are dead, it takes its time."""
 _POLL_S = 0.1
-
-
-@dataclass
-class Joiner:
-    """The process that has joined a cluster, and the way to it."""
-
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    said: IO[bytes]
-    asked_at: float | None = None
-    """Since when it has owed an answer."""
-    waiting: list[object] = field(default_factory=list)
-    """To be sent after that answer: two that send much to each other would wait for ever."""
-
-    def send(self, message: object) -> None:
-        if self.asked_at is not None:
-            self.waiting.append(message)
-            return
-        with suppress(OSError):  # that it has ended is seen when it is waited for
-            self.connection.send(message)
-
-    def ask(self, message: object) -> None:
-        """Send what is answered, unless an answer is still to come."""
-        if self.asked_at is None:
-            self.send(message)
-            self.asked_at = time.monotonic()
-
-    def answer(self, timeout_s: float) -> Any:
-        """The answer; None where it does not come in time.
-
-        Raises:
-            EOFError, OSError: the process has ended.
-        """
-        if not self.connection.poll(timeout_s):
-            return None
-        answer, self.asked_at = self.connection.recv(), None
-        waiting, self.waiting = self.waiting, []
-        for message in waiting:
-            self.send(message)
-        return answer
-
-    @property
-    def silent_s(self) -> float:
-        """How long it has owed an answer."""
-        return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
-
-    def last_words(self) -> str:
-        """How it has ended, on one line; killed where it has not."""
-        code = self._ended(_END_S)
-        self.said.seek(0)
-        lines = self.said.read().decode(errors="replace").strip().splitlines()
-        why = f": {lines[-1][:300]}" if lines else ""
-        return f"its process ended with {code}{why}"
-
-    def end(self, within_s: float) -> None:
-        """Have it leave the cluster; kill it where that takes longer."""
-        if self.asked_at is None:
-            self.send(None)  # else it ends when nobody reads what it says
-        self.connection.close()
-        self._ended(within_s)
-        self.said.close()
-
-    def _ended(self, within_s: float) -> int:
-        """Wait for its end, and kill it where that takes longer; its exit status."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(within_s)
-        self.process.kill()
-        return self.process.wait()
 
 
 class RayProcess:
@@ -112,12 +36,16 @@ class RayProcess:
         cluster: to join.
         timeout_s: how long that may take.
         stop: when set, it is not waited for any longer.
+        first: one that was begun before, to join first.
     """
 
-    def __init__(self, cluster: ToJoin, timeout_s: float, stop: Event) -> None:
+    def __init__(
+        self, cluster: ToJoin, timeout_s: float, stop: Event, first: Joiner | None = None
+    ) -> None:
         self._cluster = cluster
         self._timeout_s = timeout_s
         self._stop = stop
+        self._first = first
         self._process: Joiner | None = None
         self._setup: tuple[WorkerSetup, Mapping[str, Any], Sequence[Sequence[int]]] | None = None
 
@@ -131,10 +59,10 @@ class RayProcess:
             UsageError: Ray is not installed.
             DeviceError: the cluster cannot be started, or does not answer in time.
         """
-        if find_spec("ray") is None:
+        if not is_installed():
             raise UsageError("scale.workers over 1 needs Ray", hint=install_command("ray"))
         num_gpus = None
-        self._process = begun()
+        self._process, self._first = self._first or begun(), None
         try:
             self._process.send(self._cluster)
             num_gpus = self._joined(self._process, time.monotonic() + timeout_s)
@@ -227,7 +155,7 @@ class RayProcess:
     def end(self) -> None:
         """Leave the cluster; one of this machine's own ends."""
         if self._process is not None:
-            self._process.end(_END_S)
+            self._process.end(END_S)
             self._process = None
 
     def _lost(self, process: Joiner, why: str) -> Lost:
@@ -241,34 +169,12 @@ class RayProcess:
 
 
 @contextmanager
-def ray_process(cluster: ToJoin, timeout_s: float, stop: Event) -> Iterator[RayProcess]:
-    """Workers in a cluster that is left in the end, whatever happens."""
-    process = RayProcess(cluster, timeout_s, stop)
+def ray_process(
+    cluster: ToJoin, timeout_s: float, stop: Event, first: Joiner | None = None
+) -> Iterator[RayProcess]:
+    """Workers in a cluster that is left in the end, whatever happens; as ``RayProcess`` has it."""
+    process = RayProcess(cluster, timeout_s, stop, first)
     try:
         yield process
     finally:
         process.end()
-
-
-def begun() -> Joiner:
-    """A process that waits to be told what to join."""
-    ours, theirs = Pipe()
-    said = TemporaryFile()  # noqa: SIM115 - closed with the process
-    program = (
-        "-P",
-        "-m",
-        "batchinfer.job.fleet.on_ray.ray_main",
-        str(theirs.fileno()),
-        str(os.getpid()),
-    )
-    process = subprocess.Popen(
-        [sys.executable, *program],
-        stdin=subprocess.DEVNULL,
-        stdout=said,
-        stderr=said,
-        pass_fds=(theirs.fileno(),),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,  # Ctrl-C is for the driver
-    )
-    theirs.close()
-    return Joiner(process, ours, said)

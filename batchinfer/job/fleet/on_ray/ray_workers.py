@@ -6,6 +6,7 @@ itself: what is lost with a worker, the driver leases anew.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -51,6 +52,8 @@ class RayWorker(WorkerProcess):
         self, setup: WorkerSetup, worker: str, run_id: str, cores: Sequence[int] = ()
     ) -> None:
         super().__init__(setup, worker, run_id, cores)
+        # Else Ray's end waits a second or two for an interpreter that takes torch down.
+        atexit.register(os._exit, ExitCode.OK)
         with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, self._leave)
 
