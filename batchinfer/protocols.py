@@ -67,6 +67,13 @@ class GrammarState(Protocol):
         """
         ...
 
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Advance by all of a sample's tokens so far, those among them that were forced too.
+
+        ``error`` says so where they are not what the grammar allows.
+        """
+        ...
+
 
 class Grammar(Protocol):
     """Constraint on the text of a row's samples."""

@@ -59,6 +59,16 @@ ROOMS = [
     Room("engine.kv", "The KV pool: blocks, who holds them, which can be reused, where they are."),
     Room("engine.beam_search", "beam search over one row", ("engine.request", "engine.step")),
     Room("engine.sequence", "a row's state and its samples", ("protocols", "engine")),
+    Room(
+        "engine.resume",
+        "requests that go on from the output of an earlier run",
+        ("engine.beam_search", "engine.request", "engine.sequence"),
+    ),
+    Room(
+        "engine.output_tracker",
+        "what unfinished requests have drawn since the last time",
+        ("engine.request", "engine.sequence"),
+    ),
     Room("engine.stats", "what a step did"),
     Room(
         "engine.scheduler",

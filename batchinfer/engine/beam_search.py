@@ -34,7 +34,7 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Hypothesis:
+class Hypothesis:
     """A finished continuation."""
 
     token_ids: list[int]
@@ -55,12 +55,13 @@ class BeamSearch:
         request: a row with ``beam_width``.
     """
 
-    __slots__ = ("_finished", "_request", "_stop_ids")
+    __slots__ = ("_request", "_stop_ids", "finished")
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._stop_ids = frozenset(request.stop_token_ids)
-        self._finished: list[_Hypothesis] = []
+        self.finished: list[Hypothesis] = []
+        """The best that are finished, best first."""
 
     def advance(
         self, beams: Items[Beam], token_ids: Int32, logprobs: Float32, *, at_limit: bool
@@ -91,12 +92,12 @@ class BeamSearch:
                 running.append(Continuation(beam, token, total))
             elif rank < width:
                 ids = [*beams[beam].output_ids, token]
-                self._finished.append(_Hypothesis(ids, total, self._score(total, length)))
-        self._finished.sort(key=lambda hypothesis: -hypothesis.score)
-        del self._finished[width:]
-        if len(self._finished) == width and running:
+                self.finished.append(Hypothesis(ids, total, self._score(total, length)))
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.finished[width:]
+        if len(self.finished) == width and running:
             best = self._score(running[0].cumulative_logprob, length)
-            if best <= self._finished[-1].score:
+            if best <= self.finished[-1].score:
                 return []
         return running
 
@@ -104,13 +105,13 @@ class BeamSearch:
         """The ``n`` best that are finished, best first."""
         return [
             self._output(rank, hypothesis)
-            for rank, hypothesis in enumerate(self._finished[: self._request.params.n])
+            for rank, hypothesis in enumerate(self.finished[: self._request.params.n])
         ]
 
     def _score(self, cumulative_logprob: float, length: int) -> float:
         return float(cumulative_logprob / length**self._request.params.length_penalty)
 
-    def _output(self, rank: int, hypothesis: _Hypothesis) -> SampleOutput:
+    def _output(self, rank: int, hypothesis: Hypothesis) -> SampleOutput:
         last = hypothesis.token_ids[-1]
         stopped = last in self._stop_ids
         return SampleOutput(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from batchinfer.engine.oom_recovery import Recovered, recover
 from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.resume import begin
 from batchinfer.engine.runner import OutOfMemory, Runner
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.scheduler import Scheduler
@@ -17,7 +18,7 @@ from batchinfer.engine.sequence import RequestState
 from batchinfer.engine.stats import StepStats
 from batchinfer.engine.step_io.build_step import build_step
 from batchinfer.engine.step_io.in_flight import InFlight
-from batchinfer.engine.step_io.process_result import process_result
+from batchinfer.engine.step_io.process_result import complete, process_result
 from batchinfer.engine.step_io.shared_prefix import PrefixTree
 
 
@@ -70,9 +71,11 @@ class Engine:
         self._in_flight: deque[InFlight] = deque()
         self._last_read_at = -math.inf
         self._first_step_at: float | None = None
-        self._refused: list[Completion] = []
+        self._ready: list[Completion] = []
+        """Of requests that need no step."""
         self._num_arrived = 0
         self._num_unfinished = 0
+        self._states: dict[Request, RequestState] = {}
 
     @property
     def num_running(self) -> int:
@@ -89,23 +92,39 @@ class Engine:
         """Requests added and not yet handed back."""
         return self._num_unfinished
 
+    @property
+    def states(self) -> Collection[RequestState]:
+        """States of the requests that run or wait."""
+        return self._states.values()
+
     def add_request(self, request: Request) -> None:
-        """Queue a request. One that can never run is handed back by the next step, as an error."""
+        """Queue a request. One that can never run is handed back by the next step, as an error.
+
+        One with a ``partial_output`` goes on from there, if that is whole; else it begins anew.
+        """
         self._num_unfinished += 1
         refusal = self._refusal(request)
         if refusal is not None:
             code, message = refusal
-            self._refused.append(Completion(request, [], code, message))
+            self._ready.append(Completion(request, [], code, message))
             return
-        state = RequestState(request, self._clock(), self._num_arrived)
+        room = self.scheduler.table.max_model_len
+        state, sequences = begin(request, self._clock(), self._num_arrived, room)
         self._num_arrived += 1
-        self.scheduler.add(state.restart())
+        if not sequences:
+            state.admitted_at = state.first_token_at = state.arrived_at
+            self._ready.append(complete(state, None, state.arrived_at))
+            return
+        self._states[state.request] = state
+        for sequence in sequences:
+            self.scheduler.add(sequence)
 
     def abort_all(self) -> None:
         """Forget every unfinished request, and whatever steps not read yet were to fill."""
         self.scheduler.abort_all()
         self._in_flight.clear()
-        self._refused.clear()
+        self._ready.clear()
+        self._states.clear()
         self._num_unfinished = 0
 
     def step(self) -> StepOutcome:
@@ -119,14 +138,16 @@ class Engine:
         began = self._clock()
         if self._first_step_at is None:
             self._first_step_at = began
-        outcome = StepOutcome(self._refused)
-        self._refused = []
+        outcome = StepOutcome(self._ready)
+        self._ready = []
         try:
             self._submit_and_process(outcome, began)
         except OutOfMemory as error:
             outcome.recovered = recover(self.scheduler, self._in_flight, error)
             self._in_flight.clear()
         self._num_unfinished -= len(outcome.completions)
+        for completion in outcome.completions:
+            self._states.pop(completion.request, None)
         return outcome
 
     def _submit_and_process(self, outcome: StepOutcome, began: float) -> None:

@@ -48,6 +48,8 @@ class Request:
     """Its one output token, whatever the logits say: scoring asks how likely it was."""
     adapter: int = 0
     """Number of the adapter that the row runs through; 0 = the base model alone."""
+    partial_output: PartialOutput | None = None
+    """What an earlier run drew of it before it ended: it goes on from there."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -124,6 +126,27 @@ class SampleOutput:
     logprobs: list[TokenLogprobs] | None
     score: float | None = None
     """Score that beams are ranked by; None without beam search."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialSample:
+    """One unfinished sample of a row, or one of its beams, as far as it has come."""
+
+    index: int
+    """Index of the sample; of beams: rank, best first."""
+    token_ids: TokenIds
+    cumulative_logprob: float
+    logprobs: list[TokenLogprobs] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialOutput:
+    """A request's output as far as it has come."""
+
+    samples: tuple[PartialSample, ...]
+    finished: tuple[SampleOutput, ...]
+    """Finished samples; of a beam search that goes on: its finished hypotheses, best first."""
+    stats: RequestStats
 
 
 @dataclass(slots=True)

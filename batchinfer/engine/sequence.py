@@ -58,14 +58,19 @@ class RequestState:
         Returns:
             The sequence it begins with.
         """
-        self.finished.clear()
-        self.search = BeamSearch(self.request) if self.request.params.beam_width else None
-        self.scores = self._prompt_scores()
+        self.reset()
         leader = Sequence(self, self.request.first_sample)
         if self.request.first_sample:
             leader.computed_once = self.request.num_prompt_tokens
         self.samples = [leader]
         return leader
+
+    def reset(self) -> None:
+        """Drop the row's samples and outputs."""
+        self.samples = []
+        self.finished.clear()
+        self.search = BeamSearch(self.request) if self.request.params.beam_width else None
+        self.scores = self._prompt_scores()
 
     def _prompt_scores(self) -> PromptScores | None:
         request, num_top = self.request, self.request.params.prompt_logprobs

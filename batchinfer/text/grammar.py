@@ -106,6 +106,9 @@ class _State:
             matcher.consume_tokens(forced)
         return [*forced, self._eos_token_id] if matcher.is_stopped() else forced
 
+    def replay(self, token_ids: Sequence[int]) -> None:
+        self.matcher.consume_tokens(list(token_ids))
+
 
 class GrammarCompiler:
     """Compiler of ``structured_outputs`` for one model. Thread-safe.

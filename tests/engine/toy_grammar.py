@@ -69,6 +69,9 @@ class ToyState:
             self.tokens += following
         return forced
 
+    def replay(self, token_ids: Sequence[int]) -> None:
+        self.tokens += token_ids
+
 
 def constrained(request: Request, grammar: Toy) -> Request:
     """The request, with a grammar."""

@@ -110,6 +110,7 @@ class Scheduler:
         self._kv_manager.free_outside_window(rows, schedule.num_new)
         table.computed_once[rows] = np.maximum(table.computed_once[rows], table.num_computed[rows])
         table.num_tokens[sampled] += 1
+        table.awaits_first_token[sampled] = False
         table.sample_at[sampled] = np.cumsum(schedule.samples_per_row) - schedule.samples_per_row
         stats = step_stats(
             table,

@@ -85,6 +85,8 @@ class SequenceTable:
         """Whether penalties, biases or bans need looking after, one sequence at a time."""
         self.needs_values = np.zeros(rows, dtype=np.bool_)
         """Whether drawing a token takes the values of all tokens before it."""
+        self.awaits_first_token = np.zeros(rows, dtype=np.bool_)
+        """Whether no token of its row has been drawn since the row arrived."""
         self.scores_prompt = np.zeros(rows, dtype=np.bool_)
         """Whether log-probabilities of its prompt's tokens are asked for."""
         self.given_token = np.full(rows, -1, dtype=np.int32)
@@ -158,6 +160,7 @@ class SequenceTable:
         self.num_computed[row] = num_computed
         self.computed_once[row] = max(sequence.computed_once, num_computed)
         self.max_total[row] = self.total_limit(sequence)
+        self.awaits_first_token[row] = sequence.state.first_token_at is None
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.sample_at[row] = -1
         self.num_shared_blocks[row] = num_shared

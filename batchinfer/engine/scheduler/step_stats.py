@@ -23,7 +23,7 @@ def note_tokens(table: SequenceTable, schedule: Schedule, now: float) -> tuple[i
     again = np.clip(table.computed_once[rows] - start, 0, num_new)
     for at in np.flatnonzero(again):
         table.sequence(rows[at]).state.stats.recomputed_tokens += int(again[at])
-    for at in np.flatnonzero(start < table.num_prompt[rows]):
+    for at in np.flatnonzero(table.awaits_first_token[rows]):
         state = table.sequence(rows[at]).state
         if state.admitted_at is None:
             state.admitted_at = now

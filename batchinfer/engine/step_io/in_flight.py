@@ -29,6 +29,7 @@ class SampledRows:
     samples_per_row: Int32  # samples drawn from the row's logits
     num_tokens: Int32  # with the token drawn
     lengths: Int32  # output tokens, with the token drawn
+    is_first: Bool  # the first token of its row since the row arrived
     at_limit: Bool  # ends by length with this token
     may_stop: Bool  # as long as min_tokens
     stop_ids: Int32  # [R, most of any row] padded with -1
@@ -68,6 +69,7 @@ def snapshot_rows(table: SequenceTable, schedule: Schedule) -> SampledRows:
         samples_per_row=schedule.samples_per_row,
         num_tokens=num_tokens,
         lengths=lengths,
+        is_first=table.awaits_first_token[rows],
         at_limit=num_tokens >= table.max_total[rows],
         may_stop=lengths >= table.min_tokens[rows],
         stop_ids=table.stop_ids[rows],

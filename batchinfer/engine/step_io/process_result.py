@@ -111,7 +111,7 @@ def process_result(
     stopped[list(stop_result.stops)] = True
     scheduler.output_lengths.observe(stop_result.lengths, stopped)
 
-    for at in np.flatnonzero(samples.lengths == 1).tolist():
+    for at in np.flatnonzero(samples.is_first).tolist():
         state = sequences[at].state
         if state.first_token_at is None:
             state.first_token_at = now
@@ -125,7 +125,7 @@ def process_result(
     states |= dict.fromkeys(errors)
     for state, failure in errors.items():
         _fail_request(scheduler, state, may_be_others=failure is _NAN)
-    return [_completion(state, errors.get(state), now) for state in states if not state.samples]
+    return [complete(state, errors.get(state), now) for state in states if not state.samples]
 
 
 def _failure(result: StepResult, at: int, broken: str | None) -> Failure:
@@ -205,9 +205,11 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
 
 
 def _prompt_has_nan(samples: SampledRows, sequences: list[Sequence]) -> Bool:
-    """[K] whether logits of the prompt held NaN; all are known by its first sample."""
+    """[K] whether logits of the prompt held NaN; all are known by its first sample, be it drawn
+    anew or after those of an earlier run."""
     spoilt = np.zeros(len(sequences), dtype=np.bool_)
-    for at in np.flatnonzero(samples.scores_prompt & (samples.lengths == 1)):
+    first = samples.is_first | (samples.lengths == 1)
+    for at in np.flatnonzero(samples.scores_prompt & first):
         scores = sequences[at].state.scores
         spoilt[at] = scores is not None and scores.nonfinite
     return spoilt
@@ -264,7 +266,8 @@ def _fail_request(scheduler: Scheduler, state: RequestState, *, may_be_others: b
         scheduler.requeue(leader)
 
 
-def _completion(state: RequestState, failure: Failure | None, now: float) -> Completion:
+def complete(state: RequestState, failure: Failure | None, now: float) -> Completion:
+    """The completion of a row without unfinished samples."""
     outputs = [state.finished[index] for index in sorted(state.finished)]
     stats = state.stats
     assert state.admitted_at is not None

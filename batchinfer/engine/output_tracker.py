@@ -1,0 +1,183 @@
+"""Output of unfinished requests, as increments: what was drawn since the last time.
+
+Tokens of a sample are only ever added to, so an increment is a slice of them. Beams take each
+other's place: a search is told of as a whole each time, by lists that nobody changes any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
+
+from batchinfer.engine.request import (
+    Completion,
+    PartialOutput,
+    Request,
+    RequestStats,
+    SampleOutput,
+    TokenIds,
+    TokenLogprobs,
+)
+from batchinfer.engine.sequence import RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEnd:
+    """How a sample, or a hypothesis of a beam search, ended."""
+
+    finish_reason: str
+    stop_reason: int | str | None = None
+    text_end: int | None = None
+    """Characters of the text to keep, where a stop string ended it."""
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleIncrement:
+    """What one sample has come to since the last time."""
+
+    index: int
+    """As in ``PartialSample``; hypotheses of a beam search come after its beams."""
+    start: int
+    """Output tokens before these."""
+    token_ids: Items[int] | TokenIds
+    cumulative_logprob: float
+    """With these tokens."""
+    logprobs: Items[TokenLogprobs] | None
+    end: SampleEnd | None = None
+    """None: it goes on."""
+
+    def since(self, start: int) -> SampleIncrement:
+        """The same from output token ``start`` on."""
+        logprobs = None if self.logprobs is None else self.logprobs[start:]
+        return replace(self, start=start, token_ids=self.token_ids[start:], logprobs=logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputIncrement:
+    """What one request has come to since the last time."""
+
+    request: Request
+    stats: RequestStats
+    samples: list[SampleIncrement]
+    starts_over: bool
+    """Whether what was told of the request before is of no use any more."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """What was told of a request."""
+
+    skips_prefix_cache: bool = False
+    """As its state had it: one that starts over does from there on."""
+    lengths: dict[int, int] = field(default_factory=dict)
+    """Output tokens of each sample."""
+    ended: set[int] = field(default_factory=set)
+    """Samples that were told to be finished."""
+
+    def is_news(self, sample: SampleIncrement) -> bool:
+        """Whether a sample, given as a whole, has tokens or an end that were not told."""
+        if len(sample.token_ids) > self.lengths.get(sample.index, 0):
+            return True
+        return sample.end is not None and sample.index not in self.ended
+
+    def note(self, sample: SampleIncrement) -> None:
+        """Count a sample, given as a whole, as told."""
+        self.lengths[sample.index] = len(sample.token_ids)
+        if sample.end is not None:
+            self.ended.add(sample.index)
+
+
+class OutputTracker:
+    """Takes the output of unfinished requests, each token once."""
+
+    def __init__(self) -> None:
+        self._told: dict[Request, _Told] = {}
+
+    def take(
+        self, states: Iterable[RequestState], completions: Iterable[Completion]
+    ) -> list[OutputIncrement]:
+        """The increments since the last call; requests that have drawn nothing since have none.
+
+        Those with a given token draw nothing, and are left out.
+
+        Args:
+            states: of all requests that run or wait.
+            completions: without errors, of requests that are finished while others of their rows
+                are not.
+        """
+        before, self._told = self._told, {}
+        increments: list[OutputIncrement | None] = []
+        for state in states:
+            request, skips = state.request, state.skip_prefix_cache
+            told = before.get(request) or _told_by(request.partial_output)
+            increments.append(self._take(request, state.stats, list(_samples(state)), told, skips))
+        for completion in completions:
+            request = completion.request
+            told = before.get(request) or _told_by(request.partial_output)
+            skips = told is not None and told.skips_prefix_cache
+            ended = [_ended(output) for output in completion.outputs]
+            increments.append(self._take(request, completion.stats, ended, told, skips))
+        return [increment for increment in increments if increment is not None]
+
+    def _take(
+        self,
+        request: Request,
+        stats: RequestStats,
+        samples: list[SampleIncrement],
+        told: _Told | None,
+        skips_prefix_cache: bool,
+    ) -> OutputIncrement | None:
+        """The increment of a request, whose ``samples`` are given as wholes, if there is any."""
+        if request.given_token is not None:
+            return None
+        is_void = told is not None and told.skips_prefix_cache != skips_prefix_cache
+        if told is None or is_void:
+            told = _Told(skips_prefix_cache)
+        news = [sample for sample in samples if told.is_news(sample)]
+        starts_over = not told.lengths
+        if request.params.beam_width and news:
+            told, news, starts_over = _Told(skips_prefix_cache), samples, True
+        increments = [sample.since(told.lengths.get(sample.index, 0)) for sample in news]
+        for sample in news:
+            told.note(sample)
+        if told.lengths or is_void:
+            self._told[request] = told
+        if not increments and not is_void:
+            return None
+        return OutputIncrement(request, replace(stats), increments, starts_over)
+
+
+def _told_by(partial: PartialOutput | None) -> _Told | None:
+    """What an earlier run told of a request that brings it."""
+    if partial is None:
+        return None
+    told = _Told(ended={output.index for output in partial.finished})
+    told.lengths = {sample.index: len(sample.token_ids) for sample in partial.samples}
+    told.lengths |= {output.index: len(output.token_ids) for output in partial.finished}
+    return told
+
+
+def _samples(state: RequestState) -> Iterator[SampleIncrement]:
+    """The samples of a request that have tokens, each as a whole."""
+    for rank, sequence in enumerate(state.samples):
+        if sequence.output_ids:
+            index = sequence.index if state.search is None else rank
+            yield SampleIncrement(
+                *(index, 0, sequence.output_ids, sequence.cumulative_logprob), sequence.logprobs
+            )
+    yield from map(_ended, state.finished.values())
+    if state.search is not None:
+        for rank, one in enumerate(state.search.finished, start=state.request.group_size):
+            end = SampleEnd("stop", score=one.score)
+            yield SampleIncrement(rank, 0, one.token_ids, one.cumulative_logprob, None, end)
+
+
+def _ended(output: SampleOutput) -> SampleIncrement:
+    """A finished sample as a whole."""
+    text_end = None if output.stop_match is None else output.stop_match.text_end
+    end = SampleEnd(output.finish_reason, output.stop_reason, text_end, output.score)
+    return SampleIncrement(
+        *(output.index, 0, output.token_ids, output.cumulative_logprob), output.logprobs, end
+    )
