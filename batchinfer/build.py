@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import torch
 
 from batchinfer.config import EngineConfig, ModelConfig, sized_for
+from batchinfer.console.phases import phase
 from batchinfer.cpus import cpu_limits
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
@@ -86,7 +87,8 @@ def build_engine(
     engine = sized_for(device.type, engine)
     threads = _set_threads(device, engine, log)
     check_config(model.name, model.revision)
-    tokenizer = make_tokenizer(model)
+    with phase("loading the tokenizer"):
+        tokenizer = make_tokenizer(model)
     wish = KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before or {})
     loaded = load_model(model, device=device, kernels=wish)
     log(str(loaded.kernels))
@@ -110,7 +112,8 @@ def build_engine(
     if any(layout.windows) and engine.preemption != "recompute":
         log("blocks of a model with sliding windows are not swapped yet: rows are recomputed")
     dtype, host_blocks = getattr(torch, loaded.dtype), memory.num_host_blocks
-    cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
+    with phase("allocating the KV pool"):
+        cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
     graphs = _graphs(loaded, cache, engine, memory, log)
     attention = attention_kernel(cache.pool, loaded.kernels.kernel)
     log(attention.line(kernels_before or {}))
@@ -209,7 +212,8 @@ def _graphs(
         max_model_len=loaded.max_model_len,
         num_adapters=len(loaded.adapters),
     )
-    graphs.capture_all(log)
+    with phase("capturing CUDA graphs", len(graphs.sizes)) as capturing:
+        graphs.capture_all(log, captured=lambda: capturing.advance(1))
     return graphs
 
 

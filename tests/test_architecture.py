@@ -90,7 +90,7 @@ ROOMS = [
     ),
     Room(
         "console",
-        "Values, tables and progress as they are shown on a terminal.",
+        "Values, tables, waits and progress as they are shown on a terminal.",
         ("engine.stats",),
     ),
     Room(
@@ -151,7 +151,7 @@ ROOMS = [
     Room(
         "worker.products",
         "Linear layers packed for a CPU, and what multiplies: measured, chosen, kept to.",
-        ("errors", "kernels", "worker"),
+        ("errors", "console", "kernels", "worker"),
     ),
     Room(
         "worker.fusion",
@@ -165,10 +165,16 @@ ROOMS = [
     ),
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
     Room("worker.free_memory", "memory that is left", ("worker.memory",)),
-    Room("worker.loader", "a model, made ready", ("config", "errors", "engine", "worker")),
+    Room(
+        "worker.loader",
+        "a model, made ready",
+        ("config", "errors", "console", "engine", "worker"),
+    ),
     Room("worker.model_runner", "the engine's runner", ("engine", "worker")),
     Room(
-        "build", "an engine put together", ("config", "cpus", "errors", "engine", "text", "worker")
+        "build",
+        "an engine put together",
+        ("config", "cpus", "errors", "console", "engine", "text", "worker"),
     ),
     Room("build_dry", "a simulated engine", ("config", "errors", "engine", "worker", "build")),
     Room(
@@ -191,7 +197,7 @@ ROOMS = [
     Room(
         "job.model_files",
         "Model files told apart by what they hold.",
-        ("errors", "job.storage", "job.spec"),
+        ("errors", "console", "job.storage", "job.spec"),
     ),
     Room("job.fingerprint", "what of a job changes its output", ("errors", "console", "job")),
     Room("job.manifest", "what an output directory is for", ("errors", "console", "job")),

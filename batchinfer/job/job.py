@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.config import PromptConfig, SamplingParams
+from batchinfer.console.phases import Phases, active_phases, phase
 from batchinfer.errors import RowError, UsageError
 from batchinfer.job.fingerprint import digest, fingerprint_facts
 from batchinfer.job.input.arrow_text import is_conversation
@@ -64,24 +65,22 @@ def open_input(spec: JobSpec) -> Source:
         JobError: it cannot be read.
     """
     asked = spec.input
-    return open_source(asked.paths, asked.limit, asked.format, asked.filter, asked.schema_mode)
+    with phase("reading inputs"):
+        return open_source(asked.paths, asked.limit, asked.format, asked.filter, asked.schema_mode)
 
 
-def identified(
-    source: Source, planned: Manifest | None, tell: Callable[[str], object] | None = None
-) -> Source:
+def identified(source: Source, planned: Manifest | None) -> Source:
     """A dataset whose files say what is in them, so that they can be told from others.
 
     Args:
         planned: knows files as they were before; those that are as they were need not be read.
-        tell: shows a line, where reading takes long.
 
     Raises:
         DataError: a file cannot be read.
     """
     known = () if planned is None else planned.inputs
     known_at_s = 0.0 if planned is None else datetime.fromisoformat(planned.planned_at).timestamp()
-    return replace(source, files=with_content_hashes(source.files, known, known_at_s, tell))
+    return replace(source, files=with_content_hashes(source.files, known, known_at_s))
 
 
 def open_job(
@@ -127,6 +126,8 @@ class LoadedJob:
     """Time this took."""
     processes: TextProcesses
     """Make the prompts."""
+    phases: Phases | None = None
+    """What was waited for."""
 
     def close(self) -> None:
         """End the processes that make prompts."""
@@ -146,7 +147,8 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
     processes = TextProcesses()  # they start while the model is loaded
     try:
         context = build(job.spec.model.config(), job.spec.engine, log=log.append)
-        processes.load(context.tokenizer)
+        with phase("starting text processes"):
+            processes.load(context.tokenizer)
         if not BOUNDS_MEMORY:
             log.append("this system bounds no process's memory: a hostile row may take all of it")
         grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
@@ -155,7 +157,9 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
     except BaseException:
         processes.close()
         raise
-    return LoadedJob(context, reader, task, log, time.perf_counter() - began, processes)
+    return LoadedJob(
+        context, reader, task, log, time.perf_counter() - began, processes, active_phases()
+    )
 
 
 def _row_reader(

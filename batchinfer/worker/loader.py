@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from batchinfer.config import ModelConfig
+from batchinfer.console.phases import phase
 from batchinfer.engine.kv.layout import KVLayout, max_positions, text_config
 from batchinfer.errors import ModelError
 from batchinfer.worker.eager_check import check_against_eager
@@ -113,7 +114,9 @@ def describe_model(
     Raises:
         ModelError: in one line with what to do; nothing from the folder is executed.
     """
-    folder = resolve_folder(model.name, model.revision, ALL_FILES if weights_too else CONFIG_FILES)
+    with phase("fetching the model"):
+        wanted = ALL_FILES if weights_too else CONFIG_FILES
+        folder = resolve_folder(model.name, model.revision, wanted)
     pretrained = load_config(folder)
     values = pretrained.to_dict()
     check_quantization(values, model.quantization, device_type)
@@ -146,21 +149,23 @@ def load_model(
     dtype, torch_dtype = described.dtype, getattr(torch, described.dtype)
     longest, quantization = described.max_model_len, choice.quantization
     files = described.folder, described.pretrained
-    check_buildable(*files, file_bytes(described.folder))
+    num_bytes = file_bytes(described.folder)
+    check_buildable(*files, num_bytes)
     load = partial(load_weights, *files, dtype, device, longest, quantization)
-    model = load()
+    model = _loaded(load, num_bytes)
     num_parameters = sum(p.numel() for p in model.parameters())
     layout = KVLayout.from_config(described.config, block_size=16, dtype=dtype)
     _check_model(described.folder, model, layout, longest)
     if not fuse(model, layout, longest):
-        model = load()
+        model = _loaded(load, num_bytes)
     product, names = TORCH_MULTIPLIES, {}
     if device.type == "cpu":
         if quantization == "int8":
             names["int8"] = quantize_packed(model, torch_dtype).name
         product = choose_kernel(model, torch_dtype, kernels)
         if product.kernel is not None:
-            pack_linears(model, product.kernel, torch_dtype)
+            with phase("packing weights"):
+                pack_linears(model, product.kernel, torch_dtype)
         _unmap_weights(model)
         fuse_native_layers(model, layout)
     else:
@@ -191,12 +196,19 @@ def load_model(
     )
 
 
+def _loaded(load: Callable[..., torch.nn.Module], num_bytes: int) -> torch.nn.Module:
+    with phase("loading the model", num_bytes, "bytes") as loading:
+        return load(show_share=loading.set_share)
+
+
 def _check_model(
     folder: Path, model: torch.nn.Module, layout: KVLayout, max_model_len: int
 ) -> None:
     try:
-        check_model(model, layout)
-        check_against_eager(model, max_model_len, _free_bytes(next(model.parameters()).device))
+        with phase("checking the model"):
+            check_model(model, layout)
+            free_bytes = _free_bytes(next(model.parameters()).device)
+            check_against_eager(model, max_model_len, free_bytes)
     except ModelError as error:
         key = blame(folder, runs_on_meta)
         more = _ON_STRIDES if "multiple of 16 bytes" in str(error) else ""

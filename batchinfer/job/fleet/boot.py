@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from batchinfer.console.phases import Phases
 from batchinfer.errors import DataError, JobError, ModelError
 from batchinfer.job.fleet.files.access import worker_output
 from batchinfer.job.fleet.files.outbox import Outbox
@@ -74,9 +75,10 @@ class WorkerProcess:
 
     def load(self) -> Ready | Failure:
         """Load the model, and begin to run leases as they come."""
+        phases = Phases()
         try:
-            job, access = _open(self._setup, self._name, self._run_id, self._outbox)
-            with gc_paused():
+            with phases, gc_paused():
+                job, access = _open(self._setup, self._name, self._run_id, self._outbox)
                 loaded = load(job, self._builder())
         except JobError as error:
             return Failure(type(error).__name__, str(error))

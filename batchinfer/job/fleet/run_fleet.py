@@ -9,6 +9,7 @@ from contextlib import closing
 from threading import Event
 from typing import Any
 
+from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.cpus import cpu_limits
 from batchinfer.errors import UsageError
@@ -72,7 +73,8 @@ def run_fleet(
         lent(job.out) as nonce,
         ray_process(to_join, scale.start_timeout_s, stop, first) as workers,
     ):
-        cluster_gpus = workers.join(scale.start_timeout_s - (time.monotonic() - began))
+        with phase("starting Ray"):
+            cluster_gpus = workers.join(scale.start_timeout_s - (time.monotonic() - began))
         if cluster_gpus is None:
             return False
         has_gpus = _uses_gpus(job.spec, cluster_gpus)

@@ -115,7 +115,7 @@ class FleetWorker:
         with storage_errors(out.staging):
             out.files.make_directory(out.staging)
         recorder = Recorder(out, self._job.spec, self._run_id)
-        recorder.loaded(self._loaded.context, self._loaded.seconds)
+        recorder.loaded(self._loaded.context, self._loaded.seconds, self._loaded.phases)
         for line in self._loaded.log:
             recorder.log(line)
         return recorder

@@ -6,7 +6,6 @@ names of their folders say of their rows.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -14,12 +13,10 @@ from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 
+from batchinfer.console.phases import phase
 from batchinfer.errors import DataError
 from batchinfer.job.input.format import InputFile
 from batchinfer.job.storage.content_hash import content_hash, is_settled
-
-_TELL_AFTER_S = 1.0
-_GB = 1e9
 
 _stat_facts = attrgetter("path", "size", "mtime_ns", "ctime_ns")
 _facts = attrgetter("size", "num_rows", "content_sha256", "etag")
@@ -30,7 +27,6 @@ def with_content_hashes(
     files: Sequence[InputFile],
     known: Sequence[InputFile] = (),
     known_at_s: float = 0.0,
-    tell: Callable[[str], object] | None = None,
 ) -> tuple[InputFile, ...]:
     """Files with the hashes of their contents; those in stores have marks that say as much.
 
@@ -38,7 +34,6 @@ def with_content_hashes(
         known: files as they were found before, and hashed; one that has not changed since is not
             hashed again.
         known_at_s: when that was, in seconds since 1970.
-        tell: shows a line; called once, if hashing takes long.
 
     Raises:
         DataError: one cannot be read.
@@ -46,8 +41,8 @@ def with_content_hashes(
     before = {_stat_facts(file): file.content_hash for file in known}
     found = [_as_known(file, before.get(_stat_facts(file)), known_at_s) for file in files]
     to_hash = [file for file in found if file.content_hash is None and file.etag is None]
-    notice = _Notice(sum(file.size for file in to_hash), tell)
-    hashes = {file.path: _hash(file.path, notice.add) for file in to_hash}
+    with phase("hashing inputs", sum(file.size for file in to_hash), "bytes") as hashing:
+        hashes = {file.path: _hash(file.path, hashing.advance) for file in to_hash}
     return tuple(
         replace(file, content_hash=hashes[file.path]) if file.path in hashes else file
         for file in found
@@ -117,25 +112,3 @@ def _by_name(files: Sequence[InputFile]) -> dict[str, InputFile]:
     shared = takewhile(lambda names: len(set(names)) == 1, zip(*folders, strict=False))
     common = len(list(shared))
     return {"/".join(file.path.split("/")[common:]): file for file in files}
-
-
-class _Notice:
-    """Tells that hashing goes on, once, where it takes long.
-
-    Args:
-        total: bytes to hash.
-    """
-
-    def __init__(self, total: int, tell: Callable[[str], object] | None) -> None:
-        self._total = total
-        self._tell = tell
-        self._done = 0
-        self._began = time.monotonic()
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that were hashed."""
-        self._done += num_bytes
-        if self._tell is None or time.monotonic() - self._began < _TELL_AFTER_S:
-            return
-        self._tell(f"hashing inputs, {self._done / _GB:.1f} of {self._total / _GB:.1f} GB")
-        self._tell = None

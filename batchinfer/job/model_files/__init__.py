@@ -1,4 +1,4 @@
 """Model files told apart by what they hold.
 
-May import: errors, job.storage, job.spec.
+May import: errors, console, job.storage, job.spec.
 """

@@ -10,6 +10,7 @@ import os.path
 from pathlib import Path
 from typing import Any
 
+from batchinfer.console.phases import phase
 from batchinfer.errors import ModelError
 from batchinfer.job.model_files.hub_commit import hub_commit
 from batchinfer.job.spec.spec import ModelSpec
@@ -81,15 +82,24 @@ def _facts_of(
         for path in (path for pattern in _FILES for path in folder.glob(pattern)):
             if not path.is_file():  # reading a pipe or a device would not end
                 raise ModelError(f"{path} is not a file; fetch the model again")
-        weights: dict[str, Any] = {
-            path.name: [*_weight_facts(path), *([content_hash(path)] if weights_matter else [])]
-            for path in sorted(folder.glob("*.safetensors"))
-        }
+        weights = _weights(folder, hashes=weights_matter)
         small = sorted(path for pattern in _SMALL_FILES for path in folder.glob(pattern))
         hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in small}
     except OSError as error:
         raise ModelError(f"{error.filename} cannot be read: {error.strerror}") from error
     return {**weights, **hashes}
+
+
+def _weights(folder: Path, *, hashes: bool) -> dict[str, Any]:
+    """Facts of a folder's weight files, by name; with or without the hashes of their content."""
+    files = sorted(folder.glob("*.safetensors"))
+    facts: dict[str, Any] = {path.name: _weight_facts(path) for path in files}
+    if hashes:
+        num_bytes = sum(path.stat().st_size for path in files)
+        with phase("hashing the model", num_bytes, "bytes") as hashing:
+            for path in files:
+                facts[path.name].append(content_hash(path, hashing.advance))
+    return facts
 
 
 def _weight_facts(path: Path) -> list[int | str]:

@@ -27,6 +27,7 @@ from functools import partial
 from itertools import takewhile
 from threading import Event
 
+from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
@@ -173,6 +174,8 @@ class RowPipeline:
             complete = False
             try:
                 with gc_frozen():
+                    with phase("reading and planning rows"):
+                        rows.wait(self.stop)
                     complete = loop.run(rows, writer)
             finally:
                 ending.set()

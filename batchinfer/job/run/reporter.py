@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from batchinfer.console.format import counted, counted_rows, duration, printable
+from batchinfer.console.phases import phase
 from batchinfer.console.progress import print_line
 from batchinfer.console.table import SummaryLine, render_table
 from batchinfer.job.output.directory import OutputDir
@@ -174,7 +175,8 @@ class RunReporter:
     def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
         """The parts of the job are made: write the report, show the summary."""
         lines = list(warnings)
-        reported = self.report is not None and self.report(out, lines.append)
+        with phase("drawing the report"):
+            reported = self.report is not None and self.report(out, lines.append)
         for line in () if self.quiet else lines:
             print_line(line, to_stderr=True)
         if self.as_json:

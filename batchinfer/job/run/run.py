@@ -11,6 +11,8 @@ from threading import Event
 from typing import Protocol
 
 from batchinfer.console.format import printable
+from batchinfer.console.phase_views import make_phase_view
+from batchinfer.console.phases import Phases, phase
 from batchinfer.console.progress import Progress, make_progress, print_line
 from batchinfer.errors import DataError, ExitCode, NotYetError, UsageError
 from batchinfer.job.input.dataset import Source
@@ -101,10 +103,23 @@ def run_job(
     Raises:
         JobError: the job cannot be run; finished rows stay.
     """
-    tell = None if quiet else partial(print_line, to_stderr=True)
-    job = _open(spec, output_at(spec.output.path), combined_output, tell)
-    reporter = RunReporter(quiet, as_json, report)
     if_exists = "overwrite" if overwrite else spec.output.if_exists
+    with Phases(make_phase_view(quiet=quiet)):
+        job = _open(spec, output_at(spec.output.path), combined_output)
+        reporter = RunReporter(quiet, as_json, report)
+        return _run_opened(job, if_exists, reporter, retry_errors, shard, build, fleet)
+
+
+def _run_opened(
+    job: OutputJob,
+    if_exists: str,
+    reporter: RunReporter,
+    retry_errors: bool,
+    shard: Shard | None,
+    build: BuildEngine | None,
+    fleet: RunFleet | None,
+) -> ExitCode:
+    """Run what is left of a job."""
     if retry_errors and if_exists == "overwrite":
         raise UsageError("--retry-errors keeps the good rows, --overwrite keeps none: choose one")
     if fleet is not None and shard is not None:
@@ -137,11 +152,10 @@ def _open(
     spec: JobSpec,
     out: OutputDir,
     combined_output: Path | None,
-    tell: Callable[[str], object] | None,
 ) -> OutputJob:
     source = open_input(spec)
     _refuse_own_output(source, out)
-    source = identified(source, _planned_before(out), tell)
+    source = identified(source, _planned_before(out))
     job = open_job(spec, source)
     return OutputJob(spec, source, job.table, job.manifest, out, combined_output)
 
@@ -174,10 +188,12 @@ def _run(
 ) -> ExitCode:
     """Make the parts that are not finished."""
     recover = from_scratch if resume.starts_over else recover_rows
-    recovered = recover(job.out, resume, job.table.generated_schema)
+    with phase("reading finished rows"):
+        recovered = recover(job.out, resume, job.table.generated_schema)
     begins = resume.begins and not len(recovered.finished)
     if job.spec.input.id_column is not None and begins:
-        check_unique_ids(job.source, job.spec.input.id_column)
+        with phase("checking ids"):
+            check_unique_ids(job.source, job.spec.input.id_column)
     lost = {f"what was in {name}": problem for name, problem in recovered.damaged.items()}
     reporter.damage({**resume.damaged, **lost})
     missing = sum(map(job.source.count, recovered.missing))
@@ -206,7 +222,8 @@ def _run(
 
 
 def _default_builder() -> BuildEngine:
-    from batchinfer.build import build_engine  # imports torch: only where there is work to do
+    with phase("importing torch"):  # only where there is work to do
+        from batchinfer.build import build_engine
 
     return build_engine
 
@@ -259,7 +276,8 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
     if _exports(job):
         export(job.out, job.manifest, job.table.kept, job.spec.model, job.combined_output)
     warnings = _nothing_selected(job)
-    summary = write_summary(job.out, job.manifest, records, warnings.append)
+    with phase("merging statistics"):
+        summary = write_summary(job.out, job.manifest, records, warnings.append)
     reporter.end(job.out, summary, warnings)
     job.out.empty(job.out.segments)
     job.source.check_unchanged()

@@ -26,6 +26,8 @@ class Prefetcher(Generic[T]):
         self._starved = starved or Event()
         self._closed = Event()
         self._done = Event()
+        self._filled = Event()
+        """Set once there has been an item, or there will be none."""
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(items,), daemon=True)
         self._thread.start()
@@ -48,6 +50,11 @@ class Prefetcher(Generic[T]):
             if waits and self._nothing_left and self._error is not None:
                 raise self._error from None
             return None
+
+    def wait(self, stop: Event) -> None:
+        """Wait for an item to be there, or for the end of them all, or for ``stop``."""
+        while self._queue.empty() and not self._done.is_set() and not stop.is_set():
+            self._filled.wait(_POLL_S)
 
     def __iter__(self) -> Iterator[T]:
         """Items, each when it is there.
@@ -86,11 +93,13 @@ class Prefetcher(Generic[T]):
             self._error = error
         finally:
             self._done.set()
+            self._filled.set()
 
     def _put(self, item: T) -> bool:
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=_POLL_S)
+                self._filled.set()
                 return True
             except Full:
                 continue

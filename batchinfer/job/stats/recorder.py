@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 import pyarrow as pa
 from pydantic import NonNegativeFloat, NonNegativeInt, TypeAdapter
 
+from batchinfer.console.phases import Phases, active_phases
 from batchinfer.engine.metrics import KV_FACTS
 from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.stats import StepStats
@@ -41,6 +42,8 @@ class Run:
     device: str | None = None
     load_s: NonNegativeFloat = 0.0
     total_s: NonNegativeFloat = 0.0
+    phases: dict[str, NonNegativeFloat] = field(default_factory=dict)
+    """Seconds of each wait that has a name, those before this record was begun included."""
     kv: dict[str, NonNegativeInt] = field(default_factory=dict)
     """Values of ``KV_FACTS``; empty where no model was needed."""
     kernels: dict[str, str] = field(default_factory=dict)
@@ -115,14 +118,20 @@ class Recorder:
         self.run = Run(run_id, {"name": spec.model.name}, job=resolved(spec))
         self._sampler = StepSampler(self.run.run_id, spec.stats.every_steps)
         self._device_bytes: Callable[[], int] = lambda: 0
+        self._phases = active_phases()
         self._began = time.perf_counter()
         self._steps: list[StepRow] = []
         self._num_files = 0
         self._log: BinaryIO | None = None
         self._save()  # takes the id
 
-    def loaded(self, context: EngineContext, load_s: float) -> None:
-        """Note the engine, and that loading took ``load_s`` seconds before this run."""
+    def loaded(self, context: EngineContext, load_s: float, phases: Phases | None = None) -> None:
+        """Note the engine, and that loading took ``load_s`` seconds before this run.
+
+        Args:
+            phases: those of loading, where none are active any more.
+        """
+        self._phases = self._phases or phases
         self._began -= load_s
         self.run.load_s = load_s
         self.run.device, self.run.model = context.device, dict(context.model_facts)
@@ -173,6 +182,8 @@ class Recorder:
     def _save(self) -> None:
         self.run.total_s = time.perf_counter() - self._began
         self.run.saved_at = time.time()
+        if self._phases is not None:
+            self.run.phases = dict(self._phases.seconds)
         self.run.peak_used_blocks = self._sampler.peak_used_blocks
         self._out.write_json(self._out.runs / f"{self.run.run_id}.json", asdict(self.run))
 

@@ -87,6 +87,7 @@ def write_summary(
             "load": sum(run.load_s for run in runs),
             "engine": sum(run.engine_s for run in runs),
             "wall": wall_s(runs),
+            "phases": _phases(runs),
         },
         "workers": len({writer_of(run.run_id) for run in runs if run.rows}),
         "throughput": measured["throughput"],
@@ -122,6 +123,15 @@ def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> 
                 "kernels"
             )
     return runs
+
+
+def _phases(runs: Iterable[Run]) -> dict[str, float]:
+    """Seconds of the waits that have a name, of all runs, in the order they came."""
+    seconds: dict[str, float] = {}
+    for run in runs:
+        for name, lasted_s in run.phases.items():
+            seconds[name] = seconds.get(name, 0.0) + lasted_s
+    return seconds
 
 
 def _kernels(runs: Iterable[Run]) -> dict[str, list[str]]:

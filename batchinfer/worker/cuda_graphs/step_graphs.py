@@ -116,12 +116,16 @@ class StepGraphs:
         return logits[: len(step.logits_indices)]
 
     def capture_all(
-        self, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        log: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        captured: Callable[[], None] = lambda: None,
     ) -> None:
         """Capture every size, on steps that compute nothing.
 
         Args:
             log: told how far it is, every few seconds, and which sizes are lost and why.
+            captured: told of each size that is done.
         """
         began = told = clock()
         lost: dict[str, list[GraphSize]] = {}
@@ -136,6 +140,7 @@ class StepGraphs:
                 return
             except (RuntimeError, OutOfMemory) as error:
                 lost.setdefault(str(error), []).append(size)
+            captured()
         for reason, sizes in lost.items():
             log(f"no CUDA graph for steps of {_listed(sizes)}: {reason}")
         log(f"CUDA graphs: {self.num_captured} sizes captured in {clock() - began:.0f} s")

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from typing import Any
 
 from transformers.utils import logging
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers below errors inside; restored after."""
+def quiet_transformers(
+    show_share: Callable[[float], None] = lambda share: None,
+) -> Iterator[None]:
+    """Silence transformers below errors inside; restored after.
+
+    Args:
+        show_share: told what its progress bars would show, from 0 to 1; by versions that say.
+    """
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
+    set_hook = getattr(logging, "set_tqdm_hook", lambda hook: None)
+
+    def bar(make: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        items = values[0] if values else None
+        return _shared(items, show_share) if isinstance(items, Sized) else make(*values, **named)
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    before = set_hook(bar)
     try:
         yield
     finally:
+        set_hook(before)
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def _shared(items: Any, show_share: Callable[[float], None]) -> Iterator[Any]:
+    """The items of a progress bar, each counted when the next one is taken."""
+    for done, item in enumerate(items):
+        show_share(done / len(items))
+        yield item
+    show_share(1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,14 @@ def load_weights(
     device: torch.device,
     max_model_len: int,
     quantization: str | None = None,
+    show_share: Callable[[float], None] = lambda share: None,
 ) -> torch.nn.Module:
     """Load transformers' own model of the config from the folder, onto the device.
 
     Args:
         max_model_len: longest sequence in tokens, by which a LongRoPE model's positions are chosen.
         quantization: a name of ``model.quantization``.
+        show_share: told how much of the weights is read, from 0 to 1.
 
     Raises:
         ModelError: the files cannot be read, or are not of the model that the config describes.
@@ -67,7 +69,7 @@ def load_weights(
     """
     register()
     try:
-        with quiet_transformers():
+        with quiet_transformers(show_share):
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,

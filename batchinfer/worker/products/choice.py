@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from batchinfer.console.phases import phase
 from batchinfer.errors import DeviceError
 from batchinfer.worker.product_kernels import ProductKernel, product_kernels
 from batchinfer.worker.products.timing import Shape, linear_shapes, time_kernels
@@ -73,7 +74,9 @@ def choose_kernel(model: nn.Module, dtype: torch.dtype, wish: KernelWish) -> Ker
         DeviceError: no kernel here is of the kind that is asked for, or keeps a row's bits, or
             earlier runs of a deterministic job had one that is not here.
     """
-    kernels = _allowed(product_kernels(dtype), dtype, wish)
+    with phase("compiling kernels"):  # once on a machine
+        found = product_kernels(dtype)
+    kernels = _allowed(found, dtype, wish)
     kernel_before = wish.before.get(_dtype_name(dtype))
     for kernel in kernels:
         if kernel.name == kernel_before:
@@ -107,7 +110,8 @@ def _choose(
     shapes = linear_shapes(model, dtype)
     if sum(map(_elements, shapes.items())) < _WORTH_MEASURING:
         return KernelChoice(kernels[0], "too few weights to measure others", {})
-    gflops = time_kernels(kernels, shapes, dtype)
+    with phase("timing kernels"):
+        gflops = time_kernels(kernels, shapes, dtype)
     return KernelChoice(fastest(kernels, gflops), "measured", gflops)
 
 

@@ -221,13 +221,3 @@ def test_a_file_that_was_just_written_is_hashed_again(
     monkeypatch.setattr(identity, "content_hash", lambda path, _: f"of {path.name}")
     with pytest.raises(identity.DataError, match="holds something else"):
         ran(tmp_path)
-
-
-def test_a_wait_for_hashes_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 0.5, 1.5, 1.6])
-    monkeypatch.setattr(identity.time, "monotonic", lambda: next(clock))
-    told: list[str] = []
-    notice = identity._Notice(4_000_000_000, told.append)
-    for _ in range(4):
-        notice.add(1_000_000_000)
-    assert told == ["hashing inputs, 2.0 of 4.0 GB"]

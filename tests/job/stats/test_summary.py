@@ -46,7 +46,7 @@ REQUEST_COLUMNS = [
 SUMMARY_KEYS = {
     "rows": ["total", "ok", "error"],
     "tokens": ["prompt", "prompt_computed", "prompt_cached", "recomputed", "output"],
-    "time_s": ["total", "load", "engine", "wall"],
+    "time_s": ["total", "load", "engine", "wall", "phases"],
     "throughput": ["output_tokens_per_s", "total_tokens_per_s", "rows_per_s"],
     "kv": [
         *("block_size", "num_blocks", "bytes_per_block", "peak_used_blocks", "mean_utilization"),
