@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
+
+from batchinfer.console import phases
 
 try:
     from hypothesis import settings
@@ -48,6 +51,12 @@ if settings is not None:
 if hasattr(providers, "_get_local_constants") and hasattr(providers, "_local_constants"):
     _none = providers._local_constants
     providers._get_local_constants = lambda: _none
+
+
+@pytest.fixture(autouse=True)
+def no_waits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long anything lasts is the machine's affair: lines about it come where a test asks."""
+    monkeypatch.setattr(phases, "SHOWN_AFTER_S", math.inf)
 
 
 @pytest.fixture(autouse=True)

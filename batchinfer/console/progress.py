@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from threading import Event, Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from batchinfer.console.format import counted_rows, duration
+from batchinfer.console.format import duration
+from batchinfer.console.meter import Counts, Meter
 from batchinfer.engine.stats import StepStats
 
 LINE_EVERY_S = 30.0
-_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows [{elapsed}<{remaining}{postfix}]"
+_DRAW_EVERY_S = 0.1
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| TAIL"
 
 
 class Progress(Protocol):
     """Display of a job's progress, updated with each step."""
 
-    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
-        """Add the rows a step finished and its output tokens, and show the pool's use."""
+    def update(self, added: Counts, stats: StepStats | None) -> None:
+        """Add what a step has done, and show the pool's use."""
+        ...
+
+    def fail(self, rows: int) -> None:
+        """Count rows that ended in an error; from the thread that writes them."""
         ...
 
     def note(self, text: str) -> None:
@@ -34,17 +41,17 @@ class Progress(Protocol):
         ...
 
 
-def make_progress(total: int, *, quiet: bool) -> Progress:
+def make_progress(meter: Meter, *, quiet: bool) -> Progress:
     """Progress display: a bar on a terminal, lines elsewhere, nothing if ``quiet``; all to stderr.
 
     Args:
-        total: rows to run.
+        meter: counts, and is shown.
     """
     if quiet or sys.stderr is None:
-        return _Silence()
+        return _Silence(meter)
     if sys.stderr.isatty():
-        return StallNotice(_Bar(total), partial(tqdm.write, file=sys.stderr))
-    return StallNotice(Lines(total), partial(print_line, to_stderr=True))
+        return StallNotice(_Bar(meter), partial(tqdm.write, file=sys.stderr))
+    return StallNotice(Lines(meter), partial(print_line, to_stderr=True))
 
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:
@@ -57,70 +64,55 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
 
 
 class _Silence:
-    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
-        pass
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def update(self, added: Counts, stats: StepStats | None) -> None:
+        self._meter.add(added, stats)
+
+    def fail(self, rows: int) -> None:
+        self._meter.failed += rows
 
     def note(self, text: str) -> None:
-        pass
+        self._meter.note = text
 
     def close(self) -> None:
         pass
-
-
-class Meter:
-    """Counts of rows and tokens so far, and the pool's use now.
-
-    Args:
-        total: rows to run.
-        clock: seconds.
-    """
-
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total = total
-        self.rows = 0
-        self.tokens = 0
-        self.pool = 0.0
-        self.shared = 0.0
-        self.note = ""
-        self._clock = clock
-        self._began = clock()
-
-    def add(self, rows: int, tokens: int, stats: StepStats | None) -> None:
-        """Add a step; arguments as for ``Progress.update``."""
-        self.rows += rows
-        self.tokens += tokens
-        if stats is not None:
-            self.pool = stats.kv_blocks_used / stats.kv_blocks_total
-            self.shared = stats.kv_blocks_shared / max(stats.kv_blocks_used, 1)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the beginning."""
-        return max(self._clock() - self._began, 1e-9)
-
-    @property
-    def rates(self) -> str:
-        """Speed and pool, for the end of a progress bar or line."""
-        speed = f"{self.tokens / self.elapsed_s:,.0f} tokens/s"
-        if self.note:
-            return f"{speed}, {self.note}"
-        return f"{speed}, pool {self.pool:.0%}, shared {self.shared:.0%}"
 
 
 class _Bar:
-    def __init__(self, total: int) -> None:
-        self._counter = Meter(total, time.monotonic)
-        self._bar = tqdm(total=total, desc="batchinfer", bar_format=_BAR, dynamic_ncols=True)
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._bar: Any = None
+        self._drawn_s = -math.inf
 
-    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
-        self._counter.add(rows, tokens, stats)
-        self._bar.set_postfix_str(self._counter.rates, refresh=False)
-        self._bar.update(rows)
+    def update(self, added: Counts, stats: StepStats | None) -> None:
+        self._meter.add(added, stats)
+        now = time.monotonic()
+        if now - self._drawn_s >= _DRAW_EVERY_S:
+            self._drawn_s = now
+            self._draw()
+
+    def _draw(self) -> None:
+        meter = self._meter
+        if self._bar is None:  # not before: a wait that has a name may have the line until then
+            self._bar = tqdm(total=1.0, desc="batchinfer", bar_format="{desc}", dynamic_ncols=True)
+        left = "" if meter.eta_s is None else f"<{tqdm.format_interval(meter.eta_s)}"
+        at_most = " at most" if left and meter.expects_most else ""
+        passed = f"[{tqdm.format_interval(meter.elapsed_s)}{left}{at_most}, {meter.rates}]"
+        rows = f"{meter.before + meter.counts.rows:,}/{meter.before + meter.total:,} rows"
+        self._bar.bar_format = _BAR.replace("TAIL", f"{rows} {passed}")
+        self._bar.n = meter.share
+        self._bar.refresh()
+
+    def fail(self, rows: int) -> None:
+        self._meter.failed += rows
 
     def note(self, text: str) -> None:
-        self._counter.note = text
+        self._meter.note = text
 
     def close(self) -> None:
+        self._draw()
         self._bar.close()
 
 
@@ -128,37 +120,43 @@ class Lines:
     """Progress as a plain line every ``LINE_EVERY_S`` seconds.
 
     Args:
-        total: rows to run.
-        clock: seconds.
+        meter: counts, and is shown.
         write: takes a line.
     """
 
     def __init__(
         self,
-        total: int,
-        clock: Callable[[], float] = time.monotonic,
+        meter: Meter,
         write: Callable[[str], None] = lambda line: print_line(line, to_stderr=True),
     ) -> None:
-        self._counter = Meter(total, clock)
+        self._meter = meter
         self._write = write
         self._next_s = LINE_EVERY_S
 
-    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
-        counter = self._counter
-        counter.add(rows, tokens, stats)
-        elapsed = counter.elapsed_s
+    def update(self, added: Counts, stats: StepStats | None) -> None:
+        meter = self._meter
+        meter.add(added, stats)
+        elapsed = meter.elapsed_s
         if elapsed >= self._next_s:
             self._next_s = elapsed + LINE_EVERY_S
-            line = f"{counter.rows:,} of {counted_rows(counter.total)}, {counter.rates}"
-            if counter.rows:
-                left = elapsed / counter.rows * (counter.total - counter.rows)
-                line += f", about {duration(left)} left"
-            self._write(line)
+            self._write(progress_line(meter))
+
+    def fail(self, rows: int) -> None:
+        self._meter.failed += rows
 
     def note(self, text: str) -> None:
-        self._counter.note = text
+        self._meter.note = text
 
     def close(self) -> None: ...
+
+
+def progress_line(meter: Meter) -> str:
+    """How far a run is, on one line."""
+    line = f"{meter.rows_line} ({meter.share:.0%}), {meter.rates}"
+    if meter.eta_s is None:
+        return line
+    about = "at most" if meter.expects_most else "about"
+    return f"{line}, {about} {duration(meter.eta_s)} left"
 
 
 class StallNotice:
@@ -184,9 +182,12 @@ class StallNotice:
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
-        self._progress.update(rows, tokens, stats)
+    def update(self, added: Counts, stats: StepStats | None) -> None:
+        self._progress.update(added, stats)
         self._note_step()
+
+    def fail(self, rows: int) -> None:
+        self._progress.fail(rows)
 
     def note(self, text: str) -> None:
         self._progress.note(text)

@@ -78,6 +78,11 @@ class Engine:
         self._states: dict[Request, RequestState] = {}
 
     @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and output together."""
+        return self.scheduler.table.max_model_len
+
+    @property
     def num_running(self) -> int:
         """Sequences with blocks in the pool."""
         return self.scheduler.table.num_running

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from batchinfer.build import EngineContext
-from batchinfer.console.progress import Meter
+from batchinfer.console.meter import Counts, Meter
 from batchinfer.engine.metrics import KV_FACTS, MetricsCollector
 from batchinfer.engine.request import Completion, Request
 from batchinfer.llm.outputs import Stats
@@ -56,7 +56,7 @@ class Calls:
                 rows = [completion.stats for completion in outcome.completions]
                 self._measured.add(outcome.stats, rows)
                 self._log.add(outcome.stats, rows, self._measured.seconds)
-                meter.add(len(rows), outcome.output_tokens, outcome.stats)
+                meter.add(Counts(len(rows), tokens=outcome.output_tokens), outcome.stats)
                 if outcome.recovered is not None:
                     _LOG.warning("%s", outcome.recovered)
                 yield from outcome.completions

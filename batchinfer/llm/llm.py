@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from batchinfer.build import build_engine
 from batchinfer.config import PromptConfig, SamplingParams
-from batchinfer.console.progress import Meter
+from batchinfer.console.meter import Meter
 from batchinfer.engine.request import Completion, Request, TokenIds
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.llm.arguments import engine_config, model_config, refuse_others

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +9,15 @@ from typing import Any, cast
 
 import pytest
 
+from batchinfer.console.meter import Counts, Meter
 from batchinfer.console.progress import Lines, StallNotice, make_progress, print_line
 from batchinfer.engine.stats import StepStats
+from batchinfer.errors import ExitCode
 from batchinfer.job.run.reporter import too_many_errors
+from batchinfer.job.run.run import run_job
+from tests.console.terminal import PseudoTerminal, screen
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
 
 HALF_FULL = cast(
     StepStats, SimpleNamespace(kv_blocks_used=50, kv_blocks_total=100, kv_blocks_shared=20)
@@ -19,38 +26,38 @@ HALF_FULL = cast(
 
 def test_a_line_every_thirty_seconds() -> None:
     now, lines = [0.0], []
-    progress = Lines(200, clock=lambda: now[0], write=lines.append)
+    progress = Lines(Meter(200, clock=lambda: now[0]), lines.append)
     for second in range(0, 95, 5):
         now[0] = float(second)
-        progress.update(rows=5, tokens=50, stats=HALF_FULL)
+        progress.update(Counts(rows=5, ended=5, tokens=50, settled_tokens=50), HALF_FULL)
     assert lines == [
-        "35 of 200 rows, 12 tokens/s, pool 50%, shared 40%, about 2 min 21 s left",
-        "65 of 200 rows, 11 tokens/s, pool 50%, shared 40%, about 2 min 05 s left",
-        "95 of 200 rows, 11 tokens/s, pool 50%, shared 40%, about 1 min 39 s left",
+        "35 of 200 rows (18%), 12 tokens/s, pool 50%, shared 40%, about 2 min 21 s left",
+        "65 of 200 rows (32%), 11 tokens/s, pool 50%, shared 40%, about 2 min 05 s left",
+        "95 of 200 rows (48%), 11 tokens/s, pool 50%, shared 40%, about 1 min 39 s left",
     ]
 
 
 def test_a_note_stands_where_the_pool_would() -> None:
     now, lines = [0.0], []
-    progress = Lines(200, clock=lambda: now[0], write=lines.append)
+    progress = Lines(Meter(200, clock=lambda: now[0]), lines.append)
     progress.note("3 of 4 workers up, pools 50%")
     now[0] = 31.0
-    progress.update(rows=0, tokens=62, stats=None)
-    assert lines == ["0 of 200 rows, 2 tokens/s, 3 of 4 workers up, pools 50%"]
+    progress.update(Counts(rows=0, tokens=62), None)
+    assert lines == ["0 of 200 rows (0%), 2 tokens/s, 3 of 4 workers up, pools 50%"]
 
 
 def test_no_guess_before_a_row_is_finished() -> None:
     now, lines = [0.0], []
-    progress = Lines(200, clock=lambda: now[0], write=lines.append)
+    progress = Lines(Meter(200, clock=lambda: now[0]), lines.append)
     now[0] = 31.0
-    progress.update(rows=0, tokens=0, stats=HALF_FULL)
-    assert lines == ["0 of 200 rows, 0 tokens/s, pool 50%, shared 40%"]
+    progress.update(Counts(rows=0, tokens=0), HALF_FULL)
+    assert lines == ["0 of 200 rows (0%), 0 tokens/s, pool 50%, shared 40%"]
 
 
 def test_a_step_that_does_not_end_is_told_of_ever_more_rarely() -> None:
     now, lines = [0.0], []
     progress = StallNotice(
-        Lines(200, clock=lambda: now[0], write=lines.append), lines.append, lambda: now[0]
+        Lines(Meter(200, clock=lambda: now[0]), lines.append), lines.append, lambda: now[0]
     )
     told = []
     for second in range(0, 400, 15):
@@ -61,37 +68,40 @@ def test_a_step_that_does_not_end_is_told_of_ever_more_rarely() -> None:
     assert told == [30, 60, 120, 240]
     assert lines[2].startswith("no step has ended for 2 min 00 s; ")
     lines.clear()
-    progress.update(rows=5, tokens=50, stats=HALF_FULL)
+    progress.update(Counts(rows=5, ended=5, tokens=50, settled_tokens=50), HALF_FULL)
     now[0] += 29
     progress.check()
     progress.close()
-    assert [line.partition(",")[0] for line in lines] == ["5 of 200 rows"]
+    assert [line.partition(",")[0] for line in lines] == ["5 of 200 rows (2%)"]
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
+    with PseudoTerminal(monkeypatch) as terminal:
+        progress = make_progress(Meter(10, before=5), quiet=quiet)
+        progress.update(Counts(rows=10, ended=10, tokens=30), HALF_FULL)
+        progress.close()
+    shown = screen(terminal.text)
+    assert bool(shown) != quiet
+    if not quiet:
+        assert re.fullmatch(
+            r"batchinfer: 100%\|█+\| 15/15 rows "
+            r"\[00:00<00:00, .* tokens/s, pool 50%, shared 40%\]",
+            shown[-1],
+        )
 
 
-@pytest.mark.parametrize(
-    ("stream", "quiet", "shows"),
-    [(Terminal(), False, True), (Terminal(), True, False), (io.StringIO(), False, False)],
-)
-def test_a_bar_on_a_terminal_only(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, quiet: bool, shows: bool
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stream)
-    progress = make_progress(10, quiet=quiet)
-    progress.update(rows=10, tokens=30, stats=HALF_FULL)
+def test_no_bar_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    progress = make_progress(Meter(10), quiet=False)
+    progress.update(Counts(rows=10, tokens=30), HALF_FULL)
     progress.close()
-    assert (
-        "10/10 rows" in stream.getvalue() and "pool 50%, shared 40%" in stream.getvalue()
-    ) == shows
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 
 def test_no_stderr_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    make_progress(10, quiet=False).update(rows=1, tokens=1, stats=None)
+    make_progress(Meter(10), quiet=False).update(Counts(rows=1, tokens=1), None)
 
 
 def test_a_closed_stream_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,3 +117,17 @@ def test_too_many_errors_says_which() -> None:
     assert "5 of 100 rows failed" in message
     assert "empty_prompt 5" in message
     assert "/out" in message
+
+
+def test_a_run_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [str(n) for n in range(25)]})
+    spec = job(tmp_path)
+    with PseudoTerminal(monkeypatch, "stdout", "stderr") as terminal:
+        assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+        (tmp_path / "out" / "_SUCCESS").unlink()
+        (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
+        assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    shown = screen(terminal.text)
+    assert sum("100%" in line and " 25/25 rows [" in line for line in shown) == 2
+    assert "15 of 25 rows were finished before" in shown
+    assert "batchinfer:  60%|" in terminal.text  # where the second begins

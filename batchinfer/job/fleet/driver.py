@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event
 
+from batchinfer.console.meter import Counts
 from batchinfer.console.progress import Progress
 from batchinfer.errors import DeviceError, JobError, StorageError
 from batchinfer.job.fleet.boots import Boots, FleetSize
@@ -58,8 +59,8 @@ class FleetDriver:
     log: Callable[[str], None] = lambda line: None
     clock: Callable[[], float] = time.monotonic
 
-    _counted: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
-    """Rows and tokens of each worker that are counted."""
+    _counted: dict[str, Counts] = field(default_factory=dict, init=False)
+    """What is counted of each worker."""
     _pools: dict[str, float] = field(default_factory=dict, init=False)
     """Used share of each worker's KV blocks."""
     _over: set[str] = field(default_factory=set, init=False)
@@ -170,13 +171,14 @@ class FleetDriver:
         if report.ended:
             self._losses.keep(self._dispatcher.suspects.history)
         self._dispatcher.reported(
-            worker, self.clock(), report.num_unadmitted, report.rows, report.latest_fence
+            worker, self.clock(), report.num_unadmitted, report.counts.rows, report.latest_fence
         )
-        rows, tokens = self._counted.get(worker, (0, 0))
-        self._counted[worker] = (report.rows, report.tokens)
+        added = report.counts - self._counted.get(worker, Counts())
+        self._counted[worker] = report.counts
         self._pools[worker] = report.pool_use
         self.progress.note(self._state())
-        self.progress.update(report.rows - rows, report.tokens - tokens, None)
+        self.progress.update(added, None)
+        self.progress.fail(added.failed)
         if report.is_over:
             self._over.add(worker)
             if report.failure is not None:
@@ -245,6 +247,7 @@ class FleetDriver:
         """
         self.log(f"{worker} is gone: {reason}")
         self._inboxes.close(run_id(self.run_number, worker))
+        self.progress.update(Counts.lost_with(self._counted.pop(worker, Counts())), None)
         in_flight, finished = self._losses.of(worker, tells_late=worker in self._tells_late)
         self._dispatcher.died(worker, in_flight if died_of_row else NO_ROWS, finished)
         self._losses.keep(self._dispatcher.suspects.history, died=worker)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from batchinfer import errors
+from batchinfer.console.meter import Counts
 from batchinfer.errors import JobError
 from batchinfer.job.fleet.lease import Lease
 from batchinfer.job.output.commit import Draft
@@ -106,10 +107,8 @@ class Answer:
 class WorkerReport:
     """What a worker has done since its last report, and where it is."""
 
-    rows: int = 0
-    """Finished since it was ready."""
-    tokens: int = 0
-    """Drawn since it was ready."""
+    counts: Counts = field(default_factory=Counts)
+    """What it has done since it was ready."""
     num_unadmitted: int = 0
     """Rows of its leases that its engine has not got yet."""
     latest_fence: int = 0

@@ -21,6 +21,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
 
+from batchinfer.console.meter import Counts
 from batchinfer.engine.stats import StepStats
 from batchinfer.errors import JobError
 from batchinfer.job.fleet.files.outbox import Outbox
@@ -237,7 +238,10 @@ class FleetWorker:
             self._recorder.note_recovery(item.recovered)
         for result in item.rows:
             lease = self._admitted.pop(result.row.row_id)
-            lease.add(finish_row(self._job, self._loaded.task, result))
+            row = finish_row(self._job, self._loaded.task, result)
+            lease.add(row)
+            if row.has_failed:
+                self.fail(1)
         for lease in self._leases:
             lease.flush_if_due()
         self._end_finished()
@@ -280,12 +284,19 @@ class FleetWorker:
         self.outbox.tell(lambda report: replace(report, num_unadmitted=left), urgent=not left)
         return kept
 
-    def update(self, rows: int, tokens: int, stats: StepStats | None) -> None:
+    def update(self, added: Counts, stats: StepStats | None) -> None:
         """Count what a step has finished; as ``Progress`` has it."""
         use = stats.kv_blocks_used / max(1, stats.kv_blocks_total) if stats else 0.0
         self.outbox.tell(
-            lambda r: replace(r, rows=r.rows + rows, tokens=r.tokens + tokens, pool_use=use),
+            lambda report: replace(report, counts=report.counts + added, pool_use=use),
             urgent=False,
+        )
+
+    def fail(self, rows: int) -> None:
+        """Count rows that ended in an error; as ``Progress`` has it."""
+        failed = Counts(failed=rows)
+        self.outbox.tell(
+            lambda report: replace(report, counts=report.counts + failed), urgent=False
         )
 
     def note(self, text: str) -> None:

@@ -31,6 +31,11 @@ class FinishedRow:
     """Prompt tokens that no row before it, as they were planned to run, begins with."""
     tally: Tally = _NO_TALLY
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended in an error."""
+        return self.values["error"] is not None
+
 
 class RowFinisher:
     """Makes output columns of samples."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Protocol
 
+from batchinfer.console.meter import Counts
 from batchinfer.console.progress import Progress
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.oom_recovery import Recovered
@@ -79,6 +80,8 @@ class EngineLoop:
 
     def __post_init__(self) -> None:
         self._in_flight: dict[int, RowResult] = {}
+        self._added = Counts()
+        """What is to be told with the next step."""
 
     def run(self, rows: RowSource, writer: TurnWriter) -> bool:
         """Run ``rows`` until they are all finished, or until asked to stop.
@@ -114,23 +117,37 @@ class EngineLoop:
             failpoint(f"row-{row.row_id}")
         for row in self.deduplicator.leaders(rows):
             result = self._in_flight[row.row_id] = RowResult(row, [])
+            self._added += Counts(begun=1)
             self._request(result, self.task.requests(row))
 
     def _request(self, result: RowResult, requests: Sequence[Request]) -> None:
         result.num_missing = len(requests)
         for request in requests:
             self.engine.add_request(request)
+            self._added += Counts(most_tokens=self._most_tokens(request))
 
     def _step(self, failed: list[PromptRow]) -> TurnResult:
         done = [RowResult(row, []) for row in failed]
         if not self.engine.num_unfinished:
-            self.progress.update(len(done), 0, None)
+            self._tell(Counts(rows=len(done)), None)
             return TurnResult(done, None)
         outcome = self.engine.step()
         for completion in outcome.completions:
             done += self._finished_by(completion)
-        self.progress.update(len(done), outcome.output_tokens, outcome.stats)
+        self._tell(Counts(rows=len(done), tokens=outcome.output_tokens), outcome.stats)
         return TurnResult(done, outcome.stats, outcome.recovered)
+
+    def _tell(self, counts: Counts, stats: StepStats | None) -> None:
+        if stats is not None:
+            counts += Counts(prefill_tokens=stats.prefill_tokens, preemptions=stats.num_preempted)
+        self.progress.update(self._added + counts, stats)
+        self._added = Counts()
+
+    def _most_tokens(self, request: Request) -> int:
+        """Most tokens that a request may draw."""
+        room = self.engine.max_model_len - request.num_prompt_tokens
+        each = max(0, min(request.params.max_tokens, room))
+        return each * (request.params.beam_width or request.params.n)
 
     def _finished_by(self, completion: Completion) -> list[RowResult]:
         """The row whose last completion this is, if it is one, and the equal rows that waited."""
@@ -145,5 +162,14 @@ class EngineLoop:
         if result.num_missing:
             return []
         del self._in_flight[row_id]
+        drawn = sum(map(_drawn_tokens, result.completions))
+        self._added += Counts(ended=1, settled_tokens=drawn)
         waited = self.deduplicator.release(row_id)
         return [result, *(RowResult(row, copy_result(row, result.completions)) for row in waited)]
+
+
+def _drawn_tokens(completion: Completion) -> int:
+    """Tokens drawn for a request, those of beams that were not kept included."""
+    lengths = [len(output.token_ids) for output in completion.outputs]
+    beams = completion.request.params.beam_width
+    return beams * max(lengths, default=0) if beams else sum(lengths)

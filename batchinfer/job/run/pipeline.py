@@ -27,6 +27,7 @@ from functools import partial
 from itertools import takewhile
 from threading import Event
 
+from batchinfer.console.meter import Counts
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
@@ -96,6 +97,8 @@ def run_pipeline(
         part_writer.write_complete()  # parts that lack no row, like that of an empty dataset
         for row_id in recovered.crash_history.given_up:
             part_writer.add(fail_row(job, row_id, QUARANTINED))
+            progress.update(Counts(rows=1), None)
+            progress.fail(1)
         if loaded is None:
             return True
         recorder.loaded(loaded.context, loaded.seconds)
@@ -162,7 +165,10 @@ class RowPipeline:
             if finished.recovered is not None:
                 self.recorder.note_recovery(finished.recovered)
             for result in finished.rows:
-                self.part_writer.add(finish_row(self.job, task, result))
+                row = finish_row(self.job, task, result)
+                self.part_writer.add(row)
+                if row.has_failed:
+                    self.progress.fail(1)
             self.part_writer.flush_if_due()
 
         window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read

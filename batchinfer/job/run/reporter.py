@@ -133,6 +133,13 @@ class RunReporter:
         if self.as_json:
             print_line(read_file(out.files, out.summary).decode().rstrip("\n"))
 
+    def resumes(self, finished: int, total: int) -> None:
+        """Rows that earlier runs have finished."""
+        if finished and not self.quiet:
+            print_line(
+                f"{finished:,} of {counted_rows(total)} were finished before", to_stderr=True
+            )
+
     def damage(self, damaged: Mapping[str, str]) -> None:
         """Damaged files, which are made again, and what is wrong with them."""
         if self.quiet:

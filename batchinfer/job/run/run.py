@@ -11,6 +11,7 @@ from threading import Event
 from typing import Protocol
 
 from batchinfer.console.format import printable
+from batchinfer.console.meter import Meter
 from batchinfer.console.phase_views import make_phase_view
 from batchinfer.console.phases import Phases, phase
 from batchinfer.console.progress import Progress, make_progress, print_line
@@ -197,6 +198,8 @@ def _run(
     lost = {f"what was in {name}": problem for name, problem in recovered.damaged.items()}
     reporter.damage({**resume.damaged, **lost})
     missing = sum(map(job.source.count, recovered.missing))
+    meter = Meter(missing, _num_finished(job, resume, missing))
+    reporter.resumes(meter.before, meter.before + missing)
     loaded = None
     before = {} if resume.starts_over else kernels_of(runs_of(job.out))
     if missing and fleet is None:
@@ -210,7 +213,7 @@ def _run(
         if runs_here:
             clear()
         with stop_signals() as stop:
-            with closing(make_progress(missing, quiet=reporter.quiet)) as progress:
+            with closing(make_progress(meter, quiet=reporter.quiet)) as progress:
                 if fleet is not None and not runs_here:
                     complete = fleet(job, recovered, build, before, clear, progress, stop)
                 else:
@@ -219,6 +222,15 @@ def _run(
                 reporter.stopped(job.out, overwrites=if_exists == "overwrite")
                 return ExitCode.INTERRUPTED
             return _end(job, claim, if_exists, reporter, stop)
+
+
+def _num_finished(job: OutputJob, resume: ResumePlan, missing: int) -> int:
+    """Rows of the parts that this run makes which earlier ones have finished."""
+    if resume.starts_over:
+        return 0
+    parts = job.manifest.parts()
+    mine = parts if resume.owned is None else [parts[at] for at in resume.owned]
+    return sum(job.source.count(part.rows) for part in mine) - missing
 
 
 def _default_builder() -> BuildEngine:

@@ -11,6 +11,7 @@ from threading import Event
 import numpy as np
 import pytest
 
+from batchinfer.console.meter import Counts, Meter
 from batchinfer.console.progress import make_progress
 from batchinfer.errors import DeviceError, JobError, ModelError, RowError, StorageError
 from batchinfer.job.fleet.boots import FleetSize
@@ -119,7 +120,7 @@ def run(tmp_path: Path) -> Callable[..., bool]:
             size,
             run_number=1,
             clear=lambda: None,
-            progress=make_progress(200, quiet=True),
+            progress=make_progress(Meter(200), quiet=True),
             stop=Event(),
             clock=lambda: script.now,
         )
@@ -325,7 +326,9 @@ def test_a_worker_whose_file_comes_with_other_bytes_is_killed(
     run: Callable[[Script], bool],
 ) -> None:
     piece = Piece("segments/segment-000000-w01-0-0-0.parquet", b"x", "of other bytes")
-    told = Told("w01", WorkerReport(rows=7, changes=(piece,), segments={"s": {0: 0}}))
+    told = Told(
+        "w01", WorkerReport(counts=Counts(rows=7), changes=(piece,), segments={"s": {0: 0}})
+    )
     script = Script([up("w01", access="driver"), told, Gone("w01", "it was killed")])
     with pytest.raises(DeviceError, match="no worker has been up"):
         run(script)

@@ -16,6 +16,7 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
+from batchinfer.console import meter
 from batchinfer.errors import ExitCode
 from batchinfer.job.fleet.messages import Ready, WorkerReport
 from batchinfer.job.fleet.on_ray import ray_workers
@@ -90,7 +91,7 @@ class Counts:
         """How many came late, once nothing comes any more."""
         while self._next >= 0:
             time.sleep(0.01)
-        return WorkerReport(rows=self._num_late, is_over=True)
+        return WorkerReport(counts=meter.Counts(rows=self._num_late), is_over=True)
 
 
 def test_what_is_sent_comes_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +107,7 @@ def test_what_is_sent_comes_in_its_order(monkeypatch: pytest.MonkeyPatch) -> Non
     while not told:
         told += [event for event in workers.wait(1.0) if isinstance(event, Told)]
     workers.close()
-    assert told[0].report.rows == 0
+    assert told[0].report.counts.rows == 0
 
 
 class NeverBegins(Counts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from threading import Event
 
+from batchinfer.console.meter import Meter
 from batchinfer.console.progress import make_progress
 from batchinfer.job.rows.finished_row import RowFinisher
 from batchinfer.job.rows.generate import Generation
@@ -36,7 +37,7 @@ def test_rows_that_end_because_of_a_stop_are_not_all_rows() -> None:
     loop = EngineLoop(
         built.engine,
         task,
-        make_progress(25, quiet=True),
+        make_progress(Meter(25), quiet=True),
         stop,
         max_waiting=4,
         admit=lambda row_ids: None,

@@ -397,7 +397,8 @@ def test_a_part_that_is_made_again_is_named_with_the_reason(
     harm(path)
     capsys.readouterr()
     run_job(job(tmp_path), build=build)
-    [line] = capsys.readouterr().err.splitlines()
+    line, before = capsys.readouterr().err.splitlines()
+    assert before == "15 of 25 rows were finished before"
     assert line.startswith(f"part-00001 is made again: {path} ")
     assert says in line
 

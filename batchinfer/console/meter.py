@@ -1,0 +1,164 @@
+"""How far a job is, by rows and by tokens, and how long it will take.
+
+While all rows are in flight none is finished: then the tokens of those that run say how far they
+are, against the tokens that a row is expected to draw. That is the mean that running and finished
+rows allow for, tokens drawn / rows finished: the mean of the finished ones alone would be that of
+the short answers, for as long as the long ones still run (it is the maximum-likelihood estimate for
+lifetimes of which some are censored; Epstein and Sobel, "Life testing", 1953). Until a row is
+finished it is the most that a row may draw, and the time left is an upper bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Self
+
+from batchinfer.engine.stats import StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a run, or a worker of it, has done; they add up."""
+
+    rows: int = 0
+    """Rows finished."""
+    failed: int = 0
+    """Of these, rows that ended in an error."""
+    begun: int = 0
+    """Rows given to the engine."""
+    ended: int = 0
+    """Of these, rows that are finished."""
+    most_tokens: int = 0
+    """Most tokens that rows given to the engine may draw."""
+    tokens: int = 0
+    """Output tokens drawn."""
+    settled_tokens: int = 0
+    """Of these, tokens that belong to no row that still runs."""
+    prefill_tokens: int = 0
+    """Tokens computed for prompts, and tokens computed again."""
+    preemptions: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, n) + getattr(other, n) for n in _NAMES))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, n) - getattr(other, n) for n in _NAMES))
+
+    @classmethod
+    def lost_with(cls, worker: Counts) -> Self:
+        """What to add when a worker is gone, whose running rows others will begin anew."""
+        running = worker.begun - worker.ended
+        return cls(
+            begun=-running,
+            most_tokens=-worker.most_tokens * running // max(1, worker.begun),
+            settled_tokens=worker.tokens - worker.settled_tokens,
+        )
+
+
+_NAMES = tuple(field.name for field in fields(Counts))
+
+
+class Meter:
+    """Progress of a run, and the pool's use now.
+
+    Args:
+        total: rows to run.
+        before: rows that earlier runs have finished.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, total: int, before: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.total = total
+        self.before = before
+        self.counts = Counts()
+        self.failed = 0
+        """Rows that ended in an error; counted where rows are written, not where they run."""
+        self.step: StepStats | None = None
+        """The latest step of an engine here."""
+        self.note = ""
+        """Stands for the pool's use: of several engines, say."""
+        self._clock = clock
+        self._began = clock()
+        self._most_done = 0.0
+
+    def add(self, added: Counts, step: StepStats | None) -> None:
+        """Add what a step has done.
+
+        Args:
+            step: None: the step was not of an engine here.
+        """
+        self.counts += added
+        if step is not None:
+            self.step = step
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the beginning."""
+        return max(self._clock() - self._began, 1e-9)
+
+    @property
+    def rows_running(self) -> int:
+        """Rows that the engine has, and has not finished."""
+        return max(0, self.counts.begun - self.counts.ended)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second."""
+        return self.counts.tokens / self.elapsed_s
+
+    @property
+    def pool(self) -> float:
+        """Used share of the KV blocks."""
+        return self.step.kv_blocks_used / self.step.kv_blocks_total if self.step else 0.0
+
+    @property
+    def shared(self) -> float:
+        """Share of the used blocks that is shared."""
+        return self.step.kv_blocks_shared / max(self.step.kv_blocks_used, 1) if self.step else 0.0
+
+    @property
+    def expects_most(self) -> bool:
+        """Whether running rows are expected to draw the most that they may: none is finished."""
+        return self.counts.ended == 0
+
+    @property
+    def rows_done(self) -> float:
+        """Rows finished, and of those that run the share that is done, as a number of rows."""
+        counts = self.counts
+        most = counts.most_tokens / max(1, counts.begun)
+        expected = most if self.expects_most else min(most, counts.tokens / counts.ended)
+        drawn = max(0, counts.tokens - counts.settled_tokens)
+        running = min(drawn / expected, self.rows_running) if expected else 0.0
+        return min(float(self.total), counts.rows + running)
+
+    @property
+    def share(self) -> float:
+        """Share of the whole job that is done, earlier runs included; it never falls."""
+        whole = self.before + self.total
+        done = (self.before + self.rows_done) / whole if whole else 1.0
+        self._most_done = max(self._most_done, done)
+        return self._most_done
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until all rows are finished; None before anything is done."""
+        done = self.rows_done
+        return self.elapsed_s * (self.total - done) / done if done else None
+
+    @property
+    def rates(self) -> str:
+        """Speed and pool, for the end of a progress bar or line."""
+        speed = f"{self.tokens_per_s:,.0f} tokens/s"
+        if self.note:
+            return f"{speed}, {self.note}"
+        return f"{speed}, pool {self.pool:.0%}, shared {self.shared:.0%}"
+
+    @property
+    def rows_line(self) -> str:
+        """Rows finished of all, such as ``1,235 of 5,000 rows``."""
+        whole = self.before + self.total
+        return f"{self.before + self.counts.rows:,} of {whole:,} row{'' if whole == 1 else 's'}"

@@ -1,0 +1,89 @@
+"""How far a job is while its rows run, and how long it takes."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from batchinfer.console.meter import Counts, Meter
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_tokens_count_before_a_row_is_finished() -> None:
+    clock = Clock()
+    meter = Meter(500, clock=clock)
+    assert meter.eta_s is None
+    meter.add(Counts(begun=500, most_tokens=500 * 32_000), None)
+    assert meter.eta_s is None
+    clock.now = 4.0
+    meter.add(Counts(tokens=500 * 32), None)
+    assert meter.expects_most
+    assert meter.share == pytest.approx(0.001)
+    assert meter.eta_s == pytest.approx(4.0 * 999)
+    assert meter.tokens_per_s == pytest.approx(4000)
+
+
+def test_short_answers_that_are_finished_first_do_not_stand_for_the_others() -> None:
+    clock = Clock()
+    meter = Meter(500, clock=clock)
+    clock.now = 10.0
+    meter.add(Counts(begun=500, most_tokens=500 * 32_000, tokens=500 * 100), None)
+    meter.add(Counts(rows=1, ended=1, settled_tokens=100), None)
+    assert not meter.expects_most
+    assert meter.share < 0.01  # by the mean of the finished one, all would be done
+
+
+def test_rows_of_runs_before_count_in_the_share_and_not_in_the_time() -> None:
+    clock = Clock()
+    meter = Meter(3_800, before=1_200, clock=clock)
+    clock.now = 60.0
+    meter.add(Counts(rows=380), None)
+    assert meter.rows_line == "1,580 of 5,000 rows"
+    assert meter.share == pytest.approx(1_580 / 5_000)
+    assert meter.eta_s == pytest.approx(60 * 9)
+    assert Meter(0, before=1).rows_line == "1 of 1 row"
+    assert Meter(0).share == 1.0
+
+
+def test_any_counts_leave_it_between_nothing_and_all() -> None:
+    random = Random(7)
+    for _ in range(200):
+        meter, last = Meter(random.randrange(1, 50), before=random.randrange(3)), 0.0
+        lengths = [random.choice([0, 1, 30, 400]) for _ in range(meter.total)]
+        left = dict(enumerate(lengths))
+        meter.add(Counts(begun=len(left), most_tokens=400 * len(left)), None)
+        while left:
+            finished = [row for row, tokens in left.items() if tokens <= 0]
+            drawn = sum(lengths[row] for row in finished)
+            left = {row: tokens - 1 for row, tokens in left.items() if tokens > 0}
+            meter.add(
+                Counts(
+                    rows=len(finished),
+                    ended=len(finished),
+                    settled_tokens=drawn,
+                    tokens=len(left),
+                ),
+                None,
+            )
+            assert last <= meter.share <= 1.0
+            assert meter.eta_s is None or meter.eta_s >= 0
+            last = meter.share
+        assert (meter.share, meter.eta_s, meter.rows_running) == (1.0, 0.0, 0)
+
+
+def test_rows_of_a_worker_that_is_gone_run_no_more() -> None:
+    worker = Counts(rows=3, begun=10, ended=3, most_tokens=1000, tokens=500, settled_tokens=300)
+    meter = Meter(10)
+    meter.add(worker, None)
+    assert (meter.rows_running, meter.rows_done) == (7, pytest.approx(3 + 200 / 100))
+    meter.add(Counts.lost_with(worker), None)
+    assert (meter.rows_running, meter.rows_done) == (0, 3)
+    assert meter.counts.tokens == 500
+    assert meter.counts - worker == Counts.lost_with(worker)
