@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from batchinfer.errors import ExitCode
+from batchinfer.errors import ExitCode, UsageError
 from batchinfer.options import BatchOptions, BenchOptions
 from batchinfer.program import crash_directory, print_stdout, run_program, to_json
 
@@ -245,7 +245,16 @@ def plan(
 
 
 @app.command()
-def status(out: Folder, as_json: AsJson = False) -> None:
+def status(
+    out: Folder,
+    as_json: AsJson = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again, until the job ends.")
+    ] = False,
+    every: Annotated[
+        float, typer.Option("--every", min=0.1, metavar="S", help="Seconds between, with --watch.")
+    ] = 2.0,
+) -> None:
     """Show how far a job is, running or stopped, from its files alone."""
     import time
 
@@ -254,6 +263,13 @@ def status(out: Folder, as_json: AsJson = False) -> None:
     from batchinfer.job.output.open import output_at
     from batchinfer.job.stats.status import read_status
 
+    if watch:
+        if as_json:
+            raise UsageError("--watch shows the status on and on; leave out --json")
+        from batchinfer.job.stats.watch import watch as watch_status
+
+        watch_status(output_at(out), every)
+        return
     found = read_status(output_at(out), time.time())
     print_stdout(
         to_json(found.data())

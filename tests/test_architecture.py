@@ -229,7 +229,7 @@ ROOMS = [
     Room(
         "job.stats",
         "What a run records of itself, and the numbers of a job.",
-        ("errors", "console", "engine", "text", "build", "job"),
+        ("errors", "process", "console", "engine", "text", "build", "job"),
     ),
     Room(
         "job.run",

@@ -11,6 +11,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
+    from rich.panel import Panel
     from rich.text import Text
 
 _MOST_COLUMNS = 110
@@ -54,9 +55,19 @@ def render_table(
         title: what they are about; ``printable`` already.
         lines: the plain lines, where they say the same in another way.
     """
-    if not _draws(sys.stdout):
+    if not draws_tables(sys.stdout):
         return "\n".join(plain(facts) if lines is None else lines)
     from rich.console import Console
+
+    width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+    screen = Console(file=StringIO(), force_terminal=True, width=width, highlight=False)
+    with screen.capture() as captured:
+        screen.print(table_panel(title, facts))
+    return captured.get().rstrip("\n")
+
+
+def table_panel(title: str, facts: Iterable[SummaryLine]) -> Panel:
+    """The table of ``render_table``, to be drawn by rich."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -67,17 +78,12 @@ def render_table(
     table.add_column(style="dim")
     for fact in facts:
         table.add_row(Text(fact.label), _value(fact), Text(_beside(fact.note)))
-    panel = Panel(
+    return Panel(
         table, title=Text(title, style="bold"), title_align="left", border_style="dim", expand=False
     )
-    width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
-    screen = Console(file=StringIO(), force_terminal=True, width=width, highlight=False)
-    with screen.capture() as captured:
-        screen.print(panel)
-    return captured.get().rstrip("\n")
 
 
-def _draws(stream: TextIO | None) -> bool:
+def draws_tables(stream: TextIO | None) -> bool:
     """Whether ``stream`` is a terminal that moves its cursor and has more than ASCII."""
     try:
         is_terminal = stream is not None and stream.isatty()

@@ -86,6 +86,8 @@ class OutputDir:
         self.parts = self.state / "parts"
         self.segments = self.state / "segments"
         self.in_flight = self.state / "in_flight"
+        self.live = self.state / "live"
+        """How far runs are, which they write every few seconds."""
         self.locks = self.state / "locks"
         self.permit = self.locks / "fleet"
         """There for as long as who holds the lock lets workers write; beside the locks, which stay

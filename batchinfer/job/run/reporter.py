@@ -14,6 +14,7 @@ from batchinfer.console.phases import phase
 from batchinfer.console.progress import print_line
 from batchinfer.console.table import SummaryLine, render_table
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.stats.live import WatchedRun
 from batchinfer.job.stats.summary import kernels_differ
 from batchinfer.job.storage.filesystem import read_file
 
@@ -118,6 +119,8 @@ def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePat
 class RunReporter:
     """Reports of a run's end, on the screen and as a page."""
 
+    watched: WatchedRun
+    """For whoever tells of the run while it goes on."""
     quiet: bool = False
     """Nothing but why the job did not succeed."""
     as_json: bool = False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,11 @@ from batchinfer.job.output.retry import has_errors, reopen
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.reporter import Report, RunReporter, too_many_errors
+from batchinfer.job.run.threads import Repeater
 from batchinfer.job.shards.claim import Claim, OneShard, WholeJob
 from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.live import LiveFile, WatchedRun
 from batchinfer.job.stats.recorder import kernels_of, runs_of
 from batchinfer.job.stats.summary import write_summary
 from batchinfer.process import gc_paused, stop_signals
@@ -105,9 +107,9 @@ def run_job(
         JobError: the job cannot be run; finished rows stay.
     """
     if_exists = "overwrite" if overwrite else spec.output.if_exists
-    with Phases(make_phase_view(quiet=quiet)):
+    with Phases(make_phase_view(quiet=quiet)) as phases:
         job = _open(spec, output_at(spec.output.path), combined_output)
-        reporter = RunReporter(quiet, as_json, report)
+        reporter = RunReporter(WatchedRun(spec.name, phases), quiet, as_json, report)
         return _run_opened(job, if_exists, reporter, retry_errors, shard, build, fleet)
 
 
@@ -138,7 +140,7 @@ def _run_opened(
     if shard is not None and not shard.parts(len(job.manifest.parts())):
         reporter.shard_without_parts(str(shard), len(job.manifest.parts()))
         return ExitCode.OK
-    with claim.begun(job.manifest, if_exists) as resume:
+    with claim.begun(job.manifest, if_exists) as resume, _told_live(claim.out, reporter.watched):
         job = replace(job, manifest=resume.manifest, out=claim.out)
         if retry_errors:
             reopen(job.out, job.manifest, job.table.generated_schema)
@@ -149,11 +151,18 @@ def _run_opened(
         return _run(job, claim, resume, if_exists, reporter, build, fleet)
 
 
-def _open(
-    spec: JobSpec,
-    out: OutputDir,
-    combined_output: Path | None,
-) -> OutputJob:
+@contextmanager
+def _told_live(out: OutputDir, watched: WatchedRun) -> Iterator[None]:
+    """Write how far the run is every few seconds, for whoever looks."""
+    file = LiveFile(out, watched)
+    try:
+        with Repeater(file.write, file.every_s):
+            yield
+    finally:
+        file.delete()
+
+
+def _open(spec: JobSpec, out: OutputDir, combined_output: Path | None) -> OutputJob:
     source = open_input(spec)
     _refuse_own_output(source, out)
     source = identified(source, _planned_before(out))
@@ -198,7 +207,7 @@ def _run(
     lost = {f"what was in {name}": problem for name, problem in recovered.damaged.items()}
     reporter.damage({**resume.damaged, **lost})
     missing = sum(map(job.source.count, recovered.missing))
-    meter = Meter(missing, _num_finished(job, resume, missing))
+    meter = reporter.watched.meter = Meter(missing, _num_finished(job, resume, missing))
     reporter.resumes(meter.before, meter.before + missing)
     loaded = None
     before = {} if resume.starts_over else kernels_of(runs_of(job.out))

@@ -106,6 +106,28 @@ class Prefetcher(Generic[T]):
         return False
 
 
+class Repeater:
+    """Calls ``action`` in a thread every so many seconds while it is entered, and not at once."""
+
+    def __init__(self, action: Callable[[], None], every_s: float) -> None:
+        self._action = action
+        self._every_s = every_s
+        self._closed = Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._every_s):
+            self._action()
+
+
 class BackgroundConsumer(Generic[T]):
     """Calls ``consume`` with each item in a thread; whoever puts waits when ``depth`` are due."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.console.format import duration
+from batchinfer.console.format import duration, printable
+from batchinfer.console.phases import phase_line
 from batchinfer.console.table import SummaryLine, plain
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import Manifest
@@ -20,6 +21,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import NO_ROWS, Part, in_range
+from batchinfer.job.stats.live import LiveRun, live_runs
 from batchinfer.job.stats.recorder import runs_of
 from batchinfer.job.stats.workers import Worker, any_lock_lives, latest_workers
 
@@ -49,6 +51,18 @@ class Status:
     """When the latest run last wrote, in seconds since 1970."""
     workers: list[Worker]
     """The latest runs, where several write to one output; else empty."""
+    phase: str | None = None
+    """What is waited for before rows run or after, such as loading the model; None: nothing."""
+    share: float | None = None
+    """Share of the rows that is done, that of the running ones by their tokens included; from 0 to
+    1; this and what follows is None unless it is running and tells."""
+    rows_running: int | None = None
+    output_tokens: int | None = None
+    """Drawn by the runs that go on."""
+    tokens_per_s: float | None = None
+    eta_is_most: bool = False
+    """Whether ``eta_s`` is an upper bound: no row is finished yet, and each is taken to draw the
+    most that it may."""
 
     def data(self) -> dict[str, Any]:
         """The values of ``--json``."""
@@ -56,15 +70,17 @@ class Status:
 
     def facts(self) -> Iterator[SummaryLine]:
         """Lines of the table on a terminal."""
-        share = self.rows_done / self.rows_total if self.rows_total else 1.0
+        share = self._share
         tones = {"finished": "good", "finished_with_errors": "bad", "stopped": "bad"}
         yield SummaryLine("state", self.state.replace("_", " "), tone=tones.get(self.state, ""))
         yield SummaryLine(
             "rows",
             f"{self.rows_done:,} of {self.rows_total:,} ({share:.0%})",
-            f", {self.rows_error:,} failed",
+            f", {self.rows_error:,} failed{self._running}",
             share=share,
         )
+        if self.phase is not None:
+            yield SummaryLine("phase", self.phase)
         yield SummaryLine("parts", f"{self.parts_done:,} of {self.parts_total:,}")
         if self.rows_per_s is not None:
             latest = f" in the latest of {self.runs:,} runs" if self.runs > 1 else ""
@@ -72,8 +88,11 @@ class Status:
                 running = sum(worker.state == "running" for worker in self.workers)
                 latest = f", {running:,} of {len(self.workers):,} workers running"
             yield SummaryLine("speed", f"{self.rows_per_s:,.1f} rows/s", latest)
+        if self.tokens_per_s is not None and self.output_tokens:
+            each = f", {self.tokens_per_s:,.0f} per second"
+            yield SummaryLine("tokens", f"{self.output_tokens:,} out", each)
         if self.eta_s is not None:
-            yield SummaryLine("left", f"about {duration(self.eta_s)}")
+            yield SummaryLine("left", self._left)
         if self.pool_use is not None:
             yield SummaryLine(
                 "pool", f"{self.pool_use:.0%}", " of the blocks used", share=self.pool_use
@@ -86,6 +105,36 @@ class Status:
                 f", {worker.rows:,} rows{speed}",
                 tone=tones.get(worker.state, ""),
             )
+
+    @property
+    def _share(self) -> float:
+        if self.share is not None:
+            return self.share
+        return self.rows_done / self.rows_total if self.rows_total else 1.0
+
+    @property
+    def _running(self) -> str:
+        return f", {self.rows_running:,} running" if self.rows_running else ""
+
+    @property
+    def _left(self) -> str:
+        assert self.eta_s is not None
+        return f"{'at most' if self.eta_is_most else 'about'} {duration(self.eta_s)}"
+
+    def line(self) -> str:
+        """The whole on one line, for a log."""
+        parts = [
+            self.state.replace("_", " "),
+            *([] if self.phase is None else [self.phase]),
+            f"{self.rows_done:,} of {self.rows_total:,} rows ({self._share:.0%}){self._running}",
+        ]
+        if self.tokens_per_s is not None:
+            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        if self.pool_use is not None:
+            parts.append(f"pool {self.pool_use:.0%}")
+        if self.eta_s is not None:
+            parts.append(f"{self._left} left")
+        return ", ".join(parts)
 
     def lines(self) -> Iterator[str]:
         """Lines of text, for where there is no terminal."""
@@ -107,11 +156,12 @@ def read_status(out: OutputDir, now: float) -> Status:
     runs = list(runs_of(out))
     workers = latest_workers(out, runs, now)
     computing = [worker for worker in workers if worker.state == "running"]
-    running = bool(computing) or any_lock_lives(out)
+    live = live_runs(out, now)
+    running = bool(computing or live) or any_lock_lives(out)
     state = _state(out, running, errors > 0 and done == plan.num_rows)
     speed = _sum(worker.rows_per_s for worker in computing or workers)
     pools = [worker.pool_use for worker in computing if worker.pool_use is not None]
-    return Status(
+    found = Status(
         state=state,
         rows_total=plan.num_rows,
         rows_done=done,
@@ -125,6 +175,35 @@ def read_status(out: OutputDir, now: float) -> Status:
         saved_at=max((worker.saved_at for worker in workers), default=None),
         workers=workers if any(worker.worker for worker in workers) else [],
     )
+    return _with_live(found, live) if live and state == "running" else found
+
+
+def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
+    """A status with what the runs tell of themselves, which is newer than what they have on disk.
+
+    Of shards, each tells of its own rows; those of others that do not run are as on disk.
+    """
+    waits = [run for run in live if run.phase]
+    unsaved = sum(run.rows_done - run.rows_finished for run in live)
+    newest = max(status.rows_done, sum(run.rows_finished for run in live))
+    etas = [run.eta_s for run in live if run.eta_s is not None]
+    pools = [run.pool_use for run in live if run.pool_use is not None]
+    total = max(1, status.rows_total)
+    return replace(
+        status,
+        phase=_phase_of(waits[0]) if waits and len(waits) == len(live) else None,
+        share=min(1.0, (newest + unsaved) / total),
+        rows_running=sum(run.rows_running for run in live),
+        output_tokens=sum(run.output_tokens for run in live),
+        tokens_per_s=sum(run.tokens_per_s for run in live),
+        eta_s=max(etas) if len(etas) == len(live) else status.eta_s,
+        eta_is_most=any(run.is_most for run in live),
+        pool_use=sum(pools) / len(pools) if pools else status.pool_use,
+    )
+
+
+def _phase_of(run: LiveRun) -> str:
+    return printable(phase_line(run.phase, run.phase_detail, run.phase_s))
 
 
 def _sum(speeds: Iterable[float | None]) -> float | None:

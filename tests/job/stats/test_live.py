@@ -1,0 +1,133 @@
+"""What a run tells of itself while it goes on, and ``status --watch`` on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchinfer.console.meter import Counts, Meter
+from batchinfer.console.phases import Phase, Phases
+from batchinfer.errors import ExitCode
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.run import run
+from batchinfer.job.run.run import run_job
+from batchinfer.job.stats.live import LiveFile, WatchedRun, live_runs
+from batchinfer.job.stats.status import Status, read_status
+from batchinfer.job.stats.workers import SILENT_S
+from tests.console.terminal import screen
+from tests.job.datasets import write_parquet
+from tests.job.fakes import job
+from tests.job.output.test_resume import Build
+
+WATCH = (sys.executable, "-m", "batchinfer", "status", "--watch", "--every", "0.1")
+
+
+@pytest.fixture
+def watched() -> WatchedRun:
+    return WatchedRun("a job", Phases())
+
+
+def test_what_is_told(tmp_path: Path, watched: WatchedRun) -> None:
+    out = OutputDir(tmp_path)
+    out.files.make_directory(out.staging)
+    file = LiveFile(out, watched)
+    with watched.phases.during(Phase("loading\x1b[2J", 2e9, "bytes")):
+        file.write()
+    [found] = live_runs(out, time.time())
+    assert (found.phase, found.phase_detail) == ("loading\x1b[2J", "0.0 of 2.0 GB")
+    assert (found.rows_total, found.eta_s) == (0, None)
+    watched.meter = Meter(90, before=10)
+    watched.meter.add(Counts(rows=30, begun=50, ended=30, tokens=3000, settled_tokens=3000), None)
+    file.write()
+    [found] = live_runs(out, time.time())
+    assert (found.phase, found.rows_finished, found.rows_running) == ("", 40, 20)
+    assert found.eta_s is not None
+    assert live_runs(out, time.time() + SILENT_S) == []
+    path = out.live / "run.json"
+    os.truncate(path, 10)
+    assert live_runs(out, time.time()) == []
+    file.delete()
+    assert out.files.entries(out.live) == []
+
+
+def test_a_run_does_not_end_where_it_cannot_tell(tmp_path: Path, watched: WatchedRun) -> None:
+    out = OutputDir(tmp_path)
+    (tmp_path / "_batchinfer").mkdir()
+    (tmp_path / "_batchinfer" / "live").write_text("in the way")
+    file = LiveFile(out, watched)
+    file.write()
+    file.delete()
+    assert live_runs(out, time.time()) == []
+
+
+def test_while_no_row_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status from tokens: all rows are in flight, and nothing is on disk."""
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["some words to repeat"] * 12})
+    files: list[LiveFile] = []
+    begin = LiveFile.__init__
+
+    def noting(self: LiveFile, *options: object) -> None:
+        files.append(self)
+        begin(self, *options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run.LiveFile, "__init__", noting)
+    seen: list[Status] = []
+    out = OutputDir(tmp_path / "out")
+
+    def look(step: int) -> None:
+        if step == 3:
+            files[0].write()
+            seen.append(read_status(out, time.time()))
+
+    spec = job(tmp_path, sampling={"max_tokens": 20, "temperature": 1.0})
+    assert run_job(spec, build=Build(look), quiet=True) is ExitCode.OK
+    [found] = seen
+    assert (found.state, found.rows_done, found.rows_running) == ("running", 0, 12)
+    assert found.share is not None
+    assert 0 < found.share < 0.5
+    assert found.output_tokens
+    assert found.eta_is_most
+    assert found.eta_s
+    assert "12 running" in found.line()
+    assert found.line().endswith(" left")
+    assert any(line.startswith("left     at most ") for line in found.lines())
+    assert out.files.entries(out.live) == []
+    ended = read_status(out, time.time())
+    assert (ended.share, ended.phase, ended.tokens_per_s) == (None, None, None)
+
+
+def test_watching(tmp_path: Path) -> None:
+    """Two watch a job that runs: on a terminal one is interrupted, elsewhere it ends with it."""
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": [f"{row} asks" for row in range(40)]})
+    out, watchers = tmp_path / "out", list[subprocess.Popen[str]]()
+    controller, terminal = os.openpty()
+
+    def look(step: int) -> None:
+        if step != 1:
+            return
+        watchers.append(subprocess.Popen([*WATCH, str(out)], stdout=subprocess.PIPE, text=True))
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "90", "NO_COLOR": "1"}
+        screens = subprocess.Popen([*WATCH, str(out)], stdout=terminal, env=environment)
+        shown = b""
+        while b"running" not in shown:
+            shown += os.read(controller, 65536)
+        screens.send_signal(signal.SIGINT)
+        assert screens.wait() == ExitCode.OK
+        assert "status of" in "".join(screen(shown.decode())), shown
+        assert watchers[0].stdout is not None
+        assert watchers[0].stdout.readline().startswith("running, ")
+
+    assert run_job(job(tmp_path), build=Build(look), quiet=True) is ExitCode.OK
+    os.close(terminal)
+    os.close(controller)
+    lines = watchers[0].communicate()[0].splitlines()
+    assert watchers[0].returncode == ExitCode.OK
+    assert lines[-1] == "finished, 40 of 40 rows (100%)"
+    assert json.loads((out / "summary.json").read_bytes())["rows"]["ok"] == 40
