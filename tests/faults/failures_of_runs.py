@@ -234,10 +234,6 @@ RUNS: dict[str, Failure] = {
     "4 a missing prompt column": _job("column: prompt", "column: text"),
     "4 a missing id column": _job("in.parquet", "in.parquet, id_column: key"),
     "4 a missing column to keep": _job("in.parquet", "in.parquet, keep_columns: [prompt, n]"),
-    "4 an id twice": _job("in.parquet", "in.parquet, id_column: k", prompt=["a", "b"], k=[1, 1]),
-    "4 a row without an id": _job(
-        "in.parquet", "in.parquet, id_column: k", prompt=["a", "b"], k=[1, None]
-    ),
     "4 an id that is a list": _job("in.parquet", "in.parquet, id_column: k", prompt=["a"], k=[[1]]),
     "4 a prompt that is a number": _data(prompt=[1, 2]),
     "4 a prompt that is a list view": _job(

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from batchinfer.console.phases import Phases
@@ -24,6 +24,7 @@ from batchinfer.job.fleet.messages import (
 )
 from batchinfer.job.fleet.worker import FleetWorker
 from batchinfer.job.input.identity import same_files
+from batchinfer.job.input.unique_ids import BadIds
 from batchinfer.job.job import BuildEngine, OutputJob, identified, load, open_input, open_job
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.spec.spec import JobSpec
@@ -45,6 +46,8 @@ class WorkerSetup:
     build: BuildEngine | None = None
     """Makes the engine; None: ``batchinfer.build.build_engine``."""
     kernels_before: Mapping[str, str] = field(default_factory=dict)
+    bad_ids: BadIds | None = None
+    """Rows that are errors for their ids, as the driver has found them."""
     omp_num_threads: str | None = None
     """``OMP_NUM_THREADS`` as the driver has it; Ray sets it where nobody has."""
 
@@ -145,4 +148,5 @@ def _open(setup: WorkerSetup, worker: str, run_id: str, outbox: Outbox) -> tuple
     job = open_job(setup.spec, source)
     if job.manifest.fingerprint != setup.fingerprint:
         raise ModelError("the model is another on this node than on the driver's")
+    source = replace(source, bad_ids=setup.bad_ids)
     return OutputJob(job.spec, source, job.table, setup.manifest, out), access

@@ -87,6 +87,7 @@ def run_fleet(
             nonce,
             build=build,
             kernels_before=kernels_before,
+            bad_ids=job.source.bad_ids,
             omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         )
         size = FleetSize(

@@ -27,6 +27,7 @@ from batchinfer.job.input.format import (
 )
 from batchinfer.job.input.hive_partitions import HiveFormat, folder_values
 from batchinfer.job.input.union import Difference, SchemaMode, UnitedFormat, same, widened
+from batchinfer.job.input.unique_ids import BadIds
 from batchinfer.job.row_ids import Part, RowIds
 
 _Piece = TypeVar("_Piece", pa.RecordBatch, list[Row])
@@ -47,6 +48,8 @@ class Source:
     """The rows selected; None: the first ones."""
     differences: Mapping[str, Difference] = field(default_factory=dict)
     """Columns that differ from file to file: they are in ``schema`` and cannot be read."""
+    bad_ids: BadIds | None = None
+    """Rows that are errors for their ids; None: ids do not matter, or are not looked at yet."""
 
     @property
     def rows_there(self) -> range:
@@ -131,9 +134,11 @@ class Source:
     def rows(self, columns: Sequence[str], ranges: Iterable[range]) -> Iterator[Rows]:
         """Read ``columns`` of the rows in ``ranges`` as Python's values, once through the files.
 
-        Texts are ``str`` or UTF-8 bytes, a value or a row that cannot be read is a ``RowError``.
+        Texts are ``str`` or UTF-8 bytes; a value or a row that cannot be read is a ``RowError``, as
+        is a row of ``bad_ids``.
         """
-        return self._read(self.format.rows, columns, ranges)
+        pieces = self._read(self.format.rows, columns, ranges)
+        return pieces if self.bad_ids is None else map(self.bad_ids.mark, pieces)
 
     def batches(
         self, columns: Sequence[str], parts: Sequence[Part], ranges: Iterable[range] | None = None

@@ -94,6 +94,7 @@ class OutputDir:
         when output is overwritten."""
         self.shards = self.state / "shards.json"
         self.suspects = self.state / f"suspects{writer and '-'}{writer}.json"
+        self.bad_ids = self.state / "bad_ids.parquet"
         self.manifest = self.state / "manifest.json"
         self.manifest_copy = self.state / "manifest-copy.json"
         self.openai = root / "openai"

@@ -6,7 +6,8 @@ leaves out). Blocks, rows in flight, sharing, waste and preemptions are therefor
 as far as output lengths are known: every sample is taken to run to ``max_tokens``, or to end at
 ``--expect-output-tokens``.
 
-Time is bounded: at most ``census.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens are
+Time is bounded: ids are looked at where there are at most ``unique_ids.HASHES_AT_ONCE``, at most
+``census.MAX_ROWS`` rows and ``MAX_PROMPT_TOKENS`` prompt tokens are
 read, at most ``simulation.MAX_STEPS`` steps and ``MAX_OUTPUT_TOKENS`` output tokens simulated. Sums
 are then scaled to the whole dataset, and ``sampled`` says of how much they are.
 """
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from batchinfer.console.format import did_you_mean
 from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
+from batchinfer.job.input.unique_ids import HASHES_AT_ONCE, find_bad_ids
 from batchinfer.job.job import Job, load, open_input, open_job
 from batchinfer.job.plan.census import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
 from batchinfer.job.plan.estimate import Outcome, fleet_facts
@@ -61,7 +63,7 @@ def plan_job(
     if spec.accept is not None:  # an upper bound, as max_tokens is
         most = replace(spec.sampling, n=spec.accept.max_tries)
         spec = spec.model_copy(update={"sampling": most})
-    job = open_job(spec, open_input(spec), facts_of=None)
+    job = _with_id_errors(open_job(spec, open_input(spec), facts_of=None))
     from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
 
     context = build_dry_engine(
@@ -84,6 +86,14 @@ def plan_job(
     plan = Outcome(job, context, census, simulation, complete).data()
     asked = 1 if spec.scale.workers == "auto" else spec.scale.workers
     return {**plan, **fleet_facts(plan["time_s"], workers or asked, price_per_hour)}
+
+
+def _with_id_errors(job: Job) -> Job:
+    """The job with rows of bad ids as errors, where ids are few enough to be looked at."""
+    column = job.spec.input.id_column
+    if column is None or job.source.num_rows > HASHES_AT_ONCE:
+        return job
+    return replace(job, source=replace(job.source, bad_ids=find_bad_ids(job.source, column)))
 
 
 def _lengths(

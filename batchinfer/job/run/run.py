@@ -17,7 +17,6 @@ from batchinfer.console.phases import Phases, phase
 from batchinfer.console.progress import Progress, make_progress, print_line
 from batchinfer.errors import DataError, ExitCode, NotYetError, UsageError
 from batchinfer.job.input.dataset import Source
-from batchinfer.job.input.unique_ids import check_unique_ids
 from batchinfer.job.job import BuildEngine, OutputJob, identified, load, open_input, open_job
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.openai.export import export
@@ -36,6 +35,7 @@ from batchinfer.job.output.resume import (
 )
 from batchinfer.job.output.retry import has_errors, reopen
 from batchinfer.job.row_ids import Part
+from batchinfer.job.run.id_errors import store_id_errors, with_id_errors
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.reporter import Report, RunReporter, too_many_errors
 from batchinfer.job.run.threads import Repeater
@@ -200,10 +200,8 @@ def _run(
     recover = from_scratch if resume.starts_over else recover_rows
     with phase("reading finished rows"):
         recovered = recover(job.out, resume, job.table.generated_schema)
-    begins = resume.begins and not len(recovered.finished)
-    if job.spec.input.id_column is not None and begins:
-        with phase("checking ids"):
-            check_unique_ids(job.source, job.spec.input.id_column)
+    with phase("checking ids"):
+        job = with_id_errors(job, reads_stored=not resume.starts_over)
     lost = {f"what was in {name}": problem for name, problem in recovered.damaged.items()}
     reporter.damage({**resume.damaged, **lost})
     missing = sum(map(job.source.count, recovered.missing))
@@ -217,7 +215,11 @@ def _run(
         if loaded is not None:
             reporter.other_kernels(before, loaded.context.kernels)
     with nullcontext() if loaded is None else closing(loaded):
-        clear = partial(claim.clear, resume)
+
+        def clear() -> None:
+            claim.clear(resume)
+            store_id_errors(job)
+
         runs_here = not missing or fleet is None
         if runs_here:
             clear()

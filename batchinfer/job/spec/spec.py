@@ -63,7 +63,9 @@ def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
 class _Section(BaseModel):
     """Frozen; unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True
+    )
 
 
 class ModelSpec(_Section):
@@ -136,7 +138,8 @@ class InputSpec(_Section):
     and int64, string for dictionaries of strings), null where a file does not have it; types that
     have none in common, like text and number, are refused. JSON Lines are united either way."""
     id_column: Text | None = None
-    """A column that identifies rows; its values must differ."""
+    """A column that identifies rows. A row without a value, or with the value of an earlier row, is
+    an error row: missing_id, duplicate_id."""
     filter: Text | None = None
     """Condition on a row's columns, in SQL: lang = 'en' and length(text) > 10. Rows that do not
     meet it, or where it is null, are not run; the others keep their row_id."""
@@ -334,4 +337,4 @@ class JobSpec(_Section):
 
 def resolved(spec: JobSpec) -> dict[str, Any]:
     """Every key of the job with its value, defaults included, as JSON data."""
-    return spec.model_dump(mode="json", by_alias=True)
+    return spec.model_dump(mode="json")

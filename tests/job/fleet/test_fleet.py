@@ -20,6 +20,7 @@ from batchinfer.job.fleet.on_ray import ray_workers
 from batchinfer.job.fleet.workers import Gone, WorkerEvent
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
+from tests.job.datasets import write_parquet
 from tests.job.fleet.engines import Breaks, Dies, DiesAt, DiesOf, Freezes, how_often, never_built
 from tests.job.fleet.jobs import expected, fleet_job, part_hashes, run, write_rows
 from tests.job.fleet.shared_cluster import shared_cluster
@@ -57,6 +58,16 @@ def test_a_job_with_fewer_rows_than_a_part_is_shared(tmp_path: Path) -> None:
     write_rows(tmp_path, 60)
     assert run(fleet_job(tmp_path, engine={"max_num_seqs": 2})) == ExitCode.OK
     assert_as_of_one_process(tmp_path)
+
+
+def test_workers_go_by_the_ids_that_the_driver_has_seen(tmp_path: Path) -> None:
+    rows = {"prompt": [f"row {row % 150}" for row in range(300)]}
+    write_parquet(tmp_path / "in" / "rows.parquet", rows)
+    sections = {"input": {"id_column": "prompt"}, "errors": {"max_error_rate": 0.5}}
+    assert run(fleet_job(tmp_path, **sections)) == ExitCode.OK
+    table = pq.read_table(sorted((tmp_path / "out" / "data").iterdir()))
+    codes = [error and error["code"] for error in table["error"].to_pylist()]
+    assert codes == [*[None] * 150, *["duplicate_id"] * 150]
 
 
 def test_workers_that_are_killed_lose_nothing(tmp_path: Path) -> None:

@@ -6,59 +6,99 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from batchinfer.errors import DataError
+from batchinfer.errors import DataError, RowError
 from batchinfer.job.input import unique_ids
 from batchinfer.job.input.dataset import open_source
-from batchinfer.job.input.unique_ids import check_unique_ids
+from batchinfer.job.input.unique_ids import NO_ID, check_unique_ids, find_bad_ids
 from tests.job.datasets import write_parquet
 
 
-def check(tmp_path: Path, values: Any, limit: int | None = None) -> None:
-    path = write_parquet(tmp_path / "x.parquet", {"id": values})
-    check_unique_ids(open_source(str(path), limit), "id")
+def bad(tmp_path: Path, values: Any, limit: int | None = None, **columns: Any) -> dict[int, int]:
+    """Bad rows of a column, each with the first row that has its id."""
+    path = write_parquet(tmp_path / "x.parquet", {"id": values, **columns})
+    condition = "keep" if columns else None
+    found = find_bad_ids(open_source(str(path), limit, condition=condition), "id")
+    return dict(zip(found.rows.tolist(), found.firsts.tolist(), strict=True))
 
 
 # Python gives -1 and -2 one hash.
 @pytest.mark.parametrize("values", [[-1, -2, 3], ["a", "b", "A"], [1.5, 2.5], []])
-def test_different_ids_pass(tmp_path: Path, values: list[object]) -> None:
-    check(tmp_path, values)
+def test_different_ids_are_no_errors(tmp_path: Path, values: list[object]) -> None:
+    assert bad(tmp_path, values) == {}
 
 
-@pytest.mark.parametrize("values", [["a", "b", "a"], [7, 8, 7]])
-def test_a_duplicate_names_the_value_and_its_rows(tmp_path: Path, values: list[object]) -> None:
-    with pytest.raises(DataError, match=f"{values[0]} twice, in rows 0 and 2"):
-        check(tmp_path, values)
+@pytest.mark.parametrize("values", [["a", "b", "a", "a"], [7, 8, 7, 7], [date(2026, 1, 1)] * 4])
+def test_the_later_rows_are_bad_and_name_the_first(tmp_path: Path, values: list[object]) -> None:
+    assert bad(tmp_path, values).items() >= {2: 0, 3: 0}.items()
 
 
-def test_times_are_shown_as_times(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="2026-11-20 twice"):
-        check(tmp_path, [date(2026, 11, 20)] * 2)
-    with pytest.raises(DataError, match="29349-01-26 twice"):
-        check(tmp_path, pa.array([10**7] * 2, pa.date32()))
+def test_a_time_before_the_year_1_is_an_id(tmp_path: Path) -> None:
+    assert bad(tmp_path, pa.array([10**7, 10**7 + 1, 10**7], pa.date32())) == {2: 0}
+
+
+def test_null_and_nan_are_no_ids(tmp_path: Path) -> None:
+    nan = float("nan")
+    assert bad(tmp_path, [0.5, nan, None, nan]) == {1: NO_ID, 2: NO_ID, 3: NO_ID}
 
 
 def test_only_the_selected_rows_count(tmp_path: Path) -> None:
-    check(tmp_path, ["a", "b", "a"], limit=2)
-
-
-def test_a_missing_id_names_its_row(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match='row 1 has no "id"'):
-        check(tmp_path, ["a", None])
-
-
-def test_nan_is_no_id(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match='row 1 has no "id"'):
-        check(tmp_path, [0.5, float("nan"), float("nan")])
+    assert bad(tmp_path, ["a", "b", "a"], limit=2) == {}
+    assert bad(tmp_path, ["a", "a", None, "a"], keep=[False, True, False, True]) == {3: 1}
 
 
 def test_a_column_of_lists_cannot_be_the_id(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="list"):
-        check(tmp_path, [["a"], ["b"]])
+        bad(tmp_path, [["a"], ["b"]])
 
 
-def test_more_ids_than_are_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unique_ids, "HASHES_AT_ONCE", 10)
-    check(tmp_path, list(range(95)))
-    with pytest.raises(DataError, match="94 twice"):
-        check(tmp_path, [*range(95), 94])
+def test_a_check_names_the_first_bad_row(tmp_path: Path) -> None:
+    for values, message in (
+        ([1, 2, 1], "row 2: .*row 0 has the same"),
+        ([1, None], "row 1: .*no "),
+    ):
+        path = write_parquet(tmp_path / "x.parquet", {"id": values})
+        with pytest.raises(DataError, match=message):
+            check_unique_ids(open_source(str(path)), "id")
+
+
+def test_rows_that_are_marked(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"id": 1}\n{"id": 1}\nno JSON\n{}\n{"id": 2}\n')
+    source = open_source(str(path))
+    found = find_bad_ids(source, "id")
+    [(_, rows)] = map(found.mark, source.rows(["id"], [range(5)]))
+    codes = [row.code if isinstance(row, RowError) else row["id"] for row in rows]
+    assert codes == [1, "duplicate_id", "invalid_json", "missing_id", 2]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    values=st.lists(st.none() | st.integers(-2, 9), max_size=40),
+    at_once=st.sampled_from([1, 3, 1 << 24]),
+    first=st.integers(0, 40),
+)
+def test_any_rows_are_judged_as_reading_them_one_by_one_would(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    values: list[int | None],
+    at_once: int,
+    first: int,
+) -> None:
+    monkeypatch.setattr(unique_ids, "HASHES_AT_ONCE", at_once)
+    expected: dict[int, int] = {}
+    rows: dict[int, int] = {}
+    for row, value in enumerate(values):
+        if value is None:
+            expected[row] = NO_ID
+        elif rows.setdefault(value, row) != row:
+            expected[row] = rows[value]
+    path = write_parquet(tmp_path / "x.parquet", {"id": pa.array(values, pa.int64())})
+    source = open_source(str(path))
+    found = find_bad_ids(source, "id")
+    assert dict(zip(found.rows.tolist(), found.firsts.tolist(), strict=True)) == expected
+    for _, marked in map(found.mark, source.rows(["id"], [range(first, len(values))])):
+        wrong = [first + at for at, row in enumerate(marked) if isinstance(row, RowError)]
+        assert wrong == sorted(row for row in expected if row >= first)

@@ -195,8 +195,10 @@ def test_rows_that_cannot_run_are_counted_as_the_run_counts_them(
     prompts[15], prompts[20] = b"broken \xff here", b"as in <|im_end|> text"
     params: list[str | None] = [None] * 40
     params[30], params[31] = '{"temprature": 1}', '{"max_tokens": 400}'
-    columns = {"prompt": strings([*prompts]), "sampling_params": params}
-    spec = job(tmp_path, model, columns, engine={"num_kv_blocks": 24})
+    ids = [None if at == 33 else 34 if at == 35 else at for at in range(40)]
+    columns = {"prompt": strings([*prompts]), "sampling_params": params, "id": ids}
+    input_ = {"id_column": "id"}
+    spec = job(tmp_path, model, columns, engine={"num_kv_blocks": 24}, input=input_)
     plan = plan_job(spec)
     run_job(spec, quiet=True)
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())["rows"]
@@ -204,15 +206,17 @@ def test_rows_that_cannot_run_are_counted_as_the_run_counts_them(
     assert plan["errors"] == {
         "bad_sampling_params": 1,
         "does_not_fit": 1,
+        "duplicate_id": 1,
         "empty_prompt": 1,
         "invalid_utf8": 1,
+        "missing_id": 1,
         "prompt_too_long": 2,
     }
     assert (plan["rows"], plan["too_long"], plan["truncated"]) == (40, 2, 0)
     assert plan["control_text"] == rows["control_text"] == 1
     bins = {(b["min_tokens"], b["max_tokens"]): b["rows"] for b in plan["token_histogram"]}
     assert bins[512, 1023] == 2
-    assert sum(bins.values()) == 40 - 3, "rows without tokens have no length"
+    assert sum(bins.values()) == 40 - 5, "rows without tokens have no length"
 
 
 def test_truncated_prompts_are_too_long_as_well(tmp_path: Path, model: Path) -> None:

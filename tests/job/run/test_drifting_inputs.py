@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode
+from batchinfer.job.run import id_errors
 from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import ErrorsSpec, JobSpec
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, TellingBuild, job
 
@@ -66,3 +69,65 @@ def test_a_job_that_could_be_strict_goes_on_as_a_union(tmp_path: Path) -> None:
     spec = job(tmp_path, input={**kept, "schema": "union"})
     assert run_job(spec, build=FakeBuild()) is ExitCode.OK
     assert output(tmp_path)["generated_text"].to_pylist() == [text[:8] for text in prompts]
+
+
+def with_bad_ids(tmp_path: Path, **sections: dict[str, Any]) -> JobSpec:
+    """A job of 40 rows: row 7 has no id, rows 11 and 33 have that of row 4."""
+    ids = [None if row == 7 else 4 if row in (11, 33) else row for row in range(40)]
+    rows = {"prompt": [f"number {row}" for row in range(40)], "id": ids}
+    write_parquet(tmp_path / "in" / "x.parquet", rows)
+    sections["input"] = {"id_column": "id", **sections.get("input", {})}
+    return job(tmp_path, **sections)
+
+
+def errors(tmp_path: Path) -> dict[int, tuple[str, str]]:
+    rows = output(tmp_path).to_pylist()
+    return {row["row_id"]: tuple(row["error"].values()) for row in rows if row["error"]}
+
+
+BAD = {
+    7: ("missing_id", 'input.id_column: the row has no "id"'),
+    11: ("duplicate_id", 'input.id_column: row 4 has the same "id"'),
+    33: ("duplicate_id", 'input.id_column: row 4 has the same "id"'),
+}
+
+
+def test_bad_ids_are_error_rows_and_too_many_are_too_many(tmp_path: Path) -> None:
+    spec = with_bad_ids(tmp_path)
+    build = TellingBuild()
+    assert run_job(spec, build=build) is ExitCode.TOO_MANY_ROW_ERRORS
+    assert errors(tmp_path) == BAD
+    assert sorted(build.ran) == [row for row in range(40) if row not in BAD]
+    table = output(tmp_path)
+    assert table["id"].to_pylist()[4:12] == [4, 5, 6, None, 8, 9, 10, 4]
+    assert table["generated_text"].null_count == 3
+    allowed = spec.model_copy(update={"errors": ErrorsSpec(max_error_rate=0.1)})
+    assert run_job(allowed, build=FakeBuild()) is ExitCode.OK
+
+
+@pytest.mark.parametrize("stored", ["kept", "gone", "damaged", "of another input"])
+def test_a_resumed_run_finds_the_same(tmp_path: Path, stored: str, monkeypatch: Any) -> None:
+    spec = with_bad_ids(tmp_path, errors={"max_error_rate": 0.1})
+    assert run_job(spec, build=stopped(at=12)) is ExitCode.INTERRUPTED
+    kept = tmp_path / "out" / "_batchinfer" / "bad_ids.parquet"
+    if stored == "gone":
+        kept.unlink()
+    elif stored == "damaged":
+        kept.write_bytes(kept.read_bytes()[:-9])
+    elif stored == "of another input":
+        pq.write_table(pa.table({"row_id": [0], "first_row_id": [-1]}), kept)
+    searched = []
+    find = id_errors.find_bad_ids
+    monkeypatch.setattr(
+        id_errors, "find_bad_ids", lambda *args: (searched.append(args), find(*args))[1]
+    )
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    assert len(searched) == (stored != "kept")
+    assert errors(tmp_path) == BAD
+    assert pq.read_table(kept)["row_id"].to_pylist() == sorted(BAD)
+
+
+def test_a_filter_leaves_ids_alone_that_it_does_not_select(tmp_path: Path) -> None:
+    spec = with_bad_ids(tmp_path, input={"filter": "prompt not in ('number 4', 'number 7')"})
+    assert run_job(spec, build=FakeBuild()) is ExitCode.TOO_MANY_ROW_ERRORS
+    assert errors(tmp_path) == {33: ("duplicate_id", 'input.id_column: row 11 has the same "id"')}

@@ -555,7 +555,7 @@ def test_limit(tmp_path: Path, build: FakeBuild) -> None:
         ({"prompt": {"column": "nope"}}, DataError),
         ({"prompt": {"column": None, "template": "{{ nope }}"}}, UsageError),
         ({"input": {"keep_columns": ["nope"]}}, DataError),
-        ({"input": {"id_column": "twice"}}, DataError),
+        ({"input": {"id_column": "lists"}}, DataError),
         ({"prompt": {"column": "prompt", "system": "{{ nope }}"}}, UsageError),
         ({"output": {"rename": {"prompt": "status"}}}, UsageError),
     ],
@@ -563,7 +563,7 @@ def test_limit(tmp_path: Path, build: FakeBuild) -> None:
 def test_mistakes_are_found_before_the_model_is_loaded(
     tmp_path: Path, build: FakeBuild, sections: dict[str, Any], error: type[Exception]
 ) -> None:
-    columns = {"prompt": ["a", "b"], "twice": [1, 1]}
+    columns = {"prompt": ["a", "b"], "lists": [[1], [2]]}
     write_parquet(tmp_path / "in" / "x.parquet", columns)
     with pytest.raises(error):
         run_job(job(tmp_path, **sections), build=build)

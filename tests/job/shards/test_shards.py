@@ -476,13 +476,15 @@ def test_what_failed_is_not_run_again_by_a_shard(spec: JobSpec) -> None:
         run_shard(spec, 0, retry_errors=True)
 
 
-def test_duplicate_ids_are_found_by_every_shard(tmp_path: Path) -> None:
-    rows = {"prompt": ["a"] * 40, "id": [*range(39), 3]}
+def test_every_shard_judges_ids_by_all_rows(tmp_path: Path) -> None:
+    rows = {"prompt": ["a"] * 40, "id": [*range(38), 3, None]}
     write_parquet(tmp_path / "in" / "x.parquet", rows)
-    spec = job(tmp_path, input={"id_column": "id"})
+    spec = job(tmp_path, input={"id_column": "id"}, errors={"max_error_rate": 0.1})
     for index in range(2):
-        with pytest.raises(DataError, match="id"):
-            run_shard(spec, index, 2)
+        assert run_shard(spec, index, 2) is ExitCode.OK
+    table = pq.read_table(sorted((tmp_path / "out" / "data").iterdir()))
+    codes = [error and error["code"] for error in table["error"].to_pylist()]
+    assert codes == [*[None] * 38, "duplicate_id", "missing_id"]
 
 
 def test_too_many_errors_are_told_by_who_ends_the_job(tmp_path: Path) -> None:
