@@ -13,6 +13,7 @@ import torch
 
 from batchinfer.kernels.block_copy import block_copy
 from batchinfer.kernels.edit_logits import edit_logits
+from batchinfer.kernels.fixed_attention import fixed_attention
 from batchinfer.kernels.forbid_masked import forbid_masked
 from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.kv_write import kv_write
@@ -35,6 +36,7 @@ from tests.kernels.cases import (
     build_tables,
     build_write,
 )
+from tests.kernels.fixed_cases import fixed_arguments
 from tests.kernels.lora_cases import LoraCase, build_lora
 from tests.kernels.row_cases import (
     RotaryCase,
@@ -78,6 +80,17 @@ def _shared(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
         case = SharedCase(AttentionCase(name, ((1, 40), (1, 40)), **shape), (0, 1), (0, 32))
         inputs = build_shared(case, "cpu", _DTYPE, FP8 if fp8 else None)
         paged_attention(**inputs.arguments | {"max_context_len": _MAX_CONTEXT})
+
+    return Case(name, kernels, launch)
+
+
+def _fixed(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
+    """A step as `_attention`'s, in a fixed order of sums."""
+
+    def launch() -> None:
+        case = AttentionCase(name, ((1, 40), (20, 40)), **shape)
+        inputs = build_attention(case, "cpu", _DTYPE, FP8 if fp8 else None)
+        fixed_attention(**fixed_arguments(inputs.arguments, max_context_len=_MAX_CONTEXT))
 
     return Case(name, kernels, launch)
 
@@ -181,7 +194,7 @@ def _unpack_tables() -> Case:
 
 
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
-_SAMPLE = "_sample_kernel"
+_SAMPLE, _FIXED = "_sample_kernel", "_fixed_kernel"
 _MERGE, _PLAN, _PLAN_CHUNKS = "_merge_kernel", "_plan_kernel", "_plan_chunks_kernel"
 _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, Qwen3-8B
 _D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
@@ -221,6 +234,14 @@ CASES = (
     _shared("shared_d256", _SHARED, **_D256),
     _shared("shared_d64_cap_sinks", _SHARED, **_D64, softcap=3.0, sinks=True),
     _shared("shared_d128_fp8", _SHARED, fp8=True, **_D128),
+    _fixed("fixed_d128", "_plan_fixed_kernel", _FIXED, "_join_kernel", **_D128),
+    _fixed("fixed_d64", _FIXED, **_D64),
+    _fixed("fixed_d256_window_cap", _FIXED, sliding_window=1024, softcap=50.0, **_D256),
+    _fixed("fixed_d64_window_sinks", _FIXED, **_D64, sliding_window=128, sinks=True),
+    _fixed(
+        "fixed_d192_128", _FIXED, num_heads=16, num_kv_heads=16, key_width=192, value_width=128
+    ),
+    _fixed("fixed_d128_fp8", _FIXED, fp8=True, **_D128),
     _rotary("rotary_d128", 32, 8, 128),
     _rotary("rotary_d128_norms", 32, 8, 128, norms=True),
     _rotary("rotary_d128_fp8", 32, 8, 128, fp8=True),

@@ -83,8 +83,8 @@ def paged_attention(
     if num_sequences == 0 or query.shape[0] == 0:
         return
     assert scale > 0, "the scale must be positive"
-    _check_shapes(query, key_cache, value_cache, block_tables, out)
-    shared = _shared_arguments(
+    check_shapes(query, key_cache, value_cache, block_tables, out)
+    shared = shared_arguments(
         query, key_cache, value_cache, block_tables, query_starts, context_lens, out, sinks,
         scale, sliding_window, softcap,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def paged_attention(
         attend_chunks(shared, heads, chunks)
 
 
-def _check_shapes(
+def check_shapes(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -128,7 +128,7 @@ def _check_shapes(
     assert block_tables.stride(1) == 1, "a row of the block table must be contiguous"
 
 
-def _shared_arguments(
+def shared_arguments(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,

@@ -57,14 +57,18 @@ _resident: dict[tuple[Any, ...], int] = {}
 
 
 def launch_resident(kernel: Any, most: int, **arguments: Any) -> None:
-    """Launch as many programs as run at a time, or `most` where that is fewer.
+    """Launch as many programs as run at a time, or `most` where that is fewer."""
+    kernel[(min(most, num_resident(kernel, **arguments)),)](**arguments)
+
+
+def num_resident(kernel: Any, **arguments: Any) -> int:
+    """Programs that run at a time.
 
     The kernel is compiled to be asked, once for every set of constants and types.
     """
     device = arguments["query_ptr"].device
     if device.type != "cuda":
-        kernel[(min(most, _INTERPRETED),)](**arguments)
-        return
+        return _INTERPRETED
     constants = (
         value if name.isupper() else getattr(value, "dtype", None)
         for name, value in arguments.items()
@@ -73,7 +77,7 @@ def launch_resident(kernel: Any, most: int, **arguments: Any) -> None:
     if key not in _resident:
         compiled = kernel.warmup(**arguments, grid=(1,))
         _resident[key] = resident_programs(compiled, torch.cuda.get_device_properties(device))
-    kernel[(min(most, _resident[key]),)](**arguments)
+    return _resident[key]
 
 
 def resident_programs(compiled: Any, properties: Any) -> int:
