@@ -46,6 +46,8 @@ class PromptRow:
     given after the prompt."""
     adapter: int = BASE_MODEL
     """Number of the adapter it runs through."""
+    key: bytes | None = None
+    """Hash of all that decides its answer; None where nobody asks for it."""
 
     def __post_init__(self) -> None:
         """Let an error go of the frames and errors it was raised from, which hold the row."""

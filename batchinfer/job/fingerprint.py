@@ -36,6 +36,8 @@ _KEYS: Mapping[str, tuple[str, ...] | None] = {
     "output": ("format", "rows_per_part", "explode", "include", "rename"),
 }
 """Section: its keys that change output; None: all of them."""
+_OF_ROWS = ("input", "prompt", "sampling", "score")
+"""Sections that say of each row what its prompt and its parameters are."""
 _SAME = {"fp8_e4m3": "fp8"}
 """Values of ``engine.kv_cache_dtype`` that are another by a longer name."""
 
@@ -72,6 +74,32 @@ def digest(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
+def answer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Of ``fingerprint_facts`` what decides the answer of every row alike, beside what is its own.
+
+    Where rows are, how their prompts are made and sampled, and which files they go into is left
+    out: of prompt and parameters the row's own say all.
+    """
+    model, output = facts["model"], facts["output"]
+    held = {name: _content_of(value) for name, value in facts["model_facts"].items()}
+    written = {*output["include"], *(("logprobs",) if output["format"] == "openai-batch" else ())}
+    return {
+        **{name: value for name, value in facts.items() if name not in _OF_ROWS},
+        "model": {name: model[name] for name in ("dtype", "quantization", "trust_remote_code")},
+        "model_facts": held,
+        "output": {"include": sorted(written)},
+    }
+
+
+def adapter_digests(facts: Mapping[str, Any]) -> dict[str, bytes]:
+    """SHA-256 of what each adapter of a job holds, by its name, from ``fingerprint_facts``."""
+    adapters = _mapping(facts["model"].get("adapters"))
+    return {
+        name: bytes.fromhex(digest({"adapter": _content_of(value)}))
+        for name, value in adapters.items()
+    }
+
+
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, tuple[object, object]]:
@@ -105,6 +133,13 @@ def model_commit(facts: Mapping[str, Any]) -> str | None:
     """The commit of a model on the hub, among ``fingerprint_facts``; None where it is not known."""
     commit = _mapping(_mapping(facts.get("model_facts")).get("model")).get(COMMIT)
     return commit if isinstance(commit, str) else None
+
+
+def _content_of(facts: Any) -> Any:
+    """A model's facts; where its commit is known, without the branch or tag that led there."""
+    if isinstance(facts, Mapping) and COMMIT in facts:
+        return {name: value for name, value in facts.items() if name != "revision"}
+    return facts
 
 
 def _as_known(value: Any, other: Any) -> Any:

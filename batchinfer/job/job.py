@@ -23,6 +23,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.schema import OutputTable, output_table
 from batchinfer.job.rows.column_checks import check_prompt_columns
 from batchinfer.job.rows.reader import ColumnReader, Prompts, RowAdapters, RowReader
+from batchinfer.job.rows.row_key import RowKeys
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
@@ -159,6 +160,16 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
         raise
     return LoadedJob(
         context, reader, task, log, time.perf_counter() - began, processes, active_phases()
+    )
+
+
+def row_keys(job: Job, context: EngineContext) -> RowKeys:
+    """What makes the keys of a job's rows, as its model runs them."""
+    return RowKeys(
+        job.manifest.job,
+        context.max_model_len,
+        context.adapters,
+        chosen_by_length="longrope" in context.model_facts,
     )
 
 

@@ -35,7 +35,7 @@ from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.meta_model import blame, check_buildable, runs_on_meta
 from batchinfer.worker.model.quantization import check_quantization, saved_quantization
 from batchinfer.worker.model.tokenizer import eos_token_ids, num_tokenizer_ids
-from batchinfer.worker.model.weights import choose_dtype, load_weights
+from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
 from batchinfer.worker.products.choice import (
     TORCH_MULTIPLIES,
     KernelChoice,
@@ -192,6 +192,7 @@ def load_model(
             "weight_bytes": weight_bytes,
             "adapter_bytes": adapter_bytes,
             "max_model_len": longest,
+            **({"longrope": True} if uses_longrope(described.pretrained) else {}),
         },
     )
 

@@ -28,7 +28,7 @@ from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.lease_run import LeaseRun
 from batchinfer.job.fleet.messages import Assignment, Failure, WorkerReport
 from batchinfer.job.input.format import BATCH_ROWS
-from batchinfer.job.job import LoadedJob, OutputJob
+from batchinfer.job.job import LoadedJob, OutputJob, row_keys
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.row_ids import RowIds
 from batchinfer.job.rows.read_prompts import read_prompts, without_text
@@ -200,6 +200,7 @@ class FleetWorker:
         read = self._job.source.batches(reader.columns, lease.parts, lease.ranges)
         rows = read_prompts(read, reader, in_flight.making)
         rows = self._while_needed(rows, lease)
+        rows = row_keys(self._job, self._loaded.context).with_keys(rows)
         if "prompt" not in spec.output.include:
             rows = without_text(rows)
         return plan_windows(

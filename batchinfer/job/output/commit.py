@@ -23,6 +23,7 @@ from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.row_ids import Part
+from batchinfer.job.rows.row_key import NO_KEYS
 from batchinfer.job.storage.filesystem import publish as publish_file
 from batchinfer.job.storage.filesystem import read_file, storage_errors
 
@@ -77,8 +78,20 @@ class Draft:
     staged_requests: str
     """File of the rows' statistics."""
     requests_sha256: str
+    staged_keys: str
+    """File of the rows' keys."""
+    keys_sha256: str
     lease: int = 0
     """The lease it was made under; 0: there are none."""
+
+    @property
+    def sha256_of(self) -> dict[str, str]:
+        """Hash of each file that is staged."""
+        return {
+            self.staged_requests: self.requests_sha256,
+            self.staged_keys: self.keys_sha256,
+            self.staged: self.sha256,
+        }
 
 
 def stage(
@@ -87,23 +100,27 @@ def stage(
     table: pa.Table,
     requests: pa.Table,
     control_text_row_ids: list[int],
+    keys: pa.Table = NO_KEYS,
 ) -> Draft:
-    """Write a part that is made, and the statistics of its rows, where nobody looks for them.
+    """Write a part that is made, statistics and keys of its rows, where nobody looks for them.
 
     Args:
         table: its rows, in input order.
         requests: the statistics of those that ran.
         control_text_row_ids: rows whose own text holds what looks like a control token.
+        keys: ``KEYS_SCHEMA``, of the rows that have one.
 
     Raises:
         StorageError: the file system refuses, or gives back other bytes than were written.
     """
-    statistics = parquet_bytes([requests])
     staged = out.staging / out.part_file(part).name
-    staged_requests = out.staging / f"requests-{staged.name}"
+    statistics, staged_requests = parquet_bytes([requests]), out.staging / f"requests-{staged.name}"
+    key_bytes, staged_keys = parquet_bytes([keys]), out.staging / f"keys-{staged.name}"
     error_codes = _error_codes(first_of_rows(table))
     with storage_errors(out.request_stats(part)):
         out.files.write(staged_requests, statistics)
+    with storage_errors(out.row_keys(part)):
+        out.files.write(staged_keys, key_bytes)
     with storage_errors(out.part_file(part)):
         out.files.write(staged, parquet_bytes([table]))
         del table  # before it is read back: a row may be half a gigabyte
@@ -126,6 +143,8 @@ def stage(
         hashlib.sha256(data).hexdigest(),
         _below_state(out, staged_requests),
         hashlib.sha256(statistics).hexdigest(),
+        _below_state(out, staged_keys),
+        hashlib.sha256(key_bytes).hexdigest(),
     )
 
 
@@ -136,13 +155,14 @@ def hand_over(out: OutputDir, draft: Draft, lease: int) -> Draft:
         StorageError: the file system refuses.
     """
     handed = []
-    for name in (draft.staged_requests, draft.staged):
+    for name in draft.sha256_of:
         staged = out.state / name
         path = staged.with_name(f"lease-{lease:06d}-{staged.name}")
         with storage_errors(path):
             out.files.rename(staged, path)
         handed.append(_below_state(out, path))
-    return replace(draft, lease=lease, staged_requests=handed[0], staged=handed[1])
+    requests, keys, rows = handed
+    return replace(draft, lease=lease, staged_requests=requests, staged_keys=keys, staged=rows)
 
 
 def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
@@ -154,6 +174,7 @@ def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
     """
     final, requests = out.part_file(part), out.request_stats(part)
     publish_file(out.files, out.state / draft.staged_requests, requests)
+    publish_file(out.files, out.state / draft.staged_keys, out.row_keys(part))
     publish_file(out.files, out.state / draft.staged, final)
     stat, requests_stat = out.files.stat(final), out.files.stat(requests)
     assert stat is not None
@@ -173,6 +194,7 @@ def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
         draft.requests_sha256,
         stat.etag,
         requests_stat.etag,
+        draft.keys_sha256,
     )
     out.write(out.record(part), record.to_json())
     return record

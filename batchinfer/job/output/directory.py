@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,7 @@ class OutputDir:
         """A folder for what memory has no room for; None: the system's own place."""
         self.steps = self.state / "steps"
         self.requests = self.state / "requests"
+        self.keys = self.state / "keys"
         self.runs = self.state / "runs"
         self.logs = self.state / "logs"
         self.parts = self.state / "parts"
@@ -265,6 +267,25 @@ class OutputDir:
     def request_stats(self, part: Part) -> PurePath:
         """File of the statistics of a finished part's rows."""
         return self.requests / f"{part.name}.parquet"
+
+    def row_keys(self, part: Part) -> PurePath:
+        """File of the keys of a finished part's rows."""
+        return self.keys / f"{part.name}.parquet"
+
+    def read_keys(self, part: Part, record: PartRecord) -> pa.Table | None:
+        """Row ids and keys of a finished part; None where its file is damaged or missing, which
+        only means that its rows are nobody's to reuse.
+
+        Raises:
+            StorageError: it cannot be read, which does not say that it is damaged.
+        """
+        try:
+            data = read_file(self.files, self.row_keys(part))
+        except OSError:
+            return None
+        if hashlib.sha256(data).hexdigest() != record.keys_sha256:
+            return None
+        return pq.read_table(pa.BufferReader(data), use_threads=False)
 
     def part_file(self, part: Part) -> PurePath:
         """File of a part's rows."""

@@ -32,6 +32,8 @@ class PartRecord:
     """An object store's mark of the content; None in a file system."""
     requests_etag: str | None = None
     """Mark of the file of the rows' statistics."""
+    keys_sha256: str | None = None
+    """Hash of the file of the rows' keys; None in records from before there was one."""
 
     def to_json(self) -> bytes:
         """The record as it is stored."""

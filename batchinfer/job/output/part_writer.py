@@ -21,6 +21,7 @@ from batchinfer.job.output.segments import (
 from batchinfer.job.output.stats_tables import WORKER, requests_table, with_worker
 from batchinfer.job.row_ids import Part, RowIds, in_range
 from batchinfer.job.rows.finished_row import FinishedRow
+from batchinfer.job.rows.row_key import KEY_COLUMN, KEYS_SCHEMA
 
 FLUSH_ROWS = 4096
 _MOST_KEPT_BYTES = 64 << 20
@@ -142,6 +143,7 @@ class PartWriter:
             self._part_table(part, rows),
             requests_table(rows["row_id"], rows[REQUEST_COLUMN], rows[WORKER]),
             rows["row_id"].filter(rows[CONTROL_TEXT_COLUMN]).to_pylist(),
+            rows.select(KEYS_SCHEMA.names).filter(rows[KEY_COLUMN].is_valid()),
         )
         self._deliver(part, draft)
         for row in in_memory:

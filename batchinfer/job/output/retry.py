@@ -20,6 +20,7 @@ from batchinfer.job.output.quarantine import clear_quarantine
 from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, Segments
 from batchinfer.job.output.stats_tables import REQUEST
 from batchinfer.job.row_ids import Part
+from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE
 from batchinfer.job.storage.filesystem import storage_errors
 
 
@@ -71,7 +72,11 @@ def _good_rows(out: OutputDir, part: Part, record: PartRecord, schema: pa.Schema
     table = whole_rows(out.read_part(part))
     row_ids = table["row_id"]
     control = pc.is_in(row_ids, pa.array(record.control_text_row_ids, pa.int64()))
-    added = {REQUEST_COLUMN: _requests(out, part, row_ids), CONTROL_TEXT_COLUMN: control}
+    added = {
+        REQUEST_COLUMN: _requests(out, part, row_ids),
+        CONTROL_TEXT_COLUMN: control,
+        KEY_COLUMN: _keys(out, part, record, row_ids),
+    }
     columns = [table[name] if name not in added else added[name] for name in schema.names]
     rows = pa.table(columns, schema=schema)
     return rows.filter(pc.equal(rows["status"], "ok"))
@@ -84,3 +89,13 @@ def _requests(out: OutputDir, part: Part, row_ids: pa.ChunkedArray) -> pa.Array:
         for row in out.read_table(out.request_stats(part)).to_pylist():
             statistics[row.pop("row_id")] = row
     return pa.array([statistics.get(row_id) for row_id in row_ids.to_pylist()], REQUEST)
+
+
+def _keys(
+    out: OutputDir, part: Part, record: PartRecord, row_ids: pa.ChunkedArray
+) -> pa.ChunkedArray | pa.Array:
+    """Key of each row; null where there is none."""
+    found = out.read_keys(part, record)
+    if found is None:
+        return pa.nulls(len(row_ids), KEY_TYPE)
+    return found[KEY_COLUMN].take(pc.index_in(row_ids, found["row_id"].combine_chunks()))

@@ -38,6 +38,7 @@ from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.stats_tables import DISTINCT_TOKENS, REQUEST, with_worker
 from batchinfer.job.row_ids import NO_ROWS, Part, RowIds
 from batchinfer.job.rows.finished_row import FinishedRow
+from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE
 from batchinfer.job.storage.filesystem import Files, read_file, storage_errors
 
 REQUEST_COLUMN = "request"
@@ -51,8 +52,8 @@ _PLAN = b"batchinfer.plan"
 
 
 def segment_schema(generated: pa.Schema) -> pa.Schema:
-    """Columns of a segment: the generated ones of the output, statistics and marks of rows."""
-    added = [(REQUEST_COLUMN, REQUEST), (CONTROL_TEXT_COLUMN, pa.bool_())]
+    """Columns of a segment: those the output generates, statistics, marks and keys of rows."""
+    added = [(REQUEST_COLUMN, REQUEST), (CONTROL_TEXT_COLUMN, pa.bool_()), (KEY_COLUMN, KEY_TYPE)]
     return pa.schema([*generated, *(pa.field(name, kind) for name, kind in added)])
 
 
@@ -73,7 +74,15 @@ def _segment_row(row: FinishedRow) -> dict[str, Any]:
         **row.values,
         REQUEST_COLUMN: request,
         CONTROL_TEXT_COLUMN: row.has_control_text,
+        KEY_COLUMN: row.key,
     }
+
+
+def with_keys(table: pa.Table) -> pa.Table:
+    """A segment's table with keys: rows that were finished before there were any have none."""
+    if KEY_COLUMN in table.schema.names:
+        return table
+    return table.append_column(KEY_COLUMN, pa.nulls(table.num_rows, KEY_TYPE))
 
 
 def read_segment(files: Files, path: PurePath) -> bytes:
@@ -301,7 +310,7 @@ class Segments:
         groups: dict[int, tuple[int, RowIds]] = {}
         data = read_segment(self._out.files, path)
         with pq.ParquetFile(pa.BufferReader(data)) as reader:
-            if not reader.schema_arrow.equals(self.schema):
+            if not with_keys(reader.schema_arrow.empty_table()).schema.equals(self.schema):
                 raise ValueError("it has other columns than a segment of this job")
             if (reader.metadata.metadata or {}).get(_PLAN) != self._plan:
                 raise ValueError("it is of another plan")
@@ -317,7 +326,7 @@ class Segments:
         try:
             with self._out.files.open(path) as file:
                 reader = pq.ParquetFile(file, page_checksum_verification=True)
-                return reader.read_row_group(group, use_threads=False)
+                return with_keys(reader.read_row_group(group, use_threads=False))
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{path} cannot be read: {first_line(error)}",

@@ -30,6 +30,8 @@ class FinishedRow:
     distinct_tokens: int = 0
     """Prompt tokens that no row before it, as they were planned to run, begins with."""
     tally: Tally = _NO_TALLY
+    key: bytes | None = None
+    """``PromptRow.key`` of a row that ended well."""
 
     @property
     def has_failed(self) -> bool:
@@ -119,7 +121,13 @@ def finished_row(
         "status": "ok" if error is None else "error",
         "error": error,
     }
-    return FinishedRow(values, stats, row.prompt.has_control_text, row.distinct_tokens)
+    return FinishedRow(
+        values,
+        stats,
+        row.prompt.has_control_text,
+        row.distinct_tokens,
+        key=row.key if error is None else None,
+    )
 
 
 def failed_row(row_id: int, error: RowError, results: Mapping[str, Any]) -> FinishedRow:

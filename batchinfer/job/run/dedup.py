@@ -10,20 +10,19 @@ others. By prefix, equal rows of a window come one after another, so that this i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.request import Completion, RequestStats, TokenIds
 from batchinfer.errors import RowError
+from batchinfer.job.rows.row_key import canonical_params
 from batchinfer.requests import PromptRow
 
 MAX_WAITING = 4096
 """Rows that wait for others, at most: these are in memory, and millions may be equal. More of them
 are run: their prompt is computed already, and the engine never lacks rows for those that wait."""
-
-_PARAM_NAMES = tuple(entry.name for entry in fields(SamplingParams) if entry.name != "seed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +109,7 @@ class RequestDeduplicator:
     def _text(self, params: SamplingParams) -> str:
         """Parameters but for the seed, which nothing is drawn with."""
         if self._latest is None or self._latest[0] is not params:  # most rows have the job's
-            self._latest = params, repr([getattr(params, name) for name in _PARAM_NAMES])
+            self._latest = params, f"{params.max_tokens} {canonical_params(params)}"
         return self._latest[1]
 
 

@@ -32,7 +32,7 @@ from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import JobError, RowError
 from batchinfer.job.input.format import BATCH_ROWS
-from batchinfer.job.job import Job, LoadedJob, OutputJob
+from batchinfer.job.job import Job, LoadedJob, OutputJob, row_keys
 from batchinfer.job.output.commit import publish
 from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
@@ -197,6 +197,7 @@ class RowPipeline:
         read = self.job.source.batches(loaded.reader.columns, parts, ranges)
         rows = read_prompts(read, loaded.reader, self.in_flight.making)
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
+        rows = row_keys(self.job, loaded.context).with_keys(rows)
         if "prompt" not in spec.output.include:
             rows = without_text(rows)
         return plan_windows(

@@ -49,8 +49,7 @@ class PartPublisher:
 
 
 def _check_and_publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
-    staged = {draft.staged: draft.sha256, draft.staged_requests: draft.requests_sha256}
-    for name, sha256 in staged.items():
+    for name, sha256 in draft.sha256_of.items():
         try:
             out.check_hash(out.state / name, sha256)
         except DataError as error:

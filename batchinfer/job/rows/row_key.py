@@ -1,0 +1,158 @@
+"""Row keys: 128-bit hashes over all that decides a row's answer. Equal key, equal answer.
+
+What all rows of a job have in common (model, task, what is written: ``fingerprint.answer_facts``)
+is hashed once. Of a row come its prompt's token ids, its parameters, the most tokens it may have,
+its adapter by content, and, only where something is drawn, the seed and the stream of its random
+numbers. How the prompt was made plays no part: the token ids say what it came to. Nor does where
+the row is, unless its random numbers are keyed by that.
+
+The hash is BLAKE2b (RFC 7693) of 16 bytes: among 10**12 rows two different ones have one key with
+a probability of 10**-15.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer.config import SamplingParams
+from batchinfer.errors import RowError
+from batchinfer.job.fingerprint import adapter_digests, answer_facts, digest
+from batchinfer.requests import BASE_MODEL, PromptRow
+from batchinfer.text.prompts import Prompt
+from batchinfer.text.scoring_prompts import ScoredPrompt
+
+KEY_COLUMN = "key"
+KEY_BYTES = 16
+KEY_TYPE = pa.binary(KEY_BYTES)
+KEYS_SCHEMA = pa.schema([("row_id", pa.int64()), (KEY_COLUMN, KEY_TYPE)])
+"""Columns of the file of a finished part's keys."""
+NO_KEYS = KEYS_SCHEMA.empty_table()
+
+_VERSION = b"batchinfer row 1"
+_HEAD = struct.Struct("<iiQQ??")
+"""Most output tokens, prompt tokens, seed, stream; whether it draws, whether it was cut."""
+_LENGTH = struct.Struct("<i")
+_MOST_KEPT = 1024
+"""Parameters whose text, or whose part of the hash, is kept: rows often repeat each other."""
+
+_NOT_IN_TEXT = ("seed", "max_tokens")
+_OF_DRAWS = ("top_p", "top_k", "min_p")
+_DEFAULTS = {
+    entry.name: entry.default for entry in fields(SamplingParams) if entry.name not in _NOT_IN_TEXT
+}
+_SETS = ("stop_token_ids", "allowed_token_ids")
+
+
+def canonical_params(params: SamplingParams) -> str:
+    """Text of parameters, equal where they mean the same, but for ``seed`` and ``max_tokens``.
+
+    Defaults are left out, so that a parameter that comes later changes no text before it is used.
+    Nor is there, without draws, any filter of what is drawn from.
+    """
+    given = {
+        name: _canonical(name, getattr(params, name))
+        for name in _DEFAULTS
+        if params.temperature > 0 or name not in _OF_DRAWS
+    }
+    return repr([(name, value) for name, value in given.items() if value != _DEFAULTS[name]])
+
+
+def _canonical(name: str, value: Any) -> Any:
+    if name in _SETS and value is not None:
+        return sorted(set(value))
+    if name == "logit_bias" and value is not None:
+        return sorted(value.items())
+    return 0 if name == "top_k" and value == -1 else value
+
+
+class RowKeys:
+    """Makes the keys of a job's rows.
+
+    Args:
+        facts: ``fingerprint_facts`` of the job.
+        max_model_len: most tokens of prompt and output together.
+        adapters: numbers of the adapters, by name.
+        chosen_by_length: whether the model computes otherwise with another ``max_model_len``
+            (LongRoPE).
+    """
+
+    def __init__(
+        self,
+        facts: Mapping[str, Any],
+        max_model_len: int,
+        adapters: Mapping[str, int],
+        *,
+        chosen_by_length: bool = False,
+    ) -> None:
+        common = answer_facts(facts)
+        if chosen_by_length:
+            common["max_model_len"] = max_model_len
+        self._common = bytes.fromhex(digest(common))
+        self._max_model_len = max_model_len
+        digests = adapter_digests(facts)
+        self._adapters = {number: digests[name] for name, number in adapters.items()}
+        self._adapters[BASE_MODEL] = b""
+        self._writes_prompt = "prompt" in common["output"]["include"]
+        self._begun: dict[tuple[int, int], tuple[SamplingParams | None, blake2b]] = {}
+        """By identity of the parameters, which it keeps alive, and adapter."""
+
+    def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
+        """Rows with their keys; those that cannot run have none."""
+        for batch in batches:
+            yield [replace(row, key=self.of(row)) for row in batch]
+
+    def of(self, row: PromptRow) -> bytes | None:
+        """The key of a row, 16 bytes; None for one that cannot run."""
+        prompt = row.prompt
+        if isinstance(prompt, RowError):
+            return None
+        key = self._begin(row)
+        key.update(self._head(row, prompt))
+        key.update(np.ascontiguousarray(prompt.token_ids, dtype="<i4").data)
+        if isinstance(prompt, ScoredPrompt):
+            _add_completions(key, prompt)
+        # Of one that was cut, the token ids are written.
+        if self._writes_prompt and prompt.text is not None and not prompt.truncated:
+            key.update(prompt.text.encode("utf-8", "surrogatepass"))
+            key.update(b"text")
+        return key.digest()
+
+    def _begin(self, row: PromptRow) -> blake2b:
+        """The hash of what rows with one row's parameters and adapter have in common."""
+        params = None if row.sampling is None else row.sampling.params
+        known = self._begun.get((id(params), row.adapter))
+        if known is None:
+            text = "" if params is None else canonical_params(params)
+            parts = [self._common, self._adapters[row.adapter], text.encode()]
+            begun = blake2b(_VERSION, digest_size=KEY_BYTES)
+            for part in parts:
+                begun.update(_LENGTH.pack(len(part)))
+                begun.update(part)
+            if len(self._begun) >= _MOST_KEPT:
+                self._begun.clear()
+            known = self._begun[id(params), row.adapter] = params, begun
+        return known[1].copy()
+
+    def _head(self, row: PromptRow, prompt: Prompt) -> bytes:
+        num_tokens = len(prompt.token_ids)
+        if row.sampling is None:
+            return _HEAD.pack(0, num_tokens, 0, 0, False, prompt.truncated)
+        params = row.sampling.params
+        draws = params.temperature > 0
+        seed, stream = row.sampling.rng_key(row.row_id) if draws else (0, 0)
+        most = min(params.max_tokens, self._max_model_len - num_tokens)
+        return _HEAD.pack(most, num_tokens, seed, stream, draws, prompt.truncated)
+
+
+def _add_completions(key: blake2b, prompt: ScoredPrompt) -> None:
+    lengths = [len(prompt.completions), *map(len, prompt.completions)]
+    key.update(np.array(lengths, dtype="<i4").data)
+    for completion in prompt.completions:
+        key.update(np.ascontiguousarray(completion, dtype="<i4").data)
