@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from batchinfer.kernels.edit_logits import edit_logits
 from batchinfer.kernels.fixed_attention import fixed_attention
 from batchinfer.kernels.forbid_masked import forbid_masked
 from batchinfer.kernels.fp8 import FP8
+from batchinfer.kernels.fp8_blocks import num_blocks
+from batchinfer.kernels.fp8_linear import fp8_linear
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.lora import lora_expand, lora_shrink
 from batchinfer.kernels.matmul import matmul
 from batchinfer.kernels.paged_attention import paged_attention
+from batchinfer.kernels.quantize_groups import quantize_groups
 from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.kernels.rotary_write import rotary_write
 from batchinfer.kernels.row_stats import row_stats
@@ -166,6 +169,43 @@ def _matmul(name: str, outputs: int, depth: int, adds: bool = False) -> Case:
     return Case(name, ("_matmul_kernel",), launch)
 
 
+def _fp8_linears(name: str, outputs: int, width: int, *row_numbers: int) -> list[Case]:
+    """Products of so many rows, of float8 (`a8`) and of 16 bits (`a16`)."""
+    return [
+        _fp8_linear(f"fp8_{name}_a{8 if rows_too else 16}_{rows}", outputs, width, rows, rows_too)
+        for rows_too in (True, False)
+        for rows in row_numbers
+    ]
+
+
+def _fp8_linear(name: str, outputs: int, width: int, rows: int, rows_too: bool) -> Case:
+    def launch() -> None:
+        groups = num_blocks(width)
+        fp8_linear(
+            torch.empty(rows, width, dtype=FP8 if rows_too else _DTYPE),
+            torch.empty(outputs, width, dtype=FP8),
+            torch.empty(num_blocks(outputs), groups),
+            out=torch.empty(rows, outputs, dtype=_DTYPE),
+            x_scales=torch.empty(groups, rows) if rows_too else None,
+        )
+
+    return Case(name, ("_fp8_linear_kernel",), launch)
+
+
+def _sum_pieces() -> Case:
+    return replace(
+        _fp8_linear("fp8_sum_pieces", 1024, 3072, 1, True), kernels=("_sum_pieces_kernel",)
+    )
+
+
+def _quantize_groups(width: int) -> Case:
+    def launch() -> None:
+        codes, scales = torch.empty(4, width, dtype=FP8), torch.empty(num_blocks(width), 4)
+        quantize_groups(torch.empty(4, width, dtype=_DTYPE), codes=codes, scales=scales)
+
+    return Case(f"quantize_groups_{width}", ("_quantize_groups_kernel",), launch)
+
+
 def _sample(name: str, *kernels: str, edited: bool = False, **programs: bool) -> Case:
     """Draws from two rows, by the programs that steps with and without filters have."""
 
@@ -265,4 +305,10 @@ CASES = (
     _matmul("matmul_28672_4096", 28672, 4096),
     _matmul("matmul_4096_4096_adds", 4096, 4096, adds=True),
     _matmul("matmul_151936_1024", 151_936, 1024),
+    _quantize_groups(4096),
+    *_fp8_linears("0.6b_down", 1024, 3072, 1, 64, 256, 4096),  # Qwen3-0.6B
+    *_fp8_linears("8b_gate_up", 28672, 4096, 1, 64, 256, 4096),  # Llama-3.1-8B
+    *_fp8_linears("v3_o", 7168, 16384, 1, 64, 256, 4096),  # DeepSeek-V3
+    *_fp8_linears("v3_kv_a", 576, 7168, 64),  # DeepSeek-V3: a last block of 64 rows
+    _sum_pieces(),
 )  # fmt: skip

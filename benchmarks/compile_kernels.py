@@ -123,6 +123,8 @@ def _read(cubin: bytes) -> Compiled:
 
 def _work(arguments: dict[str, Any]) -> tuple[float, str]:
     """What one turn of a kernel's main loop gets done, and in which unit."""
+    if "OUTPUTS_BLOCK" in arguments:
+        return _linear_work(arguments["ROWS"], arguments["OUTPUTS_BLOCK"], arguments["BLOCK"])
     if "TILE" not in arguments:
         return 1, "turn"
     tile, rows = arguments["TILE"], arguments["ROWS"]
@@ -130,6 +132,13 @@ def _work(arguments: dict[str, Any]) -> tuple[float, str]:
         return tile * rows / (64 * 128), "64 keys x 128 rows"
     widths = arguments["KEY_WIDTH"] + arguments["VALUE_WIDTH"]
     return tile * widths * arguments["key_ptr"].element_size() / 1024, "KiB of KV"
+
+
+def _linear_work(rows: int, outputs: int, width: int) -> tuple[float, str]:
+    """Few rows take the time that reading the weights takes, many that of multiplying."""
+    if rows <= 64:
+        return outputs * width / 1024, "KiB of weight"
+    return rows * outputs * width / 128**3, "128 x 128 x 128"
 
 
 def _fingerprint(function: Any, arguments: dict[str, Any], capability: int) -> str:

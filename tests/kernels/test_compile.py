@@ -79,6 +79,16 @@ def test_16_bit_kernels_spill_no_registers(compiled: list[Row]) -> None:
     assert spills <= KNOWN_SPILLS
 
 
+def test_float8_products_are_of_warp_groups_where_there_are_such(compiled: list[Row]) -> None:
+    """A warp group multiplies 64 rows by 128 columns of float8 in four instructions, a warp 16 rows
+    by 8 and 32 columns."""
+    products = [row for row in compiled if row.kernel == "_fp8_linear_kernel"]
+    wide = [row for row in products if row.target == "sm_90"]
+    assert {row.tensor_core for row in wide if "_a8_" in row.case} == {4}
+    assert {row.tensor_core for row in wide if "_a16_" in row.case} == {8}
+    assert all(row.copies_16 for row in products)
+
+
 def check_kept(version: str, path: Path, folder: Path) -> None:
     """Compile some kernels, and compare with what is kept of them."""
     chosen = ["--cases", "d64", "rotary_d128_norms", "--targets", "90"]

@@ -1,0 +1,330 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+# (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
+# the comment behind each. Compile-time constants are written as constants.)
+"""Linear layers over weights of float8 e4m3fn with a scale for every block of 128 x 128.
+
+Formula, with G groups of 128 along the width, the last one shorter where need be:
+
+    out[t, n] = bias[n] + sum_g weight_scales[n // 128, g] x_scales[g, t]
+                                sum_(k in g) weight[n, k] x[t, k]
+
+x is of float8 with a scale for every row and group (`quantize_groups`), or of 16 or 32 bits without
+scales: weights are widened to its dtype in registers then, which is exact.
+
+Accumulation: the products of a group from zero, on tensor cores; they are scaled and added up in
+float32, group after group. (For float8 an H100 keeps some 14 bits of what it adds up, so that a
+longer chain would lose more.) Where there are few tiles the groups are cut into pieces, whose sums
+a second kernel adds up in order. So the same call gives the same bits; up to 64 rows there are as
+many pieces whatever their number, and above that `pieces` may say how many.
+
+Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2; the schedule is that of DeepGEMM
+(deepseek-ai/DeepGEMM, sm90_fp8_gemm_1d2d) and of vLLM's `w8a8_block_fp8_matmul`
+(vllm/model_executor/layers/quantization/utils/fp8_utils.py), with the operands exchanged where rows
+are few.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels.fp8 import FP8, as_readable, widen
+from batchinfer.kernels.fp8_blocks import BLOCK, check_blocks, num_blocks
+from batchinfer.kernels.fp8_words import widen_words
+from batchinfer.kernels.launch import OPTIONS, check_launchable, compute_capability
+
+_GROUPED = 8  # tiles of rows that take a weight's tile one after the other: it is in L2 then
+_FEW_ROWS = 64  # up to so many, reading the weights decides
+_PIECE_GROUPS = 2  # at least, of a piece
+_SUMMED = 1024  # outputs of a program that adds up pieces
+_STAGES = 5  # at most: 40 KiB on their way to a program of few rows
+# Bytes that operands may take of a multiprocessor, by compute capability.
+_SHARED_MEMORY, _MORE_SHARED_MEMORY = 96 * 2**10, 160 * 2**10
+_LITTLE_SHARED_MEMORY = (86, 89, 120)
+_TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What a program computes, and how it is compiled."""
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int
+    weight_first: bool
+    """The weights are the first operand, of which a warp group has 64 rows; it may be widened in
+    registers. Else x is."""
+
+
+def fp8_linear(
+    x: torch.Tensor,  # [T, K], last dimension contiguous; float8 with scales
+    weight: torch.Tensor,  # [N, K] float8, contiguous
+    weight_scales: torch.Tensor,  # [ceil(N / 128), G] float32, contiguous
+    *,
+    out: torch.Tensor,  # [T, N], contiguous; 16 or 32 bits
+    x_scales: torch.Tensor | None = None,  # [G, T] float32, contiguous
+    bias: torch.Tensor | None = None,  # [N]
+    adds: bool = False,
+    pieces: int | None = None,
+) -> None:
+    """Write rows times a weight's transpose to `out`, or add it to what `out` holds.
+
+    Args:
+        adds: to what `out` holds, before it is rounded.
+        pieces: at most so many that the width is cut into; None: as many as keep the device busy.
+
+    Raises:
+        ValueError: shapes or dtypes do not belong together.
+    """
+    check_launchable("fp8_linear", x, weight, weight_scales, out, x_scales, bias)
+    check_blocks("fp8_linear", weight, weight_scales)
+    if (x.dtype == weight.dtype) != (x_scales is not None):
+        raise ValueError(f"fp8_linear: x of {x.dtype}; float8 takes x_scales, and nothing else")
+    num_rows, (outputs, width) = len(x), weight.shape
+    if num_rows == 0:
+        return
+    tile = _tile(num_rows, x.element_size(), compute_capability(x.device))
+    tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
+    if pieces is None:
+        pieces = num_pieces(num_rows, outputs, width, x.device)
+    else:
+        pieces = _even_pieces(num_blocks(width), pieces)
+    target = out if pieces == 1 else out.new_empty(pieces, *out.shape, dtype=torch.float32)
+    readable = as_readable(weight)
+    _fp8_linear_kernel[(tiles, pieces)](
+        x.view(readable.dtype) if x_scales is not None else x,
+        x_scales,
+        readable,
+        weight_scales,
+        bias,
+        target,
+        x.stride(0),
+        num_rows,
+        triton.cdiv(num_blocks(width), pieces),
+        OUTPUTS=outputs,
+        WIDTH=width,
+        DTYPE=_operand_dtype(x, readable),
+        BY_WORDS=x.dtype != torch.float32 and not triton.knobs.runtime.interpret,
+        WEIGHT_FIRST=tile.weight_first,
+        ADDS=adds and pieces == 1,
+        IN_PIECES=pieces > 1,
+        BLOCK=BLOCK,
+        ROWS=tile.rows,
+        OUTPUTS_BLOCK=tile.outputs,
+        GROUPED=_GROUPED,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **OPTIONS,
+    )
+    if pieces > 1:
+        _sum_pieces_kernel[(num_rows, triton.cdiv(outputs, _SUMMED))](
+            target,
+            bias,
+            out,
+            num_rows,
+            pieces,
+            OUTPUTS=outputs,
+            ADDS=adds,
+            BLOCK=_SUMMED,
+            num_warps=4,
+            **OPTIONS,
+        )
+
+
+def num_pieces(rows: int, outputs: int, width: int, device: torch.device) -> int:
+    """Pieces that the width is cut into where nobody says how many."""
+    tile = _tile(rows, 1, compute_capability(device))
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
+    # A program of few rows takes a fraction of a multiprocessor.
+    wanted = _num_multiprocessors(device) * (2 if rows <= _FEW_ROWS else 1) // tiles
+    return _even_pieces(num_blocks(width), wanted)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    """Of a device that is not there as many as an H100 has."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _even_pieces(groups: int, wanted: int) -> int:
+    """At most so many pieces, none of them without a group."""
+    most = max(1, min(wanted, groups // _PIECE_GROUPS))
+    return int(triton.cdiv(groups, triton.cdiv(groups, most)))
+
+
+def _tile(rows: int, x_bytes: int, capability: int) -> _Tile:
+    """The tile for so many rows, of x of so many bytes an element."""
+    widens_in_registers = x_bytes == 2 and capability >= 90
+    if rows <= 32:
+        size, outputs, num_warps, weight_first = 16 if rows <= 16 else 32, 64, 4, True
+    elif rows <= _FEW_ROWS or x_bytes == 4:
+        size, outputs, num_warps, weight_first = 64, 64, 4, widens_in_registers
+    else:
+        size, outputs, num_warps, weight_first = 128, 128, 8, widens_in_registers
+    room = _SHARED_MEMORY if capability in _LITTLE_SHARED_MEMORY else _MORE_SHARED_MEMORY
+    stages = room // (BLOCK * (size * x_bytes + outputs))
+    return _Tile(size, outputs, num_warps, max(2, min(_STAGES, stages)), weight_first)
+
+
+def _operand_dtype(x: torch.Tensor, readable: torch.Tensor) -> tl.dtype:
+    """The dtype of products: x's own; float16, which holds all of float8, where that has none."""
+    if x.dtype == FP8:
+        return tl.float8e4nv if readable.dtype == FP8 else tl.float16
+    return _TRITON_DTYPES[x.dtype]
+
+
+@triton.jit(do_not_specialize=["num_rows", "piece_groups"])
+def _fp8_linear_kernel(
+    x_ptr,  # [T, K]
+    x_scales_ptr,  # [G, T] float32, or None
+    weight_ptr,  # [N, K] float8, or uint8 that stands for it
+    weight_scales_ptr,  # [ceil(N / 128), G] float32
+    bias_ptr,  # [N], or None
+    out_ptr,  # [T, N]; in pieces [P, T, N] float32
+    x_stride,
+    num_rows,
+    piece_groups,  # groups of a piece
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the products' operands
+    BY_WORDS: tl.constexpr,  # float8 is widened as `widen_words` does it
+    WEIGHT_FIRST: tl.constexpr,
+    ADDS: tl.constexpr,
+    IN_PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # of a tile
+    OUTPUTS_BLOCK: tl.constexpr,  # of a tile; divides BLOCK
+    GROUPED: tl.constexpr,
+):
+    row_tile, output_tile = _place(num_rows, OUTPUTS, ROWS, OUTPUTS_BLOCK, GROUPED)
+    rows = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    outputs = (output_tile * OUTPUTS_BLOCK + tl.arange(0, OUTPUTS_BLOCK)).to(tl.int64)
+    read_rows, read_outputs = tl.minimum(rows, num_rows - 1), tl.minimum(outputs, OUTPUTS - 1)
+    columns = tl.arange(0, BLOCK)
+    groups: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    first = tl.program_id(1) * piece_groups
+    last = tl.minimum(first + piece_groups, groups)
+    x_ptrs = x_ptr + read_rows[:, None] * x_stride + columns[None, :] + first * BLOCK
+    weight_ptrs = weight_ptr + read_outputs[:, None] * WIDTH + columns[None, :] + first * BLOCK
+    weight_scales_ptr += output_tile * OUTPUTS_BLOCK // BLOCK * groups + first
+    weight_scale = tl.load(weight_scales_ptr)
+    if x_scales_ptr is not None:
+        x_scales_ptrs = x_scales_ptr + first * num_rows + read_rows
+        x_scale = tl.load(x_scales_ptrs)
+    if WEIGHT_FIRST:
+        acc = tl.zeros([OUTPUTS_BLOCK, ROWS], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, OUTPUTS_BLOCK], tl.float32)
+    for group in range(first, last):
+        if WIDTH % BLOCK == 0:
+            x = tl.load(x_ptrs)
+            weight = tl.load(weight_ptrs)
+        else:
+            there = columns[None, :] < WIDTH - group * BLOCK
+            x = tl.load(x_ptrs, mask=there, other=0.0)
+            weight = tl.load(weight_ptrs, mask=there, other=0.0)
+        # Scales are read a turn ahead: the pipeline is for what the products read.
+        is_last = group + 1 == last
+        weight_scales_ptr += tl.where(is_last, 0, 1)
+        next_weight_scale = tl.load(weight_scales_ptr)
+        if x_scales_ptr is not None:
+            x_scales_ptrs += tl.where(is_last, 0, num_rows)
+            next_x_scale = tl.load(x_scales_ptrs)
+        x, weight = _operand(x, DTYPE, BY_WORDS), _operand(weight, DTYPE, BY_WORDS)
+        if WEIGHT_FIRST:
+            product = tl.dot(weight, tl.trans(x), input_precision="ieee")
+        else:
+            product = tl.dot(x, tl.trans(weight), input_precision="ieee")
+        if x_scales_ptr is None:
+            acc += product * weight_scale
+        elif WEIGHT_FIRST:
+            acc += product * (x_scale * weight_scale)[None, :]
+        else:
+            acc += product * (x_scale * weight_scale)[:, None]
+        weight_scale = next_weight_scale
+        if x_scales_ptr is not None:
+            x_scale = next_x_scale
+        x_ptrs += BLOCK
+        weight_ptrs += BLOCK
+    if WEIGHT_FIRST:
+        acc = tl.trans(acc)
+    there = (rows[:, None] < num_rows) & (outputs[None, :] < OUTPUTS)
+    if IN_PIECES:
+        out_ptr += tl.program_id(1).to(tl.int64) * num_rows * OUTPUTS
+    elif bias_ptr is not None:
+        acc += tl.load(bias_ptr + read_outputs).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + rows[:, None] * OUTPUTS + outputs[None, :]
+    if ADDS:
+        acc += tl.load(out_ptrs, mask=there, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc, mask=there)
+
+
+@triton.jit
+def _place(
+    num_rows,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS_BLOCK: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    # A few tiles of rows take turns at all of the weights' tiles, so that both stay in L2.
+    program = tl.program_id(0)
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    output_tiles: tl.constexpr = (OUTPUTS + OUTPUTS_BLOCK - 1) // OUTPUTS_BLOCK
+    group = program // (GROUPED * output_tiles)
+    first = group * GROUPED
+    size = tl.minimum(row_tiles - first, GROUPED)
+    within = program % (GROUPED * output_tiles)
+    return first + within % size, within // size
+
+
+@triton.jit
+def _operand(
+    stored,  # [...] of float8 (or uint8 that stands for it), or of DTYPE
+    DTYPE: tl.constexpr,
+    BY_WORDS: tl.constexpr,
+):
+    if stored.dtype == DTYPE:
+        operand = stored
+    elif BY_WORDS:
+        operand = widen_words(stored, DTYPE)
+    else:
+        operand = widen(stored, DTYPE)
+    return operand
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_pieces"])
+def _sum_pieces_kernel(
+    pieces_ptr,  # [P, T, N] float32
+    bias_ptr,  # [N], or None
+    out_ptr,  # [T, N]
+    num_rows,
+    num_pieces,
+    OUTPUTS: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = outputs < OUTPUTS
+    ptrs = pieces_ptr + row * OUTPUTS + outputs
+    acc = tl.load(ptrs, mask=there, other=0.0)
+    for _ in range(1, num_pieces):
+        ptrs += num_rows.to(tl.int64) * OUTPUTS
+        acc += tl.load(ptrs, mask=there, other=0.0)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + outputs, mask=there, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + row * OUTPUTS + outputs
+    if ADDS:
+        acc += tl.load(out_ptrs, mask=there, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc, mask=there)

@@ -1,0 +1,103 @@
+"""Inputs that the kernels of float8 products and their twins are compared on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchinfer.kernels.fp8_blocks import num_blocks, quantize_blocks
+from batchinfer.kernels.fp8_reference import quantize_groups
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """So many rows by a weight [outputs, width]."""
+
+    name: str
+    num_rows: int
+    outputs: int
+    width: int
+    padding: int = 0
+    """Elements between one row of x and the next."""
+    bias: bool = False
+    adds: bool = False
+    pieces: int | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LINEAR_CASES = (
+    LinearCase("one", 1, 1, 1),
+    LinearCase("odd", 3, 70, 45, padding=3, bias=True),
+    LinearCase("two_blocks", 17, 130, 128, adds=True),
+    LinearCase("last_group_short", 33, 72, 200, bias=True, adds=True),
+    LinearCase("more_than_a_tile", 131, 140, 256),
+    LinearCase("pieces", 5, 66, 600, padding=8, bias=True, pieces=3),
+    LinearCase("pieces_of_many_rows", 70, 129, 520, adds=True, pieces=2),
+    LinearCase("no_rows", 0, 16, 128),
+)
+BIG_LINEAR_CASES = (
+    LinearCase("decode", 1, 4096, 4096, bias=True),
+    LinearCase("few_rows", 40, 1024, 3072, adds=True),
+    LinearCase("many_rows", 700, 1024, 2048),
+    LinearCase("grouped_rows", 1300, 640, 768),
+)
+
+
+def build_linear(
+    case: LinearCase, device: torch.device | str, dtype: torch.dtype, *, rows_too: bool
+) -> dict[str, Any]:
+    """Arguments of `fp8_linear`, by name.
+
+    Blocks and groups are of very different sizes, what lies between rows is NaN, and so is `out`
+    unless it is added to.
+
+    Args:
+        rows_too: x is of float8 as well.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(rows: int, columns: int) -> torch.Tensor:
+        blocks = (num_blocks(rows), num_blocks(columns))
+        sizes = 2.0 ** torch.randint(-6, 6, blocks, generator=generator)
+        spread = sizes.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        return torch.randn(rows, columns, generator=generator) * spread
+
+    weight, weight_scales = quantize_blocks(randn(case.outputs, case.width).to(device))
+    x = torch.full((case.num_rows, case.width + case.padding), torch.nan, dtype=dtype)
+    x[:, : case.width] = randn(case.num_rows, case.width)
+    x = x.to(device)[:, : case.width]
+    out = torch.full((case.num_rows, case.outputs), torch.nan, dtype=dtype)
+    if case.adds:
+        out = torch.randn(out.shape, generator=generator).to(dtype)
+    arguments: dict[str, Any] = {
+        "x": x,
+        "x_scales": None,
+        "weight": weight,
+        "weight_scales": weight_scales,
+        "out": out.to(device),
+        "bias": torch.randn(case.outputs, generator=generator).to(device, dtype)
+        if case.bias
+        else None,
+        "adds": case.adds,
+        "pieces": case.pieces,
+    }
+    if rows_too:
+        groups = build_groups(x)
+        quantize_groups(**groups)
+        arguments |= {"x": groups["codes"], "x_scales": groups["scales"]}
+    return arguments
+
+
+def build_groups(x: torch.Tensor) -> dict[str, Any]:
+    """Arguments of `quantize_groups` for rows, by name; what is to be written is NaN."""
+    num_rows, width = x.shape
+    nan = torch.full((num_rows, width), torch.nan, device=x.device)
+    return {
+        "x": x,
+        "codes": nan.to(torch.float8_e4m3fn),
+        "scales": torch.full((num_blocks(width), num_rows), torch.nan, device=x.device),
+    }

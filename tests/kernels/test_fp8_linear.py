@@ -1,0 +1,208 @@
+"""Float8 products: equal to their twins, whatever the tile, and the same bits in every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from batchinfer.kernels import fp8_blocks, fp8_reference, launch
+from batchinfer.kernels.fp8 import FP8, converts_fp8
+from batchinfer.kernels.fp8_linear import fp8_linear, num_pieces
+from batchinfer.kernels.fp8_words import widen_words
+from batchinfer.kernels.quantize_groups import quantize_groups
+from tests.kernels.fp8_cases import (
+    BIG_LINEAR_CASES,
+    LINEAR_CASES,
+    LinearCase,
+    build_groups,
+    build_linear,
+)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+"""Half of the distance from 1 to the next number."""
+TENSOR_CORES = 2**-12
+"""What adding up on a Hopper's tensor cores may lose of the sum of all sizes: a group of 128 is
+four additions, each of numbers cut to some 14 bits."""
+either = pytest.mark.parametrize("rows_too", [False, True], ids=["16_bit_rows", "float8_rows"])
+interpreted = pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+
+
+def tolerance(arguments: dict[str, Any], expected: torch.Tensor, sums: float) -> torch.Tensor:
+    """What rounding the result, and the sums on the way to it, may change each number."""
+    sizes = {name: arguments[name] for name in ("weight_scales", "x_scales")}
+    sizes |= {name: arguments[name].double().abs() for name in ("x", "weight")}
+    total = torch.empty_like(expected)
+    fp8_reference.fp8_linear(**sizes, out=total)
+    if arguments["adds"]:
+        total += arguments["out"].abs()
+    if arguments["bias"] is not None:
+        total += arguments["bias"].abs()
+    return ROUNDING[arguments["out"].dtype] * expected.abs() * 1.01 + sums * total + 2**-25
+
+
+def check(case: LinearCase, device: str, dtype: torch.dtype, *, rows_too: bool) -> None:
+    got = build_linear(case, device, dtype, rows_too=rows_too)
+    expected = got["out"].double()  # not rounded
+    # Products are exact in float32, of which a row adds up as many as it is wide.
+    sums = 2**-24 * (case.width**0.5 * 4 + 4)
+    if device == "cuda" and rows_too:
+        sums += TENSOR_CORES
+    fp8_reference.fp8_linear(**got | {"out": expected})
+    allowed = tolerance(got, expected, sums)
+    fp8_linear(**got)
+    assert got["out"].isfinite().all()
+    assert ((got["out"].double() - expected).abs() <= allowed).all()
+
+
+@either
+@interpreted
+@pytest.mark.parametrize("case", LINEAR_CASES, ids=str)
+def test_equals_its_twin(
+    case: LinearCase, dtype: torch.dtype, rows_too: bool, interpreter: str
+) -> None:
+    check(case, interpreter, dtype, rows_too=rows_too)
+
+
+@pytest.mark.gpu
+@either
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*LINEAR_CASES, *BIG_LINEAR_CASES], ids=str)
+def test_equals_its_twin_on_a_gpu(
+    case: LinearCase, dtype: torch.dtype, rows_too: bool, gpu: str
+) -> None:
+    check(case, gpu, dtype, rows_too=rows_too)
+
+
+@pytest.mark.gpu
+@either
+def test_few_rows_have_the_same_bits_whatever_is_beside_them(rows_too: bool, gpu: str) -> None:
+    arguments = build_linear(BIG_LINEAR_CASES[1], gpu, torch.bfloat16, rows_too=rows_too)
+    alone = arguments | {"x": arguments["x"][:1], "out": arguments["out"][:1].clone()}
+    if rows_too:
+        alone["x_scales"] = arguments["x_scales"][:, :1].contiguous()
+    fp8_linear(**arguments)
+    fp8_linear(**alone)
+    assert torch.equal(arguments["out"][:1], alone["out"])
+
+
+def test_pieces_keep_a_device_busy_and_none_is_empty() -> None:
+    device = torch.device("cpu")
+    assert num_pieces(1, 1024, 3072, device) > 1
+    assert num_pieces(8192, 4096, 4096, device) == 1
+    for rows in (1, 64, 100, 256):
+        for outputs in (64, 1024, 6144, 28672):
+            for width in (1, 128, 1024, 1408, 3072, 14336):
+                pieces, groups = num_pieces(rows, outputs, width, device), -(-width // 128)
+                assert (pieces - 1) * -(-groups // pieces) < groups
+    assert num_pieces(1, 4096, 4096, device) == num_pieces(64, 4096, 4096, device)
+
+
+@triton.jit
+def _widen_words(codes_ptr, wide_ptr, SIZE: tl.constexpr):  # noqa: N803
+    places = tl.arange(0, SIZE)
+    wide = widen_words(tl.load(codes_ptr + places), wide_ptr.dtype.element_ty)
+    tl.store(wide_ptr + places, wide)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_every_code_is_widened_by_words_on_a_gpu(dtype: torch.dtype, gpu: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=gpu)
+    codes[codes.view(FP8).isnan()] = 0
+    for stored in (codes, *([codes.view(FP8)] if converts_fp8(codes.device) else [])):
+        wide = torch.empty(256, dtype=dtype, device=gpu)
+        _widen_words[(1,)](stored, wide, SIZE=256)
+        assert torch.equal(wide, codes.view(FP8).to(dtype))
+        assert torch.equal(wide.signbit(), codes >= 128)
+
+
+def awkward_rows(dtype: torch.dtype) -> torch.Tensor:
+    """Zeros, large and small groups, NaN and infinity, and a last group that is short."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 300, generator=generator) * 2.0 ** torch.arange(-4, 5)[:, None]
+    x[1], x[2, :128], x[3, 128:256] = 0, 0, 1e-7
+    x[4, 3], x[5, 130], x[6, 299] = torch.nan, torch.inf, -torch.inf
+    x[7] = torch.arange(300) % 449  # halfway between neighbours, some of them
+    x[7, ::128] = 448
+    return x.to(dtype)
+
+
+def check_groups(x: torch.Tensor) -> None:
+    got, expected = build_groups(x), build_groups(x)
+    quantize_groups(**got)
+    fp8_reference.quantize_groups(**expected)
+    torch.testing.assert_close(got["scales"], expected["scales"], rtol=0, atol=0, equal_nan=True)
+    same = got["codes"].view(torch.uint8) == expected["codes"].view(torch.uint8)
+    assert (same | (got["codes"].isnan() & expected["codes"].isnan())).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_groups_are_rounded_as_by_their_twin(dtype: torch.dtype, interpreter: str) -> None:
+    check_groups(awkward_rows(dtype).to(interpreter))
+    check_groups(torch.linspace(-3, 3, 2 * 1200).view(2, 1200).to(interpreter, dtype)[:, :1100])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_are_rounded_as_by_their_twin_on_a_gpu(dtype: torch.dtype, gpu: str) -> None:
+    check_groups(awkward_rows(dtype).to(gpu))
+
+
+def test_a_group_that_is_not_finite_makes_its_row_nan_alone(interpreter: str) -> None:
+    x = awkward_rows(torch.float32).to(interpreter)
+    groups = build_groups(x)
+    quantize_groups(**groups)
+    weight, weight_scales = fp8_blocks.quantize_blocks(torch.ones(4, 300))
+    out = torch.zeros(9, 4)
+    fp8_linear(groups["codes"], weight, weight_scales, out=out, x_scales=groups["scales"])
+    assert out.isnan().all(1).tolist() == [row in (4, 5, 6) for row in range(9)]
+
+
+def test_a_blocks_numbers_come_back_within_the_formats_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(300, 200, generator=generator)
+    weight[:128, :128] *= 1e4
+    weight[128:256, 128:] = 0
+    codes, scales = fp8_blocks.quantize_blocks(weight.bfloat16())
+    back = fp8_blocks.dequantize_blocks(codes, scales)
+    assert codes.dtype == FP8
+    assert scales.shape == (3, 2)
+    sizes = weight.bfloat16().float().abs()
+    spread = scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    # Half of the last of four bits; below 2^-6 numbers lie 2^-9 apart.
+    allowed = (sizes * 2**-4).maximum(spread * 2**-10) * 1.001
+    assert ((back - weight.bfloat16().float()).abs() <= allowed).all()
+    assert torch.equal(*(fp8_blocks.quantize_blocks(w)[0].float() for w in (weight, 2 * weight)))
+
+
+def test_a_block_that_is_not_finite_is_nan_alone() -> None:
+    weight = torch.ones(130, 130)
+    weight[3, 4], weight[129, 129] = torch.nan, torch.inf
+    back = fp8_blocks.dequantize_blocks(*fp8_blocks.quantize_blocks(weight))
+    assert back[:128, :128].isnan().all()
+    assert back[128:, 128:].isnan().all()
+    assert torch.equal(back[:128, 128:], torch.ones(128, 2))
+
+
+def test_scales_that_do_not_belong_are_refused(interpreter: str) -> None:
+    arguments = build_linear(LINEAR_CASES[2], interpreter, torch.float32, rows_too=True)
+    with pytest.raises(ValueError, match=r"scales \[3, 1\] .*; scales of \[2, 1\]"):
+        fp8_linear(**arguments | {"weight_scales": torch.ones(3, 1)})
+    with pytest.raises(ValueError, match="float8 takes x_scales"):
+        fp8_linear(**arguments | {"x_scales": None})
+    groups = build_groups(torch.ones(2, 200, device=interpreter))
+    with pytest.raises(ValueError, match=r"\[2, 2\] belong to them"):
+        quantize_groups(**groups | {"scales": torch.ones(3, 2)})
+
+
+def test_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with pytest.raises(RuntimeError, match="fp8_linear: tensors are on 'cpu'"):
+        fp8_linear(**build_linear(LINEAR_CASES[0], "cpu", torch.float32, rows_too=False))
+    with pytest.raises(RuntimeError, match="quantize_groups: tensors are on 'cpu'"):
+        quantize_groups(**build_groups(torch.ones(1, 1)))
