@@ -92,8 +92,8 @@ def build_engine(
     wish = KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before or {})
     loaded = load_model(model, device=device, kernels=wish)
     log(str(loaded.kernels))
-    if "int8" in loaded.kernel_names:
-        log(f"products of the layers by {loaded.kernel_names['int8']}")
+    for kind in loaded.kernel_names.keys() & {"int8", "fp8"}:
+        log(f"products of the layers by {loaded.kernel_names[kind]}")
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
     if engine.deterministic:
         check_row_bits(loaded.model, layout)

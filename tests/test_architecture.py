@@ -150,7 +150,7 @@ ROOMS = [
     ),
     Room(
         "worker.products",
-        "Linear layers packed for a CPU, and what multiplies: measured, chosen, kept to.",
+        "Linear layers packed or quantised, and what multiplies: measured, chosen, kept to.",
         ("errors", "console", "kernels", "worker"),
     ),
     Room(

@@ -60,7 +60,8 @@ class LLM:
         revision: of a model on the hub; a tokenizer of its own is its repository's latest.
         dtype: ``auto`` (as saved), ``float32``, ``bfloat16`` or ``float16``.
         max_model_len: longest prompt and output together; default what the model allows.
-        quantization: ``int8``, ``int8_weight_only`` or ``int4_weight_only``; default as saved.
+        quantization: ``int8``, ``fp8``, ``int8_weight_only`` or ``int4_weight_only``; default as
+            saved.
         adapters: LoRA adapters as peft saves them: folder or hub id by name.
         tensor_parallel_size: accepted for compatibility; must be 1.
         engine_keys: keys of the job file's ``engine`` section, e.g. ``block_size=32``.

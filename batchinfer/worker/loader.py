@@ -42,6 +42,7 @@ from batchinfer.worker.products.choice import (
     KernelWish,
     choose_kernel,
 )
+from batchinfer.worker.products.fp8 import quantize_fp8
 from batchinfer.worker.products.linear import pack_linears, quantize_packed
 from batchinfer.worker.self_check import check_model
 
@@ -169,7 +170,9 @@ def load_model(
         _unmap_weights(model)
         fuse_native_layers(model, layout)
     else:
-        torch.cuda.empty_cache()  # merged weights left holes of the size of their parts
+        if quantization == "fp8":
+            names["fp8"] = quantize_fp8(model)
+        torch.cuda.empty_cache()  # merged and quantised weights left holes of their size
     weight_bytes = model_bytes(model)
     if described.lora:
         add_adapters(model, layout, described.lora, product.kernel)

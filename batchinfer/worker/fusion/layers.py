@@ -19,6 +19,7 @@ from batchinfer.kernels.cpu import gemm
 from batchinfer.worker.fusion.modules import keep_plain_attributes
 from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.probe import ModuleCall, Probe, record_calls
+from batchinfer.worker.products.fp8 import Fp8Linear
 from batchinfer.worker.products.linear import PackedLinear
 
 _TOKENS = (3, 7, 5, 3)
@@ -30,16 +31,20 @@ _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 class AddLinear(nn.Module):
     """Adds ``x @ weight.T`` to ``residual``, which the caller sets before."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | Fp8Linear) -> None:
         super().__init__()
-        self.weight = linear.weight
+        self.linear = linear
         self.residual: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add the product of x [..., in_features] to the residual [T, out_features]."""
         residual, self.residual = self.residual, None
         assert residual is not None
-        return residual.addmm_(x.reshape(-1, x.shape[-1]), self.weight.t())
+        rows = x.reshape(-1, x.shape[-1])
+        if isinstance(self.linear, Fp8Linear):
+            self.linear.add_to(residual, rows)
+            return residual
+        return residual.addmm_(rows, self.linear.weight.t())
 
 
 class AddPackedLinear(nn.Module):

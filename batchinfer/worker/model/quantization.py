@@ -26,7 +26,7 @@ _PLAIN_TYPES = ("torch.dtype", "MappingType", "PerRow", "PerGroup", "PerAxis", "
 _PARTS = ("Algorithm", "Format", "Preference", "Granularity")
 _GROUPS = (128, 64, 32)
 TORCHAO_METHODS = ("int8_weight_only", "int4_weight_only")
-"""Values of ``model.quantization`` that torchao does; the other is the project's own."""
+"""Values of ``model.quantization`` that torchao does; the others are the project's own."""
 
 
 def check_quantization(config: Mapping[str, Any], wanted: str | None, device_type: str) -> None:
@@ -45,6 +45,8 @@ def check_quantization(config: Mapping[str, Any], wanted: str | None, device_typ
         raise ModelError(
             "not yet: model.quantization: int8 is for CPUs; on a CUDA device take int8_weight_only"
         )
+    if wanted == "fp8" and device_type == "cpu":
+        raise ModelError("not yet: model.quantization: fp8 is for CUDA devices; on a CPU take int8")
     saved = config.get("quantization_config")
     if not saved:
         if wanted in TORCHAO_METHODS:

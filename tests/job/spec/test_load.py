@@ -266,7 +266,7 @@ def test_a_filter_that_is_no_condition_is_found_without_data(tmp_path: Path) -> 
             "accept with sampling.beam",
         ),
         (MINIMAL + "engine: {deterministic: true, device: cuda}", "engine.deterministic"),
-        (MINIMAL.replace("some/model", "{name: m, quantization: fp8}"), "model.quantization"),
+        (MINIMAL.replace("some/model", "{name: m, quantization: fp4}"), "model.quantization"),
         (MINIMAL.replace("some/model", "{name: m, trust_remote_code: true}"), "trust_remote_code"),
         (MINIMAL.replace("out}", "hf://b/x}"), "output.path: hf://"),
         (MINIMAL.replace("8}", "8, beam_width: 4, stop: [a]}"), "sampling.stop with beam_width"),
