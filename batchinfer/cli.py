@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from enum import StrEnum
 from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
@@ -16,13 +17,23 @@ import typer
 
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.options import BatchOptions, BenchOptions
-from batchinfer.program import crash_directory, print_stdout, run_program, to_json
+from batchinfer.program import crash_directory, log_as_json, print_stdout, run_program, to_json
 
 if TYPE_CHECKING:
+    from batchinfer.console.display import Display
+    from batchinfer.console.json_log import JsonLog
     from batchinfer.job.run.run import RunFleet
     from batchinfer.job.spec.spec import JobSpec
 
 _Options = TypeVar("_Options", BatchOptions, BenchOptions)
+
+
+class LogFormat(StrEnum):
+    """How ``run`` tells of itself."""
+
+    TEXT = "text"
+    JSON = "json"
+
 
 app = typer.Typer(
     help="Run a language model over a whole Parquet dataset.",
@@ -134,8 +145,13 @@ def run(
         bool, typer.Option("--no-report", help="Write no report.html at the end.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option("--log-format", help="json: one object a line on stderr, nothing else."),
+    ] = LogFormat.TEXT,
 ) -> None:
     """Run a job; run it again to go on where it stopped."""
+    log = log_as_json(keep_stdout=as_json) if log_format is LogFormat.JSON else None
     own = None
     if shard is not None:
         from batchinfer.job.shards.shard import parse_shard
@@ -163,8 +179,15 @@ def run(
             as_json=as_json,
             report=None if no_report else report_at_end,
             fleet=fleet,
+            display=None if log is None else _json_display(log, quiet),
         )
     raise typer.Exit(int(code))
+
+
+def _json_display(log: JsonLog, quiet: bool) -> Display:
+    from batchinfer.console.json_log import JsonDisplay
+
+    return JsonDisplay(log, quiet=quiet)
 
 
 @contextmanager

@@ -29,11 +29,25 @@ UNUSED = ("accelerate", "scipy")
 over devices, and for training object detectors. A start of 4.5 s takes 0.3 s less without them."""
 
 
-def leave_on_signals() -> None:
+def _stopped() -> bytes:
+    return b"stopped; run the same command again\n"
+
+
+_farewell: tuple[int, Callable[[], bytes]] = (2, _stopped)
+"""Where to say what, when a signal ends the process at once."""
+
+
+def leave_on_signals(farewell: Callable[[], bytes] = _stopped, descriptor: int = 2) -> None:
     """End the process at once on SIGINT, SIGTERM and SIGUSR1: nothing is in flight yet.
 
     No exception is raised for them: one that meets an import leaves half a module behind.
+
+    Args:
+        farewell: what is written last.
+        descriptor: where.
     """
+    global _farewell
+    _farewell = (descriptor, farewell)
     _handle_with(_leave)
 
 
@@ -49,8 +63,9 @@ def _handle_with(handler: Callable[[int, FrameType | None], None] | signal.Handl
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:
+    descriptor, farewell = _farewell
     with suppress(OSError):
-        os.write(2, b"stopped; run the same command again\n")
+        os.write(descriptor, farewell())
     os._exit(ExitCode.INTERRUPTED)
 
 

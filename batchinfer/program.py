@@ -12,10 +12,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchinfer.errors import ExitCode, JobError
 from batchinfer.process import ignore_signals, leave_on_signals
+
+if TYPE_CHECKING:
+    from batchinfer.console.json_log import JsonLog, JsonProgram
 
 MAX_MESSAGE_LINES = 12
 _CLICK_INTERRUPTED = 130
@@ -25,29 +28,63 @@ _CLICK_INTERRUPTED = 130
 def run_program(app: Callable[..., object]) -> None:
     """Run the command that the arguments name, and exit with its code."""
     leave_on_signals()
-    code = _exit_code(app)
+    code, complaint = _outcome(app)
     ignore_signals()  # the exit code is settled
+    _end(code, complaint)
     sys.exit(code)
 
 
-def _exit_code(app: Callable[..., object]) -> int | str | None:
+_json_programs: list[JsonProgram] = []
+"""The log of this program, where that is in JSON."""
+
+
+def log_as_json(*, keep_stdout: bool) -> JsonLog:
+    """Have all that is said from now on be objects of a JSON log on stderr, the last the exit code.
+
+    Args:
+        keep_stdout: stdout has a result that the caller reads.
+    """
+    from batchinfer.console.json_log import JsonProgram
+
+    program = JsonProgram(keep_stdout=keep_stdout)
+    _json_programs.append(program)
+    stopped = "stopped; run the same command again"
+    leave_on_signals(
+        lambda: program.log.line("exit", stopped, "error", exit_code=int(ExitCode.INTERRUPTED)),
+        program.descriptor,
+    )
+    return program.log
+
+
+def _end(code: int | str | None, complaint: str) -> None:
+    if _json_programs:
+        _json_programs[-1].end(int(code or 0), _cut(complaint))
+    elif complaint:
+        with suppress(OSError):
+            print(_cut(complaint), file=sys.stderr, flush=True)
+
+
+def _cut(message: str) -> str:
+    return "\n".join(message.splitlines()[:MAX_MESSAGE_LINES])
+
+
+def _outcome(app: Callable[..., object]) -> tuple[int | str | None, str]:
+    """The exit code of a command, and what it complains of."""
     try:
         app(prog_name="batchinfer")
     except SystemExit as done:
-        return ExitCode.INTERRUPTED if done.code == _CLICK_INTERRUPTED else done.code
+        return (ExitCode.INTERRUPTED if done.code == _CLICK_INTERRUPTED else done.code), ""
     except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+        return ExitCode.INTERRUPTED, ""
     except JobError as error:
-        _complain(str(error))
-        return error.exit_code
+        return error.exit_code, str(error)
     except Exception as error:
         if _is_full_stdout(error):
             sys.stdout = None  # Python flushes once more at exit; give it nothing to fail on
-            _complain("cannot write to stdout: its disk is full; free space or write elsewhere")
-            return ExitCode.STORAGE
-        _complain(_bug(error))
-        return ExitCode.BUG
-    return ExitCode.OK
+            problem = "cannot write to stdout: its disk is full; free space or write elsewhere"
+            return ExitCode.STORAGE, problem
+        return ExitCode.BUG, _bug(error)
+    return ExitCode.OK, ""
 
 
 def _is_full_stdout(error: Exception) -> bool:
@@ -78,12 +115,6 @@ def print_stdout(text: str) -> None:
     except BrokenPipeError:
         # Python flushes once more at exit; give it nothing to fail on.
         sys.stdout = None
-
-
-def _complain(message: str) -> None:
-    lines = message.splitlines()
-    with suppress(OSError):
-        print("\n".join(lines[:MAX_MESSAGE_LINES]), file=sys.stderr, flush=True)
 
 
 class CrashError(Exception):

@@ -266,7 +266,7 @@ ROOMS = [
     ),
     Room("__init__", "the names of the Python API", ("process", "config", "llm")),
     Room("bench", "throughput", ("config", "errors", "worker.model", "options", "llm")),
-    Room("program", "exit codes, messages, crash logs", ("errors", "process")),
+    Room("program", "exit codes, messages, crash logs", ("errors", "process", "console")),
     Room(
         "cli",
         "options",

@@ -13,8 +13,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
+from batchinfer.console.format import duration
 from batchinfer.engine.stats import StepStats
 
 
@@ -162,3 +163,27 @@ class Meter:
         """Rows finished of all, such as ``1,235 of 5,000 rows``."""
         whole = self.before + self.total
         return f"{self.before + self.counts.rows:,} of {whole:,} row{'' if whole == 1 else 's'}"
+
+    @property
+    def line(self) -> str:
+        """All of it on one line."""
+        line = f"{self.rows_line} ({self.share:.0%}), {self.rates}"
+        if self.eta_s is None:
+            return line
+        about = "at most" if self.expects_most else "about"
+        return f"{line}, {about} {duration(self.eta_s)} left"
+
+    def facts(self) -> dict[str, Any]:
+        """All of it by name, for machines; seconds, tokens and rows."""
+        return {
+            "rows_total": self.before + self.total,
+            "rows_finished": self.before + self.counts.rows,
+            "rows_failed": self.failed,
+            "rows_running": self.rows_running,
+            "share": round(self.share, 6),
+            "output_tokens": self.counts.tokens,
+            "tokens_per_s": round(self.tokens_per_s, 3),
+            "eta_s": None if self.eta_s is None else round(self.eta_s, 3),
+            "eta_is_most": self.expects_most,
+            "pool_use": None if self.step is None else round(self.pool, 6),
+        }

@@ -139,7 +139,7 @@ class Lines:
         elapsed = meter.elapsed_s
         if elapsed >= self._next_s:
             self._next_s = elapsed + LINE_EVERY_S
-            self._write(progress_line(meter))
+            self._write(meter.line)
 
     def fail(self, rows: int) -> None:
         self._meter.failed += rows
@@ -148,15 +148,6 @@ class Lines:
         self._meter.note = text
 
     def close(self) -> None: ...
-
-
-def progress_line(meter: Meter) -> str:
-    """How far a run is, on one line."""
-    line = f"{meter.rows_line} ({meter.share:.0%}), {meter.rates}"
-    if meter.eta_s is None:
-        return line
-    about = "at most" if meter.expects_most else "about"
-    return f"{line}, {about} {duration(meter.eta_s)} left"
 
 
 class StallNotice:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.console import phases as phases_module
 from batchinfer.console.phase_views import PhaseLines, StatusLine, make_phase_view
 from batchinfer.console.phases import Phase, Phases, active_phases, phase
 from batchinfer.errors import ExitCode
@@ -19,11 +18,7 @@ from tests.console.terminal import PseudoTerminal, screen
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
-
-@pytest.fixture(autouse=True)
-def waits_are_told(monkeypatch: pytest.MonkeyPatch, no_waits_are_told: None) -> None:
-    """As where no test runs."""
-    monkeypatch.setattr(phases_module, "SHOWN_AFTER_S", 0.5)
+pytestmark = pytest.mark.usefixtures("waits_are_told")
 
 
 class Clock:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from batchinfer.console.display import Display
 from batchinfer.console.format import counted, counted_rows, duration, printable
 from batchinfer.console.phases import phase
 from batchinfer.console.progress import print_line
@@ -121,8 +122,7 @@ class RunReporter:
 
     watched: WatchedRun
     """For whoever tells of the run while it goes on."""
-    quiet: bool = False
-    """Nothing but why the job did not succeed."""
+    display: Display
     as_json: bool = False
     """The summary as ``summary.json`` has it, and nothing else on stdout."""
     report: Report | None = None
@@ -130,68 +130,67 @@ class RunReporter:
 
     def nothing_to_do(self, out: OutputDir) -> None:
         """The job is finished."""
-        if not self.quiet:
-            done = f"nothing to do: {printable(str(out.root))} is finished"
-            print_line(done, to_stderr=self.as_json)
+        done = f"nothing to do: {printable(str(out.root))} is finished"
+        self.display.say("nothing_to_do", done, is_result=True, output=str(out.root))
         if self.as_json:
             print_line(read_file(out.files, out.summary).decode().rstrip("\n"))
 
     def resumes(self, finished: int, total: int) -> None:
         """Rows that earlier runs have finished."""
-        if finished and not self.quiet:
-            print_line(
-                f"{finished:,} of {counted_rows(total)} were finished before", to_stderr=True
-            )
+        if finished:
+            line = f"{finished:,} of {counted_rows(total)} were finished before"
+            self.display.say("resumed", line, rows_finished=finished, rows_total=total)
 
     def damage(self, damaged: Mapping[str, str]) -> None:
         """Damaged files, which are made again, and what is wrong with them."""
-        if self.quiet:
-            return
         for name, problem in list(damaged.items())[:_MAX_DAMAGE_LINES]:
-            print_line(f"{name} is made again: {problem}", to_stderr=True)
+            line = f"{name} is made again: {problem}"
+            self.display.say("damaged_file", line, "warning", file=name, problem=problem)
         if len(damaged) > _MAX_DAMAGE_LINES:
-            print_line(f"and {len(damaged) - _MAX_DAMAGE_LINES:,} more files", to_stderr=True)
+            more = len(damaged) - _MAX_DAMAGE_LINES
+            self.display.say("damaged_files", f"and {more:,} more files", "warning", files=more)
 
     def other_kernels(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
         """The run computes in another way than those it goes on with."""
-        for what in () if self.quiet else sorted(before.keys() & now.keys()):
+        for what in sorted(before.keys() & now.keys()):
             if before[what] != now[what]:
-                print_line(kernels_differ(what, [before[what], now[what]]), to_stderr=True)
+                line = kernels_differ(what, [before[what], now[what]])
+                self.display.say("other_kernels", line, "warning")
 
     def stopped(self, out: OutputDir, *, overwrites: bool) -> None:
         """The job was interrupted. There is no report: there are seconds to end in."""
-        print_line(f"stopped; run {_AGAIN[overwrites]} to go on", to_stderr=True)
-        if not self.quiet:
-            place = shlex.quote(printable(str(out.root)))
-            print_line(f"batchinfer report {place} shows how far it came", to_stderr=True)
+        self.display.say("stopped", f"stopped; run {_AGAIN[overwrites]} to go on", "error")
+        place = shlex.quote(printable(str(out.root)))
+        self.display.say("see_report", f"batchinfer report {place} shows how far it came")
 
     def shard_without_parts(self, shard: str, num_parts: int) -> None:
         """There are more shards than parts."""
-        if not self.quiet:
-            parts = counted(num_parts, "part")
-            print_line(
-                f"shard {shard} has nothing to do: there are {parts}", to_stderr=self.as_json
-            )
+        line = f"shard {shard} has nothing to do: there are {counted(num_parts, 'part')}"
+        self.display.say("nothing_to_do", line, is_result=True, shard=shard)
 
     def parts_left(self, out: OutputDir, others_left: int) -> None:
         """The parts of this run are made, and it is for others to end the job."""
         left = f"left to other shards: {counted(others_left, 'part')}"
         if not others_left:
             left = "another shard has ended the job"
-        if not self.quiet:
-            done = f"the parts of this shard are made in {printable(str(out.root))}; {left}"
-            print_line(done, to_stderr=self.as_json)
+        done = f"the parts of this shard are made in {printable(str(out.root))}; {left}"
+        self.display.say("shard_ended", done, is_result=True, parts_left=others_left)
+
+    def too_many_errors(self, out: OutputDir, rows: dict[str, Any], limit: float) -> None:
+        """The job has ended, and more rows failed than it allows."""
+        line = too_many_errors(rows, limit, out.root)
+        self.display.say("too_many_errors", line, "error", rows=rows, max_error_rate=limit)
 
     def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
         """The parts of the job are made: write the report, show the summary."""
         lines = list(warnings)
         with phase("drawing the report"):
             reported = self.report is not None and self.report(out, lines.append)
-        for line in () if self.quiet else lines:
-            print_line(line, to_stderr=True)
+        for line in lines:
+            self.display.say("warning", line, "warning")
         if self.as_json:
             print_line(json.dumps(summary, indent=2, ensure_ascii=False))
-        elif not self.quiet:
-            print_line(
-                render_table("job ended", summary_facts(summary, out.root, reported=reported))
-            )
+        else:
+            facts = summary_facts(summary, out.root, reported=reported)
+            table = render_table("job ended", facts)
+            self.display.say("job_ended", table, is_result=True, summary=summary)

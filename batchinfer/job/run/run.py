@@ -10,11 +10,11 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
+from batchinfer.console.display import Display, TextDisplay
 from batchinfer.console.format import printable
 from batchinfer.console.meter import Meter
-from batchinfer.console.phase_views import make_phase_view
 from batchinfer.console.phases import Phases, phase
-from batchinfer.console.progress import Progress, make_progress, print_line
+from batchinfer.console.progress import Progress
 from batchinfer.errors import DataError, ExitCode, NotYetError, UsageError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.job import BuildEngine, OutputJob, identified, load, open_input, open_job
@@ -37,7 +37,7 @@ from batchinfer.job.output.retry import has_errors, reopen
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.id_errors import store_id_errors, with_id_errors
 from batchinfer.job.run.pipeline import run_pipeline
-from batchinfer.job.run.reporter import Report, RunReporter, too_many_errors
+from batchinfer.job.run.reporter import Report, RunReporter
 from batchinfer.job.run.threads import Repeater
 from batchinfer.job.shards.claim import Claim, OneShard, WholeJob
 from batchinfer.job.shards.shard import Shard
@@ -82,6 +82,7 @@ def run_job(
     report: Report | None = None,
     combined_output: Path | None = None,
     fleet: RunFleet | None = None,
+    display: Display | None = None,
 ) -> ExitCode:
     """Run a job, or what is left of it, and write its output directory.
 
@@ -99,6 +100,7 @@ def run_job(
         combined_output: a file for all of OpenAI's output and error lines, with that
             ``output.format``.
         fleet: runs the job on several workers; None: it runs here, on one.
+        display: where the run is told of; None: as text, here.
 
     Returns:
         OK, TOO_MANY_ROW_ERRORS or INTERRUPTED.
@@ -107,9 +109,10 @@ def run_job(
         JobError: the job cannot be run; finished rows stay.
     """
     if_exists = "overwrite" if overwrite else spec.output.if_exists
-    with Phases(make_phase_view(quiet=quiet)) as phases:
+    display = display or TextDisplay(quiet=quiet, result_on_stdout=not as_json)
+    with Phases(display.phases) as phases:
         job = _open(spec, output_at(spec.output.path), combined_output)
-        reporter = RunReporter(WatchedRun(spec.name, phases), quiet, as_json, report)
+        reporter = RunReporter(WatchedRun(spec.name, phases), display, as_json, report)
         return _run_opened(job, if_exists, reporter, retry_errors, shard, build, fleet)
 
 
@@ -224,7 +227,7 @@ def _run(
         if runs_here:
             clear()
         with stop_signals() as stop:
-            with closing(make_progress(meter, quiet=reporter.quiet)) as progress:
+            with closing(reporter.display.progress(meter)) as progress:
                 if fleet is not None and not runs_here:
                     complete = fleet(job, recovered, build, before, clear, progress, stop)
                 else:
@@ -306,7 +309,7 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
     job.source.check_unchanged()
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
     if rows["error"] > limit * rows["total"]:
-        print_line(too_many_errors(rows, limit, job.out.root), to_stderr=True)
+        reporter.too_many_errors(job.out, rows, limit)
         return ExitCode.TOO_MANY_ROW_ERRORS
     job.out.write(job.out.success, b"")
     return ExitCode.OK
