@@ -149,6 +149,10 @@ def run(
         LogFormat,
         typer.Option("--log-format", help="json: one object a line on stderr, nothing else."),
     ] = LogFormat.TEXT,
+    metrics: Annotated[
+        str | None,
+        typer.Option("--metrics", metavar="PORT|FILE", help="Give Prometheus metrics there."),
+    ] = None,
 ) -> None:
     """Run a job; run it again to go on where it stopped."""
     log = log_as_json(keep_stdout=as_json) if log_format is LogFormat.JSON else None
@@ -179,6 +183,7 @@ def run(
             as_json=as_json,
             report=None if no_report else report_at_end,
             fleet=fleet,
+            metrics=metrics,
             display=None if log is None else _json_display(log, quiet),
         )
     raise typer.Exit(int(code))

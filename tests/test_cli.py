@@ -247,6 +247,7 @@ def test_run_hands_the_job_over(batchinfer: Run, fake_run: Any, tmp_path: Path) 
     assert options.pop("report") is report_at_end
     wanted = {"overwrite": True, "retry_errors": False, "shard": None}
     wanted |= {"quiet": True, "as_json": False, "fleet": None, "display": None}
+    wanted["metrics"] = None
     assert options == wanted
     assert batchinfer("run", str(job), "--var", "ds=x", "--no-report").code == 0
     assert calls[1][1]["report"] is None

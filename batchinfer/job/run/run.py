@@ -36,6 +36,7 @@ from batchinfer.job.output.resume import (
 from batchinfer.job.output.retry import has_errors, reopen
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.id_errors import store_id_errors, with_id_errors
+from batchinfer.job.run.metrics import told_metrics
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.reporter import Report, RunReporter
 from batchinfer.job.run.threads import Repeater
@@ -83,6 +84,7 @@ def run_job(
     combined_output: Path | None = None,
     fleet: RunFleet | None = None,
     display: Display | None = None,
+    metrics: str | None = None,
 ) -> ExitCode:
     """Run a job, or what is left of it, and write its output directory.
 
@@ -101,6 +103,7 @@ def run_job(
             ``output.format``.
         fleet: runs the job on several workers; None: it runs here, on one.
         display: where the run is told of; None: as text, here.
+        metrics: a port, ``host:port`` or a file for Prometheus metrics; None: there are none.
 
     Returns:
         OK, TOO_MANY_ROW_ERRORS or INTERRUPTED.
@@ -111,9 +114,11 @@ def run_job(
     if_exists = "overwrite" if overwrite else spec.output.if_exists
     display = display or TextDisplay(quiet=quiet, result_on_stdout=not as_json)
     with Phases(display.phases) as phases:
-        job = _open(spec, output_at(spec.output.path), combined_output)
-        reporter = RunReporter(WatchedRun(spec.name, phases), display, as_json, report)
-        return _run_opened(job, if_exists, reporter, retry_errors, shard, build, fleet)
+        watched = WatchedRun(spec.name, phases)
+        with told_metrics(metrics, watched, display):
+            job = _open(spec, output_at(spec.output.path), combined_output)
+            reporter = RunReporter(watched, display, as_json, report)
+            return _run_opened(job, if_exists, reporter, retry_errors, shard, build, fleet)
 
 
 def _run_opened(

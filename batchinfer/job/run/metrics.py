@@ -1,0 +1,170 @@
+"""Prometheus metrics of a run: on a port while it goes on, or in a file for the node exporter.
+
+Names follow prometheus.io/docs/practices/naming: counters end in ``_total``, units are seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
+
+from batchinfer.console.display import Display
+from batchinfer.console.format import first_line, printable
+from batchinfer.errors import StorageError, UsageError, install_command
+from batchinfer.job.run.threads import Repeater
+from batchinfer.job.stats.live import WatchedRun
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+FILE_EVERY_S = 5.0
+_PORT = re.compile(r"(?:(?P<host>[^/:]+|\[[0-9a-fA-F:]+\]):)?(?P<port>[0-9]+)")
+_COUNTERS = {
+    "rows_finished": ("rows", "Rows that this run has finished."),
+    "output_tokens": ("tokens", "Output tokens that this run has drawn."),
+    "prefill_tokens": ("prefill_tokens", "Tokens computed for prompts, and computed again."),
+    "preemptions": ("preemptions", "Sequences that lost their KV blocks."),
+}
+"""Name: field of ``Counts``, and what it is."""
+_OF_STEP = {
+    "kv_blocks": ("kv_blocks_total", "KV blocks of the pool."),
+    "kv_blocks_used": ("kv_blocks_used", "KV blocks that unfinished sequences refer to."),
+    "kv_blocks_shared": ("kv_blocks_shared", "KV blocks that are referred to more than once."),
+    "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept to be found again."),
+    "sequences_running": ("num_running", "Sequences with KV blocks."),
+    "sequences_waiting": ("num_waiting", "Sequences in the queue."),
+}
+"""Name: field of ``StepStats``, and what it is."""
+
+
+def told_metrics(
+    where: str | None, watched: WatchedRun, display: Display
+) -> AbstractContextManager[None]:
+    """Give metrics of a run while this is entered.
+
+    Args:
+        where: a port of this machine alone, ``host:port``, or a file; None: nowhere.
+
+    Raises:
+        UsageError: the port is taken or no port, or the package for this is not installed.
+        StorageError: the file cannot be written.
+    """
+    if where is None:
+        return nullcontext()
+    try:
+        from prometheus_client import CollectorRegistry
+    except ImportError:
+        raise UsageError(
+            f"--metrics needs prometheus_client, the extra metrics: {install_command('metrics')}"
+        ) from None
+    registry = CollectorRegistry()
+    registry.register(_Collector(watched))
+    address = _PORT.fullmatch(where)
+    if address is None:
+        return _in_file(where, registry)
+    return _on_port(address["host"] or "127.0.0.1", int(address["port"]), registry, display)
+
+
+@contextmanager
+def _on_port(host: str, port: int, registry: CollectorRegistry, display: Display) -> Iterator[None]:
+    from prometheus_client import start_http_server
+
+    place = f"{host}:{port}"
+    if port >= 1 << 16:
+        raise UsageError(f"--metrics {place}: a port is less than 65536")
+    try:
+        server, thread = start_http_server(port, host.strip("[]"), registry)
+    except OSError as error:
+        raise UsageError(
+            f"--metrics {place}: {error.strerror or first_line(error)}",
+            hint="give another port, or a file",
+        ) from None
+    try:
+        url = f"http://{host}:{server.server_port}/metrics"
+        display.say("metrics", f"metrics are at {url}", url=url)
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
+    from prometheus_client import write_to_textfile
+
+    def write() -> None:
+        with suppress(OSError):  # a run does not end for its metrics
+            write_to_textfile(path, registry)
+
+    try:
+        write_to_textfile(path, registry)
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"--metrics {printable(path)} cannot be written: {first_line(error)}",
+            hint="name a file in a folder that is there",
+        ) from None
+    try:
+        with Repeater(write, FILE_EVERY_S):
+            yield
+    finally:
+        write()
+
+
+class _Collector:
+    """The metrics as they are when somebody asks."""
+
+    def __init__(self, watched: WatchedRun) -> None:
+        self._watched = watched
+        self._job = printable(watched.name, 200)
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics now."""
+        yield from self._phases()
+        meter = self._watched.meter
+        if meter is None:
+            return
+        for name, (field, what) in _COUNTERS.items():
+            yield self._counter(name, what, getattr(meter.counts, field))
+        yield self._counter("rows_failed", "Rows that ended in an error.", meter.failed)
+        yield self._gauge("rows", "Rows of the job, or of the shard.", meter.before + meter.total)
+        before = "Rows that earlier runs have finished."
+        yield self._gauge("rows_finished_before", before, meter.before)
+        yield self._gauge("rows_running", "Rows in the engine.", meter.rows_running)
+        share = "Share of the rows that is done, that of running ones by their tokens included."
+        yield self._gauge("progress_ratio", share, meter.share)
+        if meter.eta_s is not None:
+            yield self._gauge("eta_seconds", "Seconds until all rows are finished.", meter.eta_s)
+        step = meter.step
+        for name, (field, what) in _OF_STEP.items() if step is not None else ():
+            yield self._gauge(name, what, getattr(step, field))
+
+    def _phases(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily
+
+        phases = self._watched.phases
+        seconds, current = dict(phases.seconds), phases.current
+        if current is not None:
+            seconds[current[0]] = seconds.get(current[0], 0.0) + current[2]
+        name, what = "batchinfer_phase_seconds", "Seconds of what was waited for, by its name."
+        family = CounterMetricFamily(name, what, labels=("job", "phase"))
+        for phase, lasted_s in seconds.items():
+            family.add_metric((self._job, phase), lasted_s)
+        yield family
+
+    def _counter(self, name: str, what: str, value: float) -> Metric:
+        from prometheus_client.core import CounterMetricFamily
+
+        family = CounterMetricFamily(f"batchinfer_{name}", what, labels=("job",))
+        family.add_metric((self._job,), value)
+        return family
+
+    def _gauge(self, name: str, what: str, value: float) -> Metric:
+        from prometheus_client.core import GaugeMetricFamily
+
+        family = GaugeMetricFamily(f"batchinfer_{name}", what, labels=("job",))
+        family.add_metric((self._job,), value)
+        return family

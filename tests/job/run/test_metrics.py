@@ -1,0 +1,103 @@
+"""Prometheus metrics of a run: over HTTP while it goes on, in a file, and who is in the way."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from batchinfer.console.format import printable
+from batchinfer.errors import ExitCode, StorageError, UsageError
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from tests.job.datasets import write_parquet
+from tests.job.fakes import job
+from tests.job.output.test_resume import Build
+
+HOSTILE = 'a"} 1\nbatchinfer_rows{x="\\\x1b[2J'
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def some_job(tmp_path: Path) -> JobSpec:
+    prompts = [f"{row} asks" if row != 3 else "" for row in range(40)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    return job(tmp_path, errors={"max_error_rate": 1}).model_copy(update={"name": HOSTILE})
+
+
+def parsed(text: str) -> dict[str, float]:
+    """Values by name, all of the one job."""
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    assert {one.labels["job"] for one in samples} <= {printable(HOSTILE)}
+    return {one.name: one.value for one in samples if one.labels.keys() == {"job"}}
+
+
+def test_over_http_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec, port = some_job(tmp_path), free_port()
+    url = f"http://127.0.0.1:{port}/metrics"
+    seen: list[dict[str, float]] = []
+
+    def look(step: int) -> None:
+        with urllib.request.urlopen(url) as answer:
+            seen.append(parsed(answer.read().decode()))
+
+    assert run_job(spec, build=Build(look), metrics=str(port)) is ExitCode.OK
+    assert f"metrics are at {url}" in capsys.readouterr().err
+    counters = [one["batchinfer_output_tokens_total"] for one in seen]
+    assert counters == sorted(counters)
+    last = seen[-1]
+    assert last["batchinfer_rows"] == 40
+    assert 20 < last["batchinfer_rows_finished_total"] < 40
+    assert 0.5 < last["batchinfer_progress_ratio"] < 1
+    assert 0 < last["batchinfer_kv_blocks_used"] <= last["batchinfer_kv_blocks"]
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url)
+
+
+def test_in_a_file(tmp_path: Path) -> None:
+    spec, path = some_job(tmp_path), tmp_path / "batchinfer.prom"
+    texts: list[str] = []
+    build = Build(lambda step: texts.append(path.read_text()))
+    assert run_job(spec, build=build, quiet=True, metrics=str(path)) is ExitCode.OK
+    for text in texts:
+        parsed(text)
+    found = parsed(path.read_text())
+    assert found["batchinfer_rows_finished_total"] == 40
+    assert found["batchinfer_rows_failed_total"] == 1
+    assert found["batchinfer_rows_running"] == 0
+    assert 'batchinfer_phase_seconds_total{job="' in path.read_text()
+    assert [entry.name for entry in tmp_path.iterdir() if "prom" in entry.name] == [path.name]
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    spec = some_job(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UsageError, match=f"--metrics 127.0.0.1:{port}: .*in use"):
+            run_job(spec, build=Build(), metrics=str(port))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("70000", UsageError), ("192.0.2.1:9100", UsageError), ("{}/no/x.prom", StorageError)],
+)
+def test_places_that_are_none(tmp_path: Path, where: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match="--metrics "):
+        run_job(some_job(tmp_path), build=Build(), metrics=where.format(tmp_path))
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: Any = None
+    monkeypatch.setitem(sys.modules, "prometheus_client", gone)
+    with pytest.raises(UsageError, match=r"pip install '\.\[metrics\]'"):
+        run_job(some_job(tmp_path), build=Build(), metrics="9100")
