@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Protocol
+from typing import Any, Protocol
+
+import pyarrow as pa
 
 from batchinfer.console.display import Display, TextDisplay
 from batchinfer.console.format import printable
@@ -43,8 +45,9 @@ from batchinfer.job.run.threads import Repeater
 from batchinfer.job.shards.claim import Claim, OneShard, WholeJob
 from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.lineage import run_event
 from batchinfer.job.stats.live import LiveFile, WatchedRun
-from batchinfer.job.stats.recorder import kernels_of, runs_of
+from batchinfer.job.stats.recorder import kernels_of, package_versions, runs_of
 from batchinfer.job.stats.summary import write_summary
 from batchinfer.process import gc_paused, stop_signals
 
@@ -308,16 +311,38 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
         export(job.out, job.manifest, job.table.kept, job.spec.model, job.combined_output)
     warnings = _nothing_selected(job)
     with phase("merging statistics"):
-        summary = write_summary(job.out, job.manifest, records, warnings.append)
+        lineage_of = partial(_lineage, job, records)
+        summary = write_summary(job.out, job.manifest, records, warnings.append, lineage_of)
     reporter.end(job.out, summary, warnings)
     job.out.empty(job.out.segments)
     job.source.check_unchanged()
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
-    if rows["error"] > limit * rows["total"]:
+    if _too_many_failed(job, rows):
         reporter.too_many_errors(job.out, rows, limit)
         return ExitCode.TOO_MANY_ROW_ERRORS
     job.out.write(job.out.success, b"")
     return ExitCode.OK
+
+
+def _too_many_failed(job: OutputJob, rows: Mapping[str, Any]) -> bool:
+    return bool(rows["error"] > job.spec.errors.max_error_rate * rows["total"])
+
+
+def _lineage(
+    job: OutputJob, records: Sequence[PartRecord], rows: Mapping[str, Any]
+) -> dict[str, Any]:
+    table = job.table
+    return run_event(
+        job.spec.name,
+        job.manifest,
+        inputs=job.source.schema,
+        outputs=pa.schema([*table.kept_schema, *table.generated_schema]),
+        output_root=job.out.root,
+        output_sizes=[record.size for record in records],
+        versions=package_versions(),
+        rows_out=rows["total"],
+        failed=_too_many_failed(job, rows),
+    )
 
 
 def _nothing_selected(job: OutputJob) -> list[str]:

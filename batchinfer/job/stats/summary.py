@@ -9,7 +9,7 @@ that is, is ``lost``; the rest was recomputed within a run, and is the sum of ``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import PurePath
@@ -47,12 +47,15 @@ def write_summary(
     manifest: Manifest,
     records: Iterable[PartRecord],
     warn: Callable[[str], None],
+    lineage_of: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Merge the statistics of all runs, and write and return ``summary.json``.
 
     Args:
         out: the output directory, whose parts are all finished.
         warn: told, in a line each, which files of statistics are damaged and left out.
+        lineage_of: gives the facts of the run for catalogues of data, from ``rows``; None: there
+            are none.
 
     Raises:
         StorageError: a file cannot be written.
@@ -106,6 +109,8 @@ def write_summary(
         "versions": package_versions(),
         "fingerprint": manifest.fingerprint,
     }
+    if lineage_of is not None:
+        summary["lineage"] = lineage_of(rows)
     out.write_json(out.summary, summary)
     return summary
 
