@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run_ids import run_number, writer_of
-from batchinfer.job.shards.locks import own_lock
+from batchinfer.job.shards.locks import own_lock, shards_seen
 from batchinfer.job.shards.shard import shard_of
 from batchinfer.job.stats.recorder import Run
 
@@ -48,10 +48,8 @@ def latest_workers(out: OutputDir, runs: Sequence[Run], now: float) -> list[Work
 
 def any_lock_lives(out: OutputDir) -> bool:
     """Whether a lock is held by who is known to live: of the directory, or of one of its shards."""
-    names = {path.name.partition(".")[0] for path in out.files.entries(out.locks)}
-    shards = [shard for name in sorted(names) if (shard := shard_of(name)) is not None]
     return out.lock.holder_lives() is True or any(
-        own_lock(out, shard).lock.holder_lives() is True for shard in shards
+        own_lock(out, shard).lock.holder_lives() is True for shard in shards_seen(out)
     )
 
 
