@@ -153,7 +153,7 @@ def test_a_drivers_log_takes_its_number_and_keeps_its_lines(url: str) -> None:
     with driver(url) as (out, _):
         log = DriverLog(out, "run-00007-driver")
         log("one")
-        log("two")
+        log("two\nwith a hint")
         log.begin_again_if_gone()
         log("three")
         log.close()

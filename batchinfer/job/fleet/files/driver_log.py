@@ -22,7 +22,7 @@ class DriverLog:
         self._file: BinaryIO | None = None
 
     def __call__(self, line: str) -> None:
-        """Add a line.
+        """Add a line; line breaks in it, as in errors with a hint, become spaces.
 
         Raises:
             StorageError: it cannot be written.
@@ -31,7 +31,7 @@ class DriverLog:
         with storage_errors(self._path):
             if self._file is None:
                 self._file = self._out.files.append_to(self._path)
-            self._file.write(f"{now} {line}\n".encode())
+            self._file.write(f"{now} {' '.join(line.splitlines())}\n".encode())
 
     def close(self) -> None:
         """Close the file; the next line would open it again."""
