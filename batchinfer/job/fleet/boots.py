@@ -56,6 +56,8 @@ class Boots:
         self._nodes = Nodes()
         self._node_of: dict[str, str] = {}
         """Nodes of the workers that came up."""
+        self._broken: set[str] = set()
+        """Workers whose device or disk failed, and those that were started in their place."""
         self._latest_failure = Failure("", "")
         """Why a worker could not be started, or ended."""
         self._may_differ: set[str] = set()
@@ -67,11 +69,13 @@ class Boots:
         """Workers that are being started."""
         return len(self._coming)
 
-    def start(self, num_up: int) -> None:
-        """Start one more, beside so many that are up."""
+    def start(self, num_up: int, instead_of: str = "") -> None:
+        """Start one more, beside so many that are up; in the place of one that has ended."""
         self._num_started += 1
         worker = f"w{self._num_started:02d}"
         self._coming.add(worker)
+        if instead_of in self._broken:
+            self._broken.add(worker)
         if self._kernels is None:
             self._may_differ.add(worker)
         avoid = self._nodes.to_avoid(others_are_up=bool(num_up))
@@ -93,21 +97,32 @@ class Boots:
     def failed(self, event: NotUp, num_up: int) -> None:
         """A worker could not be started: start another one, unless its node is left out now.
 
+        While no worker is up or to come, one is tried on each node that is left.
+
         Raises:
             JobError: no worker is up or to come; what the boots ended in, or a ``DeviceError``.
         """
         self._coming.discard(event.worker)
         self._log(f"{event.worker} could not be started on {event.node}: {event.failure.text}")
         self._latest_failure = event.failure
-        if self._nodes.failed_to_boot(event.node):
-            self.start(num_up)
-        elif not self._coming and not num_up:
+        is_out = self._nodes.failed_to_boot(event.node, event.nodes)
+        is_last = not self._coming and not num_up
+        if is_out and is_last and not self._nodes.any_left:
             raise self._no_more_than(0)
+        if is_last or not is_out:
+            self.start(num_up, event.worker)
 
-    def broke(self, worker: str, failure: Failure) -> None:
-        """A worker that was up ended because its device or its disk failed."""
+    def broke(self, worker: str, failure: Failure, num_others: int) -> bool:
+        """A worker that was up ended because its device or its disk failed.
+
+        Returns:
+            Whether others go on: so many that are up, or some that are to come. Those that come in
+            the place of others that broke do not count: what broke all of them is no node's fault.
+        """
         self._latest_failure = failure
         self._nodes.broke(self._node_of[worker])
+        self._broken.add(worker)
+        return num_others > 0 or not self._coming <= self._broken
 
     def start_all(self) -> None:
         """Start those anew that were to come when their cluster was lost; at first, all."""

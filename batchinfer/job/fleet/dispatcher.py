@@ -18,9 +18,11 @@ from batchinfer.job.row_ids import NO_ROWS, RowIds, sorted_row_ids
 
 SILENT_S = 15.0
 """A worker that has told nothing for so long is killed, three reports are missing; unless it was
-seen to compute meanwhile."""
+seen to compute meanwhile, or it may be yet."""
 LOOK_S = 10.0
 """A worker that has told nothing for so long is looked at."""
+LOOKED_S = 10.0
+"""What is seen then is waited for so long: a busy machine takes seconds to begin to look."""
 BUSY_S = 300.0
 """A worker that computes and tells nothing for so long is killed all the same: a call into C code
 that lets nobody else run, over one huge row, is over by then."""
@@ -71,8 +73,10 @@ class _Worker:
     heard_at: float
     busy_at: float
     """When it was seen to compute, or heard of, last."""
-    is_looked_at: bool = False
-    """Whether it has been looked at since, and has not been seen to compute."""
+    looked_at: float | None = None
+    """When it has been looked at since."""
+    is_idle: bool = False
+    """Whether it was seen not to compute then."""
     is_fenced: bool = False
     """Whether it is killed because it told nothing."""
     num_unadmitted: int = 0
@@ -80,6 +84,10 @@ class _Worker:
     latest_fence: int = 0
     is_asked: bool = False
     """Whether it has been asked for rows and has not answered."""
+
+    def may_be_busy(self, now: float) -> bool:
+        """Whether what is seen of it is still to be waited for."""
+        return self.looked_at is not None and not self.is_idle and now < self.looked_at + LOOKED_S
 
     def seconds_left(self, now: float) -> float:
         """How long it will take until its engine has got all of its rows, if it goes on so."""
@@ -130,7 +138,7 @@ class Dispatcher:
         if rows_done > state.rows_done:
             self._note_progress()
         state.heard_at = state.busy_at = now
-        state.is_looked_at = False
+        state.looked_at, state.is_idle = None, False
         state.rows_done = rows_done
         if latest_fence == state.latest_fence:  # else rows are on the way to it
             state.num_unadmitted = num_unadmitted
@@ -138,8 +146,19 @@ class Dispatcher:
     def seen(self, worker: str, now: float, *, is_busy: bool) -> None:
         """What ``Look`` has found."""
         state = self._workers.get(worker)
-        if state is not None and is_busy:
-            state.busy_at, state.is_looked_at = now, False
+        if state is None:
+            return
+        if is_busy:
+            state.busy_at, state.looked_at = now, None
+        state.is_idle = state.looked_at is not None  # else it has told something since
+
+    def unheard(self, seconds: float) -> None:
+        """Nobody could be heard for so long, and so nobody was silent."""
+        for state in self._workers.values():
+            state.heard_at += seconds
+            state.busy_at += seconds
+            if state.looked_at is not None:
+                state.looked_at += seconds
 
     def gave_back(self, worker: str, rows: Sequence[tuple[int, RowIds]]) -> None:
         """A worker's answer to ``TakeBack``: rows it will not run, by fence; perhaps none."""
@@ -241,11 +260,11 @@ class Dispatcher:
             if state.is_fenced:
                 continue
             silent_s, idle_s = now - state.heard_at, now - state.busy_at
-            if silent_s > BUSY_S or idle_s > SILENT_S:
+            if silent_s > BUSY_S or (idle_s > SILENT_S and not state.may_be_busy(now)):
                 state.is_fenced = True
                 yield Kill(worker, f"no report for {silent_s:.0f} seconds")
-            elif idle_s > LOOK_S and not state.is_looked_at:
-                state.is_looked_at = True
+            elif idle_s > LOOK_S and state.looked_at is None:
+                state.looked_at = now
                 yield Look(worker)
 
     def _take_back(self, now: float) -> Iterator[TakeBack]:

@@ -22,7 +22,17 @@ from batchinfer.job.fleet.lease import Ranges
 from batchinfer.job.fleet.leases import LeaseLedger
 from batchinfer.job.fleet.losses import Losses
 from batchinfer.job.fleet.messages import Assignment, Failure, WorkerReport
-from batchinfer.job.fleet.workers import Gone, Lost, NotUp, Seen, Told, Up, WorkerEvent, Workers
+from batchinfer.job.fleet.workers import (
+    Gone,
+    Lost,
+    NotUp,
+    Seen,
+    Told,
+    Unheard,
+    Up,
+    WorkerEvent,
+    Workers,
+)
 from batchinfer.job.job import OutputJob
 from batchinfer.job.output.commit import Draft
 from batchinfer.job.output.resume import RecoveredRows
@@ -141,6 +151,8 @@ class FleetDriver:
                 self._hear(worker, report)
             case Gone(worker, reason):
                 self._bury(worker, reason)
+            case Unheard(seconds):
+                self._dispatcher.unheard(seconds)
             case Lost(reason):
                 self._begin_again(reason)
             case Seen(worker, is_busy):
@@ -205,14 +217,13 @@ class FleetDriver:
         device that broke, a disk of its node that is full.
 
         Raises:
-            JobError: all would meet it, or nobody else is there to go on.
+            JobError: all would meet it, or nobody else is there, or to come, to go on.
         """
         if not failure.kind:
             return
-        others = set(self._dispatcher.workers) - {worker}
-        if failure.kind not in _OF_ITS_NODE or not others:
+        num_others = len(set(self._dispatcher.workers) - {worker})
+        if failure.kind not in _OF_ITS_NODE or not self._boots.broke(worker, failure, num_others):
             raise failure.error()
-        self._boots.broke(worker, failure)
 
     def _state(self) -> str:
         """How many workers are up, and the use of their pools."""
@@ -253,7 +264,7 @@ class FleetDriver:
         self._losses.keep(self._dispatcher.suspects.history, died=worker)
         self._over.add(worker)
         if not self.stop.is_set() and not self._is_ending:
-            self._boots.start(len(self._dispatcher.workers))
+            self._boots.start(len(self._dispatcher.workers), worker)
 
     def _do(self, action: Give | TakeBack | Look | Kill) -> None:
         match action:

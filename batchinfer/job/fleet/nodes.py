@@ -15,15 +15,28 @@ class Nodes:
 
     _failed_boots: Counter[str] = field(default_factory=Counter)
     _broken: set[str] = field(default_factory=set)
+    _all: frozenset[str] = frozenset()
+    """As they were when a boot failed last; none: they are not known."""
+
+    @property
+    def any_left(self) -> bool:
+        """Whether there is a node, as far as is known, that is not left out for its boots."""
+        return bool(self._all - self._without_boots)
+
+    @property
+    def _without_boots(self) -> frozenset[str]:
+        failed = self._failed_boots.items()
+        return frozenset(node for node, count in failed if count >= BOOTS_PER_NODE)
 
     def came_up(self, node: str) -> None:
         """A worker is ready there."""
         self._failed_boots.pop(node, None)
 
-    def failed_to_boot(self, node: str) -> bool:
-        """A worker could not be started there; whether to try another one."""
+    def failed_to_boot(self, node: str, nodes: frozenset[str]) -> bool:
+        """A worker could not be started on one of ``nodes``; whether that is left out now."""
         self._failed_boots[node] += 1
-        return self._failed_boots[node] < BOOTS_PER_NODE
+        self._all = nodes
+        return node in self._without_boots
 
     def broke(self, node: str) -> None:
         """A worker that ran there ended because its device or its disk failed."""
@@ -35,5 +48,7 @@ class Nodes:
         Args:
             others_are_up: else a broken node is better than none.
         """
-        bad = {node for node, count in self._failed_boots.items() if count >= BOOTS_PER_NODE}
-        return frozenset(bad | self._broken if others_are_up else bad)
+        broken = self._broken if others_are_up else set()
+        # Where no other node is left, one that failed twice is tried when a worker has to come.
+        failed = self._without_boots if self.any_left or not self._all else set()
+        return frozenset(broken | failed)

@@ -26,6 +26,8 @@ class NotUp:
     worker: str
     node: str
     failure: Failure
+    nodes: frozenset[str] = frozenset()
+    """All that the cluster has then; none: that is not known."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,20 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Unheard:
+    """What workers have told meanwhile has not come yet: what carries it is late."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Lost:
     """The cluster is lost, and all workers with it, those too that were not up yet."""
 
     reason: str
 
 
-WorkerEvent = Up | NotUp | Told | Gone | Seen | Lost
+WorkerEvent = Up | NotUp | Told | Gone | Seen | Unheard | Lost
 
 
 class Workers(Protocol):

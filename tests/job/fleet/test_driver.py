@@ -26,7 +26,7 @@ from batchinfer.job.fleet.messages import (
     Wanted,
     WorkerReport,
 )
-from batchinfer.job.fleet.workers import Gone, Lost, NotUp, Told, Up, WorkerEvent
+from batchinfer.job.fleet.workers import Gone, Lost, NotUp, Told, Unheard, Up, WorkerEvent
 from batchinfer.job.job import OutputJob, open_input, open_job
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.quarantine import LOG_ENTRY, attribute_crashes
@@ -167,6 +167,22 @@ def test_what_may_be_one_nodes_fault_ends_its_worker_and_not_the_job(
     assert script.avoided == [frozenset(), {"a bad node"}]
 
 
+def test_what_may_be_one_nodes_fault_does_not_end_a_job_whose_others_are_still_to_come(
+    run: Callable[..., bool],
+) -> None:
+    """Those that are to come in the place of such are no others."""
+    script = Script(
+        [
+            *(up("w01", "a bad node"), failed("w01", "DeviceError", "the first")),
+            *(Gone("w01", "it was ended"), up("w02"), failed("w02", "DeviceError", "another one")),
+            Gone("w02", "it was ended"),
+        ]
+    )
+    with pytest.raises(DeviceError, match="another one"):
+        run(script, FleetSize(2, start_timeout_s=60.0))
+    assert script.started == ["w01", "w02", "w03"]
+
+
 def test_what_workers_died_of_outlives_their_driver(
     run: Callable[[Script], bool], tmp_path: Path
 ) -> None:
@@ -241,6 +257,13 @@ def test_workers_are_not_silent_while_their_driver_does_not_listen(
     assert not script.killed
 
 
+def test_workers_are_not_silent_while_nobody_hears_them(run: Callable[[Script], bool]) -> None:
+    script = Script([up("w01"), *(Unheard(1.0) for _ in range(40)), Gone("w01", "it died")])
+    with pytest.raises(DeviceError, match="no worker has been up"):
+        run(script)
+    assert not script.killed
+
+
 def test_what_all_would_meet_ends_the_job(run: Callable[[Script], bool]) -> None:
     script = Script([up("w01"), up("w02"), failed("w01", "ModelError", "no such layer")])
     with pytest.raises(ModelError, match="no such layer"):
@@ -267,6 +290,33 @@ def test_workers_that_cannot_be_started_end_the_job_as_what_they_met(
     script = Script([NotUp("w01", "a node", broken), NotUp("w02", "a node", broken)])
     with pytest.raises(ModelError, match=r"no worker could be started: .* is cut short"):
         run(script)
+
+
+def test_the_only_node_is_tried_again_whatever_has_failed_there(
+    run: Callable[..., bool],
+) -> None:
+    """Where it was left out, a worker would wait for another one without end."""
+    broken, only = Failure("ModelError", "no memory for two"), frozenset({"a node"})
+    script = Script(
+        [
+            *(up("w01"), *(NotUp(name, "a node", broken, only) for name in ("w02", "w03"))),
+            *(Gone("w01", "it died"), NotUp("w04", "a node", broken, only)),
+        ]
+    )
+    with pytest.raises(ModelError, match="no worker could be started: no memory for two"):
+        run(script, FleetSize(2, start_timeout_s=60.0))
+    assert script.avoided == [frozenset()] * 4
+
+
+def test_a_worker_is_tried_on_every_node_before_there_is_none(run: Callable[..., bool]) -> None:
+    broken, both = Failure("ModelError", "no such file"), frozenset({"one", "other"})
+    nodes = ("one", "one", "other", "other")
+    script = Script(
+        [NotUp(f"w{at:02d}", node, broken, both) for at, node in enumerate(nodes, start=1)]
+    )
+    with pytest.raises(ModelError, match="no worker could be started: no such file"):
+        run(script)
+    assert script.avoided == [frozenset(), frozenset(), {"one"}, {"one"}]
 
 
 def test_a_node_where_none_comes_up_is_left_out_whatever_comes_up_elsewhere(

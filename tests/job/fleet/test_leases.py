@@ -11,6 +11,7 @@ from batchinfer.errors import DeviceError
 from batchinfer.job.fleet.dispatcher import (
     BUSY_S,
     LOOK_S,
+    LOOKED_S,
     SILENT_S,
     Action,
     Dispatcher,
@@ -272,30 +273,54 @@ def test_a_part_whose_rows_two_leases_ran_is_made_by_a_third() -> None:
     assert not last.num_rows
 
 
+def of_the_silent(dispatcher: Dispatcher, now: float) -> list[Action]:
+    """What is to be done about workers that tell nothing."""
+    return [act for act in dispatcher.actions(now) if isinstance(act, Look | Kill)]
+
+
 def test_a_silent_worker_is_looked_at_and_killed_unless_it_computes() -> None:
     dispatcher = Dispatcher(LeaseLedger(make_parts(8), {}, 100))
     for worker in ("told", "frozen", "busy"):
         dispatcher.ready(worker, 0.0)
 
-    def said(now: float) -> list[Action]:
-        return [act for act in dispatcher.actions(now) if isinstance(act, Look | Kill)]
-
-    assert not said(1.0)
+    assert not of_the_silent(dispatcher, 1.0)
     dispatcher.reported("told", 10.0, 0, 0, 0)
-    assert said(LOOK_S + 1) == [Look("frozen"), Look("busy")]
-    assert not said(LOOK_S + 2)
+    assert of_the_silent(dispatcher, LOOK_S + 1) == [Look("frozen"), Look("busy")]
+    assert not of_the_silent(dispatcher, LOOK_S + 2)
     dispatcher.seen("frozen", LOOK_S + 2, is_busy=False)
     dispatcher.seen("busy", LOOK_S + 2, is_busy=True)
-    assert said(SILENT_S + 1) == [Kill("frozen", "no report for 16 seconds")]
+    assert of_the_silent(dispatcher, SILENT_S + 1) == [Kill("frozen", "no report for 16 seconds")]
     dispatcher.died("frozen", NO_ROWS, NO_ROWS)
     for now in range(30, 400, 10):
         dispatcher.seen("busy", now, is_busy=True)
         dispatcher.reported("told", now, 0, 0, 0)
-        for act in said(now):
+        for act in of_the_silent(dispatcher, now):
             assert act == Kill("busy", f"no report for {now:.0f} seconds")
             assert now > BUSY_S
             return
     raise AssertionError("it is waited for without end")
+
+
+def test_what_is_seen_of_a_silent_worker_is_waited_for() -> None:
+    """Seconds pass where a machine is busy until anything begins to look."""
+    dispatcher = Dispatcher(LeaseLedger(make_parts(8), {}, 100))
+    for worker in ("busy", "on a dead node"):
+        dispatcher.ready(worker, 0.0)
+    assert of_the_silent(dispatcher, LOOK_S + 1) == [Look("busy"), Look("on a dead node")]
+    assert not of_the_silent(dispatcher, SILENT_S + 1)
+    dispatcher.seen("busy", SILENT_S + 2, is_busy=True)
+    killed = Kill("on a dead node", "no report for 22 seconds")
+    assert of_the_silent(dispatcher, LOOK_S + LOOKED_S + 2) == [killed]
+
+
+def test_nobody_is_silent_while_nobody_can_be_heard() -> None:
+    dispatcher = Dispatcher(LeaseLedger(make_parts(8), {}, 100))
+    dispatcher.ready("w01", 0.0)
+    assert of_the_silent(dispatcher, LOOK_S + 1) == [Look("w01")]
+    dispatcher.unheard(60.0)
+    assert not of_the_silent(dispatcher, 60.0 + SILENT_S + 1)
+    killed = Kill("w01", "no report for 22 seconds")
+    assert of_the_silent(dispatcher, 60.0 + LOOK_S + LOOKED_S + 2) == [killed]
 
 
 def test_a_worker_that_was_silent_died_of_no_row() -> None:

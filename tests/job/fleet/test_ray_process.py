@@ -19,7 +19,7 @@ from batchinfer.job.fleet.on_ray import ray_process
 from batchinfer.job.fleet.on_ray.joiner import Joiner, begun_ahead
 from batchinfer.job.fleet.on_ray.ray_main import ToJoin
 from batchinfer.job.fleet.on_ray.ray_process import RayProcess
-from batchinfer.job.fleet.workers import Lost
+from batchinfer.job.fleet.workers import Lost, Unheard
 
 TO_JOIN = ToJoin("local", 2)
 
@@ -144,6 +144,15 @@ def test_one_that_joins_too_late_is_not_listened_to(
         workers.join(-1.0)
     assert process.poll() == -9
     assert workers.wait(0.0) == []
+
+
+def test_how_long_nobody_was_heard_is_told(joiner: Connection) -> None:
+    workers = joined(joiner)
+    [late] = workers.wait(0.01)
+    assert isinstance(late, Unheard)
+    assert late.seconds >= 0.01
+    joiner.send([])
+    assert workers.wait(60.0) == []
 
 
 def test_one_that_was_begun_ahead_joins_first(

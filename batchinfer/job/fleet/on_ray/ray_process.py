@@ -20,7 +20,7 @@ from batchinfer.job.fleet.boot import WorkerSetup
 from batchinfer.job.fleet.messages import Answer, Assignment, Failure
 from batchinfer.job.fleet.on_ray.joiner import END_S, Joiner, begun, is_installed
 from batchinfer.job.fleet.on_ray.ray_main import ToJoin
-from batchinfer.job.fleet.workers import Lost, WorkerEvent
+from batchinfer.job.fleet.workers import Lost, Unheard, WorkerEvent
 
 HUNG_S = 30.0
 """A process that has not answered for so long is given up."""
@@ -144,13 +144,14 @@ class RayProcess:
             time.sleep(timeout_s)
             return []
         process.ask(("wait", (timeout_s,), {}))
+        began = time.monotonic()
         try:
             events: list[WorkerEvent] | None = process.answer(timeout_s + _LATE_S)
         except (EOFError, OSError):
             return [self._lost(process, process.last_words())]
         if events is None and process.silent_s > HUNG_S:
             return [self._lost(process, "its process does not answer any more")]
-        return events or []
+        return [Unheard(time.monotonic() - began)] if events is None else events
 
     def end(self) -> None:
         """Leave the cluster; one of this machine's own ends."""

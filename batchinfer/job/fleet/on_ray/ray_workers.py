@@ -217,7 +217,8 @@ class RayWorkers:
         self._asked = {call: name for call, name in self._asked.items() if name != worker}
         if actor.is_up:
             return Gone(worker, failure.text)
-        return NotUp(worker, actor.place.node, failure)
+        nodes = frozenset(str(node["NodeID"]) for node in ray.nodes() if node["Alive"])
+        return NotUp(worker, actor.place.node, failure, nodes)
 
 
 def _reason(error: RayError) -> str:
