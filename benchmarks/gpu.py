@@ -28,12 +28,19 @@ from gpu_results import Results
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-STAGES = {"kernels": 250, "parity": 60, "attention": 220, "bench": 270, "peers": 270}
+STAGES = {
+    "kernels": 250,
+    "parity": 60,
+    "attention": 220,
+    "linears": 120,
+    "bench": 270,
+    "peers": 270,
+}
 """Seconds that a stage may take: any two of them fit in nine minutes."""
 MODELS = ("Qwen3-0.6B", "Llama-3.1-8B")
 _ASKED_FOR = ("Qwen3-8B",)
 WORKLOADS = ("W1", "W2", "W3")
-_LIMITS = {"attention": 110, "peers": 65}
+_LIMITS = {"attention": 110, "linears": 60, "peers": 65}
 """Seconds that one task may take, where that is less than its stage."""
 _BENCH_LIMITS = {"Qwen3-0.6B": 110}
 _PEERS = ("generate", "generate_batch", "flashinfer")
@@ -63,8 +70,8 @@ def tasks(stage: str, models: list[str], workloads: list[str]) -> list[Task]:
             told = (*named, "--workloads", *workloads)
             limit_s = _BENCH_LIMITS.get(model, limit)
             found.append(Task(stage, f"bench-{model}", told, limit_s))
-        elif stage == "attention":
-            found.append(Task(stage, f"attention-{model}", named, _LIMITS[stage]))
+        elif stage in ("attention", "linears"):
+            found.append(Task(stage, f"{stage}-{model}", named, _LIMITS[stage]))
         else:
             for peer in peers_here():
                 told = (*named, "--peer", peer)

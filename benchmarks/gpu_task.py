@@ -69,6 +69,10 @@ def main() -> None:
         from gpu_attention import attention
 
         attention(results, device, ceilings(results, device), args.model, dry_run=dry)
+    elif args.stage == "linears":
+        from gpu_linears import linears
+
+        linears(results, device, ceilings(results, device), args.model, dry_run=dry)
     elif args.stage == "bench":
         from gpu_bench import bench
 
