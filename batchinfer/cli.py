@@ -66,6 +66,7 @@ def _read_job(
     output: str | None = None,
     limit: int | None = None,
     options: dict[str, str] | None = None,
+    reuse: list[str] | None = None,
 ) -> JobSpec:
     """The job that the options of ``run``, ``validate`` and ``plan`` describe."""
     from batchinfer.job.spec.load import load_job, parse_variables
@@ -77,6 +78,7 @@ def _read_job(
         variables=parse_variables(variables or ()),
         output=output,
         limit=limit,
+        reuse=reuse or (),
     )
 
 
@@ -134,6 +136,10 @@ def run(
         str | None,
         typer.Option("--cluster", metavar="WHERE", help="Run them there: local, auto, HOST:PORT."),
     ] = None,
+    reuse: Annotated[
+        list[str] | None,
+        typer.Option("--reuse", metavar="DIR", help="Copy rows that this output has already."),
+    ] = None,
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Run the rows again that ended in an error.")
     ] = False,
@@ -167,7 +173,7 @@ def run(
         for key, value in scale.items()
         if value is not None
     }
-    spec = _read_job(job, overrides, variables, output, limit, options)
+    spec = _read_job(job, overrides, variables, output, limit, options, reuse)
     if quiet:
         logging.getLogger("batchinfer").setLevel(logging.ERROR)
     with crash_directory(Path(spec.output.path) / "_batchinfer"), _fleet_of(spec) as fleet:

@@ -212,6 +212,11 @@ ROOMS = [
         ("errors", "console", "engine", "text", "job"),
     ),
     Room(
+        "job.reuse",
+        "Rows that other outputs hold already: found by their keys, copied and not computed.",
+        ("errors", "console", "requests", "job"),
+    ),
+    Room(
         "job.shards",
         "Who makes which parts of a job: one run all of them, or each of several shards its own.",
         ("errors", "console", "job"),

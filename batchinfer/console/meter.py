@@ -27,6 +27,8 @@ class Counts:
     """Rows finished."""
     failed: int = 0
     """Of these, rows that ended in an error."""
+    reused: int = 0
+    """Rows copied from other outputs; none of ``rows``."""
     begun: int = 0
     """Rows given to the engine."""
     ended: int = 0
@@ -78,6 +80,8 @@ class Meter:
         self.counts = Counts()
         self.failed = 0
         """Rows that ended in an error; counted where rows are written, not where they run."""
+        self.reused = 0
+        """Rows that were copied from other outputs; counted there too."""
         self.step: StepStats | None = None
         """The latest step of an engine here."""
         self.note = ""
@@ -100,6 +104,11 @@ class Meter:
     def elapsed_s(self) -> float:
         """Seconds since the beginning."""
         return max(self._clock() - self._began, 1e-9)
+
+    @property
+    def rows_finished(self) -> int:
+        """Rows that this run has finished, by computing or by copying them."""
+        return self.counts.rows + self.reused
 
     @property
     def rows_running(self) -> int:
@@ -134,7 +143,7 @@ class Meter:
         expected = most if self.expects_most else min(most, counts.tokens / counts.ended)
         drawn = max(0, counts.tokens - counts.settled_tokens)
         running = min(drawn / expected, self.rows_running) if expected else 0.0
-        return min(float(self.total), counts.rows + running)
+        return min(float(self.total), self.rows_finished + running)
 
     @property
     def share(self) -> float:
@@ -146,14 +155,17 @@ class Meter:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until all rows are finished; None before anything is done."""
-        done = self.rows_done
-        return self.elapsed_s * (self.total - done) / done if done else None
+        """Seconds until all rows are finished; None before anything is computed."""
+        computed = self.rows_done - self.reused
+        left = self.total - self.rows_done
+        return self.elapsed_s * left / computed if computed > 0 else None
 
     @property
     def rates(self) -> str:
         """Speed and pool, for the end of a progress bar or line."""
         speed = f"{self.tokens_per_s:,.0f} tokens/s"
+        if self.reused:
+            speed = f"{self.reused:,} rows reused, {speed}"
         if self.note:
             return f"{speed}, {self.note}"
         return f"{speed}, pool {self.pool:.0%}, shared {self.shared:.0%}"
@@ -162,7 +174,7 @@ class Meter:
     def rows_line(self) -> str:
         """Rows finished of all, such as ``1,235 of 5,000 rows``."""
         whole = self.before + self.total
-        return f"{self.before + self.counts.rows:,} of {whole:,} row{'' if whole == 1 else 's'}"
+        return f"{self.before + self.rows_finished:,} of {whole:,} row{'' if whole == 1 else 's'}"
 
     @property
     def line(self) -> str:
@@ -177,8 +189,9 @@ class Meter:
         """All of it by name, for machines; seconds, tokens and rows."""
         return {
             "rows_total": self.before + self.total,
-            "rows_finished": self.before + self.counts.rows,
+            "rows_finished": self.before + self.rows_finished,
             "rows_failed": self.failed,
+            "rows_reused": self.reused,
             "rows_running": self.rows_running,
             "share": round(self.share, 6),
             "output_tokens": self.counts.tokens,

@@ -32,6 +32,10 @@ class Progress(Protocol):
         """Count rows that ended in an error; from the thread that writes them."""
         ...
 
+    def reuse(self, rows: int) -> None:
+        """Add rows that were copied from another output; call it from any thread."""
+        ...
+
     def note(self, text: str) -> None:
         """Show ``text`` where the pool's use of one engine would be: of several, say."""
         ...
@@ -73,6 +77,9 @@ class _Silence:
     def fail(self, rows: int) -> None:
         self._meter.failed += rows
 
+    def reuse(self, rows: int) -> None:
+        self._meter.reused += rows
+
     def note(self, text: str) -> None:
         self._meter.note = text
 
@@ -100,13 +107,16 @@ class _Bar:
         left = "" if meter.eta_s is None else f"<{tqdm.format_interval(meter.eta_s)}"
         at_most = " at most" if left and meter.expects_most else ""
         passed = f"[{tqdm.format_interval(meter.elapsed_s)}{left}{at_most}, {meter.rates}]"
-        rows = f"{meter.before + meter.counts.rows:,}/{meter.before + meter.total:,} rows"
+        rows = f"{meter.before + meter.rows_finished:,}/{meter.before + meter.total:,} rows"
         self._bar.bar_format = _BAR.replace("TAIL", f"{rows} {passed}")
         self._bar.n = meter.share
         self._bar.refresh()
 
     def fail(self, rows: int) -> None:
         self._meter.failed += rows
+
+    def reuse(self, rows: int) -> None:
+        self._meter.reused += rows
 
     def note(self, text: str) -> None:
         self._meter.note = text
@@ -144,6 +154,9 @@ class Lines:
     def fail(self, rows: int) -> None:
         self._meter.failed += rows
 
+    def reuse(self, rows: int) -> None:
+        self._meter.reused += rows
+
     def note(self, text: str) -> None:
         self._meter.note = text
 
@@ -179,6 +192,9 @@ class StallNotice:
 
     def fail(self, rows: int) -> None:
         self._progress.fail(rows)
+
+    def reuse(self, rows: int) -> None:
+        self._progress.reuse(rows)
 
     def note(self, text: str) -> None:
         self._progress.note(text)

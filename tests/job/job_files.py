@@ -105,6 +105,7 @@ output:
   explode: false
   include: []
   rename: {}
+  reuse: []
 errors: {max_error_rate: 0.01}
 stats: {every_steps: 1}
 """

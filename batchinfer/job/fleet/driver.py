@@ -182,8 +182,9 @@ class FleetDriver:
             self._dispatcher.ended(worker, fence)
         if report.ended:
             self._losses.keep(self._dispatcher.suspects.history)
+        done = report.counts.rows + report.counts.reused
         self._dispatcher.reported(
-            worker, self.clock(), report.num_unadmitted, report.counts.rows, report.latest_fence
+            worker, self.clock(), report.num_unadmitted, done, report.latest_fence
         )
         added = report.counts - self._counted.get(worker, Counts())
         self._counted[worker] = report.counts
@@ -191,6 +192,7 @@ class FleetDriver:
         self.progress.note(self._state())
         self.progress.update(added, None)
         self.progress.fail(added.failed)
+        self.progress.reuse(added.reused)
         if report.is_over:
             self._over.add(worker)
             if report.failure is not None:

@@ -151,6 +151,12 @@ class LeaseRun:
         self._writer.add(row)
         self.num_left -= 1
 
+    def add_table(self, rows: pa.Table) -> None:
+        """Take finished rows, with the columns of a segment."""
+        self._writer.add_table(rows)
+        self.num_left -= rows.num_rows
+        self._writer.flush_if_due()
+
     def flush_if_due(self) -> None:
         """Put finished rows on disk from time to time."""
         self._writer.flush_if_due()

@@ -23,13 +23,14 @@ from threading import Event, Lock
 
 from batchinfer.console.meter import Counts
 from batchinfer.engine.stats import StepStats
-from batchinfer.errors import JobError
+from batchinfer.errors import JobError, StorageError, UsageError
 from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.lease_run import LeaseRun
 from batchinfer.job.fleet.messages import Assignment, Failure, WorkerReport
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.job import LoadedJob, OutputJob, row_keys
 from batchinfer.job.output.commit import Draft
+from batchinfer.job.reuse.reuse import FoundRows, RowReuse, open_outputs
 from batchinfer.job.row_ids import RowIds
 from batchinfer.job.rows.read_prompts import read_prompts, without_text
 from batchinfer.job.rows.token_store import TokenStore
@@ -74,6 +75,7 @@ class FleetWorker:
         self._admitted: dict[int, LeaseRun] = {}
         """The lease under which a row runs: it may have been of another before."""
         self._writer: BackgroundConsumer[_Write] | None = None
+        self._reuse: RowReuse | None = None
         self._stop = Event()
         self._woken = Event()
         """Set when there is a lease, or nothing to wait for any more."""
@@ -101,6 +103,7 @@ class FleetWorker:
         # Who never has a lease writes nothing: what is overwritten goes before the first.
         try:
             self._recorder = self._begun_recorder()
+            self._reuse = self._opened_reuse()
             with InFlightLog(self._job.out, self._run_id) as in_flight:
                 self._run(in_flight)
         except JobError as error:
@@ -120,6 +123,16 @@ class FleetWorker:
         for line in self._loaded.log:
             recorder.log(line)
         return recorder
+
+    def _opened_reuse(self) -> RowReuse | None:
+        """What finds rows in other outputs, as far as this machine sees these."""
+        outputs, log = [], self._recorder.log
+        for path in self._job.spec.output.reuse:
+            try:
+                outputs += open_outputs([path], self._job.out)
+            except (UsageError, StorageError) as error:
+                log(f"output.reuse: nothing of {path} is reused by this worker: {error}")
+        return RowReuse(outputs, self._job.table.generated_schema, log) if outputs else None
 
     def _end(self, failure: Failure | None) -> None:
         self.outbox.tell(lambda report: replace(report, failure=failure, is_over=True))
@@ -179,7 +192,7 @@ class FleetWorker:
                 self._leases = (*self._leases, lease)
             writer.put(partial(self._begin, lease))
             if lease.num_unadmitted:
-                for batch in self._planned(lease, in_flight, starved):
+                for batch in self._planned(lease, in_flight, starved, writer.put):
                     yield lease, batch
 
     def _lease_run(self, assignment: Assignment) -> LeaseRun:
@@ -193,7 +206,11 @@ class FleetWorker:
         )
 
     def _planned(
-        self, lease: LeaseRun, in_flight: InFlightLog, starved: Event
+        self,
+        lease: LeaseRun,
+        in_flight: InFlightLog,
+        starved: Event,
+        put: Callable[[Callable[[], None]], None],
     ) -> Iterator[RowBatch]:
         spec = self._job.spec
         reader = self._loaded.reader
@@ -201,6 +218,10 @@ class FleetWorker:
         rows = read_prompts(read, reader, in_flight.making)
         rows = self._while_needed(rows, lease)
         rows = row_keys(self._job, self._loaded.context).with_keys(rows)
+        if self._reuse is not None:
+            rows = self._reuse.without_found(
+                rows, lambda found: put(partial(self._copy, lease, found)), lease.admit
+            )
         if "prompt" not in spec.output.include:
             rows = without_text(rows)
         return plan_windows(
@@ -211,6 +232,16 @@ class FleetWorker:
             make_store=partial(TokenStore, self._job.out.scratch),
             is_starved=starved.is_set,
         )
+
+    def _copy(self, lease: LeaseRun, found: FoundRows) -> None:
+        """Write rows whose answers another output holds."""
+        assert self._reuse is not None
+        for table in self._reuse.copied(found):
+            lease.add_table(table)
+            self.reuse(table.num_rows)
+        left = self._num_unadmitted()
+        self.outbox.tell(lambda report: replace(report, num_unadmitted=left), urgent=not left)
+        self._end_finished()
 
     def _while_needed(
         self, batches: Iterator[list[PromptRow]], lease: LeaseRun
@@ -295,10 +326,14 @@ class FleetWorker:
 
     def fail(self, rows: int) -> None:
         """Count rows that ended in an error; as ``Progress`` has it."""
-        failed = Counts(failed=rows)
-        self.outbox.tell(
-            lambda report: replace(report, counts=report.counts + failed), urgent=False
-        )
+        self._count(Counts(failed=rows))
+
+    def reuse(self, rows: int) -> None:
+        """Count rows that were copied; as ``Progress`` has it."""
+        self._count(Counts(reused=rows))
+
+    def _count(self, added: Counts) -> None:
+        self.outbox.tell(lambda report: replace(report, counts=report.counts + added), urgent=False)
 
     def note(self, text: str) -> None:
         """Nothing is shown here."""

@@ -81,6 +81,8 @@ class Draft:
     staged_keys: str
     """File of the rows' keys."""
     keys_sha256: str
+    num_reused: int = 0
+    """Rows that were copied from another output."""
     lease: int = 0
     """The lease it was made under; 0: there are none."""
 
@@ -101,6 +103,7 @@ def stage(
     requests: pa.Table,
     control_text_row_ids: list[int],
     keys: pa.Table = NO_KEYS,
+    num_reused: int = 0,
 ) -> Draft:
     """Write a part that is made, statistics and keys of its rows, where nobody looks for them.
 
@@ -109,6 +112,7 @@ def stage(
         requests: the statistics of those that ran.
         control_text_row_ids: rows whose own text holds what looks like a control token.
         keys: ``KEYS_SCHEMA``, of the rows that have one.
+        num_reused: rows that were copied from another output.
 
     Raises:
         StorageError: the file system refuses, or gives back other bytes than were written.
@@ -145,6 +149,7 @@ def stage(
         hashlib.sha256(statistics).hexdigest(),
         _below_state(out, staged_keys),
         hashlib.sha256(key_bytes).hexdigest(),
+        num_reused,
     )
 
 
@@ -195,6 +200,7 @@ def publish(out: OutputDir, part: Part, draft: Draft) -> PartRecord:
         stat.etag,
         requests_stat.etag,
         draft.keys_sha256,
+        draft.num_reused,
     )
     out.write(out.record(part), record.to_json())
     return record

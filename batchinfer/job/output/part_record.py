@@ -34,6 +34,8 @@ class PartRecord:
     """Mark of the file of the rows' statistics."""
     keys_sha256: str | None = None
     """Hash of the file of the rows' keys; None in records from before there was one."""
+    num_reused: NonNegativeInt = 0
+    """Rows that were copied from another output."""
 
     def to_json(self) -> bytes:
         """The record as it is stored."""

@@ -6,7 +6,9 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.output.commit import Draft, stage
@@ -24,6 +26,8 @@ from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.rows.row_key import KEY_COLUMN, KEYS_SCHEMA
 
 FLUSH_ROWS = 4096
+_MOST_HELD_BYTES = 64 << 20
+"""Of rows that came as tables; above, they go to a segment."""
 _MOST_KEPT_BYTES = 64 << 20
 """Of a part's kept columns; above, their file is left while the part is written: a page in it may
 be as large as all of them."""
@@ -73,6 +77,8 @@ class PartWriter:
         self._clock = clock
         self._flushed_at = clock()
         self._rows: dict[int, FinishedRow] = {}
+        self._tables: list[pa.Table] = []
+        """More rows, which have come as tables."""
         self._first_rows = [part.rows.start for part in parts]
         self._missing = [part.num_rows - len(in_range(finished, part.rows)) for part in parts]
         self._left: set[int] = set()
@@ -93,6 +99,21 @@ class PartWriter:
         self._missing[at] -= 1
         self.write_complete()
 
+    def add_table(self, rows: pa.Table) -> None:
+        """Take finished rows as ``add`` does one.
+
+        Args:
+            rows: in any order, with the columns of a segment.
+        """
+        at = np.searchsorted(self._first_rows, rows["row_id"].to_numpy(), side="right") - 1
+        for index, count in zip(*np.unique(at, return_counts=True), strict=True):
+            assert self._missing[index] >= count, "rows finished twice"
+            self._missing[index] -= int(count)
+        self._tables.append(rows)
+        self.write_complete()
+        if sum(table.nbytes for table in self._tables) > _MOST_HELD_BYTES:
+            self.flush()
+
     def leave(self, part: Part) -> None:
         """Do not make a part, of which others have rows: those that come here stay in segments."""
         self._left.add(part.index)
@@ -111,7 +132,7 @@ class PartWriter:
     def flush_if_due(self) -> None:
         """Flush if a few seconds have passed, or a few thousand rows have come."""
         waited = self._clock() - self._flushed_at
-        if waited >= self._out.files.flush_every_s or len(self._rows) >= FLUSH_ROWS:
+        if waited >= self._out.files.flush_every_s or self._num_held >= FLUSH_ROWS:
             self.flush()
 
     def flush(self) -> None:
@@ -121,21 +142,27 @@ class PartWriter:
             StorageError: they cannot be written.
         """
         self._before_write()
-        if self._rows:
-            self._segments.add(segment_table(self._rows.values(), self._segments.schema))
+        if self._num_held:
+            rows = segment_table(self._rows.values(), self._segments.schema)
+            self._segments.add(pa.concat_tables([rows, *self._tables]))
             self._rows.clear()
+            self._tables.clear()
         self._flushed_at = self._clock()
+
+    @property
+    def _num_held(self) -> int:
+        in_tables: int = sum(table.num_rows for table in self._tables)
+        return len(self._rows) + in_tables
 
     def _write(self, part: Part) -> None:
         self._before_write()
         fewer = min(part.rows, self._rows, key=len)
         both = [row_id for row_id in fewer if row_id in part.rows and row_id in self._rows]
         in_memory = [self._rows[row_id] for row_id in both]
+        of_part, others = _divided(self._tables, part)
+        held = pa.concat_tables([segment_table(in_memory, self._segments.schema), *of_part])
         rows = pa.concat_tables(
-            [
-                self._segments.rows_of(part),
-                with_worker(segment_table(in_memory, self._segments.schema), self._out.writer),
-            ]
+            [self._segments.rows_of(part), with_worker(held, self._out.writer)]
         ).sort_by("row_id")
         draft = stage(
             self._out,
@@ -144,10 +171,12 @@ class PartWriter:
             requests_table(rows["row_id"], rows[REQUEST_COLUMN], rows[WORKER]),
             rows["row_id"].filter(rows[CONTROL_TEXT_COLUMN]).to_pylist(),
             rows.select(KEYS_SCHEMA.names).filter(rows[KEY_COLUMN].is_valid()),
+            _num_reused(rows),
         )
         self._deliver(part, draft)
         for row in in_memory:
             del self._rows[row.values["row_id"]]
+        self._tables = others
         self._segments.drop(part)
 
     def _part_table(self, part: Part, rows: pa.Table) -> pa.Table:
@@ -173,3 +202,24 @@ class PartWriter:
         return self._source.scan(
             list(self._table.kept), [part.rows for part in self._parts[first:]]
         )
+
+
+def _divided(tables: Sequence[pa.Table], part: Part) -> tuple[list[pa.Table], list[pa.Table]]:
+    """Rows of a part, and the others."""
+    inside, outside = list[pa.Table](), list[pa.Table]()
+    for table in tables:
+        row_ids = table["row_id"].to_numpy()
+        is_inside = (row_ids >= part.rows.start) & (row_ids < part.rows.stop)
+        for found, chosen in ((inside, is_inside), (outside, ~is_inside)):
+            if chosen.all():
+                found.append(table)
+            elif chosen.any():
+                found.append(table.filter(pa.array(chosen)))
+    return inside, outside
+
+
+def _num_reused(rows: pa.Table) -> int:
+    """Rows that are good, and that no run of this job has computed."""
+    good = pc.equal(rows["status"], "ok")
+    found: int = pc.sum(pc.and_(good, rows[REQUEST_COLUMN].is_null())).as_py() or 0
+    return found

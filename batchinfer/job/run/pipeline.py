@@ -37,6 +37,7 @@ from batchinfer.job.output.commit import publish
 from batchinfer.job.output.explode import METADATA as EXPLODED
 from batchinfer.job.output.part_writer import PartWriter
 from batchinfer.job.output.resume import RecoveredRows
+from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.finished_row import FinishedRow, failed_row
 from batchinfer.job.rows.read_prompts import read_prompts, without_text
 from batchinfer.job.rows.task import LoadedTask
@@ -62,6 +63,7 @@ def run_pipeline(
     loaded: LoadedJob | None,
     progress: Progress,
     stop: Event,
+    reuse: RowReuse | None = None,
 ) -> bool:
     """Make the parts that are not finished.
 
@@ -73,6 +75,7 @@ def run_pipeline(
         loaded: its model; None where no row has to run.
         progress: shows finished rows.
         stop: when set, the running step is the last.
+        reuse: finds rows that need not run, because another output holds them.
 
     Returns:
         Whether all parts were made.
@@ -107,7 +110,7 @@ def run_pipeline(
         at_once = recovered.crash_history.is_held
         with InFlightLog(job.out, recorder.run.run_id, at_once=at_once) as in_flight:
             rows = RowPipeline(
-                job, recovered, loaded, recorder, part_writer, in_flight, progress, stop
+                job, recovered, loaded, recorder, part_writer, in_flight, progress, stop, reuse
             )
             for ranges in recovered.phases():
                 if not rows.run(ranges):
@@ -142,14 +145,12 @@ class RowPipeline:
     in_flight: InFlightLog
     progress: Progress
     stop: Event
+    reuse: RowReuse | None
 
     def run(self, ranges: Sequence[range]) -> bool:
         """Run the rows in ``ranges``; whether they are all finished."""
         spec, context, task = self.job.spec, self.loaded.context, self.loaded.task
         ending, starved = Event(), Event()
-        batches = self._batches(
-            ranges, lambda: self.stop.is_set() or ending.is_set(), starved.is_set
-        )
         loop = EngineLoop(
             context.engine,
             task,
@@ -160,7 +161,10 @@ class RowPipeline:
             deduplicator=RequestDeduplicator(),
         )
 
-        def write(finished: TurnResult) -> None:
+        def write(finished: TurnResult | FoundRows) -> None:
+            if isinstance(finished, FoundRows):
+                self._copy(finished)
+                return
             self.recorder.add(finished.step, len(finished.rows))
             if finished.recovered is not None:
                 self.recorder.note_recovery(finished.recovered)
@@ -173,9 +177,18 @@ class RowPipeline:
 
         window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
         with (
-            Prefetcher(batches, window_batches, starved) as planned,
-            Prefetcher((batch.with_token_ids() for batch in planned), _BATCHES_READ_BACK) as rows,
             BackgroundConsumer(write, _WRITES_DUE) as writer,
+            Prefetcher(
+                self._batches(
+                    ranges,
+                    lambda: self.stop.is_set() or ending.is_set(),
+                    starved.is_set,
+                    writer.put,
+                ),
+                window_batches,
+                starved,
+            ) as planned,
+            Prefetcher((batch.with_token_ids() for batch in planned), _BATCHES_READ_BACK) as rows,
         ):
             complete = False
             try:
@@ -189,15 +202,33 @@ class RowPipeline:
                     self.loaded.processes.stop()  # what they are at may take long
             return complete
 
+    def _copy(self, found: FoundRows) -> None:
+        """Write rows whose answers another output holds."""
+        assert self.reuse is not None
+        for table in self.reuse.copied(found):
+            self.part_writer.add_table(table)
+            self.part_writer.flush_if_due()
+            self.progress.reuse(table.num_rows)
+
     def _batches(
-        self, ranges: Sequence[range], is_over: Callable[[], bool], is_starved: Callable[[], bool]
+        self,
+        ranges: Sequence[range],
+        is_over: Callable[[], bool],
+        is_starved: Callable[[], bool],
+        hand_over: Callable[[FoundRows], None],
     ) -> Iterator[RowBatch]:
-        """The rows in ``ranges``, in the order they should run, until ``is_over``."""
+        """The rows in ``ranges`` that have to run, in the order they should, until ``is_over``.
+
+        Args:
+            hand_over: takes those that need not.
+        """
         spec, parts, loaded = self.job.spec, self.recovered.parts, self.loaded
         read = self.job.source.batches(loaded.reader.columns, parts, ranges)
         rows = read_prompts(read, loaded.reader, self.in_flight.making)
         rows = takewhile(lambda _: not is_over(), rows)  # here: a window takes a while to collect
         rows = row_keys(self.job, loaded.context).with_keys(rows)
+        if self.reuse is not None:
+            rows = self.reuse.without_found(rows, hand_over)
         if "prompt" not in spec.output.include:
             rows = without_text(rows)
         return plan_windows(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -47,6 +47,8 @@ def summary_facts(
         yield SummaryLine(
             "note", "control tokens as plain text", f", in {counted_rows(rows['control_text'])}"
         )
+    if rows["reused"]:
+        yield SummaryLine("reused", counted_rows(rows["reused"]), ", not computed again")
     equal = summary["sharing"]["deduplicated_rows"]
     if equal:
         yield SummaryLine("note", f"{counted_rows(equal)} equal to others", ", not computed again")
@@ -149,6 +151,16 @@ class RunReporter:
         if len(damaged) > _MAX_DAMAGE_LINES:
             more = len(damaged) - _MAX_DAMAGE_LINES
             self.display.say("damaged_files", f"and {more:,} more files", "warning", files=more)
+
+    def note(self, line: str) -> None:
+        """A line beside the progress."""
+        if not self.quiet:
+            print_line(line, to_stderr=True)
+
+    def reused_nothing(self, lines: Iterable[str]) -> None:
+        """None of the rows was found in another output; a line for each that was looked at."""
+        for line in lines:
+            self.note(line)
 
     def other_kernels(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
         """The run computes in another way than those it goes on with."""

@@ -36,6 +36,7 @@ from batchinfer.job.output.resume import (
     refuse_unexpected_files,
 )
 from batchinfer.job.output.retry import has_errors, reopen
+from batchinfer.job.reuse.reuse import RowReuse, open_outputs
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.id_errors import store_id_errors, with_id_errors
 from batchinfer.job.run.metrics import told_metrics
@@ -151,6 +152,7 @@ def _run_opened(
     if shard is not None and not shard.parts(len(job.manifest.parts())):
         reporter.shard_without_parts(str(shard), len(job.manifest.parts()))
         return ExitCode.OK
+    outputs = open_outputs(job.spec.output.reuse, job.out)
     with claim.begun(job.manifest, if_exists) as resume, _told_live(claim.out, reporter.watched):
         job = replace(job, manifest=resume.manifest, out=claim.out)
         if retry_errors:
@@ -159,7 +161,7 @@ def _run_opened(
         if not resume.todo:
             with stop_signals() as stop:
                 return _end(job, claim, if_exists, reporter, stop)
-        return _run(job, claim, resume, if_exists, reporter, build, fleet)
+        return _run(job, claim, resume, if_exists, reporter, build, fleet, outputs)
 
 
 @contextmanager
@@ -206,8 +208,9 @@ def _run(
     reporter: RunReporter,
     build: BuildEngine | None,
     fleet: RunFleet | None,
+    outputs: Sequence[OutputDir],
 ) -> ExitCode:
-    """Make the parts that are not finished."""
+    """Make the parts that are not finished; ``outputs`` may hold rows of them."""
     recover = from_scratch if resume.starts_over else recover_rows
     with phase("reading finished rows"):
         recovered = recover(job.out, resume, job.table.generated_schema)
@@ -220,7 +223,10 @@ def _run(
     reporter.resumes(meter.before, meter.before + missing)
     loaded = None
     before = {} if resume.starts_over else kernels_of(runs_of(job.out))
+    reuse = None
     if missing and fleet is None:
+        if outputs:
+            reuse = RowReuse(outputs, job.table.generated_schema, reporter.note)
         with gc_paused():
             loaded = load(job, _like_before(build or _default_builder(), before))
         if loaded is not None:
@@ -239,7 +245,9 @@ def _run(
                 if fleet is not None and not runs_here:
                     complete = fleet(job, recovered, build, before, clear, progress, stop)
                 else:
-                    complete = run_pipeline(job, recovered, loaded, progress, stop)
+                    complete = run_pipeline(job, recovered, loaded, progress, stop, reuse)
+            if reuse is not None and not reuse.num_reused:
+                reporter.reused_nothing(reuse.why_none(job.manifest.job, missing))
             if not complete:
                 reporter.stopped(job.out, overwrites=if_exists == "overwrite")
                 return ExitCode.INTERRUPTED

@@ -40,6 +40,7 @@ _WITH_VARIABLES: tuple[KeyPath, ...] = (
     ("input", "path"),
     ("engine", "preset"),
     ("output", "path"),
+    ("output", "reuse"),
 )
 
 
@@ -107,6 +108,7 @@ def load_job(
     variables: Mapping[str, str] | None = None,
     output: str | None = None,
     limit: int | None = None,
+    reuse: Sequence[str] = (),
 ) -> JobSpec:
     """The job in the file at ``path``, its paths made absolute and its templates checked.
 
@@ -119,6 +121,7 @@ def load_job(
         variables: values for ``vars``.
         output: wins over ``output.path``; relative to the current folder.
         limit: wins over ``input.limit``.
+        reuse: added to ``output.reuse``; relative to the current folder.
 
     Raises:
         UsageError: in at most 12 lines, each naming the place, the key and what is wanted.
@@ -136,6 +139,8 @@ def load_job(
         _set_output(document, output)
     if limit is not None:
         document.set(("input", "limit"), limit, "--limit")
+    if reuse:
+        _add_reuse(document, reuse)
     if document.get(("name",)) is None:
         document.set(("name",), os.fsencode(path.stem).decode(errors="replace"), source)
     return checked_job(document, base_dir)
@@ -234,6 +239,14 @@ def _set_output(document: JobDocument, output: str) -> None:
     document.set(("output", "path"), place, "--output")
 
 
+def _add_reuse(document: JobDocument, given: Sequence[str]) -> None:
+    written = document.get(("output", "reuse"), [])
+    if not isinstance(written, list):
+        raise document.error(("output", "reuse"), " must be a list of folders")
+    places = [path if is_url(path) else os.path.abspath(path) for path in given]
+    document.set(("output", "reuse"), [*written, *places], "--reuse")
+
+
 def _apply_preset(document: JobDocument, base_dir: Path) -> None:
     engine = document.get(("engine",))
     if not isinstance(engine, dict) or "preset" not in engine:
@@ -277,7 +290,10 @@ def _with_absolute_paths(spec: JobSpec, base_dir: Path) -> JobSpec:
             "input": spec.input.model_copy(update={"path": inputs}),
             "prompt": prompt,
             "output": spec.output.model_copy(
-                update={"path": _absolute(spec.output.path, base_dir)}
+                update={
+                    "path": _absolute(spec.output.path, base_dir),
+                    "reuse": tuple(_absolute(path, base_dir) for path in spec.output.reuse),
+                }
             ),
         }
     )

@@ -180,10 +180,15 @@ class OutputSpec(_Section):
     """More to write for each row."""
     rename: Mapping[str, Text] = {}
     """Input column: its name in the output, where it collides with an output column."""
+    reuse: tuple[Text, ...] = ()
+    """Output directories of other jobs, finished or not: rows whose answers follow from the same
+    (prompt, parameters, model) are copied from there and not computed."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_place("output.path", self.path, STORES)
+        for path in self.reuse:
+            _check_place("output.reuse", path, STORES)
         if len(set(self.include)) < len(self.include):
             raise ValueError("include names something twice")
         if len(set(self.rename.values())) < len(self.rename):

@@ -76,7 +76,7 @@ def write_summary(
     for table in _summed(_batches(out, steps, (*STEP_COLUMNS, *_COMPUTED)), computed):
         _add_known(pool, table, runs)
     rows = _rows(records)
-    measured = compute_metrics(pool, sums, rows["total"], engine_wall_s(runs))
+    measured = compute_metrics(pool, sums, rows["total"] - rows["reused"], engine_wall_s(runs))
     tokens = measured["tokens"]
     # Also what was computed for rows that were then lost with their run, or made again.
     again = computed["prefill_tokens"] - tokens["prompt_computed"]
@@ -246,16 +246,18 @@ def _summed(tables: Iterable[pa.Table], sums: dict[str, int]) -> Iterator[pa.Tab
 
 
 def _rows(records: Iterable[PartRecord]) -> dict[str, Any]:
-    total = control_text = 0
+    total = control_text = reused = 0
     codes: Counter[str] = Counter()
     for record in records:
         total += record.rows
         control_text += len(record.control_text_row_ids)
+        reused += record.num_reused
         codes.update(record.error_codes)
     return {
         "total": total,
         "ok": total - codes.total(),
         "error": codes.total(),
+        "reused": reused,
         "error_codes": dict(codes.most_common()),
         "control_text": control_text,
     }

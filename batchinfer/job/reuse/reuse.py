@@ -1,0 +1,253 @@
+"""Reuse of rows that other outputs hold (``output.reuse``).
+
+Rows whose keys are in the index leave the stream of prompts, before windows are planned, and never
+reach the engine. What is left of them is where their answers are (``FoundRows``). The writing
+thread then copies the answers column by column, file after file, under the rows' new ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinfer.console.format import counted_rows, listed, printable
+from batchinfer.errors import DataError, RowError, UsageError
+from batchinfer.job.fingerprint import answer_facts, differences
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.manifest_file import is_begun
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.resume import plan_of
+from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, segment_schema
+from batchinfer.job.reuse.finished_files import FinishedFile, keyed_files
+from batchinfer.job.reuse.index import NOT_FOUND, FileNumbers, KeyIndex, RowNumbers
+from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE
+from batchinfer.requests import PromptRow
+
+MOST_FOUND = 1 << 16
+"""Rows that are found before they are copied: of those scattered over many files, as many as there
+are of each file are copied with one reading of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRows:
+    """Rows and where their answers are; arrays of one length."""
+
+    row_ids: RowNumbers
+    keys: pa.Array
+    has_control_text: npt.NDArray[np.bool_]
+    """Of the rows' own texts, which is no part of the answer."""
+    files: FileNumbers
+    sources: RowNumbers
+    """Ids of the rows in their files."""
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def of_file(self, file: int) -> FoundRows:
+        """Those whose answers are in a file."""
+        chosen = self.files == file
+        return FoundRows(
+            self.row_ids[chosen],
+            self.keys.filter(pa.array(chosen)),
+            self.has_control_text[chosen],
+            self.files[chosen],
+            self.sources[chosen],
+        )
+
+
+def _joined(found: Sequence[FoundRows]) -> FoundRows:
+    return FoundRows(
+        np.concatenate([one.row_ids for one in found]),
+        pa.concat_arrays([one.keys for one in found]),
+        np.concatenate([one.has_control_text for one in found]),
+        np.concatenate([one.files for one in found]),
+        np.concatenate([one.sources for one in found]),
+    )
+
+
+def open_outputs(paths: Sequence[str], own: OutputDir) -> list[OutputDir]:
+    """The outputs that ``output.reuse`` names.
+
+    Raises:
+        UsageError: one is no output of batchinfer, or is the one that is written.
+        StorageError: one cannot be looked at.
+    """
+    outputs = []
+    for path in paths:
+        shown = printable(path)
+        out = output_at(path)
+        if not is_begun(out):
+            raise UsageError(
+                f"output.reuse: {shown} holds no output of batchinfer",
+                hint="give the folder that output.path of the other job names",
+            )
+        if own.files.holds(own.root, str(out.manifest)):
+            raise UsageError(
+                f"output.reuse: {shown} is the output of this job",
+                hint="leave it out: a run goes on with the rows that are there",
+            )
+        outputs.append(out)
+    return outputs
+
+
+class RowReuse:
+    """The rows that some outputs hold.
+
+    Args:
+        outputs: where to look, in order.
+        generated: the generated columns of the job.
+        warn: told, in a line each, of files that are damaged.
+
+    Raises:
+        DataError: the manifest of an output is damaged.
+        StorageError: a file cannot be read.
+    """
+
+    def __init__(
+        self, outputs: Sequence[OutputDir], generated: pa.Schema, warn: Callable[[str], None]
+    ) -> None:
+        self.num_reused = 0
+        """Rows found so far."""
+        self._plans: list[tuple[OutputDir, Manifest]] = [(out, plan_of(out)) for out in outputs]
+        keyed = list(chain.from_iterable(keyed_files(out, plan) for out, plan in self._plans))
+        self._files: list[FinishedFile] = [file for file, _ in keyed]
+        self._index = KeyIndex(keys for _, keys in keyed)
+        self._is_whole: dict[int, bool] = {}
+        """Of files that were looked at."""
+        self._latest: tuple[int, pa.Table] | None = None
+        self._generated = generated
+        self._warn = warn
+
+    def without_found(
+        self,
+        batches: Iterator[list[PromptRow]],
+        hand_over: Callable[[FoundRows], None],
+        admit: Callable[[list[PromptRow]], list[PromptRow]] = lambda rows: rows,
+    ) -> Iterator[list[PromptRow]]:
+        """Rows that have to run; those that are found are handed over, many at a time.
+
+        Args:
+            batches: rows with keys.
+            admit: those of found rows that are wanted still.
+        """
+        waiting: list[FoundRows] = []
+        for batch in batches:
+            found, rest = self._split(batch, admit)
+            if len(found):
+                waiting.append(found)
+            if sum(map(len, waiting)) >= MOST_FOUND:
+                hand_over(_joined(waiting))
+                waiting.clear()
+            if rest:
+                yield rest
+        if waiting:
+            hand_over(_joined(waiting))
+
+    def copied(self, found: FoundRows) -> Iterator[pa.Table]:
+        """The rows with their answers: a table for each file, with the columns of a segment.
+
+        Raises:
+            DataError: a file is no longer what it was when they were found.
+            StorageError: one cannot be read.
+        """
+        for file in np.unique(found.files).tolist():
+            yield self._copied_from(file, found.of_file(file))
+
+    def why_none(self, facts: Mapping[str, Any], num_rows: int) -> Iterator[str]:
+        """A line for each output that says why no row was found in it.
+
+        Args:
+            facts: ``fingerprint_facts`` of this job.
+            num_rows: rows that were looked for.
+        """
+        for out, plan in self._plans:
+            none = f"0 of {counted_rows(num_rows)} reused from {printable(str(out.root))}"
+            try:
+                changed = differences(answer_facts(plan.job), answer_facts(facts))
+            except (KeyError, TypeError, AttributeError):
+                changed = {"its manifest, which is of another version": (None, None)}
+            names = [key.removeprefix("model_facts.") for key in changed]
+            if names:
+                what = "model" if all(key.startswith("model") for key in changed) else "job"
+                yield f"{none}: {what} differs: {listed(names)}"
+            elif not len(self._index):
+                yield f"{none}: its rows have no keys; versions before wrote none"
+            else:
+                yield f"{none}: prompts or sampling parameters differ"
+
+    def _split(
+        self, batch: list[PromptRow], admit: Callable[[list[PromptRow]], list[PromptRow]]
+    ) -> tuple[FoundRows, list[PromptRow]]:
+        """Rows whose answers are there, and the others."""
+        files, sources = self._index.find([row.key for row in batch])
+        for file in np.unique(files[files != NOT_FOUND]).tolist():
+            if not self._check(file):
+                files[files == file] = NOT_FOUND
+        is_found = files != NOT_FOUND
+        rest = [row for row, known in zip(batch, is_found.tolist(), strict=True) if not known]
+        rows = [row for row, known in zip(batch, is_found.tolist(), strict=True) if known]
+        files, sources = files[is_found], sources[is_found]
+        wanted = admit(rows) if rows else rows
+        if len(wanted) < len(rows):
+            kept = {row.row_id for row in wanted}
+            chosen = np.array([row.row_id in kept for row in rows])
+            files, sources = files[chosen], sources[chosen]
+        self.num_reused += len(wanted)
+        return FoundRows(
+            np.array([row.row_id for row in wanted], dtype=np.int64),
+            pa.array([row.key for row in wanted], KEY_TYPE),
+            np.array([_has_control_text(row) for row in wanted], dtype=np.bool_),
+            files,
+            sources,
+        ), rest
+
+    def _check(self, file: int) -> bool:
+        """Whether a file is what was written; if not, its rows are computed."""
+        if file not in self._is_whole:
+            try:
+                self._files[file].check()
+                self._is_whole[file] = True
+            except DataError as error:
+                self._is_whole[file] = False
+                self._warn(f"not reused, its rows are computed: {error}")
+        return self._is_whole[file]
+
+    def _copied_from(self, file: int, found: FoundRows) -> pa.Table:
+        table = self._table(file)
+        row_ids = table["row_id"].to_numpy()
+        at = np.minimum(np.searchsorted(row_ids, found.sources), max(0, len(row_ids) - 1))
+        if not len(row_ids) or not np.array_equal(row_ids[at], found.sources):
+            raise DataError(f"{self._files[file].path} lacks rows that its keys are of")
+        columns = table.take(pa.array(at)).combine_chunks()
+        schema = segment_schema(self._generated)
+        own: dict[str, pa.Array] = {
+            "row_id": pa.array(found.row_ids),
+            REQUEST_COLUMN: pa.nulls(len(found), schema.field(REQUEST_COLUMN).type),
+            CONTROL_TEXT_COLUMN: pa.array(found.has_control_text),
+            KEY_COLUMN: found.keys,
+        }
+        arrays = [own[name] if name in own else columns[name] for name in schema.names]
+        return pa.table(arrays, schema=schema)
+
+    def _table(self, file: int) -> pa.Table:
+        """The generated columns of a file, whose neighbour may be asked for next."""
+        if self._latest is None or self._latest[0] != file:
+            self._latest = None  # before the next is read: they may be large
+            try:
+                self._latest = file, self._files[file].read(self._generated.names)
+            except DataError as error:
+                raise DataError(
+                    str(error), hint="run again: what it held is then computed"
+                ) from None
+        return self._latest[1]
+
+
+def _has_control_text(row: PromptRow) -> bool:
+    return not isinstance(row.prompt, RowError) and row.prompt.has_control_text

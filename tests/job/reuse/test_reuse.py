@@ -1,0 +1,287 @@
+"""Whole jobs that reuse rows: what is computed is counted, what is written is as if all had been.
+
+The fake engine answers with the prompt, or draws by all that a draw may depend on.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.verify import verify
+from batchinfer.job.reuse.finished_files import FinishedFile
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from tests.job.datasets import flip_bit, write_parquet
+from tests.job.fakes import TellingBuild, drawn, job
+from tests.job.output.test_resume import Build, stop_at
+
+LONG = "x" * 300
+"""A prompt that the fake model, of 256 tokens, has no room for."""
+DRAW = {"temperature": 1.0, "max_tokens": 6}
+
+
+class Story:
+    """One job after the other over the rows of ``tmp_path/in``."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.path = tmp_path
+
+    def write(self, prompts: list[str], name: str = "a", **columns: Any) -> None:
+        columns = {"prompt": prompts, "n": list(range(len(prompts))), **columns}
+        write_parquet(self.path / "in" / f"{name}.parquet", columns)
+
+    def spec(self, out: str, reuse: tuple[str, ...] = (), **sections: Any) -> JobSpec:
+        output = {
+            "path": str(self.path / out),
+            "reuse": [str(self.path / name) for name in reuse],
+            **sections.pop("output", {}),
+        }
+        return job(self.path, output=output, **sections)
+
+    def run(
+        self, out: str, *reuse: str, build: TellingBuild | None = None, **sections: Any
+    ) -> list[int]:
+        """Run a job into ``out``; the rows that its engine was given."""
+        build = build or TellingBuild()
+        spec = self.spec(out, reuse, **sections)
+        assert run_job(spec, build=build, quiet=True) is ExitCode.OK
+        return sorted(build.ran)
+
+    def check(self, out: str, **sections: Any) -> None:
+        """The output is whole, and its parts are those of a run that computes every row."""
+        build = sections.pop("build", None)
+        self.run(f"{out}-fresh", build=build, **sections)
+        assert self.data(out) == self.data(f"{out}-fresh")
+        assert not verify(output_at(str(self.path / out))).problems
+
+    def data(self, out: str) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (self.path / out / "data").iterdir()}
+
+    def summary(self, out: str) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.path / out / "summary.json").read_bytes())
+        return summary
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Story:
+    return Story(tmp_path)
+
+
+def numbered(count: int, start: int = 0) -> list[str]:
+    return [f"{row} is a number" for row in range(start, start + count)]
+
+
+def test_appended_rows_and_files(story: Story) -> None:
+    story.write(numbered(25))
+    assert story.run("one") == list(range(25))
+    story.write(numbered(28))
+    story.write(numbered(5, start=100), name="b")
+    assert story.run("two", "one") == list(range(25, 33))
+    story.check("two")
+    rows = story.summary("two")["rows"]
+    assert (rows["total"], rows["ok"], rows["reused"]) == (33, 33, 25)
+
+
+def test_counts_are_of_what_was_computed(story: Story) -> None:
+    story.write(numbered(25))
+    story.run("out")
+    story.write(numbered(28))
+    (story.path / "out").rename(story.path / "one")
+    story.run("out", "one")
+    tokens = story.summary("out")["tokens"]
+    assert tokens["prompt"] == sum(map(len, numbered(28)[25:]))
+    assert tokens["prompt"] == tokens["prompt_computed"] + tokens["prompt_cached"]
+    steps = pq.read_table(story.path / "out" / "stats" / "steps.parquet")
+    computed = tokens["prompt_computed"] + tokens["recomputed"]
+    assert sum(steps["prefill_tokens"].to_pylist()) == computed
+    assert tokens["output"] == 3 * 8
+    requests = pq.read_table(story.path / "out" / "stats" / "requests.parquet")
+    assert requests["row_id"].to_pylist() == [25, 26, 27]
+
+
+def test_mended_prompts(story: Story) -> None:
+    prompts = numbered(25)
+    prompts[3] = ""
+    story.write(prompts)
+    lenient = {"errors": {"max_error_rate": 1.0}}
+    story.run("one", **lenient)
+    prompts[3], prompts[7] = "mended", "other"
+    story.write(prompts)
+    assert story.run("two", "one", **lenient) == [3, 7]
+    story.check("two", **lenient)
+
+
+def test_some_rows_and_then_all(story: Story) -> None:
+    story.write(numbered(25))
+    assert story.run("one", input={"limit": 12}) == list(range(12))
+    assert story.run("two", "one") == list(range(12, 25))
+    story.check("two")
+
+
+def test_other_parts_other_filter_other_order_exploded(story: Story) -> None:
+    story.write(numbered(25))
+    n = {"sampling": {"n": 2}}
+    story.run("one", output={"rows_per_part": 4}, **n)
+    story.write(numbered(25)[::-1])
+    assert story.run("two", "one", output={"rows_per_part": 7, "explode": True}, **n) == []
+    story.check("two", output={"rows_per_part": 7, "explode": True}, **n)
+    filtered = {"input": {"filter": "n % 3 = 1"}}
+    assert story.run("three", "two", **n, **filtered) == []  # out of an exploded output
+    story.check("three", **n, **filtered)
+
+
+def test_a_key_that_touches_few_rows(story: Story) -> None:
+    prompts = numbered(25)
+    prompts[5] = LONG
+    story.write(prompts)
+    lenient: dict[str, Any] = {"errors": {"max_error_rate": 1.0}}
+    story.run("one", **lenient)
+    cut = {**lenient, "prompt": {"on_too_long": "truncate_left"}}
+    assert story.run("two", "one", **cut) == [5]
+    story.check("two", **cut)
+
+
+def test_samples_that_moved(story: Story) -> None:
+    """Keyed by position, what moved is drawn again; where it draws by its own seed, it is not."""
+    story.write(numbered(20), sampling_params=[None] * 18 + ['{"seed": 5}'] * 2)
+    draw = {"sampling": DRAW}
+    story.run("one", build=TellingBuild(next_token=drawn), **draw)
+    story.write(["new", *numbered(20)], sampling_params=[None] * 19 + ['{"seed": 5}'] * 2)
+    build = TellingBuild(next_token=drawn)
+    assert story.run("two", "one", build=build, **draw) == list(range(19))
+    story.check("two", build=TellingBuild(next_token=drawn), **draw)
+
+
+def test_two_outputs(story: Story) -> None:
+    story.write(numbered(10))
+    story.run("one")
+    story.write(numbered(10, start=5))
+    story.run("two")
+    story.write(numbered(20))
+    assert story.run("three", "one", "two") == list(range(15, 20))
+    story.check("three")
+    assert story.run("four", "two", "three") == []  # what was copied can be copied
+
+
+def test_what_an_interrupted_run_has_finished(story: Story) -> None:
+    story.write(numbered(40))
+    stopped = Build(stop_at(60))
+    one = story.spec("one", output={"rows_per_part": 16}, engine={"order": "input"})
+    assert run_job(one, build=stopped, quiet=True) is ExitCode.INTERRUPTED
+    segments = sorted((story.path / "one" / "_batchinfer" / "segments").iterdir())
+    parts = sorted((story.path / "one" / "data").iterdir())
+    assert segments
+    assert parts
+    done = pa.concat_tables(pq.read_table(path, columns=["row_id"]) for path in (*segments, *parts))
+    expected = sorted(set(range(40)) - set(done["row_id"].to_pylist()))
+    assert 0 < len(expected) < 40
+    assert story.run("two", "one") == expected
+    story.check("two")
+
+
+def test_a_run_that_is_stopped_goes_on_and_reuses(story: Story) -> None:
+    story.write(numbered(40))
+    story.run("one", input={"limit": 20})
+    two = story.spec("two", ("one",))
+    stopped = Build(stop_at(12))
+    assert run_job(two, build=stopped, quiet=True) is ExitCode.INTERRUPTED
+    again = Build()
+    assert run_job(two, build=again, quiet=True) is ExitCode.OK
+    assert {*stopped.ran, *again.ran} == set(range(20, 40))
+    story.check("two")
+
+
+@pytest.mark.parametrize("file", ["keys", "data"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+def test_damaged_files_are_not_reused(
+    story: Story, file: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.write(numbered(25))
+    story.run("one")
+    folder = story.path / "one" if file == "data" else story.path / "one" / "_batchinfer"
+    path = folder / file / "part-00001.parquet"
+    if damage == "flip":
+        flip_bit(path, 40)
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    build = TellingBuild()
+    assert run_job(story.spec("two", ("one",)), build=build) is ExitCode.OK
+    assert sorted(build.ran) == list(range(10, 20))
+    assert (str(path) in capsys.readouterr().err) == (file == "data")
+    story.check("two")
+
+
+def test_a_file_that_changes_while_it_is_reused_ends_the_run_and_not_the_next(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story.write(numbered(25))
+    story.run("one")
+    check = FinishedFile.check
+
+    def rot_after(self: FinishedFile) -> None:
+        check(self)
+        flip_bit(Path(self.path), 40)
+
+    monkeypatch.setattr(FinishedFile, "check", rot_after)
+    with pytest.raises(DataError, match=r"part-00000\.parquet.* hash differs"):
+        story.run("two", "one")
+    monkeypatch.undo()
+    assert story.run("two", "one") == list(range(25))
+    story.check("two")
+
+
+def test_output_of_before_has_no_keys(story: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    story.write(numbered(25))
+    story.run("one")
+    for path in (story.path / "one" / "_batchinfer" / "parts").iterdir():
+        record = json.loads(path.read_bytes())
+        del record["keys_sha256"], record["num_reused"]
+        path.write_text(json.dumps(record))
+    build = TellingBuild()
+    assert run_job(story.spec("two", ("one",)), build=build) is ExitCode.OK
+    assert len(build.ran) == 25
+    assert "0 of 25 rows reused" in (said := capsys.readouterr().err)
+    assert "no keys" in said
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"engine": {"deterministic": True}}, "job differs: engine.deterministic"),
+        ({"model": {"dtype": "float16"}}, "model differs: model.dtype"),
+        ({"sampling": {"n": 2}}, "prompts or sampling parameters differ"),
+    ],
+)
+def test_of_another_model_nothing_is_reused_and_a_line_says_why(
+    story: Story, sections: Any, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.write(numbered(5))
+    story.run("one")
+    assert run_job(story.spec("two", ("one",), **sections), build=TellingBuild()) is ExitCode.OK
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert f"0 of 5 rows reused from {story.path / 'one'}: {named}" in said
+    assert story.summary("two")["rows"]["reused"] == 0
+
+
+def test_what_is_no_output_is_refused_by_name(story: Story) -> None:
+    story.write(numbered(5))
+    (story.path / "empty").mkdir()
+    build = TellingBuild()
+    for name in ("empty", "missing"):
+        with pytest.raises(UsageError, match=f"{name} holds no output of batchinfer"):
+            run_job(story.spec("two", (name,)), build=build, quiet=True)
+    story.run("one")
+    assert not (story.path / "two").exists()
+    with pytest.raises(UsageError, match="one is the output of this job"):
+        run_job(story.spec("one", ("one",), input={"limit": 3}), build=build, overwrite=True)
+    assert not build.count
