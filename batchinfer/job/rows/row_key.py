@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from hashlib import blake2b
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.config import SamplingParams
+from batchinfer.engine.request import TokenIds
 from batchinfer.errors import RowError
 from batchinfer.job.fingerprint import adapter_digests, answer_facts, digest
 from batchinfer.requests import BASE_MODEL, PromptRow
@@ -38,6 +39,7 @@ NO_KEYS = KEYS_SCHEMA.empty_table()
 _VERSION = b"batchinfer row 1"
 _HEAD = struct.Struct("<iiQQ??")
 """Most output tokens, prompt tokens, seed, stream; whether it draws, whether it was cut."""
+_INT = np.dtype("<i4")
 _LENGTH = struct.Struct("<i")
 _MOST_KEPT = 1024
 """Parameters whose text, or whose part of the hash, is kept: rows often repeat each other."""
@@ -106,7 +108,9 @@ class RowKeys:
     def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
         """Rows with their keys; those that cannot run have none."""
         for batch in batches:
-            yield [replace(row, key=self.of(row)) for row in batch]
+            for row in batch:  # nobody else's yet: a copy would take longer than the key
+                object.__setattr__(row, "key", self.of(row))
+            yield batch
 
     def of(self, row: PromptRow) -> bytes | None:
         """The key of a row, 16 bytes; None for one that cannot run."""
@@ -115,7 +119,7 @@ class RowKeys:
             return None
         key = self._begin(row)
         key.update(self._head(row, prompt))
-        key.update(np.ascontiguousarray(prompt.token_ids, dtype="<i4").data)
+        key.update(_data(prompt.token_ids))
         if isinstance(prompt, ScoredPrompt):
             _add_completions(key, prompt)
         # Of one that was cut, the token ids are written.
@@ -153,6 +157,10 @@ class RowKeys:
 
 def _add_completions(key: blake2b, prompt: ScoredPrompt) -> None:
     lengths = [len(prompt.completions), *map(len, prompt.completions)]
-    key.update(np.array(lengths, dtype="<i4").data)
+    key.update(np.array(lengths, _INT).data)
     for completion in prompt.completions:
-        key.update(np.ascontiguousarray(completion, dtype="<i4").data)
+        key.update(_data(completion))
+
+
+def _data(token_ids: TokenIds) -> memoryview:
+    return np.ascontiguousarray(token_ids, _INT).data

@@ -1,0 +1,162 @@
+"""A large job that finds nearly all of its rows in the output of another; no model.
+
+    python benchmarks/reuse.py [--rows 1000000] [--new 1000] [--folder DIR] [--json FILE]
+
+A job of ``--rows`` short prompts is run on a runner that computes nothing. Then two jobs reuse its
+output: one whose input has ``--new`` rows more at its end, and one in which as many rows, drawn at
+random, are others, so that every part waits for some. Prints, for each job, seconds of wall and of
+processor time of this process and its children, the rows computed, what their keys took as a share
+of the job's processor time, and bytes a row of keys on disk and in the index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from million_rows import PROMPT, ROWS_PER_FILE, SwappingStub, build
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.job import Job
+from batchinfer.job.reuse import reuse
+from batchinfer.job.reuse.index import KeyIndex
+from batchinfer.job.rows.row_key import RowKeys
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.requests import PromptRow
+
+_BLOCKS = 4096
+
+
+class TimedKeys(RowKeys):
+    """Adds up the processor time that keys take."""
+
+    seconds = 0.0
+
+    def with_keys(self, batches: Iterator[list[PromptRow]]) -> Iterator[list[PromptRow]]:
+        """Rows with their keys."""
+        for batch in batches:
+            began = time.thread_time()
+            (keyed,) = super().with_keys(iter([batch]))
+            TimedKeys.seconds += time.thread_time() - began
+            yield keyed
+
+
+def write_input(folder: Path, prompts: list[str]) -> None:
+    """Prompts in files of ``ROWS_PER_FILE`` rows."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for first in range(0, len(prompts), ROWS_PER_FILE):
+        table = pa.table({"prompt": prompts[first : first + ROWS_PER_FILE]})
+        pq.write_table(table, folder / f"{first:08d}.parquet", row_group_size=10_000)
+
+
+def spec(folder: Path, out: str, *others: str) -> JobSpec:
+    """A job over ``folder/in``."""
+    return JobSpec.model_validate(
+        {
+            "model": {"name": "stub"},
+            "input": {"path": str(folder / "in")},
+            "prompt": {"column": "prompt", "chat_template": "none"},
+            "sampling": {"max_tokens": 4, "temperature": 0.0},
+            "engine": {"max_num_seqs": 1024, "num_kv_blocks": _BLOCKS},
+            "output": {
+                "path": str(folder / out),
+                "reuse": [str(folder / other) for other in others],
+            },
+            "stats": {"every_steps": 20},
+        }
+    )
+
+
+def processor_s() -> float:
+    """Processor time of this process and of the children that have ended."""
+    times = psutil.Process().cpu_times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def measured(folder: Path, out: str, *others: str) -> dict[str, Any]:
+    """Run a job; what it took."""
+    TimedKeys.seconds = 0.0
+    before, began = processor_s(), time.perf_counter()
+    stub = partial(build, SwappingStub(1 << 20))
+    code = run_job(spec(folder, out, *others), build=stub, quiet=True)
+    wall_s, cpu_s = time.perf_counter() - began, processor_s() - before
+    assert code is ExitCode.OK
+    rows = json.loads((folder / out / "summary.json").read_bytes())["rows"]
+    keys = (folder / out / "_batchinfer" / "keys").iterdir()
+    return {
+        "rows": rows["total"],
+        "computed": rows["total"] - rows["reused"],
+        "wall_s": round(wall_s, 2),
+        "processor_s": round(cpu_s, 2),
+        "key_us_per_row": round(TimedKeys.seconds / rows["total"] * 1e6, 2),
+        "key_share": round(TimedKeys.seconds / cpu_s, 4),
+        "key_bytes_per_row": round(sum(p.stat().st_size for p in keys) / rows["total"], 1),
+    }
+
+
+def timed_row_keys(job: Job, context: Any) -> RowKeys:
+    """In place of ``job.row_keys``."""
+    return TimedKeys(job.manifest.job, context.max_model_len, context.adapters)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--new", type=int, default=1_000)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="reuse-"))
+    from batchinfer.job.run import pipeline
+
+    pipeline.row_keys = timed_row_keys
+    index_bytes: list[float] = []
+
+    class Measured(KeyIndex):
+        def __init__(self, files: Any) -> None:
+            super().__init__(files)
+            index_bytes.append(self.nbytes / max(1, len(self)))
+
+    reuse.KeyIndex = Measured  # type: ignore[misc]
+    prompts = [PROMPT.format(row=row) for row in range(options.rows)]
+    new = [f"A new question, number {row}" for row in range(options.new)]
+    found: dict[str, Any] = {"cores": os.cpu_count()}
+    try:
+        write_input(folder / "in", prompts)
+        found["all computed"] = measured(folder, "first")
+        print(json.dumps(found), flush=True)
+        write_input(folder / "in", [*prompts, *new])
+        found["appended"] = measured(folder, "appended", "first")
+        print(json.dumps(found["appended"]), flush=True)
+        shutil.rmtree(folder / "appended")
+        places = np.random.default_rng(0).choice(options.rows, options.new, replace=False)
+        for place, prompt in zip(places.tolist(), new, strict=True):
+            prompts[place] = prompt
+        write_input(folder / "in", prompts)
+        found["scattered"] = measured(folder, "scattered", "first")
+        print(json.dumps(found["scattered"]), flush=True)
+    finally:
+        if options.folder is None:
+            shutil.rmtree(folder)
+    found["index_bytes_per_row"] = index_bytes[-1]
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
