@@ -206,6 +206,9 @@ class _JsonProgress:
     def fail(self, rows: int) -> None:
         self._meter.failed += rows
 
+    def reuse(self, rows: int) -> None:
+        self._meter.reused += rows
+
     def note(self, text: str) -> None:
         self._meter.note = text
 

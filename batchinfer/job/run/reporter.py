@@ -154,8 +154,7 @@ class RunReporter:
 
     def note(self, line: str) -> None:
         """A line beside the progress."""
-        if not self.quiet:
-            print_line(line, to_stderr=True)
+        self.display.say("note", line)
 
     def reused_nothing(self, lines: Iterable[str]) -> None:
         """None of the rows was found in another output; a line for each that was looked at."""
