@@ -42,6 +42,7 @@ from batchinfer.job.run_ids import run_id
 STOP_S = 4.0
 """How long workers have to put everything on disk when the job stops."""
 _WAIT_S = 0.2
+_SOON_S = 0.02
 _OF_ITS_NODE = (DeviceError.__name__, StorageError.__name__)
 """What a worker may fail of that others do not: its device, its disks."""
 
@@ -116,7 +117,8 @@ class FleetDriver:
 
     def _turn(self) -> None:
         now = self.clock()  # whoever has told something until then is heard before it is judged
-        for event in self.workers.wait(_WAIT_S):
+        # Nobody tells that a part is published; the last one ends the job.
+        for event in self.workers.wait(_SOON_S if self._ledger.num_unpublished else _WAIT_S):
             self._handle(event)
         self._take_published()
         if not self._has_begun:

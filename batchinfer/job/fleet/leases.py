@@ -83,7 +83,8 @@ class LeaseLedger:
         self._free = [part.index for part in parts]  # ascending, and so a heap
         self._queued = set(self._free)
         self._is_published: set[int] = set()
-        self._num_unpublished = 0
+        self.num_unpublished = 0
+        """Drafts that wait to be published."""
         self._num_left = len(self._parts)
         self._latest_fence = 0
         self.rows_unleased = sum(count_rows(self._rows_at_first(index)) for index in self._free)
@@ -97,7 +98,7 @@ class LeaseLedger:
     @property
     def is_blocked(self) -> bool:
         """Whether nothing is leased until drafts have been published."""
-        return self._num_unpublished >= MAX_UNPUBLISHED
+        return self.num_unpublished >= MAX_UNPUBLISHED
 
     @property
     def has_free(self) -> bool:
@@ -193,7 +194,7 @@ class LeaseLedger:
         if fence not in self._leases or state is None or state.maker != fence or state.is_drafted:
             return False
         state.is_drafted = True
-        self._num_unpublished += 1
+        self.num_unpublished += 1
         return True
 
     def published(self, index: int) -> None:
@@ -201,7 +202,7 @@ class LeaseLedger:
         assert self._states[index].is_drafted
         del self._states[index]
         self._is_published.add(index)
-        self._num_unpublished -= 1
+        self.num_unpublished -= 1
         self._num_left -= 1
 
     def end(self, fence: int) -> bool:
@@ -250,7 +251,7 @@ class LeaseLedger:
                 assert not state.aside
             unleased += count_rows(state.unleased)
         drafted = sum(state.is_drafted for state in self._states.values())
-        assert drafted == self._num_unpublished
+        assert drafted == self.num_unpublished
         assert unleased == self.rows_unleased
 
     def _lease(self, worker: str, wanted: Sequence[tuple[int, RowIds | None]]) -> Lease:
