@@ -14,22 +14,19 @@ before still run. What is told to the driver is collected until it asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock
 
-from batchinfer.console.meter import Counts
-from batchinfer.engine.stats import StepStats
 from batchinfer.errors import JobError, StorageError, UsageError
 from batchinfer.job.fleet.files.outbox import Outbox
 from batchinfer.job.fleet.lease_run import LeaseRun
-from batchinfer.job.fleet.messages import Assignment, Failure, WorkerReport
+from batchinfer.job.fleet.messages import Assignment, Failure
+from batchinfer.job.fleet.worker_reports import WorkerReports
 from batchinfer.job.input.format import BATCH_ROWS
 from batchinfer.job.job import LoadedJob, OutputJob, row_keys
-from batchinfer.job.output.commit import Draft
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse, open_outputs
 from batchinfer.job.row_ids import RowIds
 from batchinfer.job.rows.read_prompts import read_prompts, without_text
@@ -63,7 +60,7 @@ class FleetWorker:
     """
 
     def __init__(self, job: OutputJob, loaded: LoadedJob, run_id: str, outbox: Outbox) -> None:
-        self.outbox = outbox
+        self._reports = WorkerReports(outbox, self._num_unadmitted)
         self._job = job
         self._loaded = loaded
         self._run_id = run_id
@@ -88,7 +85,7 @@ class FleetWorker:
     def take_back(self, *, everything: bool) -> None:
         """Give rows back that the engine has not got: half of them, or all."""
         if self._writer is None:  # it has not taken up the first lease yet
-            self.outbox.tell(lambda report: replace(report, given_back=(*report.given_back, ())))
+            self._reports.gave_back(())
         else:
             self._writer.put(partial(self._answer, everything))
 
@@ -107,12 +104,12 @@ class FleetWorker:
             with InFlightLog(self._job.out, self._run_id) as in_flight:
                 self._run(in_flight)
         except JobError as error:
-            self._end(Failure(type(error).__name__, str(error)))
+            self._reports.is_over(Failure(type(error).__name__, str(error)))
         except BaseException as error:
-            self._end(Failure("", repr(error)))
+            self._reports.is_over(Failure("", repr(error)))
             raise
         else:
-            self._end(None)
+            self._reports.is_over(None)
 
     def _begun_recorder(self) -> Recorder:
         out = self._job.out
@@ -134,16 +131,13 @@ class FleetWorker:
                 log(f"output.reuse: nothing of {path} is reused by this worker: {error}")
         return RowReuse(outputs, self._job.table.generated_schema, log) if outputs else None
 
-    def _end(self, failure: Failure | None) -> None:
-        self.outbox.tell(lambda report: replace(report, failure=failure, is_over=True))
-
     def _run(self, in_flight: InFlightLog) -> None:
         spec, context = self._job.spec, self._loaded.context
         starved = Event()
         loop = EngineLoop(
             context.engine,
             self._loaded.task,
-            self,
+            self._reports,
             self._stop,
             # Nobody can take back what the engine has: half of what runs is queued, not twice it.
             max_waiting=max(1, spec.engine.max_num_seqs // 2),
@@ -201,8 +195,8 @@ class FleetWorker:
             assignment,
             self._metadata,
             self._recorder.checkpoint,
-            self._deliver,
-            self._wrote,
+            self._reports.staged,
+            self._reports.wrote,
         )
 
     def _planned(
@@ -238,9 +232,8 @@ class FleetWorker:
         assert self._reuse is not None
         for table in self._reuse.copied(found):
             lease.add_table(table)
-            self.reuse(table.num_rows)
-        left = self._num_unadmitted()
-        self.outbox.tell(lambda report: replace(report, num_unadmitted=left), urgent=not left)
+            self._reports.reuse(table.num_rows)
+        self._reports.admitted()
         self._end_finished()
 
     def _while_needed(
@@ -254,11 +247,7 @@ class FleetWorker:
 
     def _begin(self, lease: LeaseRun) -> None:
         lease.begin(lambda row_id: fail_row(self._job, row_id, QUARANTINED))
-        self.outbox.tell(
-            lambda report: replace(
-                report, latest_fence=lease.fence, num_unadmitted=self._num_unadmitted()
-            )
-        )
+        self._reports.took(lease.fence)
         self._end_finished()
 
     def _write(self, item: _Write) -> None:
@@ -273,7 +262,7 @@ class FleetWorker:
             row = finish_row(self._job, self._loaded.task, result)
             lease.add(row)
             if row.has_failed:
-                self.fail(1)
+                self._reports.fail(1)
         for lease in self._leases:
             lease.flush_if_due()
         self._end_finished()
@@ -284,7 +273,7 @@ class FleetWorker:
             lease.flush()
             with self._leases_lock:
                 self._leases = tuple(other for other in self._leases if other is not lease)
-            self.outbox.tell(partial(_with_ended, lease.fence))
+            self._reports.ended(lease.fence)
 
     def _answer(self, everything: bool) -> None:
         """Give back rows that the engine has not got: all, or half of them."""
@@ -296,13 +285,7 @@ class FleetWorker:
             if len(rows):
                 left -= len(rows)
                 answer.append((lease.fence, rows))
-        self.outbox.tell(
-            lambda report: replace(
-                report,
-                given_back=(*report.given_back, tuple(answer)),
-                num_unadmitted=self._num_unadmitted(),
-            )
-        )
+        self._reports.gave_back(answer)
         self._end_finished()
 
     def _num_unadmitted(self) -> int:
@@ -312,47 +295,8 @@ class FleetWorker:
         """Those of a lease's rows that have not been given back; in the engine's thread."""
         kept = lease.admit(rows)
         self._admitted.update((row.row_id, lease) for row in kept)
-        left = self._num_unadmitted()
-        self.outbox.tell(lambda report: replace(report, num_unadmitted=left), urgent=not left)
+        self._reports.admitted()
         return kept
-
-    def update(self, added: Counts, stats: StepStats | None) -> None:
-        """Count what a step has finished; as ``Progress`` has it."""
-        use = stats.kv_blocks_used / max(1, stats.kv_blocks_total) if stats else 0.0
-        self.outbox.tell(
-            lambda report: replace(report, counts=report.counts + added, pool_use=use),
-            urgent=False,
-        )
-
-    def fail(self, rows: int) -> None:
-        """Count rows that ended in an error; as ``Progress`` has it."""
-        self._count(Counts(failed=rows))
-
-    def reuse(self, rows: int) -> None:
-        """Count rows that were copied; as ``Progress`` has it."""
-        self._count(Counts(reused=rows))
-
-    def _count(self, added: Counts) -> None:
-        self.outbox.tell(lambda report: replace(report, counts=report.counts + added), urgent=False)
-
-    def note(self, text: str) -> None:
-        """Nothing is shown here."""
-
-    def close(self) -> None:
-        """Nothing is shown here."""
-
-    def _deliver(self, draft: Draft) -> None:
-        self.outbox.tell(lambda report: replace(report, drafts=(*report.drafts, draft)))
-
-    def _wrote(self, name: str, groups: Mapping[int, int]) -> None:
-        self.outbox.tell(
-            lambda report: replace(report, segments={**report.segments, name: groups}),
-            urgent=False,
-        )
-
-
-def _with_ended(fence: int, report: WorkerReport) -> WorkerReport:
-    return replace(report, ended=(*report.ended, fence))
 
 
 def _read_back(planned: _Planned) -> tuple[LeaseRun, list[PromptRow]]:
