@@ -108,6 +108,7 @@ output:
   reuse: []
 errors: {max_error_rate: 0.01}
 stats: {every_steps: 1}
+on_end: {webhook: null, command: null}
 """
 """Every key of the job file, with its default where there is one."""
 

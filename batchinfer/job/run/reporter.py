@@ -194,6 +194,7 @@ class RunReporter:
 
     def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
         """The parts of the job are made: write the report, show the summary."""
+        self.watched.summary = summary
         lines = list(warnings)
         with phase("drawing the report"):
             reported = self.report is not None and self.report(out, lines.append)

@@ -40,6 +40,7 @@ from batchinfer.job.reuse.reuse import RowReuse, open_outputs
 from batchinfer.job.row_ids import Part
 from batchinfer.job.run.id_errors import store_id_errors, with_id_errors
 from batchinfer.job.run.metrics import told_metrics
+from batchinfer.job.run.on_end import telling_at_end
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.reporter import Report, RunReporter
 from batchinfer.job.run.threads import Repeater
@@ -120,9 +121,13 @@ def run_job(
     with Phases(display.phases) as phases:
         watched = WatchedRun(spec.name, phases)
         with told_metrics(metrics, watched, display):
-            job = _open(spec, output_at(spec.output.path), combined_output)
             reporter = RunReporter(watched, display, as_json, report)
-            return _run_opened(job, if_exists, reporter, retry_errors, shard, build, fleet)
+
+            def run() -> ExitCode:
+                job = _open(spec, output_at(spec.output.path), combined_output)
+                return _run_opened(job, if_exists, reporter, retry_errors, shard, build, fleet)
+
+            return telling_at_end(spec, watched, display, run, alone=shard is None)
 
 
 def _run_opened(

@@ -84,8 +84,9 @@ class JobDocument:
         Raises:
             UsageError: not an assignment, or no value.
         """
-        origin = printable(option or f"--set {assignment}", 80)
         keys, equals, value = assignment.partition("=")
+        shown = f"{keys}=\N{HORIZONTAL ELLIPSIS}" if keys.startswith("on_end") else assignment
+        origin = printable(option or f"--set {shown}", 80)
         path: KeyPath = tuple(part.strip() for part in keys.split("."))
         if not equals:
             raise UsageError(f"{origin}: has no =; write --set {printable(keys, 60)}=VALUE")

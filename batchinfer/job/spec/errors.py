@@ -21,6 +21,7 @@ from batchinfer.config import (
 from batchinfer.console.format import format_value, listed, nearest, printable
 from batchinfer.errors import NotYetError, UsageError
 from batchinfer.job.spec.document import JobDocument, dotted
+from batchinfer.job.spec.on_end import HIDDEN, OnEndSpec
 from batchinfer.job.spec.spec import (
     ErrorsSpec,
     InputSpec,
@@ -74,6 +75,7 @@ def known_keys() -> dict[str, tuple[str, ...]]:
         "errors": _names(ErrorsSpec),
         "stats": _names(StatsSpec),
         "scale": _names(ScaleSpec),
+        "on_end": _names(OnEndSpec),
     }
 
 
@@ -122,7 +124,7 @@ def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument
     if is_unknown_key(found[0]):
         return _Problem(origin, f"unknown key {key}{_suggestion(path)}")
     expected = " or ".join(dict.fromkeys(_expectations(found)))
-    value = format_value(document.get(path))
+    value = HIDDEN if path[:1] == ("on_end",) else format_value(document.get(path))
     return _Problem(origin, f"{key} is {value}; it must be {expected}")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from batchinfer.config import (
     QUANTIZATIONS,
@@ -25,6 +25,8 @@ from batchinfer.config import (
     field_names,
 )
 from batchinfer.console.format import printable
+from batchinfer.job.spec.on_end import OnEndSpec
+from batchinfer.job.spec.section import Section
 from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec, check_task
 from batchinfer.job.storage.urls import STORES
 
@@ -60,15 +62,7 @@ def _check_place(key: str, path: str, stores: Collection[str] = ()) -> None:
     raise ValueError(f"{key}: {match.group()} is not a place this version can use; give a path")
 
 
-class _Section(BaseModel):
-    """Frozen; unknown keys are errors."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True
-    )
-
-
-class ModelSpec(_Section):
+class ModelSpec(Section):
     """The model and how its weights are loaded."""
 
     name: Text
@@ -124,7 +118,7 @@ class ModelSpec(_Section):
         return (names,) if isinstance(names, str) else names
 
 
-class InputSpec(_Section):
+class InputSpec(Section):
     """The rows to run."""
 
     path: str | tuple[str, ...]
@@ -163,7 +157,7 @@ class InputSpec(_Section):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
-class OutputSpec(_Section):
+class OutputSpec(Section):
     """Where the answers go and what comes with them."""
 
     path: Text
@@ -202,21 +196,21 @@ class OutputSpec(_Section):
         return (*self.include, "logprobs") if adds_logprobs else self.include
 
 
-class ErrorsSpec(_Section):
+class ErrorsSpec(Section):
     """How many bad rows are too many."""
 
     max_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
     """Share of rows that may end in an error; more: the job ends with exit code 3."""
 
 
-class StatsSpec(_Section):
+class StatsSpec(Section):
     """What is recorded about the run."""
 
     every_steps: int = Field(default=1, ge=1)
     """Write every so manieth engine step to stats/steps.parquet."""
 
 
-class ScaleSpec(_Section):
+class ScaleSpec(Section):
     """How many workers share the job, and where they run. Needs ``batchinfer[ray]``."""
 
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
@@ -271,7 +265,7 @@ def _check_messages(prompt: PromptConfig) -> PromptConfig:
     return prompt
 
 
-class JobSpec(_Section):
+class JobSpec(Section):
     """A batchinfer job."""
 
     version: Annotated[
@@ -299,6 +293,7 @@ class JobSpec(_Section):
     errors: ErrorsSpec = ErrorsSpec()
     stats: StatsSpec = StatsSpec()
     scale: ScaleSpec = ScaleSpec()
+    on_end: OnEndSpec = OnEndSpec()
 
     @property
     def task_spec(self) -> TaskSpec:
@@ -342,5 +337,6 @@ class JobSpec(_Section):
 
 
 def resolved(spec: JobSpec) -> dict[str, Any]:
-    """Every key of the job with its value, defaults included, as JSON data."""
+    """Every key of the job with its value, defaults included, as JSON data; no secrets of
+    ``on_end``."""
     return spec.model_dump(mode="json")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import NonNegativeFloat, NonNegativeInt, TypeAdapter
 
@@ -40,6 +40,8 @@ class WatchedRun:
     phases: Phases
     meter: Meter | None = None
     """None before it is known what there is to run."""
+    summary: Mapping[str, Any] | None = None
+    """Of the job, once this run has ended it."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,178 @@
+"""``on_end``: tells a webhook or a command how a run ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from queue import Empty, Queue
+from threading import Thread
+
+from batchinfer.console.display import Display
+from batchinfer.errors import ExitCode, JobError
+from batchinfer.job.spec.on_end import OnEndSpec
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.live import WatchedRun
+
+LIMIT_S = 30.0
+_OUTCOMES = {
+    ExitCode.OK: "succeeded",
+    ExitCode.TOO_MANY_ROW_ERRORS: "too_many_errors",
+    ExitCode.INTERRUPTED: "stopped",
+}
+_STDERR = 2
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended, as it is told."""
+
+    job: str
+    outcome: str
+    """``succeeded``, ``too_many_errors``, ``stopped`` or ``failed``."""
+    exit_code: int
+    output: str
+    """The output directory, or its URL."""
+    summary: str | None
+    """``summary.json`` of a job that has ended; None: it has not."""
+    rows: Mapping[str, int] | None
+    """``total``, ``finished`` and ``error``, of all runs; of one that was stopped or failed,
+    ``error`` is of that run. None: it was not known yet."""
+    error: str | None
+    """What went wrong, of a run that failed."""
+
+
+def telling_at_end(
+    spec: JobSpec,
+    watched: WatchedRun,
+    display: Display,
+    run: Callable[[], ExitCode],
+    *,
+    alone: bool,
+) -> ExitCode:
+    """Run, and tell who asked for it how that ended.
+
+    A run that finds nothing to do tells nothing. Of several beside each other the one does that
+    ends the job, and no other.
+
+    Args:
+        run: runs the job.
+        alone: whether no others run beside it.
+
+    Raises:
+        JobError: what ``run`` raises.
+    """
+    asked = spec.on_end
+    if asked.webhook is None and asked.command is None:
+        return run()
+    try:
+        code = run()
+    except Exception as error:
+        if alone or watched.summary is not None:
+            code = error.exit_code if isinstance(error, JobError) else ExitCode.BUG
+            _tell(asked, _run_end(spec, watched, code, error), display)
+        raise
+    if watched.summary is not None or (alone and code is ExitCode.INTERRUPTED):
+        _tell(asked, _run_end(spec, watched, code), display)
+    return code
+
+
+def _run_end(
+    spec: JobSpec, watched: WatchedRun, code: ExitCode, error: Exception | None = None
+) -> RunEnd:
+    summary = watched.summary
+    rows, meter = None, watched.meter
+    if summary is not None:
+        total = summary["rows"]["total"]
+        rows = {"total": total, "finished": total, "error": summary["rows"]["error"]}
+    elif meter is not None:
+        whole, done = meter.before + meter.total, meter.before + meter.counts.rows
+        rows = {"total": whole, "finished": done, "error": meter.failed}
+    place = spec.output.path.rstrip("/")
+    return RunEnd(
+        job=spec.name,
+        outcome=_OUTCOMES.get(code, "failed"),
+        exit_code=int(code),
+        output=spec.output.path,
+        summary=None if summary is None else f"{place}/summary.json",
+        rows=rows,
+        error=_reason(error),
+    )
+
+
+def _reason(error: Exception | None) -> str | None:
+    if error is None:
+        return None
+    return str(error) if isinstance(error, JobError) else "a bug of batchinfer; see its crash log"
+
+
+def _tell(asked: OnEndSpec, end: RunEnd, display: Display) -> None:
+    """Tell; what goes wrong is a warning."""
+    message = json.dumps(asdict(end)).encode()
+    if asked.webhook is not None:
+        problem = _within_limit(_poster(asked.webhook, message))
+    else:
+        problem = _run_command(asked.command or (), message)
+    if problem is not None:
+        display.say("on_end_failed", f"{asked.named}: {problem}", "error")
+
+
+def _within_limit(call: Callable[[], str | None]) -> str | None:
+    """What goes wrong with a call; it is left where it takes too long."""
+    problems: Queue[str | None] = Queue()
+    Thread(target=lambda: problems.put(call()), daemon=True).start()
+    try:
+        return problems.get(timeout=LIMIT_S)
+    except Empty:
+        return f"no answer within {LIMIT_S:g} s"
+
+
+def _poster(url: str, message: bytes) -> Callable[[], str | None]:
+    """Posts a message, and gives what goes wrong; no more of the URL is told than is known."""
+    headers = {"Content-Type": "application/json", "User-Agent": "batchinfer"}
+
+    def post() -> str | None:
+        try:
+            request = urllib.request.Request(url, message, headers, method="POST")
+            with urllib.request.urlopen(request, timeout=LIMIT_S):
+                return None
+        except urllib.error.HTTPError as error:
+            error.close()
+            return f"it answered {error.code}"
+        except urllib.error.URLError as error:
+            return _problem(error.reason)
+        except Exception as error:  # of http.client, of proxies; some repeat the URL
+            return _problem(error)
+
+    return post
+
+
+def _problem(reason: object) -> str:
+    """An error of the system in its words; of any other, its kind alone."""
+    if isinstance(reason, OSError) and reason.strerror:
+        return str(reason.strerror)
+    return f"it failed ({type(reason).__name__})"
+
+
+def _run_command(command: tuple[str, ...], message: bytes) -> str | None:
+    """Run a command with a message on its stdin; what it prints goes to stderr."""
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=_STDERR, start_new_session=True
+        )
+    except OSError as error:
+        return str(error.strerror)
+    try:
+        process.communicate(message, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        process.wait()
+        return f"it was killed after {LIMIT_S:g} s"
+    return f"it ended with {process.returncode}" if process.returncode else None

@@ -1,0 +1,204 @@
+"""Who is told when a run ends: how it ended, once, and nothing of a secret."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from batchinfer.errors import ExitCode, JobError, UsageError
+from batchinfer.job.fingerprint import fingerprint_facts
+from batchinfer.job.run import on_end
+from batchinfer.job.run.run import run_job
+from batchinfer.job.shards.shard import Shard
+from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.spec import JobSpec, resolved
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
+from tests.job.job_files import MINIMAL, write_job
+from tests.job.output.test_resume import Build, fail_at, stop_at
+
+
+class Hook(ThreadingHTTPServer):
+    """A webhook that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.code = 204
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/services/secret-token?key=secret"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hook
+
+    def do_POST(self) -> None:
+        assert self.headers["Content-Type"] == "application/json"
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.told.append(json.loads(body))
+        self.send_response(self.server.code)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    with Hook() as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def some_job(tmp_path: Path, **on_end_keys: Any) -> JobSpec:
+    prompts = [f"{row} asks" if row != 3 else "" for row in range(40)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    spec = job(tmp_path, errors={"max_error_rate": 0.1}, on_end=on_end_keys)
+    return spec.model_copy(update={"name": 'a "job"\x1b[2J'})
+
+
+def test_each_way_to_end_is_told_once(
+    tmp_path: Path, hook: Hook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = some_job(tmp_path, webhook=hook.url)
+    out = str(tmp_path / "out")
+    assert run_job(spec, build=Build(stop_at(25))) is ExitCode.INTERRUPTED
+    with pytest.raises(JobError):
+        run_job(spec, build=Build(fail_at(1, UsageError("it cannot be"))))
+    with pytest.raises(ZeroDivisionError):
+        run_job(spec, build=Build(fail_at(1, ZeroDivisionError())))
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK  # nothing to do, nothing to tell
+    strict = spec.model_copy(
+        update={"errors": spec.errors.model_copy(update={"max_error_rate": 0})}
+    )
+    code = run_job(strict, build=FakeBuild(), overwrite=True)
+    assert code is ExitCode.TOO_MANY_ROW_ERRORS
+    stopped, failed, bug, well, many = hook.told
+    assert [one["outcome"] for one in hook.told] == [
+        *("stopped", "failed", "failed", "succeeded", "too_many_errors")
+    ]
+    assert [one["exit_code"] for one in hook.told] == [75, 2, 1, 0, 3]
+    assert {one["job"] for one in hook.told} == {spec.name}
+    assert {one["output"] for one in hook.told} == {out}
+    assert stopped["summary"] is stopped["error"] is None
+    assert stopped["rows"]["total"] == 40
+    assert 0 < stopped["rows"]["finished"] < 40
+    assert failed["error"] == "it cannot be"
+    assert "bug" in bug["error"]
+    assert well["rows"] == many["rows"] == {"total": 40, "finished": 40, "error": 1}
+    assert well["summary"] == f"{out}/summary.json"
+    printed = "".join(capsys.readouterr())
+    assert "secret" not in printed
+    assert all(
+        b"secret" not in path.read_bytes()
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    )
+
+
+def test_its_failure_is_a_warning(
+    tmp_path: Path, hook: Hook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook.code = 500
+    spec = some_job(tmp_path, webhook=hook.url)
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    assert capsys.readouterr().err == (
+        f"on_end.webhook http://127.0.0.1:{hook.server_port}/…: it answered 500\n"
+    )
+    gone = some_job(tmp_path, webhook="http://127.0.0.1:1/secret")
+    assert run_job(gone, build=FakeBuild(), quiet=True, overwrite=True) is ExitCode.OK
+    assert capsys.readouterr().err.endswith("/…: Connection refused\n")
+
+
+def test_a_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; open(sys.argv[1], 'wb').write(sys.stdin.buffer.read()); print('done $HOME')"
+    told = tmp_path / "told; $(touch x).json"
+    spec = some_job(tmp_path, command=[sys.executable, "-c", code, str(told)])
+    assert run_job(spec, build=FakeBuild(), as_json=True) is ExitCode.OK
+    assert json.loads(told.read_bytes())["outcome"] == "succeeded"
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["rows"]["ok"] == 39  # and nothing else
+    assert "done $HOME" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("/no/such/program", "--key=secret"), "on_end.command /no/such/program: No such file"),
+        ((sys.executable, "-c", "raise SystemExit(3)"), ": it ended with 3"),
+        ((sys.executable, "-c", "import time; time.sleep(60)"), ": it was killed after 0.2 s"),
+    ],
+)
+def test_a_command_that_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
+    says: str,
+) -> None:
+    monkeypatch.setattr(on_end, "LIMIT_S", 0.2 if "sleep" in command[-1] else 30.0)
+    spec = some_job(tmp_path, command=command)
+    assert run_job(spec, build=FakeBuild(), quiet=True) is ExitCode.OK
+    [line] = capfd.readouterr().err.splitlines()
+    assert says in line
+    assert "secret" not in line
+
+
+def test_a_webhook_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_end, "LIMIT_S", 0.05)
+    gone = Event()
+
+    def call() -> None:
+        gone.wait()
+
+    assert on_end._within_limit(call) == "no answer within 0.05 s"
+    gone.set()
+
+
+def test_of_shards_the_one_tells_that_ends_the_job(tmp_path: Path, hook: Hook) -> None:
+    spec = some_job(tmp_path, webhook=hook.url)
+    assert run_job(spec, build=Build(stop_at(1)), shard=Shard(0, 2)) is ExitCode.INTERRUPTED
+    assert run_job(spec, build=FakeBuild(), shard=Shard(0, 2)) is ExitCode.OK
+    assert hook.told == []
+    assert run_job(spec, build=FakeBuild(), shard=Shard(1, 2)) is ExitCode.OK
+    assert [one["outcome"] for one in hook.told] == ["succeeded"]
+
+
+def test_it_is_no_part_of_the_job(tmp_path: Path) -> None:
+    with_hook = some_job(tmp_path, webhook="https://user:secret@host/secret?secret#secret")
+    assert fingerprint_facts(with_hook, {}) == fingerprint_facts(some_job(tmp_path), {})
+    assert resolved(with_hook)["on_end"] == {"webhook": "https://host/…", "command": None}
+    with_command = some_job(tmp_path, command=["curl", "-H", "secret"])
+    assert resolved(with_command)["on_end"]["command"] == ["curl", "…"]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("on_end.webhook=ftp://secret", "webhook must be an http:// or https:// URL"),
+        ("on_end.webhook=https://host:99999/secret", "webhook must be an http://"),
+        ("on_end.webhook=[secret]", "on_end.webhook is …; it must be a text"),
+        ("on_end={webhook: 'https://a/secret', command: [x]}", "keep one"),
+        ("on_end.command=[]", "command must be a program and its arguments"),
+        ("on_end.command=secret", "it must be a list"),
+        ("on_end.comand=[x]", "did you mean command?"),
+    ],
+)
+def test_mistakes(tmp_path: Path, override: str, says: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        load_job(write_job(tmp_path, MINIMAL), overrides=[override])
+    assert says in str(raised.value)
+    assert "secret" not in str(raised.value)
