@@ -286,7 +286,7 @@ def test_nothing_to_do_is_found_out_without_torch(tmp_path: Path, build: FakeBui
         "assert run_job(JobSpec.model_validate_json(sys.argv[1])) == 0\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
-    arguments = [sys.executable, "-c", script, spec.model_dump_json()]
+    arguments = [sys.executable, "-c", script, spec.model_dump_json(by_alias=True)]
     assert b"nothing to do" in subprocess.run(arguments, check=True, capture_output=True).stdout
 
 
@@ -742,7 +742,7 @@ def test_a_signal_while_the_model_loads_ends_the_process_at_once(tmp_path: Path)
         "leave_on_signals()\n"
         "run_job(JobSpec.model_validate_json(sys.argv[1]), build=build, overwrite=True)\n"
     )
-    arguments = [sys.executable, "-c", script, job(tmp_path).model_dump_json()]
+    arguments = [sys.executable, "-c", script, job(tmp_path).model_dump_json(by_alias=True)]
     done = subprocess.run(arguments, check=False, capture_output=True)
     assert (done.returncode, done.stderr) == (75, b"stopped; run the same command again\n")
     assert tree(tmp_path) == before
@@ -799,7 +799,13 @@ def test_a_killed_run_is_taken_up_where_it_was(tmp_path: Path) -> None:
         "build.before_step = kill\n"
         "run_job(JobSpec.model_validate_json(sys.argv[1]), build=build)\n"
     )
-    arguments = [sys.executable, "-c", script, spec.model_dump_json(), str(tmp_path / "out")]
+    arguments = [
+        sys.executable,
+        "-c",
+        script,
+        spec.model_dump_json(by_alias=True),
+        str(tmp_path / "out"),
+    ]
     killed = subprocess.run(arguments, check=False, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = snapshot(tmp_path)
