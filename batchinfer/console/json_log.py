@@ -42,6 +42,7 @@ class JsonLog:
         self._clock = clock
         self._lock = Lock()
         self._ended = False
+        self._last_error = ""
 
     def line(self, event: str, message: str, level: Level = "info", **fields: object) -> bytes:
         """An object as it is written; of ``fields``, what is no JSON is written as text."""
@@ -52,12 +53,16 @@ class JsonLog:
     def emit(self, event: str, message: str, level: Level = "info", **fields: object) -> None:
         """Write an object; nothing where the reader has gone or the last one is written."""
         line = self.line(event, message, level, **fields)
+        if level == "error":
+            self._last_error = message
         with self._lock:
             if not self._ended:
                 self._put(line)
 
     def end(self, exit_code: int, message: str, level: Level) -> None:
-        """Write the last object."""
+        """Write the last object; of an error, with the last message there was if it has none."""
+        if level == "error":
+            message = message or self._last_error
         line = self.line("exit", message, level, exit_code=exit_code)
         with self._lock:
             self._ended = True

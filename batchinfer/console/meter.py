@@ -13,15 +13,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from operator import add, attrgetter, sub
 from typing import Any, Self
 
 from batchinfer.console.format import duration
 from batchinfer.engine.stats import StepStats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counts:
-    """What a run, or a worker of it, has done; they add up."""
+    """What a run, or a worker of it, has done; they add up.
+
+    None is ever changed, though they are not frozen: several are made in each step, and to make a
+    frozen one takes four times as long.
+    """
 
     rows: int = 0
     """Rows finished."""
@@ -44,10 +49,10 @@ class Counts:
     preemptions: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, n) + getattr(other, n) for n in _NAMES))
+        return Counts(*map(add, _values(self), _values(other)))
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, n) - getattr(other, n) for n in _NAMES))
+        return Counts(*map(sub, _values(self), _values(other)))
 
     @classmethod
     def lost_with(cls, worker: Counts) -> Self:
@@ -60,7 +65,7 @@ class Counts:
         )
 
 
-_NAMES = tuple(field.name for field in fields(Counts))
+_values = attrgetter(*(field.name for field in fields(Counts)))
 
 
 class Meter:
@@ -89,6 +94,10 @@ class Meter:
         self._clock = clock
         self._began = clock()
         self._most_done = 0.0
+
+    def begin(self) -> None:
+        """Have the time count from now: what came before was no work on rows."""
+        self._began = self._clock()
 
     def add(self, added: Counts, step: StepStats | None) -> None:
         """Add what a step has done.

@@ -76,6 +76,7 @@ def test_every_line_of_a_program_is_an_object(tmp_path: Path, how: str, code: Ex
     found = objects(done.stderr)
     assert (found[-1]["event"], found[-1]["exit_code"]) == ("exit", code)
     assert found[-1]["level"] == ("error" if code else "info")
+    assert bool(found[-1]["message"]) == bool(code)
     if how == "signal":
         return
     outputs = [one["message"] for one in found if one["event"] == "output"]

@@ -87,3 +87,13 @@ def test_rows_of_a_worker_that_is_gone_run_no_more() -> None:
     assert (meter.rows_running, meter.rows_done) == (0, 3)
     assert meter.counts.tokens == 500
     assert meter.counts - worker == Counts.lost_with(worker)
+
+
+def test_loading_is_no_time_of_rows() -> None:
+    clock = Clock()
+    meter = Meter(10, clock=clock)
+    clock.now = 60.0
+    meter.begin()
+    clock.now = 62.0
+    meter.add(Counts(rows=5, tokens=100), None)
+    assert (meter.tokens_per_s, meter.eta_s) == (50.0, 2.0)

@@ -117,14 +117,15 @@ class EngineLoop:
             failpoint(f"row-{row.row_id}")
         for row in self.deduplicator.leaders(rows):
             result = self._in_flight[row.row_id] = RowResult(row, [])
-            self._added += Counts(begun=1)
-            self._request(result, self.task.requests(row))
+            self._request(result, self.task.requests(row), begun=1)
 
-    def _request(self, result: RowResult, requests: Sequence[Request]) -> None:
+    def _request(self, result: RowResult, requests: Sequence[Request], *, begun: int = 0) -> None:
         result.num_missing = len(requests)
         for request in requests:
             self.engine.add_request(request)
-            self._added += Counts(most_tokens=self._most_tokens(request))
+        most_tokens = sum(map(self._most_tokens, requests))
+        if most_tokens or begun:
+            self._added += Counts(begun=begun, most_tokens=most_tokens)
 
     def _step(self, failed: list[PromptRow]) -> TurnResult:
         done = [RowResult(row, []) for row in failed]

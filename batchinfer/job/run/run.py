@@ -245,6 +245,7 @@ def _run(
         runs_here = not missing or fleet is None
         if runs_here:
             clear()
+        meter.begin()
         with stop_signals() as stop:
             with closing(reporter.display.progress(meter)) as progress:
                 if fleet is not None and not runs_here:
