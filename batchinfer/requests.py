@@ -25,10 +25,10 @@ class RowSampling:
     own_seed: bool
     """The row brought a seed: its samples depend on that seed alone, not on the row id."""
 
-    def rng_key(self, row_id: int) -> tuple[int, int]:
-        """Seed and random stream of the row."""
+    def rng_key(self, stream: int) -> tuple[int, int]:
+        """Seed and random stream of a row whose stream is ``stream`` unless it has its own seed."""
         assert self.params.seed is not None, "a job has a seed"
-        return self.params.seed, 0 if self.own_seed else row_id
+        return self.params.seed, 0 if self.own_seed else stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class PromptRow:
     given after the prompt."""
     adapter: int = BASE_MODEL
     """Number of the adapter it runs through."""
+    stream: int | None = None
+    """The random stream that is its own wherever it stands; None: its row id."""
     key: bytes | None = None
     """Hash of all that decides its answer; None where nobody asks for it."""
 
@@ -58,6 +60,12 @@ class PromptRow:
     def num_tokens_after(self) -> int:
         """Tokens that are computed after the prompt and given with it."""
         return 0 if isinstance(self.prompt, RowError) else self.prompt.num_tokens_after
+
+    @property
+    def rng_key(self) -> tuple[int, int]:
+        """Seed and random stream of a row that draws."""
+        assert self.sampling is not None
+        return self.sampling.rng_key(self.row_id if self.stream is None else self.stream)
 
     def without_text(self) -> PromptRow:
         """The row without its prompt's text; one that cannot run stays as it is."""
@@ -98,7 +106,7 @@ class RequestMaker:
             row_id=row.row_id,
             prompt_token_ids=row.prompt.token_ids,
             params=params,
-            rng_key=row.sampling.rng_key(row.row_id),
+            rng_key=row.rng_key,
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=self._bad_words(params.bad_words),
             make_stop_checker=make_stop_checker_factory(self._tokenizer, params),

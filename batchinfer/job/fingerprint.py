@@ -61,6 +61,8 @@ def fingerprint_facts(spec: JobSpec, model_facts: Mapping[str, Any]) -> dict[str
         facts[section] = value if keys is None else {key: value[key] for key in keys}
     if spec.prompt.chat_template not in ("auto", "none"):
         facts["prompt"]["chat_template"] = _digest_of(Path(spec.prompt.chat_template))
+    if facts["sampling"]["key"] == "position":
+        del facts["sampling"]["key"]  # as it was before there was another
     held = dict(model_facts)
     engine = facts["engine"]
     engine["kv_cache_dtype"] = _SAME.get(engine["kv_cache_dtype"], engine["kv_cache_dtype"])

@@ -178,7 +178,9 @@ def _row_reader(
 ) -> RowReader:
     spec, schema = job.spec, job.source.schema
     check = _params_check(spec, processes)
-    make_params = partial(RowParams, spec.sampling, context.vocab_size, grammars, check=check)
+    make_params = partial(
+        RowParams, spec.sampling.params, context.vocab_size, grammars, check=check
+    )
     if job.source.format.holds_requests:
         from batchinfer.job.openai.reader import OpenAIReader
 
@@ -196,7 +198,8 @@ def _row_reader(
     prompts = _prompts(job, context, processes, make, spec.prompt, schema.names, conversations)
     adapters = RowAdapters(spec.prompt.adapter_column, context.adapters)
     params = make_params() if spec.task_spec.draws else None
-    return ColumnReader(prompts, params, adapters, schema.names)
+    id_column = spec.input.id_column if params and spec.sampling.key == "id" else None
+    return ColumnReader(prompts, params, adapters, schema.names, id_column)
 
 
 def _params_check(spec: JobSpec, processes: TextProcesses) -> Callable[[SamplingParams], None]:

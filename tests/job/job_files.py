@@ -69,6 +69,7 @@ sampling:
   ignore_eos: false
   skip_special_tokens: true
   seed: 0
+  key: position
   logprobs: null
   prompt_logprobs: null
   logit_bias: null

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Protocol
 
 from batchinfer.console.format import did_you_mean, printable
@@ -73,6 +74,7 @@ class ColumnReader:
     Args:
         params: makes the sampling parameters; None: rows have none of their own.
         available: names of the data's columns.
+        id_column: holds what each row's random numbers are keyed by; None: its position is.
     """
 
     def __init__(
@@ -81,14 +83,18 @@ class ColumnReader:
         params: RowParams | None,
         adapters: RowAdapters,
         available: Sequence[str],
+        id_column: str | None = None,
     ) -> None:
         own = [SAMPLING_COLUMN] if params is not None and SAMPLING_COLUMN in available else []
         if adapters.column is not None:
             own.append(adapters.column)
+        if id_column is not None:
+            own.append(id_column)
         self.columns = tuple(dict.fromkeys((*builder.columns, *own)))
         self._builder = builder
         self._params = params
         self._adapters = adapters
+        self._id_column = id_column
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
         """Begin to make the prompts of rows; call what is returned for the rows, in order."""
@@ -100,7 +106,11 @@ class ColumnReader:
                 PromptRow(row_id, row)
                 if isinstance(row, RowError)
                 else row_or_error(
-                    row_id, next(prompts), self._sampling(row), self._adapters.of(row)
+                    row_id,
+                    next(prompts),
+                    self._sampling(row),
+                    self._adapters.of(row),
+                    self._stream(row),
                 )
                 for row_id, row in zip(row_ids, rows, strict=True)
             ]
@@ -110,12 +120,29 @@ class ColumnReader:
     def _sampling(self, row: Mapping[str, object]) -> RowSampling | RowError | None:
         return None if self._params is None else self._params.of(row.get(SAMPLING_COLUMN))
 
+    def _stream(self, row: Mapping[str, object]) -> int | RowError | None:
+        return None if self._id_column is None else stream_of_id(row.get(self._id_column))
+
+
+def stream_of_id(value: object) -> int | RowError:
+    """The random stream of the row with an id: 64 bits of the BLAKE2b hash of its text.
+
+    Numbers and texts of one wording have different ones. Texts may be ``str`` or UTF-8 bytes.
+    """
+    if isinstance(value, RowError):
+        return value
+    if isinstance(value, str):
+        value = value.encode("utf-8", "surrogatepass")
+    data = b"text " + value if isinstance(value, bytes) else f"value {value}".encode()
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
 
 def row_or_error(
     row_id: int,
     prompt: Prompt | RowError,
     sampling: RowSampling | RowError | None,
     adapter: int | RowError,
+    stream: int | RowError | None = None,
 ) -> PromptRow:
     """A row, or the first error in what it is made of."""
     if isinstance(prompt, RowError):
@@ -124,4 +151,6 @@ def row_or_error(
         return PromptRow(row_id, sampling)
     if isinstance(adapter, RowError):
         return PromptRow(row_id, adapter)
-    return PromptRow(row_id, prompt, sampling, adapter=adapter)
+    if isinstance(stream, RowError):
+        return PromptRow(row_id, stream)
+    return PromptRow(row_id, prompt, sampling, adapter=adapter, stream=stream)

@@ -150,7 +150,7 @@ class RowKeys:
             return _HEAD.pack(0, num_tokens, 0, 0, False, prompt.truncated)
         params = row.sampling.params
         draws = params.temperature > 0
-        seed, stream = row.sampling.rng_key(row.row_id) if draws else (0, 0)
+        seed, stream = row.rng_key if draws else (0, 0)
         most = min(params.max_tokens, self._max_model_len - num_tokens)
         return _HEAD.pack(most, num_tokens, seed, stream, draws, prompt.truncated)
 

@@ -14,7 +14,6 @@ from batchinfer.config import (
     AcceptConfig,
     EngineConfig,
     PromptConfig,
-    SamplingParams,
     ScoreConfig,
     field_names,
 )
@@ -22,6 +21,7 @@ from batchinfer.console.format import format_value, listed, nearest, printable
 from batchinfer.errors import NotYetError, UsageError
 from batchinfer.job.spec.document import JobDocument, dotted
 from batchinfer.job.spec.on_end import HIDDEN, OnEndSpec
+from batchinfer.job.spec.sampling import JobSampling
 from batchinfer.job.spec.spec import (
     ErrorsSpec,
     InputSpec,
@@ -67,7 +67,7 @@ def known_keys() -> dict[str, tuple[str, ...]]:
         "model": _names(ModelSpec),
         "input": _names(InputSpec),
         "prompt": field_names(PromptConfig),
-        "sampling": (*field_names(SamplingParams), *SAMPLING_ALIASES),
+        "sampling": (*field_names(JobSampling), *SAMPLING_ALIASES),
         "accept": field_names(AcceptConfig),
         "score": field_names(ScoreConfig),
         "engine": ("preset", *field_names(EngineConfig)),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchinfer.config import SAMPLING_ALIASES
+from pydantic import TypeAdapter
+
+from batchinfer.config import SAMPLING_ALIASES, SamplingParams
 from batchinfer.job.spec.presets import shipped_presets
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import TASK_SPECS, TaskSpec
@@ -16,7 +18,10 @@ def json_schema() -> dict[str, Any]:
     """JSON Schema 2020-12 of what a job file may hold, the loader's shorthands included."""
     schema = JobSpec.model_json_schema()
     records = schema["$defs"]
-    _accept_aliases(records["SamplingParams"])
+    sampling = records["JobSampling"]["properties"]
+    # Pydantic reads the docstrings of a class's own fields alone.
+    sampling |= TypeAdapter(SamplingParams).json_schema()["properties"]
+    _accept_aliases(records["JobSampling"])
     records["EngineConfig"]["properties"]["preset"] = {
         "type": ["string", "null"],
         "default": None,

@@ -20,12 +20,12 @@ from batchinfer.config import (
     EngineConfig,
     ModelConfig,
     PromptConfig,
-    SamplingParams,
     ScoreConfig,
     field_names,
 )
 from batchinfer.console.format import printable
 from batchinfer.job.spec.on_end import OnEndSpec
+from batchinfer.job.spec.sampling import JobSampling
 from batchinfer.job.spec.section import Section
 from batchinfer.job.spec.tasks import TASK_SPECS, TaskName, TaskSpec, check_task
 from batchinfer.job.storage.urls import STORES
@@ -247,9 +247,9 @@ class ScaleSpec(Section):
         return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
-def _seeded(params: SamplingParams) -> SamplingParams:
+def _seeded(sampling: JobSampling) -> JobSampling:
     """A job can be repeated: its seed is 0 where none is given."""
-    return params if params.seed is not None else replace(params, seed=0)
+    return sampling if sampling.seed is not None else replace(sampling, seed=0)
 
 
 def _check_version(version: int) -> int:
@@ -281,7 +281,7 @@ class JobSpec(Section):
     model: ModelSpec
     input: InputSpec
     prompt: Annotated[PromptConfig, AfterValidator(_check_messages)] = PromptConfig()
-    sampling: Annotated[SamplingParams, AfterValidator(_seeded)]
+    sampling: Annotated[JobSampling, AfterValidator(_seeded)]
     """How the output tokens of a row are chosen. Names and meanings are vLLM's. Required, but left
     out with task: score, which chooses none."""
     accept: AcceptConfig | None = None
@@ -305,6 +305,8 @@ class JobSpec(Section):
         check_task(self)
         if self.accept is not None:
             self._check_accept(self.accept)
+        if self.sampling.key == "id":
+            self._check_keyed_by_id()
         self._check_batch()
         return self
 
@@ -320,6 +322,12 @@ class JobSpec(Section):
                     )
         elif self.output.format == "openai-batch":
             raise ValueError("output.format: openai-batch needs input.format: openai-batch")
+
+    def _check_keyed_by_id(self) -> None:
+        if self.input.id_column is None:
+            raise ValueError("sampling.key: id needs input.id_column; name the column of ids")
+        is_batch = self.input.format == "openai-batch"
+        _refuse_not_yet({"sampling.key: id with input.format: openai-batch": is_batch})
 
     def _check_accept(self, accept: AcceptConfig) -> None:
         if accept.k is not None and self.sampling.n > 1:

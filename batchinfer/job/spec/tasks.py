@@ -101,6 +101,6 @@ def check_task(job: JobSpec) -> None:
         if other is not task and other.section and getattr(job, other.section) is not None:
             section = other.section
             raise ValueError(f"{section} needs task: {other.name}; set it, or leave {section} out")
-    if task.sampling is not None and job.sampling != task.sampling:
+    if task.sampling is not None and job.sampling.params != task.sampling:
         raise ValueError(f"sampling has no part in task: {task.name}; leave it out")
     task.check(job)

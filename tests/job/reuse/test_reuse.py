@@ -12,11 +12,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.reuse.finished_files import FinishedFile
+from batchinfer.job.rows.reader import stream_of_id
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import flip_bit, write_parquet
@@ -158,6 +160,30 @@ def test_samples_that_moved(story: Story) -> None:
     build = TellingBuild(next_token=drawn)
     assert story.run("two", "one", build=build, **draw) == list(range(19))
     story.check("two", build=TellingBuild(next_token=drawn), **draw)
+
+
+def test_samples_keyed_by_id_follow_their_rows(story: Story) -> None:
+    ids = [f"id {row}" for row in range(20)]
+    by_id = {"sampling": {**DRAW, "key": "id"}, "input": {"id_column": "id"}}
+    story.write(numbered(20), id=ids)
+    story.run("one", build=TellingBuild(next_token=drawn), **by_id)
+    story.write(["new", *numbered(20)], id=["other", *ids])
+    assert story.run("two", "one", build=TellingBuild(next_token=drawn), **by_id) == [0]
+    story.check("two", build=TellingBuild(next_token=drawn), **by_id)
+    moved = pq.read_table(story.path / "two" / "data")["outputs"].slice(1)
+    assert moved.equals(pq.read_table(story.path / "one" / "data")["outputs"])
+    story.write(numbered(20), id=[f"renamed {row}" for row in range(20)])
+    assert len(story.run("three", "one", build=TellingBuild(next_token=drawn), **by_id)) == 20
+
+
+def test_a_number_is_another_id_than_its_text() -> None:
+    assert stream_of_id("5") == stream_of_id(b"5") != stream_of_id(5)
+    assert stream_of_id("id 0") == 17039562199256788580, "samples of today's jobs would change"
+
+
+def test_ids_need_a_column(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"key: id needs input\.id_column"):
+        job(tmp_path, sampling={"key": "id"})
 
 
 def test_two_outputs(story: Story) -> None:

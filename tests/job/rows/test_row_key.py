@@ -93,7 +93,7 @@ def decides(one: PromptRow, with_prompt: bool) -> tuple[Any, ...]:
         one.prompt.text if with_prompt and not one.prompt.truncated else None,
         {0: None, 1: "x", 2: "x", 3: "y"}[one.adapter],
         min(params.max_tokens, MAX_MODEL_LEN - len(tokens)),
-        one.sampling.rng_key(one.row_id) if draws else None,
+        one.rng_key if draws else None,
         (params.top_p, max(params.top_k, 0)) if draws else None,
         params.temperature,
         params.n,

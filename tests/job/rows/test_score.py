@@ -315,7 +315,7 @@ def test_a_job_file_is_checked(tmp_path: Path, text: str, message: str) -> None:
 
 def test_a_job_file_needs_no_sampling(tmp_path: Path) -> None:
     spec = load_job(write_job(tmp_path, SCORE))
-    assert spec.sampling == SCORING
+    assert spec.sampling.params == SCORING
     assert spec.score is not None
     assert spec.score.completions_column == "choices"
 

@@ -11,10 +11,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from batchinfer.config import EngineConfig, PromptConfig, SamplingParams
+from batchinfer.config import EngineConfig, PromptConfig
 from batchinfer.errors import UsageError
 from batchinfer.job.spec.json_schema import json_schema
 from batchinfer.job.spec.load import load_job
+from batchinfer.job.spec.sampling import JobSampling
 from batchinfer.job.spec.yaml import parse_yaml
 from tests.job.job_files import EVERY_KEY, MINIMAL, SCORE, write_job
 
@@ -74,13 +75,13 @@ def test_bad_files_fail_here_as_in_the_loader(tmp_path: Path, text: str) -> None
 
 def test_keys_are_described() -> None:
     records: dict[str, Any] = json_schema()["$defs"]
-    for record in (SamplingParams, PromptConfig, EngineConfig):
+    for record in (JobSampling, PromptConfig, EngineConfig):
         for field in dataclasses.fields(record):
             assert field.name in records[record.__name__]["properties"]
     assert records["EngineConfig"]["properties"]["block_size"]["description"] == (
         "Tokens per KV block."
     )
-    for name in ("ModelSpec", "InputSpec", "OutputSpec", "ErrorsSpec", "StatsSpec"):
+    for name in ("ModelSpec", "InputSpec", "JobSampling", "OutputSpec", "ErrorsSpec", "StatsSpec"):
         for key, value in records[name]["properties"].items():
             assert value.get("description"), f"{name}.{key}"
 

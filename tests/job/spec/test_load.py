@@ -35,7 +35,7 @@ def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
     spec = load(tmp_path)
     assert spec.name == "job"
     assert spec.model.name == "some/model"
-    assert spec.sampling == SamplingParams(max_tokens=8, seed=0)
+    assert spec.sampling.params == SamplingParams(max_tokens=8, seed=0)
     assert spec.engine == EngineConfig()
     assert spec.prompt == PromptConfig()
 
