@@ -270,7 +270,10 @@ RUNS: dict[str, Failure] = {
     "7 another key": _later(_text("max_tokens: 9")),
     "7 several other keys": _later(_text("max_tokens: 9, top_p: 0.5, stop: [x]")),
     "7 another input": _later(
-        lambda place: place.job(JOB.replace("in.parquet", "b.parquet")) and place.data("b.parquet")
+        lambda place: (
+            place.job(JOB.replace("in.parquet", "b.parquet"))
+            and place.data("b.parquet", prompt=["c"])
+        )
     ),
     "7 output there, and if_exists is error": _later(
         lambda place: place.job(JOB.replace("path: out", "path: out, if_exists: error"))
