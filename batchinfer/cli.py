@@ -143,6 +143,9 @@ def run(
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Run the rows again that ended in an error.")
     ] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Make anew what differs from the output there is.")
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the output there is and start afresh.")
     ] = False,
@@ -184,6 +187,7 @@ def run(
             spec,
             overwrite=overwrite,
             retry_errors=retry_errors,
+            update=update,
             shard=own,
             quiet=quiet,
             as_json=as_json,

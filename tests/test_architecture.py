@@ -222,6 +222,11 @@ ROOMS = [
         ("errors", "console", "job"),
     ),
     Room(
+        "job.update",
+        "The next generation of an output: built beside the one there is, then put in its place.",
+        ("errors", "console", "job"),
+    ),
+    Room(
         "job.openai",
         "OpenAI's batch files: requests in, responses and errors out.",
         ("config", "errors", "console", "text", "requests", "build", "job"),

@@ -245,7 +245,7 @@ def test_run_hands_the_job_over(batchinfer: Run, fake_run: Any, tmp_path: Path) 
     assert (spec.sampling.n, spec.sampling.top_k, spec.vars) == (2, 3, {"ds": "x"})
     assert (spec.output.path, spec.input.limit) == (str(tmp_path / "o"), 4)
     assert options.pop("report") is report_at_end
-    wanted = {"overwrite": True, "retry_errors": False, "shard": None}
+    wanted = {"overwrite": True, "retry_errors": False, "update": False, "shard": None}
     wanted |= {"quiet": True, "as_json": False, "fleet": None, "display": None}
     wanted["metrics"] = None
     assert options == wanted

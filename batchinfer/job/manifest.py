@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,7 +14,12 @@ from batchinfer.console.format import format_value, listed, printable
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.fingerprint import comparable, differences, model_commit
 from batchinfer.job.input.format import InputFile
-from batchinfer.job.input.identity import file_differences, have_common_files, same_files
+from batchinfer.job.input.identity import (
+    contents,
+    file_differences,
+    have_common_files,
+    same_files,
+)
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import Files, LocalFiles, parse_json, read_file
 
@@ -68,13 +74,14 @@ class Manifest:
         if changes:
             raise LockedError(
                 f"{output} holds the output of another job. What differs: {changes}",
-                hint=f"{self._way_back(other)}use --output for another directory, or --overwrite "
-                "to start over",
+                hint=f"{self._way_back(other)}use --update to make anew what differs, --output for "
+                "another directory, or --overwrite to start over",
             )
         for problem in file_differences(self.inputs, other.inputs):
             raise DataError(
                 f"the input has changed since this output was begun: {problem}",
-                hint="put the input back, use --output for another directory, or --overwrite",
+                hint="use --update to make anew what differs, or put the input back, or use "
+                "--output for another directory, or --overwrite to start over",
             )
 
     def _other_paths(self, other: Manifest) -> str:
@@ -83,6 +90,20 @@ class Manifest:
             return ""
         was, now = (printable(", ".join(m.input_paths), 120) for m in (self, other))
         return f"input.path was {was}, is {now}"
+
+    @property
+    def name(self) -> str:
+        """A name that plans of other work do not have: 16 hex digits."""
+        content = json.dumps([self.fingerprint, contents(self.inputs)], default=list)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def is_of_same_job(self, other: Manifest) -> bool:
+        """Whether ``other`` plans the same work, as ``check_same_job`` finds it."""
+        try:
+            self.check_same_job(other, "")
+        except (LockedError, DataError):
+            return False
+        return True
 
     def has_same_input(self, other: Manifest) -> bool:
         """Whether ``other`` plans the same rows in the same order, wherever they are."""

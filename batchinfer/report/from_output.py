@@ -55,7 +55,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
     return Findings(
         title=without_secrets(str(job.get("name") or out.root.name)),
         state=_state(status, job, merged),
-        when=_day(latest.saved_at),
+        when=", ".join(filter(None, [_day(latest.saved_at), _update(status)])),
         model=without_secrets(str(latest.model.get("name", ""))),
         device=_device(latest),
         rows_total=status.rows_total,
@@ -95,6 +95,12 @@ def _state(status: Status, job: Mapping[str, Any], merged: bool) -> str:
     limit = (job.get("errors") or {}).get("max_error_rate", _MAX_ERROR_RATE)
     too_many = status.rows_error > limit * status.rows_total
     return "finished, with more failed rows than allowed" if too_many else "finished"
+
+
+def _update(status: Status) -> str:
+    """How far the next generation is, if there is one."""
+    line = None if status.update is None else status.update.line
+    return "" if line is None else f"{line.label}: {line.value}{line.note}"
 
 
 def _day(seconds: float) -> str:

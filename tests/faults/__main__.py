@@ -23,6 +23,7 @@ _COUNTS = {
     "fleet-slowness": (10, "how much slower one worker of a fleet is"),
     "named": (72, "kills at named points"),
     "stops": (50, "SIGTERMs at random times"),
+    "updates": (1_000, "named points at which updates are killed, if there are so many"),
     "races": (10, "races of two runs for one output"),
     "store-kills": (12, "kills of jobs whose output is in an object store"),
     "retries": (3, "runs on a broken model"),
@@ -51,6 +52,8 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
         yield stages.slow_worker(_new(folder), options.fleet_slowness)
     if options.named:
         yield stages.named_kills(_new(folder), options.named, seed)
+    if options.updates:
+        yield stages.kills_of_updates(_new(folder), options.updates, seed)
     if options.stops:
         yield stages.stops(_new(folder), options.stops, seed)
     if options.races:
@@ -71,6 +74,7 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
         yield stages.random_models(_new(folder), options.model_families, seed, jobs)
     if options.states:
         yield stages.crash_states(options.states, seed, jobs)
+        yield stages.crash_states_of_updates(options.states // 5, seed)
         yield stages.crash_states_without_sync(max(1, options.states // 25), seed, jobs)
 
 

@@ -84,6 +84,7 @@ def start(
     around: Callable[[], None] = lambda: None,
     *,
     retry_errors: bool = False,
+    update: bool = False,
     shard: Shard | None = None,
 ) -> Child:
     """Run a job in a process of its own.
@@ -97,6 +98,7 @@ def start(
         failpoint: where it kills itself.
         around: called in the process first.
         retry_errors: run the rows again that ended in an error.
+        update: make anew what differs from the output there is.
         shard: makes its parts only.
     """
     log = folder / "log"
@@ -117,7 +119,7 @@ def start(
         _tell_finished(folder / "finished")
         around()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        options = {"quiet": True, "retry_errors": retry_errors, "shard": shard}
+        options = {"quiet": True, "retry_errors": retry_errors, "update": update, "shard": shard}
         code = int(run_job(spec, build=build, **options))  # type: ignore[arg-type]
     except JobError as error:
         print(error)

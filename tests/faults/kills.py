@@ -22,6 +22,7 @@ from batchinfer.errors import ExitCode
 from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage import filesystem as files
+from batchinfer.job.update import swap
 from batchinfer.process import leave_on_signals
 from tests.faults.children import KILLED, BuildEngine, Child, Pace, start
 from tests.faults.outputs import InFolder, Output
@@ -88,7 +89,7 @@ class Killer:
             self.build,
             self.pace,
             self._place,
-            around=lambda: _count_to(counts),
+            around=lambda: count_to(counts),
             shard=self.shard,
         ).wait()
         self.seconds = time.monotonic() - began
@@ -254,7 +255,7 @@ class Killer:
         return list(zip(*columns, strict=True))
 
 
-def _count_to(path: Path) -> None:
+def count_to(path: Path) -> None:
     """Write down the name of each failpoint that is reached."""
     file = path.open("a", buffering=1)
     failpoint = files.failpoint
@@ -263,7 +264,7 @@ def _count_to(path: Path) -> None:
         file.write(name + "\n")
         failpoint(name)
 
-    files.failpoint = tell
+    files.failpoint = swap.failpoint = tell
 
 
 def _hold_until(path: Path) -> None:

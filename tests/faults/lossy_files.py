@@ -79,6 +79,13 @@ class LossyFiles:
         self._folder(target.parent).put(target.name, node)
         self.after_change()
 
+    def copy(self, source: Path, target: Path, staging: Path) -> None:
+        node = self._find(source)
+        if not isinstance(node, File):
+            raise FileNotFoundError(2, "No such file", str(source))
+        self._folder(target.parent).put(target.name, node)
+        self.after_change()
+
     def delete(self, path: Path) -> None:
         if self._find(path) is not None:
             self._folder(path.parent).put(path.name, None)

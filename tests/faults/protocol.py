@@ -28,6 +28,7 @@ from batchinfer.job.rows.finished_row import FinishedRow
 from tests.faults.lossy_files import LossyFiles
 from tests.faults.violation import ViolationError
 
+OUT = Path("/out")
 NUM_ROWS = 5
 PLAN = Manifest("f", {}, (), (), NUM_ROWS, 2, "2026-11-20T10:00:00")
 GENERATED = pa.schema(
@@ -55,19 +56,20 @@ class Job:
     """Rows that were run, in order."""
     kept: set[int] = field(default_factory=set)
     """Rows that were promised to be on disk."""
+    plan: Manifest = PLAN
 
     def __post_init__(self) -> None:
-        self.out = OutputDir(Path("/out"), self.files)
+        self.out = OutputDir(OUT, self.files)
 
     def run(self, *, retry: bool = False) -> None:
         """Run the job to its end, or what is left of it."""
         if retry:
             self.kept -= FAILING
-        work = plan_resume(self.out, PLAN, "resume")
+        work = plan_resume(self.out, self.plan, "resume")
         prepare_directory(self.out, work)
         if retry:
-            reopen(self.out, PLAN, GENERATED)
-            work = plan_resume(self.out, PLAN, "resume")
+            reopen(self.out, self.plan, GENERATED)
+            work = plan_resume(self.out, self.plan, "resume")
         left = recover_rows(self.out, work, GENERATED)
         sink = PartWriter(
             self.out,
@@ -98,13 +100,13 @@ class Job:
         self.out.write(self.out.success, b"")
 
     def _keep_parts(self) -> None:
-        for part in PLAN.parts():
+        for part in self.plan.parts():
             if self.files.stat(self.out.record(part)) is not None:
                 self.kept |= set(part.rows)
 
     def check_finished(self) -> None:
         """Check that every row is in the output once, in order, with its own text."""
-        for part in PLAN.parts():
+        for part in self.plan.parts():
             table = self.out.read_table(self.out.part_file(part))
             ids, texts = (table[name].to_pylist() for name in ("row_id", "generated_text"))
             if ids != list(part.rows):

@@ -15,6 +15,7 @@ from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from tests.faults.children import Pace
 from tests.faults.kills import Killer
+from tests.faults.update_kills import UpdateKiller
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, drawn, job
 
@@ -101,11 +102,23 @@ def stop_and_race(folder: Path) -> dict[str, object]:
     return {"stops": len(waited), "races": [killer.race() for _ in range(2)]}
 
 
+def kill_an_update(folder: Path) -> dict[str, object]:
+    """A kill at each step of an update's swap, and at some of the points before it."""
+    killer = UpdateKiller(folder)
+    random = Random(1)
+    points = killer.points()
+    of_swap = {point.partition(":")[0]: point for point in points if point.startswith("swap-")}
+    for point in [*of_swap.values(), *points[::25]]:
+        killer.kill_at(point, random)
+    return {"points": len(points), "steps": len(of_swap), "kills": killer.kills}
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         *(kill_at_named_points, kill_by_a_row, kill_by_a_prompt, stop_and_race),
         *(kill_while_accepting, kill_a_shard_at_named_points, kill_by_a_row_of_a_shard),
+        kill_an_update,
     )
 }
 

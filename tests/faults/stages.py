@@ -24,6 +24,8 @@ from tests.faults.mended_model import retry_on_a_mended_model
 from tests.faults.outputs import InBucket
 from tests.faults.quick import POISON, echo_job
 from tests.faults.states import count_violations
+from tests.faults.update_kills import UpdateKiller
+from tests.faults.updates import count_update_violations
 from tests.job.fakes import FakeBuild
 from tests.job.stores import environment, s3_server
 
@@ -218,6 +220,25 @@ def _fuzzed(
     wrong = len(found.violations)
     found_all = f"{tally}; {wrong} tracebacks, hangs, crashes, poor messages or wrong rows"
     return what, found_all, _word(not wrong)
+
+
+def crash_states_of_updates(states: int, seed: int) -> Row:
+    counts = count_update_violations(LossyFiles, states, seed)
+    right = counts["wrong"] == 0 and counts["states"] == states
+    what = f"{counts['states']:,} crash states of updates"
+    return what, f"{counts['wrong']} violations; one generation whole, or said", _word(right)
+
+
+def kills_of_updates(folder: Path, most: int, seed: int) -> Row:
+    killer = UpdateKiller(folder)
+    points, random = killer.points(), Random(seed)
+    for point in random.sample(points, min(most, len(points))):
+        killer.kill_at(point, random)
+    return (
+        f"updates killed at {min(most, len(points))} of {len(points)} named points",
+        f"{killer.kills} kills; one generation whole or said, then as a fresh output",
+        "ok",
+    )
 
 
 def _count(files: type[LossyFiles], states: int, seed: int, jobs: int) -> Counter[str]:

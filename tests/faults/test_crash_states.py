@@ -9,10 +9,14 @@ from random import Random
 import pytest
 
 from batchinfer.job.output import commit
+from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import Files
+from batchinfer.job.update import swap
+from tests.faults import updates
 from tests.faults.lossy_files import LossyFiles, NeverSynced
 from tests.faults.protocol import PLAN, Job
 from tests.faults.states import count_violations
+from tests.faults.updates import count_update_violations
 
 STATES = 300  # among them states of going on after a crash, and of running error rows again
 FEW = 60
@@ -20,6 +24,26 @@ FEW = 60
 
 def test_nothing_promised_is_lost() -> None:
     assert count_violations(LossyFiles, STATES, seed=1) == {"states": STATES, "wrong": 0}
+
+
+def test_an_update_leaves_one_generation_whole_or_says_so() -> None:
+    assert count_update_violations(LossyFiles, FEW, seed=1) == {"states": FEW, "wrong": 0}
+
+
+def test_the_check_of_updates_sees_it_when_nothing_is_synced() -> None:
+    assert count_update_violations(NeverSynced, FEW, seed=1)["wrong"] > 10
+
+
+def test_the_check_of_updates_sees_a_swap_that_is_not_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def finish_first(out: OutputDir, generation: OutputDir) -> None:
+        swap._place(out, generation)
+        put_in_place(out, generation)
+
+    put_in_place = updates.put_in_place
+    monkeypatch.setattr(updates, "put_in_place", finish_first)
+    assert count_update_violations(LossyFiles, FEW, seed=1)["wrong"] > 5
 
 
 def test_the_check_sees_it_when_nothing_is_synced() -> None:

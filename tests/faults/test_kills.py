@@ -14,6 +14,7 @@ import pytest
 from batchinfer.job.storage.failpoints import VARIABLE
 from tests.faults import quick
 from tests.faults.kills import KINDS, STAGES
+from tests.job.update.test_swap import STEPS
 
 
 def found(scenario: Callable[[Path], object], folder: Path) -> dict[str, Any]:
@@ -61,6 +62,14 @@ def test_a_shard_goes_on_after_each_kill(tmp_path: Path) -> None:
     by_point = found(quick.kill_a_shard_at_named_points, tmp_path)
     assert by_point["jobs"] == by_point["points"] >= 8
     assert by_point["kills"] >= by_point["points"]
+
+
+@pytest.mark.long
+def test_an_update_goes_on_after_each_kill(tmp_path: Path) -> None:
+    by_point = found(quick.kill_an_update, tmp_path)
+    assert by_point["points"] >= 72
+    assert by_point["steps"] == len(STEPS)
+    assert by_point["kills"] >= len(STEPS)
 
 
 def test_a_row_that_kills_a_shard_is_given_up_by_it(tmp_path: Path) -> None:

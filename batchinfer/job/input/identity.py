@@ -55,6 +55,11 @@ def same_files(planned: Sequence[InputFile], found: Sequence[InputFile]) -> bool
     return list(map(content, planned)) == list(map(content, found))
 
 
+def contents(files: Sequence[InputFile]) -> list[Hashable]:
+    """What tells each file's rows from others: nested tuples of JSON's values."""
+    return list(map(_content, files))
+
+
 def have_common_files(planned: Sequence[InputFile], found: Sequence[InputFile]) -> bool:
     """Whether some file holds what one did that was planned."""
     content = _content_of(planned)

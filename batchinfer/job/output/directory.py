@@ -58,6 +58,7 @@ class OutputDir:
             that are written while it is held; None: ``files``, and locks in this machine's file
             system.
         staging: the folder that it stages files in, below those of others; "": named as it is.
+        place: where readers will find it; None: here.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class OutputDir:
         writer: str = "",
         access: Access | None = None,
         staging: str = "",
+        place: PurePath | None = None,
     ) -> None:
         self.root = root
+        self.place = place or root
         self.writer = writer
         self.files = files or LocalFiles()
         self._access = access or (lambda *name: (self.files, LocalLock(Path(self.state), *name)))
@@ -94,6 +97,10 @@ class OutputDir:
         self.permit = self.locks / "fleet"
         """There for as long as who holds the lock lets workers write; beside the locks, which stay
         when output is overwritten."""
+        self.next = self.state / "next"
+        """Generations that are to take the place of the one here (``batchinfer.job.update``)."""
+        self.swap = self.state / "swap.json"
+        """There while one takes it: what is here is then partly of either."""
         self.shards = self.state / "shards.json"
         self.suspects = self.state / f"suspects{writer and '-'}{writer}.json"
         self.bad_ids = self.state / "bad_ids.parquet"
@@ -105,6 +112,27 @@ class OutputDir:
         self.success = root / "_SUCCESS"
         self.summary = root / "summary.json"
         self.report = root / "report.html"
+
+    @property
+    def folders(self) -> tuple[PurePath, ...]:
+        """Folders of one generation, which hold files alone; that of the records last."""
+        results = (self.data, self.stats, self.openai)
+        notes = (
+            self.segments,
+            self.requests,
+            self.keys,
+            self.steps,
+            self.runs,
+            self.logs,
+            self.in_flight,
+        )
+        return (*results, *notes, self.parts)
+
+    @property
+    def single_files(self) -> tuple[PurePath, ...]:
+        """Files of one generation beside those folders, the plan last, but for ``success``."""
+        results = (self.openai_record, self.suspects, self.summary, self.report)
+        return (*results, self.manifest_copy, self.manifest)
 
     def for_writer(
         self,
@@ -124,6 +152,13 @@ class OutputDir:
         """
         return OutputDir(
             self.root, files or self.files, lock or self.lock, writer, self._access, staging
+        )
+
+    def generation(self, name: str) -> OutputDir:
+        """The directory of a generation that is to take the place of this one's; whoever holds the
+        lock here may write there."""
+        return OutputDir(
+            self.next / name, self.files, self.lock, access=self._access, place=self.root
         )
 
     def under_lock(self, name: str, task: str = "") -> OutputDir:

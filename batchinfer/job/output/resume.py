@@ -33,7 +33,8 @@ from batchinfer.job.row_ids import NO_ROWS, Part, RowIds, missing_ranges, ranges
 from batchinfer.job.storage.filesystem import storage_errors
 from batchinfer.job.storage.local_lock import HOLDER, LOCK
 
-_STATS_FILES = ("steps.parquet", "requests.parquet")
+STATS_FILES = ("steps.parquet", "requests.parquet")
+"""Names of the tables of a job that has ended."""
 PART_FILE = re.compile(r"part-\d{5,}\.parquet")
 """Names of parts."""
 
@@ -52,6 +53,8 @@ class ResumePlan:
     """Whether what is there has to go first."""
     owned: range | None = None
     """Indices of the parts that this run makes and no other; None: of all."""
+    takes_over: Sequence[OutputDir] = ()
+    """Outputs that this one is to take the place of: their rows stay where nothing changed."""
 
     @property
     def begins(self) -> bool:
@@ -88,6 +91,8 @@ def agree_on_plan(out: OutputDir, manifest: Manifest, if_exists: str) -> ResumeP
         LockedError, DataError: as ``plan_resume``.
     """
     begun = is_begun(out)
+    if if_exists != "overwrite":
+        refuse_half_an_update(out)
     if begun and if_exists == "error":
         raise LockedError(
             f"{printable(str(out.root))} holds output already, and output.if_exists is error",
@@ -152,6 +157,19 @@ def clear_output(out: OutputDir, work: ResumePlan) -> None:
             _clear(out)
         _make_directories(out)
         _store_plan(out, work)
+
+
+def refuse_half_an_update(out: OutputDir) -> None:
+    """Check that what is here is of one generation.
+
+    Raises:
+        LockedError: another one is being put in its place.
+    """
+    if _is_there(out, out.swap):
+        raise LockedError(
+            f"{printable(str(out.root))} is being updated, and holds files of two generations",
+            hint="if no run is at it, run the job again, without --shard: that ends the update",
+        )
 
 
 def plan_of(out: OutputDir) -> Manifest:
@@ -251,7 +269,7 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
     found = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
     if not begun:  # then nothing here is this program's
         results = (out.success, out.summary, out.report, *out.openai_files)
-        ours = (*results, *(out.stats / name for name in _STATS_FILES))
+        ours = (*results, *(out.stats / name for name in STATS_FILES))
         found = [*out.files.entries(out.data), *(path for path in ours if _is_there(out, path))]
     if found:
         origin = "is no output of batchinfer" if begun else f"is there without {out.manifest.name}"
@@ -282,11 +300,14 @@ def has_finished_rows(out: OutputDir) -> bool:
 def _clear(out: OutputDir) -> None:
     """Delete this program's files: what says they are whole first, the manifest last."""
     delete, entries = out.files.delete, out.files.entries
+    if _is_there(out, out.swap):  # first: it says that what is in ``next`` is whole
+        delete(out.swap)
+        out.files.sync(out.state)
     for path in (out.success, out.summary, out.report, *out.openai_files):
         delete(path)
     for path in [path for path in entries(out.data) if PART_FILE.fullmatch(path.name)]:
         delete(path)
-    for name in _STATS_FILES:
+    for name in STATS_FILES:
         delete(out.stats / name)
     keep = {out.manifest, out.state / LOCK, out.state / HOLDER, out.locks, out.shards}
     for path in [path for path in entries(out.state) if path not in keep]:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from batchinfer.console.format import first_line, printable
 from batchinfer.console.table import SummaryLine
-from batchinfer.errors import DataError, StorageError
+from batchinfer.errors import DataError, LockedError, StorageError
 from batchinfer.job.fingerprint import digest
 from batchinfer.job.input.parquet_batches import open_parquet
 from batchinfer.job.manifest import Manifest, read_manifest
@@ -21,7 +21,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.export_record import problems as openai_problems
 from batchinfer.job.output.part_record import PartRecord
-from batchinfer.job.output.resume import plan_of, unexpected_files
+from batchinfer.job.output.resume import plan_of, refuse_half_an_update, unexpected_files
 from batchinfer.job.output.segments import read_segment
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import parse_json, read_file
@@ -82,7 +82,12 @@ def verify(out: OutputDir) -> Verification:
     Raises:
         DataError: there is no plan to compare it with.
     """
-    return _Check(out, plan_of(out)).run()
+    plan = plan_of(out)
+    try:
+        refuse_half_an_update(out)
+    except LockedError as error:
+        return Verification(False, len(plan.parts()), 0, 0, [str(error).replace("\n", "; ")])
+    return _Check(out, plan).run()
 
 
 class _Check:

@@ -189,7 +189,7 @@ class RunReporter:
 
     def too_many_errors(self, out: OutputDir, rows: dict[str, Any], limit: float) -> None:
         """The job has ended, and more rows failed than it allows."""
-        line = too_many_errors(rows, limit, out.root)
+        line = too_many_errors(rows, limit, out.place)
         self.display.say("too_many_errors", line, "error", rows=rows, max_error_rate=limit)
 
     def end(self, out: OutputDir, summary: dict[str, Any], warnings: Sequence[str]) -> None:
@@ -203,6 +203,6 @@ class RunReporter:
         if self.as_json:
             print_line(json.dumps(summary, indent=2, ensure_ascii=False))
         else:
-            facts = summary_facts(summary, out.root, reported=reported)
+            facts = summary_facts(summary, out.place, reported=reported)
             table = render_table("job ended", facts)
             self.display.say("job_ended", table, is_result=True, summary=summary)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
@@ -51,6 +52,12 @@ from batchinfer.job.stats.lineage import run_event
 from batchinfer.job.stats.live import LiveFile, WatchedRun
 from batchinfer.job.stats.recorder import kernels_of, package_versions, runs_of
 from batchinfer.job.stats.summary import write_summary
+from batchinfer.job.update.claim import (
+    NextGeneration,
+    drop_generations,
+    end_swap,
+    next_generation,
+)
 from batchinfer.process import gc_paused, stop_signals
 
 
@@ -81,6 +88,7 @@ def run_job(
     *,
     overwrite: bool = False,
     retry_errors: bool = False,
+    update: bool = False,
     shard: Shard | None = None,
     quiet: bool = False,
     as_json: bool = False,
@@ -98,7 +106,9 @@ def run_job(
 
     Args:
         overwrite: start over, as with ``output.if_exists: overwrite``.
-        retry_errors: run the rows again that ended in an error.
+        retry_errors: run the rows again that ended in an error; what else differs is updated.
+        update: where the job or its input differ from what the output was made of, make it anew
+            beside that, and put it in its place when it is made.
         shard: make its parts alone, beside other shards; the last one to end ends the job.
         quiet: print nothing but why the job did not succeed.
         as_json: print the summary as JSON.
@@ -125,7 +135,9 @@ def run_job(
 
             def run() -> ExitCode:
                 job = _open(spec, output_at(spec.output.path), combined_output)
-                return _run_opened(job, if_exists, reporter, retry_errors, shard, build, fleet)
+                return _run_opened(
+                    job, if_exists, reporter, retry_errors, update, shard, build, fleet
+                )
 
             return telling_at_end(spec, watched, display, run, alone=shard is None)
 
@@ -135,25 +147,28 @@ def _run_opened(
     if_exists: str,
     reporter: RunReporter,
     retry_errors: bool,
+    update: bool,
     shard: Shard | None,
     build: BuildEngine | None,
     fleet: RunFleet | None,
 ) -> ExitCode:
     """Run what is left of a job."""
-    if retry_errors and if_exists == "overwrite":
-        raise UsageError("--retry-errors keeps the good rows, --overwrite keeps none: choose one")
-    if fleet is not None and shard is not None:
-        raise NotYetError("--shard with scale.workers over 1")
-    if retry_errors and shard is not None:
-        raise UsageError(
-            "--retry-errors is not for a shard: its siblings would end the job before theirs are "
-            "open again",
-            hint="run it without --shard: it runs the rows alone that ended in an error",
-        )
-    if _is_finished(job, if_exists) and not (retry_errors and has_errors(job.out, job.manifest)):
+    _check_options(if_exists, retry_errors, update, shard, fleet)
+    generation = None
+    if shard is None and if_exists != "overwrite":
+        end_swap(job.out)
+        generation = next_generation(job.out, job.manifest, is_asked_for=update or retry_errors)
+    if generation is not None:
+        if fleet is not None:
+            raise NotYetError("updating an output with scale.workers over 1")
+        claim: Claim = NextGeneration(job.out, generation)
+    elif _is_finished(job, if_exists) and not (retry_errors and has_errors(job.out, job.manifest)):
+        if update:
+            drop_generations(job.out)
         reporter.nothing_to_do(job.out)
         return ExitCode.OK
-    claim = WholeJob(job.out) if shard is None else OneShard(job.out, shard)
+    else:
+        claim = WholeJob(job.out) if shard is None else OneShard(job.out, shard)
     if shard is not None and not shard.parts(len(job.manifest.parts())):
         reporter.shard_without_parts(str(shard), len(job.manifest.parts()))
         return ExitCode.OK
@@ -162,11 +177,37 @@ def _run_opened(
         job = replace(job, manifest=resume.manifest, out=claim.out)
         if retry_errors:
             reopen(job.out, job.manifest, job.table.generated_schema)
-            resume = plan_resume(job.out, job.manifest, if_exists)
+            reopened = plan_resume(job.out, job.manifest, "resume")
+            resume = replace(reopened, takes_over=resume.takes_over)
         if not resume.todo:
             with stop_signals() as stop:
                 return _end(job, claim, if_exists, reporter, stop)
         return _run(job, claim, resume, if_exists, reporter, build, fleet, outputs)
+
+
+def _check_options(
+    if_exists: str,
+    retry_errors: bool,
+    update: bool,
+    shard: Shard | None,
+    fleet: RunFleet | None,
+) -> None:
+    for option, is_given in {"--retry-errors": retry_errors, "--update": update}.items():
+        if is_given and if_exists == "overwrite":
+            raise UsageError(f"{option} keeps the good rows, --overwrite keeps none: choose one")
+    if fleet is not None and shard is not None:
+        raise NotYetError("--shard with scale.workers over 1")
+    if retry_errors and shard is not None:
+        raise UsageError(
+            "--retry-errors is not for a shard: its siblings would end the job before theirs are "
+            "open again",
+            hint="run it without --shard: it runs the rows alone that ended in an error",
+        )
+    if update and shard is not None:
+        raise UsageError(
+            "--update is not for a shard: the output is put in place as a whole",
+            hint="run it without --shard: it runs the rows alone that differ",
+        )
 
 
 @contextmanager
@@ -227,7 +268,9 @@ def _run(
     meter = reporter.watched.meter = Meter(missing, _num_finished(job, resume, missing))
     reporter.resumes(meter.before, meter.before + missing)
     loaded = None
-    before = {} if resume.starts_over else kernels_of(runs_of(job.out))
+    outputs = [*resume.takes_over, *outputs]
+    runs = chain.from_iterable(map(runs_of, (*resume.takes_over, job.out)))
+    before = {} if resume.starts_over else kernels_of(runs)
     reuse = None
     if missing and fleet is None:
         if outputs:

@@ -27,6 +27,24 @@ from batchinfer.job.stats.workers import Worker, any_lock_lives, latest_workers
 
 
 @dataclass(frozen=True)
+class Update:
+    """A generation that is to take the place of what is there (``run --update``)."""
+
+    rows_total: int
+    rows_done: int
+    is_being_placed: bool
+    """Whether it is made, and is being put in its place, or its run was cut off at that."""
+
+    @property
+    def line(self) -> SummaryLine:
+        """What is said of it."""
+        if self.is_being_placed:
+            return SummaryLine("update", "made", ", being put in its place; run again to end that")
+        done = f"{self.rows_done:,} of {self.rows_total:,} rows"
+        return SummaryLine("update", done, " of the next generation; what is here is the last one")
+
+
+@dataclass(frozen=True)
 class Status:
     """State, progress and speed of a job."""
 
@@ -63,6 +81,8 @@ class Status:
     eta_is_most: bool = False
     """Whether ``eta_s`` is an upper bound: no row is finished yet, and each is taken to draw the
     most that it may."""
+    update: Update | None = None
+    """The next generation, if one was begun; all else is of the one there is."""
 
     def data(self) -> dict[str, Any]:
         """The values of ``--json``."""
@@ -91,6 +111,8 @@ class Status:
         if self.tokens_per_s is not None and self.output_tokens:
             each = f", {self.tokens_per_s:,.0f} per second"
             yield SummaryLine("tokens", f"{self.output_tokens:,} out", each)
+        if self.update is not None:
+            yield self.update.line
         if self.eta_s is not None:
             yield SummaryLine("left", self._left)
         if self.pool_use is not None:
@@ -174,6 +196,7 @@ def read_status(out: OutputDir, now: float) -> Status:
         pool_use=sum(pools) / len(pools) if pools else None,
         saved_at=max((worker.saved_at for worker in workers), default=None),
         workers=workers if any(worker.worker for worker in workers) else [],
+        update=_read_update(out, now),
     )
     return _with_live(found, live) if live and state == "running" else found
 
@@ -204,6 +227,19 @@ def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
 
 def _phase_of(run: LiveRun) -> str:
     return printable(phase_line(run.phase, run.phase_detail, run.phase_s))
+
+
+def _read_update(out: OutputDir, now: float) -> Update | None:
+    """The generation that was worked on last."""
+    found = []
+    for path in out.files.entries(out.next):
+        with suppress(DataError):
+            found.append(read_status(out.generation(path.name), now))
+    if not found:
+        return None
+    latest = max(found, key=lambda status: status.saved_at or 0.0)
+    is_being_placed = out.files.stat(out.swap) is not None
+    return Update(latest.rows_total, latest.rows_done, is_being_placed)
 
 
 def _sum(speeds: Iterable[float | None]) -> float | None:

@@ -108,6 +108,17 @@ class Files(Protocol):
         """Give a file another name, whatever had that name; on disk after the folders' sync."""
         ...
 
+    def copy(self, source: PurePath, target: PurePath, staging: PurePath) -> None:
+        """Give a file's content, all at once, to another name as well, whatever had that name.
+
+        On disk after the folder's sync, if the source is. Both may be one file from then on: no
+        file of ours is ever written to again.
+
+        Args:
+            staging: a folder for what is on its way.
+        """
+        ...
+
     def delete(self, path: PurePath) -> None:
         """Delete a file or a folder with all in it; one that is missing is no error."""
         ...
@@ -162,6 +173,19 @@ class LocalFiles:
 
     def rename(self, source: PurePath, target: PurePath) -> None:
         os.replace(source, target)
+
+    def copy(self, source: PurePath, target: PurePath, staging: PurePath) -> None:
+        staged = Path(staging) / target.name
+        staged.unlink(missing_ok=True)
+        try:
+            os.link(source, staged)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without links
+            shutil.copy2(source, staged)
+            self.sync(staged)
+        os.replace(staged, target)  # which leaves both names, if they are of one file already
+        staged.unlink(missing_ok=True)
 
     def delete(self, path: PurePath) -> None:
         found = Path(path)

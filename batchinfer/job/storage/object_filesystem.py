@@ -147,6 +147,12 @@ class StoreFiles(StagedFiles):
             self._put(_url(target), file.read())
         self.delete(source)
 
+    def copy(self, source: PurePath, target: PurePath, staging: PurePath) -> None:
+        self._check()
+        with self._once_only():
+            self._objects.copy(_url(source), _url(target))
+        self._written.pop(target, None)
+
     def delete(self, path: PurePath) -> None:
         self._drop_staged(path)
         with self._once_only():

@@ -1,8 +1,8 @@
 """Objects of a bucket, read and written whole, written only where nobody else has.
 
 Every write says which content it takes the place of: none, or one that its writer has seen. A store
-refuses it where it holds another (``If-None-Match``, ``If-Match``). A delete can say no such thing:
-it is given up soon where the store does not answer.
+refuses it where it holds another (``If-None-Match``, ``If-Match``). A delete or a copy can say no
+such thing: it is given up soon where the store does not answer.
 """
 
 from __future__ import annotations
@@ -89,6 +89,14 @@ class Objects:
             lists = list(obstore.list(self._store, path.key))
         below = [entry["path"] for entries in lists for entry in entries]
         return below if self.head(path) is None else [*below, path.key]
+
+    def copy(self, source: StorePath, target: StorePath) -> None:
+        """Copy an object to another key within the store, whatever is there.
+
+        It is given up soon where the store does not answer, as nothing ties it to what is there.
+        """
+        with _answers(source, "read"):
+            obstore.copy(self._impatient, source.key, target.key)
 
     def delete(self, path: StorePath, keys: Sequence[str]) -> bool:
         """Delete objects; one that is gone is no error.

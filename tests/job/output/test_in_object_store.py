@@ -51,6 +51,7 @@ from tests.job.stores import (
     point_to,
     s3_server,
 )
+from tests.job.update.test_swap import CutOff, cut_off_at
 
 NUM_ROWS = 25
 OUT = f"{LAKE}/out/dt=1"
@@ -112,6 +113,28 @@ def rows(num_rows: int = NUM_ROWS) -> pa.Table:
 
 def change(name: str, data: bytes) -> None:
     obstore.put(bucket(), f"{KEY}/{name}", data)
+
+
+def test_an_update_that_is_cut_off_is_gone_on_with(
+    spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(spec) is ExitCode.OK
+    before = objects(f"{KEY}/data")
+    prompts = [f"{row % 7} asks {row}" for row in range(2, NUM_ROWS - 6)]
+    write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
+    with monkeypatch.context() as patch:
+        cut_off_at(patch, "hidden", times=1)
+        with pytest.raises(CutOff):
+            run(spec, update=True)
+    assert objects(f"{KEY}/data") == before
+    assert "_SUCCESS" not in objects(KEY)
+    build = FakeBuild()
+    assert run(spec, build) is ExitCode.OK
+    assert build.count == 0, "it is put in place, and nothing is computed"
+    rows(len(prompts))
+    assert not verify(output_at(OUT)).problems
+    left = [name for name in objects(KEY) if "/next/" in name or "swap" in name]
+    assert left == []
 
 
 def test_a_job_and_what_is_said_of_it(

@@ -74,6 +74,11 @@ class RelayedFiles(StagedFiles):
             self._keep(path, data)
             return BytesIO(data)
 
+    def copy(self, source: PurePath, target: PurePath, staging: PurePath) -> None:
+        with self.open(source) as file:
+            self.write(staging / target.name, file.read())
+        self.rename(staging / target.name, target)
+
     def delete(self, path: PurePath) -> None:
         self._drop_staged(path)
         self._outbox.send(Deleted(self._name(path)))

@@ -1,0 +1,125 @@
+"""The claim of a run that makes the next generation of an output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Event
+
+from batchinfer.console.format import printable
+from batchinfer.console.progress import print_line
+from batchinfer.errors import DataError
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.manifest_file import is_begun, stored_manifest
+from batchinfer.job.output.resume import (
+    ResumePlan,
+    clear_output,
+    has_finished_rows,
+    plan_resume,
+    prepare_directory,
+    refuse_half_an_update,
+    refuse_unexpected_files,
+)
+from batchinfer.job.row_ids import Part
+from batchinfer.job.shards.claim import Ending
+from batchinfer.job.shards.locks import refuse_shards
+from batchinfer.job.storage.filesystem import storage_errors
+from batchinfer.job.update.swap import finish_swap, is_swapping, put_in_place
+
+
+def end_swap(out: OutputDir) -> None:
+    """Go on with a swap of generations that was cut off, if one was.
+
+    Raises:
+        JobError: it cannot be gone on with, or another run is at it.
+    """
+    if is_swapping(out):
+        with out.locked():
+            finish_swap(out)
+
+
+def next_generation(out: OutputDir, manifest: Manifest, *, is_asked_for: bool) -> OutputDir | None:
+    """The directory of the generation that a job makes, where ``out`` holds rows of another.
+
+    Args:
+        is_asked_for: whether one is to be begun; if not, one that was is gone on with.
+
+    Raises:
+        DataError: the plan there is damaged.
+    """
+    has_plan = any(out.files.stat(path) for path in (out.manifest, out.manifest_copy))
+    if not has_plan or not has_finished_rows(out) or stored_manifest(out).is_of_same_job(manifest):
+        return None
+    generation = out.generation(manifest.name)
+    return generation if is_asked_for or is_begun(generation) else None
+
+
+def _has_plan(out: OutputDir) -> bool:
+    try:
+        stored_manifest(out)
+    except DataError:
+        return False
+    return True
+
+
+def drop_generations(out: OutputDir) -> None:
+    """Delete generations that were begun for jobs that are not asked for any more."""
+    if out.files.entries(out.next):
+        with out.locked(), storage_errors(out.next, "delete"):
+            out.files.delete(out.next)
+
+
+class NextGeneration:
+    """The claim to all parts of a generation, which takes the place of what is in ``present``.
+
+    It does so when it is made and has ``_SUCCESS``, or when what is there has none either. What
+    chat templates are told the time is stays: else rows would differ that have not changed.
+    """
+
+    def __init__(self, present: OutputDir, generation: OutputDir) -> None:
+        self.out = generation
+        self._present = present
+
+    @contextmanager
+    def begun(self, manifest: Manifest, if_exists: str) -> Iterator[ResumePlan]:
+        present = self._present
+        with present.locked():
+            refuse_shards(present)
+            refuse_half_an_update(present)
+            stored = stored_manifest(present)
+            refuse_unexpected_files(present, stored)
+            if not is_begun(self.out):
+                manifest = replace(manifest, planned_at=stored.planned_at)
+            work = plan_resume(self.out, manifest, "resume")
+            with storage_errors(present.permit, "delete"):
+                present.files.delete(present.permit)  # workers may live whose driver has died
+            prepare_directory(self.out, work)
+            yield replace(work, takes_over=(present, *self._others()))
+
+    def _others(self) -> list[OutputDir]:
+        """Generations that were begun for other plans; those that can be read."""
+        present = self._present
+        names = (path.name for path in present.files.entries(present.next))
+        found = (present.generation(name) for name in names if name != self.out.root.name)
+        return [out for out in found if _has_plan(out)]
+
+    def clear(self, work: ResumePlan) -> None:
+        clear_output(self.out, work)
+
+    @contextmanager
+    def ending(self, stop: Event) -> Iterator[Ending]:
+        yield Ending(self.out)
+        present, files = self._present, self.out.files
+        if files.stat(self.out.success) is not None or files.stat(present.success) is None:
+            put_in_place(present, self.out)
+            return
+        print_line(
+            f"{printable(str(present.root))} stays as it is, for it has _SUCCESS; the new rows are "
+            f"in {printable(str(self.out.root))}",
+            to_stderr=True,
+        )
+
+    def command_for(self, part: Part) -> str:
+        return "the same command"

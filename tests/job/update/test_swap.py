@@ -1,0 +1,189 @@
+"""The swap of an output's generations, cut off at each of its steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.verify import verify
+from batchinfer.job.run.run import run_job
+from batchinfer.job.shards.shard import Shard
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.update import swap
+from tests.job.datasets import write_parquet
+from tests.job.fakes import FakeBuild, job
+
+STEPS = ("marked", "hidden", "copied", "cleared", "placed", "told", "gone", "done")
+
+
+class CutOff(BaseException):
+    """A run is cut off."""
+
+
+def write_rows(folder: Path, *texts: str) -> None:
+    write_parquet(folder / "in" / "x.parquet", {"prompt": list(texts)})
+
+
+def spec_of(folder: Path, **sections: Any) -> JobSpec:
+    return job(folder, output={"rows_per_part": 4}, **sections)
+
+
+def run(spec: JobSpec, **options: Any) -> ExitCode:
+    return run_job(spec, build=FakeBuild(), quiet=True, **options)
+
+
+OLD = [f"{row} old" for row in range(14)]
+NEW = [f"{row} new" for row in range(9)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A job that has ended, and whose input is another by now, with fewer parts."""
+    write_rows(tmp_path, *OLD)
+    assert run(spec_of(tmp_path)) is ExitCode.OK
+    write_rows(tmp_path, *NEW)
+    return tmp_path
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files of an output that was never another one's."""
+    folder = tmp_path_factory.mktemp("fresh")
+    write_rows(folder, *NEW)
+    assert run(spec_of(folder)) is ExitCode.OK
+    return files(folder / "out")
+
+
+def check_new(folder: Path, fresh: dict[str, bytes]) -> None:
+    """Check that the output is as if there never was another one."""
+    out = folder / "out"
+    assert not verify(OutputDir(out)).problems
+    assert verify(OutputDir(out)).complete
+    found = files(out)
+    assert found.keys() == fresh.keys()
+    assert [found[name] for name in data(fresh)] == [fresh[name] for name in data(fresh)]
+
+
+def data(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith("data/")]
+
+
+def test_an_update_takes_the_place_of_what_there_was(folder: Path, fresh: dict[str, bytes]) -> None:
+    assert run(spec_of(folder), update=True) is ExitCode.OK
+    check_new(folder, fresh)
+    build = FakeBuild()
+    assert run_job(spec_of(folder), build=build, update=True, quiet=True) is ExitCode.OK
+    assert build.count == 0
+
+
+def cut_off_at(monkeypatch: pytest.MonkeyPatch, step: str, times: int) -> None:
+    """Have a swap be cut off the ``times``-th time it comes to a step."""
+    left = iter(range(times, 0, -1))
+
+    def failpoint(name: str) -> None:
+        if name == f"swap-{step}" and next(left) == 1:
+            raise CutOff
+
+    monkeypatch.setattr(swap, "failpoint", failpoint)
+
+
+@pytest.mark.parametrize(("step", "update"), [(step, at % 2 > 0) for at, step in enumerate(STEPS)])
+def test_a_swap_that_is_cut_off_is_gone_on_with(
+    folder: Path,
+    fresh: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    update: bool,
+) -> None:
+    cut_off_at(monkeypatch, step, times=1 if step not in ("copied", "cleared") else 3)
+    with pytest.raises(CutOff):
+        run(spec_of(folder), update=True)
+    if step != "done":
+        assert "is being updated" in " ".join(verify(OutputDir(folder / "out")).problems)
+    monkeypatch.undo()
+    assert run(spec_of(folder), update=update) is ExitCode.OK
+    check_new(folder, fresh)
+
+
+def half_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut an update off when some of its files are in place."""
+    cut_off_at(monkeypatch, "copied", times=3)
+    with pytest.raises(CutOff):
+        run(spec_of(folder), update=True)
+    monkeypatch.undo()
+
+
+def test_a_shard_is_refused_and_says_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="--update is not for a shard"):
+        run(spec_of(folder), update=True, shard=Shard(0, 2))
+    half_way(folder, monkeypatch)
+    with pytest.raises(LockedError, match=r"is being updated.*\n.*without --shard"):
+        run(spec_of(folder), shard=Shard(0, 2))
+
+
+def test_a_run_of_the_job_before_finds_the_new_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_way(folder, monkeypatch)
+    write_rows(folder, *OLD)
+    with pytest.raises(DataError, match=r"x\.parquet holds something else"):
+        run(spec_of(folder))
+    write_rows(folder, *NEW)
+    assert run_job(spec_of(folder), build=None, quiet=True) is ExitCode.OK, "it was ended"
+
+
+def test_starting_over_needs_nothing_of_what_there_is(
+    folder: Path, fresh: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_way(folder, monkeypatch)
+    (folder / "out" / "_batchinfer" / "swap.json").write_text("torn")
+    with pytest.raises(DataError, match=r"swap\.json is damaged"):
+        run(spec_of(folder))
+    assert run(spec_of(folder), overwrite=True) is ExitCode.OK
+    check_new(folder, fresh)
+
+
+def test_a_generation_that_is_damaged_meanwhile_is_not_put_in_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_way(folder, monkeypatch)
+    before = files(folder / "out")
+    (record,) = (folder / "out").glob("_batchinfer/next/*/_batchinfer/parts/part-00001.json")
+    kept = record.read_bytes()
+    record.unlink()
+    with pytest.raises(DataError, match=r"has no part-00001 any more"):
+        run(spec_of(folder))
+    record.write_bytes(kept)
+    assert data(files(folder / "out")) == data(before)
+    assert run(spec_of(folder)) is ExitCode.OK
+
+
+def test_what_is_no_output_stays(folder: Path) -> None:
+    kept = [folder / "out" / name for name in ("notes.txt", "stats/mine.csv")]
+    for path in kept:
+        path.write_text("mine")
+    assert run(spec_of(folder), update=True) is ExitCode.OK
+    assert all(path.exists() for path in kept)
+
+
+def test_a_file_system_without_links_gets_copies(
+    folder: Path, fresh: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert run(spec_of(folder), update=True) is ExitCode.OK
+    check_new(folder, fresh)

@@ -1,0 +1,239 @@
+"""Outputs that are mended, grown and changed in place: what is computed again, and the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import ExitCode, NotYetError, UsageError
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.verify import verify
+from batchinfer.job.run.run import run_job
+from batchinfer.job.stats.status import read_status
+from batchinfer.job.storage.filesystem import parse_json
+from tests.job.datasets import write_parquet
+from tests.job.fakes import TellingBuild, drawn, echo, job
+from tests.job.output.test_resume import stop_at
+
+ROWS = [f"{row} asks" for row in range(14)]
+DRAWN = {"sampling": {"max_tokens": 6, "temperature": 1.0}}
+
+
+class Place:
+    """A folder with a job over one file or several."""
+
+    def __init__(self, folder: Path, **sections: Any) -> None:
+        self.folder = folder
+        self.sections = sections
+        self.next_token = drawn if "sampling" in sections else echo
+
+    def write(self, *texts: str, name: str = "x.parquet") -> None:
+        write_parquet(self.folder / "in" / name, {"prompt": list(texts)})
+
+    def run(self, expected: ExitCode = ExitCode.OK, **options: Any) -> list[int]:
+        """Run the job; the rows that the engine ran, in order."""
+        build = TellingBuild(next_token=self.next_token)
+        code = run_job(self.spec(), build=build, quiet=True, **options)
+        assert code is expected
+        return sorted(build.ran)
+
+    def stop(self, step: int, **options: Any) -> list[int]:
+        """Run the job and stop it."""
+        build = TellingBuild(max_num_seqs=4, next_token=self.next_token)
+        build.before_step = stop_at(step)
+        assert run_job(self.spec(), build=build, quiet=True, **options) is ExitCode.INTERRUPTED
+        return sorted(build.ran)
+
+    def spec(self, out: str = "out") -> Any:
+        output = {"path": str(self.folder / out), "rows_per_part": 4}
+        sections = {**self.sections, "output": {**output, **self.sections.get("output", {})}}
+        return job(self.folder, **sections)
+
+    @property
+    def out(self) -> OutputDir:
+        return OutputDir(self.folder / "out")
+
+    def rows(self) -> list[dict[str, Any]]:
+        parts = sorted((self.folder / "out" / "data").iterdir())
+        return [row for part in parts for row in pq.read_table(part).to_pylist()]
+
+    def check_as_fresh(self) -> None:
+        """Check that the output has the bytes of one that was never another one's."""
+        build = TellingBuild(next_token=self.next_token)
+        run_job(self.spec("fresh"), build=build, quiet=True)
+        fresh, here = (self.folder / out / "data" for out in ("fresh", "out"))
+        assert {p.name: p.read_bytes() for p in fresh.iterdir()} == {
+            p.name: p.read_bytes() for p in here.iterdir()
+        }
+        found = verify(self.out)
+        assert found.problems == []
+        assert not (self.folder / "out" / "_batchinfer" / "next").exists()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """A job that has ended."""
+    found = Place(tmp_path)
+    found.write(*ROWS)
+    assert found.run() == list(range(14))
+    return found
+
+
+def test_appended_rows_run_alone(place: Place) -> None:
+    place.write(*ROWS, "more", "still more")
+    assert place.run(update=True) == [14, 15]
+    place.check_as_fresh()
+    assert place.run(update=True) == [], "nothing to do"
+    reused = parse_json(place.out.summary.read_bytes())["rows"]["reused"]
+    assert reused == 14
+
+
+def test_a_new_file_that_sorts_first_moves_all_rows_and_runs_alone(place: Place) -> None:
+    place.write("new", name="a.parquet")
+    assert place.run(update=True) == [0]
+    place.check_as_fresh()
+
+
+def test_rows_that_are_drawn_run_again_where_they_have_moved(tmp_path: Path) -> None:
+    place = Place(tmp_path, **DRAWN)
+    place.write(*ROWS)
+    place.run()
+    place.write(*ROWS[:5], "new", *ROWS[5:])
+    assert place.run(update=True) == list(range(5, 15))
+    place.check_as_fresh()
+
+
+def test_a_mended_prompt_runs_alone(place: Place) -> None:
+    place.write(*ROWS[:6], "mended", *ROWS[7:])
+    assert place.run(update=True) == [6]
+    place.check_as_fresh()
+
+
+def test_rows_that_are_gone_cost_nothing(place: Place) -> None:
+    place.write(*ROWS[3:9])
+    assert place.run(update=True) == []
+    place.check_as_fresh()
+
+
+def test_other_parts_and_columns_cost_nothing(place: Place) -> None:
+    place.sections = {"output": {"rows_per_part": 5}, "input": {"keep_columns": []}}
+    assert place.run(update=True) == []
+    place.check_as_fresh()
+
+
+def test_a_limit_that_is_raised(tmp_path: Path) -> None:
+    place = Place(tmp_path, input={"limit": 5})
+    place.write(*ROWS)
+    assert place.run() == list(range(5))
+    place.sections = {}
+    assert place.run(update=True) == list(range(5, 14))
+    place.check_as_fresh()
+
+
+def test_a_key_that_changes_every_answer(place: Place) -> None:
+    place.sections = {"sampling": {"max_tokens": 3}}
+    assert place.run(update=True) == list(range(14))
+    place.check_as_fresh()
+
+
+def test_without_output_it_is_a_run(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.write(*ROWS)
+    assert place.run(update=True) == list(range(14))
+    place.check_as_fresh()
+
+
+def test_rows_of_an_unfinished_output_stay(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.write(*ROWS)
+    place.stop(8)
+    kept = finished_rows(place.out)
+    assert kept
+    place.write(*ROWS, "new")
+    assert place.run(update=True) == sorted({*range(15)} - kept)
+    place.check_as_fresh()
+
+
+def finished_rows(out: OutputDir) -> set[int]:
+    tables = [*out.files.entries(out.segments), *out.files.entries(out.data)]
+    return {row for path in tables for row in pq.read_table(path)["row_id"].to_pylist()}
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_an_update_that_is_stopped_goes_on(tmp_path: Path, update: bool) -> None:
+    place = Place(tmp_path)
+    place.write(*ROWS)
+    place.run()
+    before = place.rows()
+    place.sections = {"sampling": {"max_tokens": 5}}
+    place.stop(8, update=True)
+    assert place.rows() == before
+    assert place.out.files.stat(place.out.success) is not None, "readers find what there was"
+    (generation,) = place.out.files.entries(place.out.next)
+    kept = finished_rows(place.out.generation(generation.name))
+    assert kept
+    found = read_status(place.out, 0.0)
+    assert (found.state, found.rows_done) == ("finished", 14)
+    assert found.update is not None
+    assert (found.update.rows_done, found.update.rows_total) == (len(kept), 14)
+    assert any("of the next generation" in line for line in found.lines())
+    assert place.run(update=update) == sorted({*range(14)} - kept)
+    place.check_as_fresh()
+    assert read_status(place.out, 0.0).update is None
+
+
+def test_a_third_job_finds_the_rows_of_both_before(place: Place) -> None:
+    place.write(*ROWS, *(f"{row} more" for row in range(9)))
+    place.stop(8, update=True)
+    (generation,) = place.out.files.entries(place.out.next)
+    kept = finished_rows(place.out.generation(generation.name))
+    assert kept > {*range(14)}
+    place.write(*ROWS, *(f"{row} more" for row in range(9)), "last")
+    assert place.run(update=True) == sorted({*range(24)} - kept)
+    place.check_as_fresh()
+
+
+def test_who_goes_back_keeps_what_there_was(place: Place) -> None:
+    place.write(*ROWS, *(f"{row} more" for row in range(9)))
+    place.stop(8, update=True)
+    place.write(*ROWS)
+    assert place.run() == []
+    assert place.out.files.entries(place.out.next), "it may still be wanted"
+    assert place.run(update=True) == []
+    assert not place.out.files.entries(place.out.next)
+
+
+def test_too_many_errors_leave_what_has_succeeded(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = place.rows()
+    place.write(*ROWS[:5], "", *ROWS[6:])
+    assert place.run(ExitCode.TOO_MANY_ROW_ERRORS, update=True) == []
+    assert place.rows() == before
+    told = capsys.readouterr().err
+    assert "out stays as it is, for it has _SUCCESS; the new rows are in" in told
+    assert place.run(ExitCode.TOO_MANY_ROW_ERRORS) == []
+    place.write(*ROWS[:5], "mended", *ROWS[6:])
+    assert place.run(update=True) == [5]
+    place.check_as_fresh()
+
+
+def test_what_has_failed_is_replaced_by_what_fails_less(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.write("", "", *ROWS)
+    place.run(ExitCode.TOO_MANY_ROW_ERRORS)
+    place.write("", "mended", *ROWS)
+    assert place.run(ExitCode.TOO_MANY_ROW_ERRORS, retry_errors=True) == [1]
+    assert [row["status"] for row in place.rows()] == ["error", *["ok"] * 15]
+    assert place.run(ExitCode.TOO_MANY_ROW_ERRORS) == []
+
+
+def test_what_is_refused(place: Place) -> None:
+    with pytest.raises(UsageError, match="--update keeps the good rows, --overwrite keeps none"):
+        place.run(update=True, overwrite=True)
+    place.write("other")
+    with pytest.raises(NotYetError, match=r"not yet: updating an output with scale\.workers"):
+        place.run(update=True, fleet=lambda *_: True)
