@@ -157,7 +157,9 @@ def _run_opened(
     generation = None
     if shard is None and if_exists != "overwrite":
         end_swap(job.out)
-        generation = next_generation(job.out, job.manifest, is_asked_for=update or retry_errors)
+        generation = next_generation(
+            job.out, job.manifest, update=update, retry_errors=retry_errors
+        )
     if generation is not None:
         if fleet is not None:
             raise NotYetError("updating an output with scale.workers over 1")

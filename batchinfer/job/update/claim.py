@@ -40,20 +40,27 @@ def end_swap(out: OutputDir) -> None:
             finish_swap(out)
 
 
-def next_generation(out: OutputDir, manifest: Manifest, *, is_asked_for: bool) -> OutputDir | None:
+def next_generation(
+    out: OutputDir, manifest: Manifest, *, update: bool, retry_errors: bool
+) -> OutputDir | None:
     """The directory of the generation that a job makes, where ``out`` holds rows of another.
 
+    One that was begun is gone on with; else one has to be asked for.
+
     Args:
-        is_asked_for: whether one is to be begun; if not, one that was is gone on with.
+        retry_errors: begins one unless it has fewer rows: who mends rows loses none.
 
     Raises:
         DataError: the plan there is damaged.
     """
     has_plan = any(out.files.stat(path) for path in (out.manifest, out.manifest_copy))
-    if not has_plan or not has_finished_rows(out) or stored_manifest(out).is_of_same_job(manifest):
+    if not has_plan or not has_finished_rows(out):
         return None
-    generation = out.generation(manifest.name)
-    return generation if is_asked_for or is_begun(generation) else None
+    stored, generation = stored_manifest(out), out.generation(manifest.name)
+    if stored.is_of_same_job(manifest):
+        return None
+    mends = retry_errors and manifest.num_rows >= stored.num_rows
+    return generation if update or mends or is_begun(generation) else None
 
 
 def _has_plan(out: OutputDir) -> bool:

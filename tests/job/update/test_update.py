@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import ExitCode, NotYetError, UsageError
+from batchinfer.errors import DataError, ExitCode, NotYetError, UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run import run_job
@@ -229,6 +229,12 @@ def test_what_has_failed_is_replaced_by_what_fails_less(tmp_path: Path) -> None:
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS, retry_errors=True) == [1]
     assert [row["status"] for row in place.rows()] == ["error", *["ok"] * 15]
     assert place.run(ExitCode.TOO_MANY_ROW_ERRORS) == []
+
+
+def test_who_retries_errors_loses_no_rows(place: Place) -> None:
+    place.write(*ROWS[:5])
+    with pytest.raises(DataError, match=r"x\.parquet holds something else\nuse --update"):
+        place.run(retry_errors=True)
 
 
 def test_what_is_refused(place: Place) -> None:

@@ -1,0 +1,102 @@
+"""Rows that failed, mended one cause after the other as the docs say, from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from batchinfer.cli import app
+from batchinfer.errors import JobError
+from tests.job.datasets import write_parquet
+from tests.models import make_text_model
+
+NUM_ROWS = 30
+EMPTY, LONG, DIVIDED = 4, 11, 22
+JOB = """\
+model: {name: MODEL, max_model_len: 128}
+input: {path: rows.parquet}
+prompt: {template: "TEMPLATE", chat_template: none, on_too_long: ON_TOO_LONG}
+sampling: {max_tokens: 4, temperature: 0.0, ignore_eos: true}
+engine: {num_kv_blocks: 64}
+output: {path: out, rows_per_part: 8}
+"""
+TEMPLATE = "{{ text }}{{ '' if 1 // divisor else '' }}"
+GUARDED = "{{ text }}{{ '' if divisor and 1 // divisor else '' }}"
+QUIET = ("--quiet", "--no-report")
+
+
+class Bench:
+    """A job file and its data in a folder, and what commands say of them."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self._model = model
+
+    def write_job(self, template: str = TEMPLATE, on_too_long: str = "error") -> None:
+        text = JOB.replace("MODEL", str(self._model)).replace("TEMPLATE", template)
+        (self.folder / "job.yaml").write_text(text.replace("ON_TOO_LONG", on_too_long))
+
+    def write_rows(self, *, empty: str) -> None:
+        texts = [f"Words, then number {row}" for row in range(NUM_ROWS)]
+        texts[EMPTY], texts[LONG] = empty, "x" * 600
+        divisors = [0 if row == DIVIDED else 1 for row in range(NUM_ROWS)]
+        write_parquet(self.folder / "rows.parquet", {"text": texts, "divisor": divisors})
+
+    def run(self, *options: str) -> int:
+        return self.do("run", "job.yaml", *QUIET, *options)
+
+    def do(self, verb: str, place: str, *options: str) -> int:
+        result = CliRunner().invoke(app, [verb, str(self.folder / place), *options])
+        error = result.exception
+        return int(error.exit_code) if isinstance(error, JobError) else result.exit_code
+
+    def failed(self) -> dict[int, str]:
+        """Row ids and codes of errors, as the output has them."""
+        parts = (self.folder / "out" / "data").iterdir()
+        rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
+        assert len(rows) == NUM_ROWS
+        return {row["row_id"]: row["error"]["code"] for row in rows if row["error"]}
+
+    def computed(self) -> int:
+        """Good rows of what is there that were not taken over."""
+        summary = json.loads((self.folder / "out" / "summary.json").read_text())
+        return int(summary["rows"]["ok"] - summary["rows"]["reused"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_model(tmp_path_factory.mktemp("model"))
+
+
+def test_one_cause_after_the_other_is_mended(tmp_path: Path, model: Path) -> None:
+    bench = Bench(tmp_path, model)
+    bench.write_job()
+    bench.write_rows(empty=" ")
+    assert bench.run() == 3
+    left = {EMPTY: "empty_prompt", LONG: "prompt_too_long", DIVIDED: "template_error"}
+    assert bench.failed() == left
+    assert bench.computed() == NUM_ROWS - 3
+
+    mend: dict[int, Callable[[], object]] = {
+        EMPTY: lambda: bench.write_rows(empty="mended"),
+        LONG: lambda: bench.write_job(on_too_long="truncate_left"),
+        DIVIDED: lambda: bench.write_job(GUARDED, on_too_long="truncate_left"),
+    }
+    for row, mended in mend.items():
+        mended()
+        assert bench.run() in (4, 7), "that is another job"
+        del left[row]
+        assert bench.run("--retry-errors") == (3 if left else 0)
+        assert bench.failed() == left
+        assert bench.computed() == 1, "the row alone that was mended"
+    assert bench.do("verify", "out") == 0
+    assert bench.run() == 0
+
+    assert bench.run("--output", str(tmp_path / "fresh")) == 0
+    for part in (tmp_path / "fresh" / "data").iterdir():
+        assert part.read_bytes() == (tmp_path / "out" / "data" / part.name).read_bytes()
