@@ -57,6 +57,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 Limit = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=0, help="Run only the first N rows.")
 ]
+Reuse = Annotated[
+    list[str] | None,
+    typer.Option("--reuse", metavar="DIR", help="Copy rows that this output has already."),
+]
 
 
 def _read_job(
@@ -136,10 +140,7 @@ def run(
         str | None,
         typer.Option("--cluster", metavar="WHERE", help="Run them there: local, auto, HOST:PORT."),
     ] = None,
-    reuse: Annotated[
-        list[str] | None,
-        typer.Option("--reuse", metavar="DIR", help="Copy rows that this output has already."),
-    ] = None,
+    reuse: Reuse = None,
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Run the rows again that ended in an error.")
     ] = False,
@@ -248,6 +249,7 @@ def plan(
     variables: Variables = None,
     output: Output = None,
     limit: Limit = None,
+    reuse: Reuse = None,
     device: Annotated[
         str | None,
         typer.Option("--device", help="h200, h100, a100-80g, l40s or cpu; else this machine's."),
@@ -267,7 +269,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what a job will need: reads data, tokenizer and model config, no weights, no GPU."""
-    spec = _read_job(job, overrides, variables, output, limit)
+    spec = _read_job(job, overrides, variables, output, limit, reuse=reuse)
     from batchinfer.console.table import render_table
     from batchinfer.job.plan.estimate import plan_facts
     from batchinfer.job.plan.plan import plan_job

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.console.format import duration
+from batchinfer.console.format import duration, printable
 from batchinfer.console.table import SummaryLine
 from batchinfer.engine.metrics import prefix_sharing
 from batchinfer.job.job import Job
 from batchinfer.job.plan.census import Census, output_bytes
 from batchinfer.job.plan.simulation import Simulation
+from batchinfer.job.reuse.reuse import RowReuse
 
 if TYPE_CHECKING:
     from batchinfer.build_dry import SimulatedEngine
@@ -27,6 +28,8 @@ class Outcome:
     simulation: Simulation
     complete: bool
     """Whether all rows read were simulated."""
+    reuse: RowReuse | None = None
+    """Finds rows that need not run; those that it has found are not in the census."""
 
     def data(self) -> dict[str, Any]:
         """The plan as JSON data; sums are of the whole dataset."""
@@ -34,7 +37,7 @@ class Outcome:
         measured = simulation.measured.metrics()
         tokens, kv = measured["tokens"], measured["kv"]
         num_rows = self.job.source.num_rows
-        scale = num_rows / census.rows if census.rows else 0.0
+        scale = num_rows / self._num_read if self._num_read else 0.0
         prompt = census.prompt_tokens - simulation.refused_prompt_tokens
         output = census.output_tokens - simulation.refused_output_tokens
         of_steps = scale / self._simulated
@@ -79,12 +82,25 @@ class Outcome:
             "truncated": round(census.truncated * scale),
             "errors": {code: round(count * scale) for code, count in sorted(errors.items())},
             "control_text": round(census.control_text * scale),
+            "reused": None if self.reuse is None else round(self.reuse.num_reused * scale),
+            "why_not_reused": list(self._why_not_reused()),
             "device": self.context.device,
             "model": dict(self.context.model_facts),
             "max_model_len": self.context.max_model_len,
             "expect_output_tokens": simulation.lengths.expected,
-            "sampled": None if self.complete and census.rows == num_rows else self._sampled(),
+            "sampled": None if self.complete and self._num_read == num_rows else self._sampled(),
         }
+
+    @property
+    def _num_read(self) -> int:
+        return self.census.rows + (0 if self.reuse is None else self.reuse.num_reused)
+
+    def _why_not_reused(self) -> Iterator[str]:
+        """Why no row is found where some were to be; nothing where one is."""
+        if self.job.spec.output.reuse and self.reuse is None:
+            yield "rows to reuse are not counted where samples are judged (accept)"
+        elif self.reuse is not None and not self.reuse.num_reused:
+            yield from self.reuse.why_none(self.job.manifest.job, self._num_read)
 
     @property
     def _simulated(self) -> float:
@@ -97,7 +113,7 @@ class Outcome:
         """Shares of the job that were read and simulated."""
         return {
             "rows": self.job.source.num_rows,
-            "rows_read": self.census.rows,
+            "rows_read": self._num_read,
             "steps": self.simulation.steps,
             "simulated": self._simulated,
         }
@@ -121,6 +137,10 @@ def plan_facts(plan: dict[str, Any]) -> Iterator[SummaryLine]:
     if errors:
         counts = ", ".join(f"{code} {n:,}" for code, n in errors.items())
         yield SummaryLine("errors", counts, tone="bad")
+    if plan["reused"]:
+        yield SummaryLine("reused", f"{plan['reused']:,} rows", ", copied and not computed")
+    for line in plan["why_not_reused"]:
+        yield SummaryLine("reused", printable(line), tone="bad")
     ends = plan["expect_output_tokens"]
     answers = "at most" if ends is None else f"if answers end at {ends:,},"
     yield SummaryLine(

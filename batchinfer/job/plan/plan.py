@@ -14,7 +14,7 @@ are then scaled to the whole dataset, and ``sampled`` says of how much they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,16 @@ from batchinfer.console.format import did_you_mean
 from batchinfer.engine.simulate.roofline import DEVICES, Device
 from batchinfer.errors import UsageError
 from batchinfer.job.input.unique_ids import HASHES_AT_ONCE, find_bad_ids
-from batchinfer.job.job import Job, load, open_input, open_job
+from batchinfer.job.job import Job, LoadedJob, load, open_input, open_job, row_keys
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.model_files.facts import model_facts
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.resume import plan_of
 from batchinfer.job.plan.census import MAX_PROMPT_TOKENS, MAX_ROWS, Census, sampled_parts
 from batchinfer.job.plan.estimate import Outcome, fleet_facts
 from batchinfer.job.plan.simulation import ExpectedLengths, FixedLengths, Simulation
+from batchinfer.job.reuse.reuse import RowReuse, open_outputs
 from batchinfer.job.rows.read_prompts import read_prompts
-from batchinfer.job.rows.reader import RowReader
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.token_store import TokenStore
 from batchinfer.job.rows.window import plan_windows
@@ -55,15 +59,22 @@ def plan_job(
         workers: devices that share the job; None: ``scale.workers``, and one for ``auto``.
         price_per_hour: of one of them; None: no cost is told.
 
+    With ``output.reuse`` the model's files are hashed, which what is reused must be of.
+
     Raises:
         JobError: as a run would, as far as weights and the device's presence do not matter.
         UsageError: no such device.
     """
     chosen = None if device is None else _device(device)
+    outputs = open_outputs(spec.output.reuse, own=None)
     if spec.accept is not None:  # an upper bound, as max_tokens is
         most = replace(spec.sampling, n=spec.accept.max_tries)
         spec = spec.model_copy(update={"sampling": most})
-    job = _with_id_errors(open_job(spec, open_input(spec), facts_of=None))
+        outputs = []  # whose rows have other keys than these
+    job = open_job(spec, open_input(spec), facts_of=model_facts if outputs else None)
+    job = _with_id_errors(job)
+    job = replace(job, manifest=_at_its_time(job.manifest, outputs, spec.output.path))
+    reuse = RowReuse(outputs, job.table.generated_schema, _ignore) if outputs else None
     from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
 
     context = build_dry_engine(
@@ -79,11 +90,13 @@ def plan_job(
         census = Census(lengths)
         most_waiting = 2 * spec.engine.max_num_seqs
         simulation = Simulation(context.engine, context.runner, lengths, most_waiting)
-        batches = iter(()) if loaded is None else _rows(job, loaded.reader, census)
+        batches: Iterator[list[PromptRow]] = iter(())
+        if loaded is not None:
+            batches = _rows(job, loaded, census, reuse)
         complete = simulation.run(batches)
         for _ in batches:  # what the simulation did not come to is counted all the same
             pass
-    plan = Outcome(job, context, census, simulation, complete).data()
+    plan = Outcome(job, context, census, simulation, complete, reuse).data()
     asked = 1 if spec.scale.workers == "auto" else spec.scale.workers
     return {**plan, **fleet_facts(plan["time_s"], workers or asked, price_per_hour)}
 
@@ -114,11 +127,29 @@ def _device(name: str) -> Device:
     return DEVICES[name]
 
 
-def _rows(job: Job, reader: RowReader, census: Census) -> Iterator[list[PromptRow]]:
+def _at_its_time(manifest: Manifest, outputs: Sequence[OutputDir], own: str) -> Manifest:
+    """The plan of an update of what is in ``own``, if that is among the outputs: chat templates are
+    told the time of the first plan."""
+    for out in outputs:
+        if str(out.root) == own:
+            return replace(manifest, planned_at=plan_of(out).planned_at)
+    return manifest
+
+
+def _ignore(line: str) -> None:
+    """A damaged file is told of by whoever would copy from it."""
+
+
+def _rows(
+    job: Job, loaded: LoadedJob, census: Census, reuse: RowReuse | None
+) -> Iterator[list[PromptRow]]:
     """The rows to simulate, counted, in the order they would run."""
-    window = job.spec.engine.order_window
+    window, reader = job.spec.engine.order_window, loaded.reader
     parts = sampled_parts(job.manifest.parts(), window, MAX_ROWS)
     rows = read_prompts(job.source.batches(reader.columns, parts), reader)
+    if reuse is not None:
+        keys = row_keys(job, loaded.context)
+        rows = reuse.without_found(keys.with_keys(rows), lambda found: None)
     batches = plan_windows(
         census.count(rows, MAX_ROWS, MAX_PROMPT_TOKENS),
         parts,

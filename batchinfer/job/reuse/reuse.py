@@ -72,8 +72,11 @@ def _joined(found: Sequence[FoundRows]) -> FoundRows:
     )
 
 
-def open_outputs(paths: Sequence[str], own: OutputDir) -> list[OutputDir]:
+def open_outputs(paths: Sequence[str], own: OutputDir | None) -> list[OutputDir]:
     """The outputs that ``output.reuse`` names.
+
+    Args:
+        own: the one that is written, which must not be among them; None: it may be.
 
     Raises:
         UsageError: one is no output of batchinfer, or is the one that is written.
@@ -88,7 +91,7 @@ def open_outputs(paths: Sequence[str], own: OutputDir) -> list[OutputDir]:
                 f"output.reuse: {shown} holds no output of batchinfer",
                 hint="give the folder that output.path of the other job names",
             )
-        if own.files.holds(own.root, str(out.manifest)):
+        if own is not None and own.files.holds(own.root, str(out.manifest)):
             raise UsageError(
                 f"output.reuse: {shown} is the output of this job",
                 hint="leave it out: a run goes on with the rows that are there",

@@ -379,3 +379,27 @@ def test_workers_share_the_time_and_not_the_cost(tmp_path: Path, model: Path) ->
     assert (shared["workers"], shared["wall_s"]) == (4, shared["time_s"] / 4)
     assert shared["cost"] == alone["cost"] == pytest.approx(alone["time_s"] * 0.001)
     assert any("on 4 devices like this one" in line for line in plain(plan_facts(shared)))
+
+
+def test_rows_that_another_output_holds_are_counted_apart(tmp_path: Path, model: Path) -> None:
+    prompts = texts(3, 60, 5, 40)
+    sampling = {"max_tokens": 4, "temperature": 0.0}
+    before = job(tmp_path, model, {"prompt": prompts[:50]}, sampling=sampling)
+    assert run_job(before, quiet=True) is ExitCode.OK
+    reuse = {"reuse": [before.output.path]}
+    spec = job(tmp_path, model, {"prompt": prompts}, sampling=sampling, output=reuse)
+    alone = plan_job(job(tmp_path / "x", model, {"prompt": prompts[50:]}, sampling=sampling))
+    plan = plan_job(spec)
+    assert (plan["rows"], plan["reused"], plan["why_not_reused"]) == (60, 50, [])
+    for key in ("prompt_tokens", "output_tokens", "time_s"):
+        assert plan[key] == pytest.approx(alone[key]), key
+    assert "reused   50 rows, copied and not computed" in plain(plan_facts(plan))
+
+    all_of_them = job(tmp_path, model, {"prompt": prompts[:50]}, sampling=sampling, output=reuse)
+    plan = plan_job(all_of_them)
+    assert (plan["reused"], plan["output_tokens"], plan["steps"]) == (50, 0, 0)
+
+    other = job(tmp_path, model, {"prompt": prompts}, sampling={"max_tokens": 5}, output=reuse)
+    plan = plan_job(other)
+    assert plan["reused"] == 0
+    assert "prompts or sampling parameters differ" in "".join(plain(plan_facts(plan)))
