@@ -24,6 +24,7 @@ _COUNTS = {
     "named": (72, "kills at named points"),
     "stops": (50, "SIGTERMs at random times"),
     "updates": (1_000, "named points at which updates are killed, if there are so many"),
+    "edits": (200, "jobs edited at random and updated, six times each"),
     "races": (10, "races of two runs for one output"),
     "store-kills": (12, "kills of jobs whose output is in an object store"),
     "retries": (3, "runs on a broken model"),
@@ -54,6 +55,8 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
         yield stages.named_kills(_new(folder), options.named, seed)
     if options.updates:
         yield stages.kills_of_updates(_new(folder), options.updates, seed)
+    if options.edits:
+        yield stages.random_edits(_new(folder), options.edits, seed)
     if options.stops:
         yield stages.stops(_new(folder), options.stops, seed)
     if options.races:

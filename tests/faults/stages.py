@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -23,6 +24,7 @@ from tests.faults.lossy_files import LossyFiles, NeverSynced
 from tests.faults.mended_model import retry_on_a_mended_model
 from tests.faults.outputs import InBucket
 from tests.faults.quick import POISON, echo_job
+from tests.faults.random_edits import update_at_random
 from tests.faults.states import count_violations
 from tests.faults.update_kills import UpdateKiller
 from tests.faults.updates import count_update_violations
@@ -227,6 +229,19 @@ def crash_states_of_updates(states: int, seed: int) -> Row:
     right = counts["wrong"] == 0 and counts["states"] == states
     what = f"{counts['states']:,} crash states of updates"
     return what, f"{counts['wrong']} violations; one generation whole, or said", _word(right)
+
+
+def random_edits(folder: Path, times: int, seed: int) -> Row:
+    kept = 0
+    for at in range(times):
+        place = folder / str(at)
+        kept += update_at_random(place, Random(seed + at), rounds=6)
+        shutil.rmtree(place)
+    return (
+        f"{6 * times:,} updates after random edits",
+        f"data as a fresh output's; {kept:,} rows taken over, none run but those whose key is new",
+        "ok",
+    )
 
 
 def kills_of_updates(folder: Path, most: int, seed: int) -> Row:

@@ -1,0 +1,51 @@
+"""Any edits of rows, files and keys: an update gives a fresh run's bytes, and runs what is new."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.job.reuse.index import NOT_FOUND, KeyIndex
+from tests.faults.random_edits import update_at_random
+from tests.faults.violation import ViolationError
+
+
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_an_update_is_as_a_fresh_run(seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        update_at_random(Path(folder), Random(seed), rounds=2)
+
+
+def test_the_check_sees_rows_that_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = KeyIndex.find
+
+    def forget(self: KeyIndex, keys: list[bytes | None]) -> object:
+        files, row_ids = find(self, keys)
+        files[-1:] = NOT_FOUND
+        return files, row_ids
+
+    monkeypatch.setattr(KeyIndex, "find", forget)
+    with pytest.raises(ViolationError, match="ran, those that are new are"):
+        update_at_random(tmp_path, Random(1), rounds=4)
+
+
+def test_the_check_sees_answers_of_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = KeyIndex.find
+
+    def mix_up(self: KeyIndex, keys: list[bytes | None]) -> object:
+        files, row_ids = find(self, keys)
+        return files, row_ids[::-1]
+
+    monkeypatch.setattr(KeyIndex, "find", mix_up)
+    with pytest.raises((ViolationError, AssertionError)):
+        update_at_random(tmp_path, Random(1), rounds=4)
