@@ -2,11 +2,12 @@
 
     python benchmarks/reuse.py [--rows 1000000] [--new 1000] [--folder DIR] [--json FILE]
 
-A job of ``--rows`` short prompts is run on a runner that computes nothing. Then two jobs reuse its
-output: one whose input has ``--new`` rows more at its end, and one in which as many rows, drawn at
-random, are others, so that every part waits for some. Prints, for each job, seconds of wall and of
-processor time of this process and its children, the rows computed, what their keys took as a share
-of the job's processor time, and bytes a row of keys on disk and in the index.
+A tenth of ``--rows`` short prompts are run on a runner that computes nothing, to see what keys cost
+of a job that computes. A job of all of them is then given one answer for every row, and two jobs
+reuse its output: one whose input has ``--new`` rows more at its end, and one in which as many rows,
+drawn at random, are others, so that every part waits for some. Prints, for each job, seconds of
+wall and of processor time of this process and its children, the rows computed, what their keys took
+as a share of the job's processor time, and bytes a row of keys on disk.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ from million_rows import PROMPT, ROWS_PER_FILE, SwappingStub, build
 
 from batchinfer.errors import ExitCode
 from batchinfer.job.job import Job
-from batchinfer.job.reuse import reuse
-from batchinfer.job.reuse.index import KeyIndex
-from batchinfer.job.rows.row_key import RowKeys
+from batchinfer.job.output.segments import CONTROL_TEXT_COLUMN, REQUEST_COLUMN, segment_schema
+from batchinfer.job.reuse.reuse import FoundRows, RowReuse
+from batchinfer.job.rows.row_key import KEY_COLUMN, KEY_TYPE, RowKeys
+from batchinfer.job.run import pipeline, run
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.requests import PromptRow
@@ -108,6 +110,69 @@ def measured(folder: Path, out: str, *others: str) -> dict[str, Any]:
     }
 
 
+class OneAnswer(RowReuse):
+    """In place of other outputs: finds one answer for every row."""
+
+    def __init__(self, outputs: Any, generated: pa.Schema, warn: Any) -> None:
+        super().__init__([], generated, warn)
+        self._schema = generated
+        output = {
+            "index": 0,
+            "text": "An answer of some letters",
+            "finish_reason": "length",
+            "num_tokens": 4,
+            "cumulative_logprob": -4.0,
+        }
+        values = {
+            "row_id": 0,
+            "generated_text": output["text"],
+            "outputs": [output],
+            "num_prompt_tokens": 64,
+            "num_output_tokens": 4,
+            "truncated": False,
+            "status": "ok",
+        }
+        self._answer = pa.Table.from_pylist([values], schema=generated)
+
+    def without_found(
+        self,
+        batches: Iterator[list[PromptRow]],
+        hand_over: Callable[[FoundRows], None],
+        admit: Callable[[list[PromptRow]], list[PromptRow]] = lambda rows: rows,
+    ) -> Iterator[list[PromptRow]]:
+        """No rows: all are found."""
+        for batch in batches:
+            nowhere = np.zeros(len(batch), dtype=np.int64)
+            hand_over(
+                FoundRows(
+                    np.array([row.row_id for row in batch]),
+                    pa.array([row.key for row in batch], KEY_TYPE),
+                    nowhere.astype(np.bool_),
+                    nowhere.astype(np.int32),
+                    nowhere,
+                )
+            )
+        yield from ()
+
+    def copied(self, found: FoundRows) -> Iterator[pa.Table]:
+        """The rows with their answer."""
+        table = self._answer.take(pa.array(found.sources))
+        schema = segment_schema(self._schema)
+        own = {
+            "row_id": pa.array(found.row_ids),
+            REQUEST_COLUMN: pa.nulls(len(found), schema.field(REQUEST_COLUMN).type),
+            CONTROL_TEXT_COLUMN: pa.array(found.has_control_text),
+            KEY_COLUMN: found.keys,
+        }
+        yield pa.table(
+            [
+                own.get(name, table[name] if name in table.schema.names else None)
+                for name in schema.names
+            ],
+            schema=schema,
+        )
+
+
 def timed_row_keys(job: Job, context: Any) -> RowKeys:
     """In place of ``job.row_keys``."""
     return TimedKeys(job.manifest.job, context.max_model_len, context.adapters)
@@ -122,24 +187,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="reuse-"))
-    from batchinfer.job.run import pipeline
-
     pipeline.row_keys = timed_row_keys
-    index_bytes: list[float] = []
-
-    class Measured(KeyIndex):
-        def __init__(self, files: Any) -> None:
-            super().__init__(files)
-            index_bytes.append(self.nbytes / max(1, len(self)))
-
-    reuse.KeyIndex = Measured  # type: ignore[misc]
     prompts = [PROMPT.format(row=row) for row in range(options.rows)]
     new = [f"A new question, number {row}" for row in range(options.new)]
     found: dict[str, Any] = {"cores": os.cpu_count()}
     try:
-        write_input(folder / "in", prompts)
-        found["all computed"] = measured(folder, "first")
+        write_input(folder / "in", prompts[: options.rows // 10])
+        found["all computed"] = measured(folder, "computed")
         print(json.dumps(found), flush=True)
+        write_input(folder / "in", prompts)
+        run.RowReuse = OneAnswer  # type: ignore[misc]
+        measured(folder, "first", "computed")
+        run.RowReuse = RowReuse  # type: ignore[misc]
         write_input(folder / "in", [*prompts, *new])
         found["appended"] = measured(folder, "appended", "first")
         print(json.dumps(found["appended"]), flush=True)
@@ -153,7 +212,6 @@ def main() -> None:
     finally:
         if options.folder is None:
             shutil.rmtree(folder)
-    found["index_bytes_per_row"] = index_bytes[-1]
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
