@@ -26,7 +26,14 @@ from batchinfer.job.input.format import (
     check_unchanged,
 )
 from batchinfer.job.input.hive_partitions import HiveFormat, folder_values
-from batchinfer.job.input.union import Difference, SchemaMode, UnitedFormat, same, widened
+from batchinfer.job.input.union import (
+    Difference,
+    SchemaMode,
+    TypedFormat,
+    UnitedFormat,
+    same,
+    widened,
+)
 from batchinfer.job.input.unique_ids import BadIds
 from batchinfer.job.row_ids import Part, RowIds
 
@@ -240,10 +247,22 @@ def _format(name: str, mode: SchemaMode) -> Format:
         from batchinfer.job.input.jsonl import JsonlFormat
 
         return JsonlFormat()
+    if name == "csv":
+        from batchinfer.job.input.formats.csv import CsvFormat
+
+        return CsvFormat(mode)
     if name == "openai-batch":
         from batchinfer.job.input.openai_batch import OpenAIFormat
 
         return OpenAIFormat()
+    return UnitedFormat(_typed_format(name), mode, widened if mode == "union" else same)
+
+
+def _typed_format(name: str) -> TypedFormat:
+    if name == "arrow":
+        from batchinfer.job.input.formats.arrow_ipc import ArrowFormat
+
+        return ArrowFormat()
     from batchinfer.job.input.parquet import ParquetFormat
 
-    return UnitedFormat(ParquetFormat(), mode, widened if mode == "union" else same)
+    return ParquetFormat()

@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 from pydantic_core import from_json, to_json
 
-from batchinfer.console.format import first_line
 from batchinfer.errors import DataError, RowError
 from batchinfer.job.input.format import (
-    BATCH_ROWS,
     MEND,
-    READ_ERRORS,
     SAMPLING_COLUMN,
     InputFile,
     ReadRequest,
     Row,
     Rows,
-    check_unchanged,
-    cut,
+)
+from batchinfer.job.input.formats.text_file import (
+    MARK,
+    batched,
+    looked_at,
+    opened,
+    read_errors,
+    wanted_records,
 )
 from batchinfer.job.input.json_columns import ColumnTypes, column, json_text
 from batchinfer.job.storage.reader import store_of
@@ -38,37 +40,13 @@ Line = tuple[int, bytes]
 
 MAX_LINE_BYTES = 64 << 20
 """A longer line is not read: as much as a row's longest text may take."""
-_CHUNK = 1 << 20
-_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put first
-_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
-"""How compressed files begin; no line of JSON does."""
 _KINDS: dict[type, str] = {
     **{str: "a string", list: "an array", type(None): "null"},
     **{bool: "true or false", int: "a number", float: "a number"},
 }
 _PLACE = re.compile(r" at line 1 column (\d+)$")
 
-_MOST_BYTES = 64 << 20
-"""Of lines that are read at a time."""
 _MOST_COLUMNS = 10_000
-
-
-@contextmanager
-def opened(path: str) -> Iterator[Iterator[bytes]]:
-    """The content of a file in chunks, decompressed.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with store_of(path).open(path) as file:
-        start = file.read(max(map(len, _PACKED)))
-        file.seek(0)
-        packed = next((name for mark, name in _PACKED.items() if start.startswith(mark)), None)
-        if packed is None:
-            yield iter(lambda: file.read(_CHUNK), b"")
-        else:
-            with pa.CompressedInputStream(file, packed) as unpacked:
-                yield iter(lambda: unpacked.read(_CHUNK), b"")
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
@@ -79,10 +57,10 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[Line]:
         rest = (rest + start)[: MAX_LINE_BYTES + 1]
         for line in others:
             if rest and not rest.isspace():
-                yield number, rest.removeprefix(_MARK) if number == 1 else rest
+                yield number, rest.removeprefix(MARK) if number == 1 else rest
             number, rest = number + 1, line
     if rest and not rest.isspace():
-        yield number, rest.removeprefix(_MARK) if number == 1 else rest
+        yield number, rest.removeprefix(MARK) if number == 1 else rest
 
 
 def parse_object(line: Line, path: str) -> dict[str, Any]:
@@ -116,10 +94,10 @@ class JsonlFormat:
         digest, types = hashlib.sha256(), ColumnTypes()
         num_rows = num_objects = 0
         problem: RowError | None = None
-        with _read_errors(path):
+        with read_errors(path):
             stat = store_of(path).stat(path)
             with opened(path) as chunks:
-                for lines in _batches(split_lines(_hashed(chunks, digest.update))):
+                for lines in _batches(looked_at(chunks, path, digest.update)):
                     rows = self.parsed(lines, path)
                     self.see(num_rows, rows)
                     objects = [row for row in rows if not isinstance(row, RowError)]
@@ -196,48 +174,10 @@ def _only(columns: Sequence[str], row: Row) -> Row:
     return chosen
 
 
-def _hashed(chunks: Iterable[bytes], update: Callable[[bytes], None]) -> Iterator[bytes]:
-    for chunk in chunks:
-        update(chunk)
-        yield chunk
-
-
-def _batches(lines: Iterable[Line]) -> Iterator[list[Line]]:
-    batch: list[Line] = []
-    size = 0
-    for line in lines:
-        batch.append(line)
-        size += len(line[1])
-        if len(batch) == BATCH_ROWS or size >= _MOST_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _batches(chunks: Iterable[bytes]) -> Iterator[list[Line]]:
+    return batched(split_lines(chunks), lambda line: len(line[1]))
 
 
 def wanted_lines(request: ReadRequest) -> Iterator[tuple[int, list[Line]]]:
-    """Lines of the rows wanted, in runs, each with its first row's id.
-
-    Raises:
-        DataError: the file cannot be read, or is no longer the one that was planned.
-    """
-    file, wanted, row = request.file, request.wanted, request.first_row
-    stop = row + file.num_rows
-    with _read_errors(file.path):
-        check_unchanged(file)
-        with opened(file.path) as chunks:
-            for lines in _batches(split_lines(chunks)):
-                yield from cut(lines, len(lines), row, wanted, lambda of, at, n: of[at : at + n])
-                row += len(lines)
-                if not wanted or wanted[0].start >= stop:
-                    return
-        if row < stop:
-            raise OSError("it has fewer lines than before")
-
-
-@contextmanager
-def _read_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except READ_ERRORS as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}", hint=MEND) from error
+    """Lines of the rows wanted, in runs, each with its first row's id; as ``wanted_records``."""
+    return wanted_records(request, _batches)

@@ -50,22 +50,27 @@ def check_arrow_schema(metadata: pq.FileMetaData, schema: pa.Schema) -> None:
     if kept is None:
         return
     stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(kept)))
-    if _shape_of(pa.struct(list(stored))) != _shape_of(pa.struct(list(schema))):
+    if shape_of(pa.struct(list(stored))) != shape_of(pa.struct(list(schema))):
         raise ValueError("its footer is damaged: columns are nested otherwise than its schema says")
 
 
-def _shape_of(kind: pa.DataType) -> Shape:
+def shape_of(kind: pa.DataType) -> Shape:
+    """How a type is nested, and the names in it.
+
+    Raises:
+        UnicodeDecodeError: one of them is no text.
+    """
     if isinstance(kind, pa.BaseExtensionType):
-        return _shape_of(kind.storage_type)
+        return shape_of(kind.storage_type)
     if pa.types.is_timestamp(kind):
         _ = kind.tz  # UnicodeDecodeError, where it is no text; times of 96 bits lose theirs
     if pa.types.is_struct(kind):
-        fields = ((field.name, _shape_of(field.type)) for field in kind)
+        fields = ((field.name, shape_of(field.type)) for field in kind)
         return ("struct", *(part for field in fields for part in field))
     if pa.types.is_map(kind):
-        return ("map", _shape_of(kind.key_type), _shape_of(kind.item_type))
+        return ("map", shape_of(kind.key_type), shape_of(kind.item_type))
     if not pa.types.is_dictionary(kind) and hasattr(kind, "value_field"):  # lists of all kinds
-        return ("list", _shape_of(kind.value_type))
+        return ("list", shape_of(kind.value_type))
     return ("value",)
 
 

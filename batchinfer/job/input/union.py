@@ -200,7 +200,7 @@ class UnitedFormat:
             return field.with_type(kind)
         pairs = combinations(first_with if kind is not None else kinds, 2)
         one, other = next(pair for pair in pairs if None in pair or self._widen(pair) is None)
-        can_be_united = self._mode == "strict" and widened(kinds) is not None
+        can_be_united = self._mode == "strict" and (kind or widened(kinds)) is not None
         self.differences[field.name] = Difference(
             field.name, first_with[one], one, first_with[other], other, can_be_united
         )

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from batchinfer.console.format import format_value, listed
-from batchinfer.errors import UsageError
+from batchinfer.console.format import format_value, listed, printable
+from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input.arrow_text import with_valid_text
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.output.explode import exploded
@@ -55,7 +56,8 @@ def output_table(source: Source, spec: JobSpec) -> OutputTable:
     """The output table of a job.
 
     Raises:
-        DataError: a column to keep is not in the input, or differs from file to file.
+        DataError: a column to keep is not in the input, differs from file to file, or is of a type
+            that Parquet does not hold.
         UsageError: two output columns would have one name, or ``output.rename`` names a column
             that is not kept.
     """
@@ -66,6 +68,7 @@ def output_table(source: Source, spec: JobSpec) -> OutputTable:
     _check_collisions(kept, set(generated.names))
     fields = [source.schema.field(name) for name in kept]
     kept_schema = pa.schema([pa.field(kept[field.name], field.type) for field in fields])
+    _check_can_be_written(kept_schema)
     return OutputTable(kept, kept_schema, generated, spec.output.explode)
 
 
@@ -88,6 +91,19 @@ def _kept_names(source: Source, spec: JobSpec) -> dict[str, str]:
             hint=f"leave it out; kept are: {listed(names)}",
         )
     return {name: rename.get(name, name) for name in dict.fromkeys(names)}
+
+
+def _check_can_be_written(schema: pa.Schema) -> None:
+    """Check that Parquet holds columns of all types that are kept; Arrow IPC has more."""
+    for field in schema:
+        try:
+            pq.write_table(pa.schema([field]).empty_table(), pa.BufferOutputStream())
+        except pa.ArrowNotImplementedError:
+            kind = printable(str(field.type), 120)
+            raise DataError(
+                f"input column {format_value(field.name)} is {kind}, which Parquet does not hold",
+                hint="leave it out of input.keep_columns, or cast it to another type",
+            ) from None
 
 
 def _check_collisions(kept: Mapping[str, str], generated: set[str]) -> None:

@@ -29,8 +29,10 @@ class RowAdapters:
     def of(self, row: Mapping[str, object]) -> int | RowError:
         """The number of a row's adapter. Error codes: ``unknown_adapter``, ``invalid_utf8``."""
         value = None if self.column is None else row.get(self.column)
-        if value is None or isinstance(value, RowError):
-            return BASE_MODEL if value is None else value
+        if isinstance(value, RowError):
+            return value
+        if value is None or value == b"":  # as CSV has it
+            return BASE_MODEL
         try:
             name = value.decode() if isinstance(value, bytes) else str(value)
         except UnicodeDecodeError as error:

@@ -125,8 +125,10 @@ class InputSpec(Section):
     """File, list of files, glob or directory, local, s3://, gs:// or hf://datasets/; globs and
     directories in path order. As loaded: absolute; a path that exists is itself, otherwise it is a
     glob."""
-    format: Literal["auto", "parquet", "jsonl", "openai-batch"] = "auto"
-    """auto: jsonl where files are named .jsonl or .ndjson (.gz, .zst, .bz2), else parquet."""
+    format: Literal["auto", "parquet", "jsonl", "csv", "arrow", "openai-batch"] = "auto"
+    """auto: as files are named: jsonl for .jsonl and .ndjson, csv for .csv and .tsv (each also .gz,
+    .zst, .bz2), arrow for .arrow, .arrows, .feather and .ipc, else parquet. In a folder CSV and
+    Arrow are only looked for where there is no Parquet and no JSON Lines."""
     schema_mode: Literal["strict", "union"] = Field(default="strict", alias="schema")
     """What to do about files that differ in a column that is kept or used. strict: refuse them.
     union: one column of all of them, of a type that holds every value unchanged (int64 for int32

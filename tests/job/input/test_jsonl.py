@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from batchinfer.errors import DataError, ExitCode, RowError, UsageError
 from batchinfer.job.input import jsonl
 from batchinfer.job.input.dataset import open_source
+from batchinfer.job.input.formats import text_file
 from batchinfer.job.run.run import run_job
 from tests.job.fakes import FakeBuild, job
 from tests.job.output.test_resume import Build, stop_at
@@ -164,7 +165,7 @@ def test_a_bad_line_is_a_row_with_its_code_and_line_number(tmp_path: Path) -> No
 
 def test_a_line_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 3000)
-    monkeypatch.setattr(jsonl, "_CHUNK", 100)
+    monkeypatch.setattr(text_file, "_CHUNK", 100)
     long = {"x": "y" * 2980}
     path = write(tmp_path / "x.jsonl", {"x": "a"}, long, {"x": "y" * 10_000}, {"x": "b"})
     assert codes(path) == [None, None, "row_too_large", None]
@@ -321,3 +322,33 @@ def test_a_line_written_again_is_another_input(tmp_path: Path) -> None:
 def test_a_value_that_is_no_object_is_called_as_json_calls_it(text: str, what: str) -> None:
     with pytest.raises(RowError, match=f"line 7 is {what}; it must be an object"):
         jsonl.parse_object((7, text.encode()), "a.jsonl")
+
+
+# Encodings
+
+
+@pytest.mark.parametrize(
+    ("encoding", "message"),
+    [
+        ("utf-16", "is in UTF-16LE"),
+        ("utf-16-be", "is in UTF-16BE"),
+        ("utf-32", "is in UTF-32LE"),
+        ("utf-32-be", "is in UTF-32BE"),
+        ("latin-1", "is in Latin-1 or Windows-1252"),
+    ],
+)
+def test_another_encoding_is_refused_and_named(tmp_path: Path, encoding: str, message: str) -> None:
+    lines = ['{"x": "Grüße"}', '{"x": "plain"}', '{"x": "Süden"}']
+    path = tmp_path / "x.jsonl"
+    path.write_bytes("\n".join(lines).encode(encoding))
+    with pytest.raises(DataError, match=rf"x\.jsonl {message}.*\n.*iconv -f .* -t UTF-8"):
+        open_source(str(path))
+
+
+def test_a_few_bad_lines_are_rows_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    for good, bad in ((30, 3), (5, 1)):
+        path.write_bytes(b'{"x": "\xe9"}\n' * bad + b'{"x": "e"}\n' * good)
+        assert codes(path) == [*["invalid_utf8"] * bad, *[None] * good]
+    path.write_bytes(b'{"x": "\xe9"}\n' * 30 + '{"x": "é"}\n'.encode())
+    assert codes(path) == [*["invalid_utf8"] * 30, None], "one in UTF-8 says what all should be"

@@ -1,0 +1,203 @@
+"""Arrow IPC as input: files (Feather version 2 among them) and streams.
+
+A record batch is read as a whole, but only the columns that are asked for: a file needs as much
+memory as these take in its largest batch. What a batch says of itself is checked before its values
+are touched: pyarrow itself takes offsets as they come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+
+import pyarrow as pa
+
+from batchinfer.console.format import first_line
+from batchinfer.errors import DataError
+from batchinfer.job.input.arrow_text import check_indices
+from batchinfer.job.input.format import (
+    BATCH_ROWS,
+    MEND,
+    READ_ERRORS,
+    InputFile,
+    ReadRequest,
+    check_unchanged,
+    cut,
+)
+from batchinfer.job.input.parquet import shape_of
+from batchinfer.job.storage.reader import store_of
+
+_MAGIC = b"ARROW1"
+_FEATHER_1 = b"FEA1"
+_CHUNK = 1 << 20
+_BYTES_TYPE = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
+
+
+class ArrowFormat:
+    """Arrow IPC files and streams; ``TypedFormat``."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, list[int]] = {}
+        """Rows of each record batch of a file, by its path."""
+
+    def inspect(self, path: str) -> tuple[InputFile, pa.Schema]:
+        digest = hashlib.sha256()
+        try:
+            store = store_of(path)
+            stat = store.stat(path)
+            with store.open(path) as file:
+                _check_kind(file, path)
+                schema = _reader(file).schema
+                shape_of(pa.struct(list(schema)))  # names are text, or cannot be read
+                self._lengths[path] = [len(batch) for batch in _all_batches(file, schema)]
+                file.seek(0)
+                for chunk in iter(lambda: file.read(_CHUNK), b""):
+                    digest.update(chunk)
+        except (*READ_ERRORS, ValueError) as error:
+            raise DataError(
+                f"{path} cannot be read as Arrow IPC: {first_line(error)}", hint=MEND
+            ) from error
+        num_rows = sum(self._lengths[path])
+        return InputFile.of(path, stat, num_rows, *[digest.hexdigest()] * 2), schema
+
+    def scan(self, request: ReadRequest) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Batches of columns; DataError names the record batch."""
+        file, wanted, row, number = request.file, request.wanted, request.first_row, 0
+        try:
+            check_unchanged(file)
+            with store_of(file.path).open(file.path) as opened:
+                batches = _Batches(opened, request.columns)
+                for number, length in enumerate(self._lengths[file.path]):
+                    if not wanted:
+                        return
+                    if wanted[0].start < row + length:
+                        batch = batches.read(number)
+                        _check_batch(batch, length)
+                        for at in range(0, length, BATCH_ROWS):
+                            piece = batch.slice(at, BATCH_ROWS)
+                            yield from cut(piece, len(piece), row + at, wanted, _slice)
+                        del batch, piece
+                    row += length
+        except (*READ_ERRORS, ValueError, IndexError) as error:
+            raise DataError(
+                f"{file.path}: record batch {number} cannot be read: {first_line(error)}",
+                hint=f"the file is damaged or has changed; {MEND}",
+            ) from error
+
+    def stored_bytes(self, file: InputFile, columns: Collection[str]) -> int:
+        """A third of the file, whatever columns are kept: about what it compresses to."""
+        return file.size // 3 if columns else 0
+
+
+class _Batches:
+    """Record batches of a file by their numbers, which ascend, with some columns."""
+
+    def __init__(self, file: pa.NativeFile, columns: Sequence[str]) -> None:
+        names = _reader(file).schema.names
+        self._columns = columns
+        self._reader = _reader(file, [names.index(name) for name in columns])
+        self._next = 0
+
+    def read(self, number: int) -> pa.RecordBatch:
+        """A batch; of a stream, those before it are passed over."""
+        if hasattr(self._reader, "get_batch"):
+            return self._reader.get_batch(number).select(self._columns)
+        for _ in range(self._next, number):
+            self._reader.read_next_batch()
+        self._next = number + 1
+        return self._reader.read_next_batch().select(self._columns)
+
+
+def _slice(batch: pa.RecordBatch, at: int, length: int) -> pa.RecordBatch:
+    return batch.slice(at, length)
+
+
+def _check_kind(file: pa.NativeFile, path: str) -> None:
+    start = file.read(len(_MAGIC))
+    if start.startswith(_FEATHER_1):
+        raise DataError(
+            f"{path} is Feather version 1",
+            hint="write it again as version 2: pyarrow.feather.write_feather",
+        )
+    if not start:
+        raise DataError(f"{path} is empty (0 bytes), no Arrow IPC; {MEND}")
+
+
+def _reader(
+    file: pa.NativeFile, fields: Sequence[int] = ()
+) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
+    """A reader from the file's beginning, of some fields, or of all."""
+    file.seek(0)
+    is_file = file.read(len(_MAGIC)) == _MAGIC
+    file.seek(0)
+    options = pa.ipc.IpcReadOptions(included_fields=list(fields), use_threads=False)
+    make = pa.ipc.open_file if is_file else pa.ipc.open_stream
+    return make(file, options=options)
+
+
+def _all_batches(file: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """All record batches with one column, of numbers if there is one."""
+    sizes = [kind.bit_width if pa.types.is_primitive(kind) else 1 << 20 for kind in schema.types]
+    reader = _reader(file, sorted(range(len(sizes)), key=sizes.__getitem__)[:1])
+    if hasattr(reader, "get_batch"):
+        yield from map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        yield from reader
+
+
+def _check_batch(batch: pa.RecordBatch, length: int) -> None:
+    """Check that a batch has as many rows as before, and that nothing in it points outside.
+
+    Raises:
+        ValueError, pyarrow.ArrowInvalid: it has not.
+    """
+    if len(batch) != length:
+        raise ValueError(f"it has {len(batch)} rows and had {length}")
+    for column in batch.columns:
+        check_buffers(column)
+
+
+def check_buffers(column: pa.Array) -> None:
+    """Check that offsets and indices of a column point into it; texts may be no UTF-8.
+
+    Raises:
+        pyarrow.ArrowInvalid, OSError: one does not.
+    """
+    kind = column.type
+    column.validate()
+    if isinstance(kind, pa.BaseExtensionType):
+        check_buffers(column.storage)
+    elif pa.types.is_struct(kind):
+        for at in range(kind.num_fields):
+            check_buffers(column.field(at))
+    elif pa.types.is_dictionary(kind):
+        check_buffers(column.indices)
+        check_buffers(column.dictionary)
+        check_indices(column)
+    elif hasattr(column, "values"):  # lists of all kinds, and maps
+        _without_values(column).validate(full=True)
+        check_buffers(column.values)
+    else:
+        as_bytes = _BYTES_TYPE.get(kind)
+        (column if as_bytes is None else column.view(as_bytes)).validate(full=True)
+
+
+def _without_values(lists: pa.Array) -> pa.Array:
+    """Lists as they are, of nulls: then nothing but the lists is looked at."""
+    kind, nulls = lists.type, pa.nulls(len(lists.values))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.nulls(0)  # it has no offsets
+    of_nulls = {
+        pa.types.is_large_list: pa.large_list,
+        pa.types.is_list_view: pa.list_view,
+        pa.types.is_large_list_view: pa.large_list_view,
+    }
+    make = next((make for is_kind, make in of_nulls.items() if is_kind(kind)), pa.list_)
+    buffers = lists.buffers()[: 3 if "view" in str(kind).partition("<")[0] else 2]
+    return pa.Array.from_buffers(
+        make(pa.null()), len(lists), buffers, -1, lists.offset, children=[nulls]
+    )
