@@ -67,7 +67,9 @@ def open_input(spec: JobSpec) -> Source:
     """
     asked = spec.input
     with phase("reading inputs"):
-        return open_source(asked.paths, asked.limit, asked.format, asked.filter, asked.schema_mode)
+        return open_source(
+            asked.paths, asked.limit, asked.format, asked.filter, asked.schema_mode, asked.version
+        )
 
 
 def identified(source: Source, planned: Manifest | None) -> Source:
@@ -110,6 +112,7 @@ def open_job(
         rows_per_part=spec.output.rows_per_part,
         planned_at=datetime.now().isoformat(timespec="seconds"),
         bounds=source.bounds(spec.output.rows_per_part),
+        table_version=source.version,
     )
     return Job(spec, source, table, manifest)
 

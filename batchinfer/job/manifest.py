@@ -41,6 +41,8 @@ class Manifest:
     """ISO 8601; what chat templates are told the time is, so that a resumed run says the same."""
     bounds: tuple[int, ...] | None = None
     """Where a filter is: the first row id of each part, and where the last one ends."""
+    table_version: int | None = None
+    """Version of the table that is read; None: the files are no table's."""
 
     def parts(self) -> list[Part]:
         """The parts of the output, in order; an empty dataset has one without rows."""

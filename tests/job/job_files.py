@@ -36,6 +36,7 @@ model:
 input:
   path: lake/prompts/dt={{ ds }}/
   format: auto
+  version: null
   schema: strict
   id_column: null
   filter: null

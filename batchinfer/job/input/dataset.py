@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.console.format import format_value, listed, printable
-from batchinfer.errors import DataError
+from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input.discover import find_files, named_format
 from batchinfer.job.input.filter import Condition, Selection, select_rows
 from batchinfer.job.input.format import (
@@ -25,6 +25,7 @@ from batchinfer.job.input.format import (
     Rows,
     check_unchanged,
 )
+from batchinfer.job.input.formats.table import open_table, table_format
 from batchinfer.job.input.hive_partitions import HiveFormat, folder_values
 from batchinfer.job.input.union import (
     Difference,
@@ -55,6 +56,8 @@ class Source:
     """The rows selected; None: the first ones."""
     differences: Mapping[str, Difference] = field(default_factory=dict)
     """Columns that differ from file to file: they are in ``schema`` and cannot be read."""
+    version: int | None = None
+    """Of a table; None: the files are no table's."""
     bad_ids: BadIds | None = None
     """Rows that are errors for their ids; None: ids do not matter, or are not looked at yet."""
 
@@ -205,6 +208,7 @@ def open_source(
     format_name: str = "auto",
     condition: str | None = None,
     mode: SchemaMode = "strict",
+    version: int | None = None,
 ) -> Source:
     """Find the files behind ``path`` and check that they can be read together.
 
@@ -215,6 +219,7 @@ def open_source(
         format_name: ``input.format``.
         condition: ``input.filter``; the rows that meet it are found at once.
         mode: ``input.schema``.
+        version: of a table; None: the latest.
 
     Raises:
         DataError: no file, a file that is not readable, or files that do not go together in what
@@ -222,21 +227,40 @@ def open_source(
         StorageError: an object store does not answer.
         UsageError: ``auto``, and files are named for two formats; a condition that is wrong.
     """
+    paths = [path] if isinstance(path, str) else path
+    table = table_format(paths, format_name)
+    if table is not None:
+        snapshot = open_table(paths[0], table, version)
+        whole = _open_files(snapshot.files, snapshot.format(), {})
+        return _selected(replace(whole, version=snapshot.version), limit, condition)
+    if version is not None:
+        raise UsageError("input.version: only tables (delta, iceberg) have versions")
     names = find_files(path, format_name)
     chosen = _format(named_format(names) if format_name == "auto" else format_name, mode)
     differences = chosen.differences if isinstance(chosen, UnitedFormat) else {}
-    folders = folder_values([path] if isinstance(path, str) else path, names)
+    folders = folder_values(paths, names)
     if any(folders.values()) and not chosen.holds_requests:
         chosen = HiveFormat(chosen, folders)
+    return _selected(_open_files(names, chosen, differences), limit, condition)
+
+
+def _open_files(
+    names: Sequence[str], chosen: Format, differences: Mapping[str, Difference]
+) -> Source:
+    """All rows of some files."""
     found = [chosen.inspect(name) for name in names]
     files = tuple(file for file, _ in found)
     schema = chosen.common_schema(files, [schema for _, schema in found])
     total = sum(file.num_rows for file in files)
+    return Source(files, schema, total, chosen, differences=differences)
+
+
+def _selected(whole: Source, limit: int | None, condition: str | None) -> Source:
+    """The rows that meet a condition, and of these the first ones."""
     if condition is None:
-        rows = total if limit is None else min(total, limit)
-        return Source(files, schema, rows, chosen, differences=differences)
-    whole = Source(files, schema, total, chosen, differences=differences)
-    meets = Condition(condition, schema)
+        total = whole.num_rows
+        return replace(whole, num_rows=total if limit is None else min(total, limit))
+    meets = Condition(condition, whole.schema)
     whole.require_alike(meets.columns)
     selection = select_rows(meets, whole.scan(meets.columns, [whole.rows_there]), limit)
     return replace(whole, num_rows=len(selection), selection=selection)

@@ -82,5 +82,10 @@ def named_format(files: Sequence[str]) -> str:
     return next(iter(first_of))
 
 
+def is_named(path: str) -> bool:
+    """Whether a path is named like a file of data."""
+    return path.endswith(tuple(chain.from_iterable(_NAMED.values())))
+
+
 def _format_of(file: str) -> str:
     return next((name for name, ends in _NAMED.items() if file.endswith(ends)), "parquet")

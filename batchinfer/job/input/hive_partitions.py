@@ -41,12 +41,19 @@ class HiveFormat:
     Args:
         inner: reads the files.
         values: columns and values that the folders of each file stand for.
+        types: of such columns, where they are known.
     """
 
-    def __init__(self, inner: Format, values: Mapping[str, Values]) -> None:
+    def __init__(
+        self,
+        inner: Format,
+        values: Mapping[str, Values],
+        types: Mapping[str, pa.DataType] | None = None,
+    ) -> None:
         self.holds_requests = inner.holds_requests
         self._inner = inner
         self._values = values
+        self._known = types or {}
         self._types: dict[str, pa.DataType] = {}
         """Types of the columns of folders that no file has itself."""
         self._constants: dict[str, dict[str, object]] = {}
@@ -74,7 +81,8 @@ class HiveFormat:
                     hint="name folders of one layout, or files",
                 )
         self._types = {
-            name: _type([self._values[file.path][name] for file in files]) for name in names
+            name: self._known.get(name) or _type([self._values[f.path][name] for f in files])
+            for name in names
         }
         for name, kind in self._types.items():
             schema = schema.append(pa.field(name, kind))

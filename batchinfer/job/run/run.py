@@ -134,7 +134,8 @@ def run_job(
             reporter = RunReporter(watched, display, as_json, report)
 
             def run() -> ExitCode:
-                job = _open(spec, output_at(spec.output.path), combined_output)
+                goes_on = if_exists != "overwrite" and not (update or retry_errors)
+                job = _open(spec, combined_output, keeps_version=goes_on)
                 return _run_opened(
                     job, if_exists, reporter, retry_errors, update, shard, build, fleet
                 )
@@ -223,12 +224,27 @@ def _told_live(out: OutputDir, watched: WatchedRun) -> Iterator[None]:
         file.delete()
 
 
-def _open(spec: JobSpec, out: OutputDir, combined_output: Path | None) -> OutputJob:
+def _open(spec: JobSpec, combined_output: Path | None, *, keeps_version: bool) -> OutputJob:
+    """A job on its data; of a table, on the version that it was begun with, or on the latest."""
+    out = output_at(spec.output.path)
+    planned = _planned_before(out)
+    if keeps_version:
+        spec = _pinned(spec, planned, out)
     source = open_input(spec)
     _refuse_own_output(source, out)
-    source = identified(source, _planned_before(out))
+    source = identified(source, planned)
     job = open_job(spec, source)
     return OutputJob(spec, source, job.table, job.manifest, out, combined_output)
+
+
+def _pinned(spec: JobSpec, planned: Manifest | None, out: OutputDir) -> JobSpec:
+    """The job on the version of a table that it was begun with, until it has ended."""
+    if spec.input.version is not None or planned is None or planned.table_version is None:
+        return spec
+    if out.files.stat(out.success) is not None:
+        return spec
+    pinned = {"version": planned.table_version}
+    return spec.model_copy(update={"input": spec.input.model_copy(update=pinned)})
 
 
 def _planned_before(out: OutputDir) -> Manifest | None:

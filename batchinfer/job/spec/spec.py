@@ -125,10 +125,16 @@ class InputSpec(Section):
     """File, list of files, glob or directory, local, s3://, gs:// or hf://datasets/; globs and
     directories in path order. As loaded: absolute; a path that exists is itself, otherwise it is a
     glob."""
-    format: Literal["auto", "parquet", "jsonl", "csv", "arrow", "openai-batch"] = "auto"
+    format: Literal[
+        "auto", "parquet", "jsonl", "csv", "arrow", "delta", "iceberg", "openai-batch"
+    ] = "auto"
     """auto: as files are named: jsonl for .jsonl and .ndjson, csv for .csv and .tsv (each also .gz,
-    .zst, .bz2), arrow for .arrow, .arrows, .feather and .ipc, else parquet. In a folder CSV and
-    Arrow are only looked for where there is no Parquet and no JSON Lines."""
+    .zst, .bz2), arrow for .arrow, .arrows, .feather and .ipc, else parquet; delta and iceberg for
+    folders of such tables. In another folder CSV and Arrow are only looked for where there is no
+    Parquet and no JSON Lines."""
+    version: int | None = Field(default=None, ge=0)
+    """Version of a Delta table, or snapshot id of an Iceberg table; null: the latest, which the job
+    then keeps to until it has ended."""
     schema_mode: Literal["strict", "union"] = Field(default="strict", alias="schema")
     """What to do about files that differ in a column that is kept or used. strict: refuse them.
     union: one column of all of them, of a type that holds every value unchanged (int64 for int32

@@ -1,0 +1,69 @@
+"""Delta Lake tables: the files of a version (needs ``deltalake``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+
+from batchinfer.errors import DataError
+from batchinfer.job.input.formats.snapshot import Snapshot, refuse, refuse_deleted_rows
+
+_PURGE = "rewrite the files: REORG TABLE ... APPLY (PURGE), or DeltaTable.optimize"
+_ERRORS = (DeltaError, OSError, ValueError, pa.ArrowException)
+
+
+def read_delta(path: str, version: int | None) -> Snapshot:
+    """The files of a Delta table, older ones first.
+
+    Raises:
+        DataError: it cannot be read; it has deletion vectors or column mapping.
+    """
+    try:
+        table = DeltaTable(path, version=version)
+        schema = pa.schema(table.schema().to_arrow())
+        actions = pa.table(table.get_add_actions()).to_pylist()
+        uris = table.file_uris()
+        columns = list(table.metadata().partition_columns)
+        features = table.protocol().reader_features or ()
+        mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
+    except _ERRORS as error:
+        refuse(path, "delta", error)
+    if mapping != "none":
+        raise DataError(
+            f"{path} has columns with other names in its files than in the table "
+            "(delta.columnMapping.mode)",
+            hint="write a copy of the table without column mapping, and read that",
+        )
+    if "deletionVectors" in features and _has_deletion_vectors(table):
+        refuse_deleted_rows(path, _PURGE)
+    found = sorted(zip(uris, actions, strict=True), key=_age)
+    assert all(uri.endswith(unquote(action["path"])) for uri, action in found), "in one order"
+    files = {
+        uri: {column: _text(action["partition"][column]) for column in columns}
+        for uri, action in found
+    }
+    return Snapshot(path, table.version(), schema, files)
+
+
+def _age(file: tuple[str, Mapping[str, Any]]) -> tuple[int, str]:
+    uri, action = file
+    return action["modification_time"], uri
+
+
+def _has_deletion_vectors(table: DeltaTable) -> bool:
+    try:
+        return bool(pa.table(table.deletion_vectors()).num_rows)
+    except _ERRORS:  # one that is there cannot be read
+        return True
+
+
+def _text(value: object) -> str | None:
+    """A partition's value as the names of folders have it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return None if value is None else str(value)

@@ -1,0 +1,80 @@
+"""Which paths are tables, and the files of a table (see ``snapshot``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchinfer.console.format import printable
+from batchinfer.errors import UsageError, install_command
+from batchinfer.job.input.discover import is_named
+from batchinfer.job.input.formats.snapshot import Snapshot
+from batchinfer.job.storage.reader import store_of
+
+TABLES = ("delta", "iceberg")
+"""Values of ``input.format`` that are tables."""
+
+
+def table_format(paths: Sequence[str], format_name: str) -> str | None:
+    """The kind of table that is to be read; None: there are files.
+
+    Args:
+        paths: ``input.path``.
+        format_name: ``input.format``; with ``auto``, a folder is a table if it looks like one.
+
+    Raises:
+        UsageError: a table among other paths.
+    """
+    kinds = [_kind(path) for path in paths] if format_name == "auto" else [format_name]
+    found = next((kind for kind in kinds if kind in TABLES), None)
+    if found is not None and len(paths) > 1:
+        raise UsageError(
+            f"input.path: a table ({found}) must be the only path",
+            hint="run each table as a job of its own",
+        )
+    return found
+
+
+def _kind(path: str) -> str | None:
+    if path.endswith(".metadata.json"):
+        return "iceberg"
+    if is_named(path):
+        return None
+    try:
+        store, folder = store_of(path), path.rstrip("/")
+        if store.kind(path) != "folder":
+            return None
+        if store.kind(f"{folder}/_delta_log") == "folder":
+            return "delta"
+        is_iceberg = store.kind(f"{folder}/metadata") == "folder" and bool(
+            store.files_below(f"{folder}/metadata", (".metadata.json",))
+        )
+        return "iceberg" if is_iceberg else None
+    except OSError:
+        return None  # which is said where files are looked for
+
+
+def open_table(path: str, kind: str, version: int | None) -> Snapshot:
+    """A table's files at a version; None: the latest.
+
+    Raises:
+        DataError: it cannot be read, or not as its files alone.
+        UsageError: what reads it is not installed.
+    """
+    try:
+        if kind == "delta":
+            from batchinfer.job.input.formats.delta import read_delta
+
+            snapshot = read_delta(path, version)
+        else:
+            from batchinfer.job.input.formats.iceberg import read_iceberg
+
+            snapshot = read_iceberg(path, version)
+    except ImportError:
+        raise UsageError(
+            f"input.path: {printable(path)} is a table ({kind}), and batchinfer's extra {kind} is "
+            "not installed",
+            hint=f"{install_command(kind)}; or set input.format: parquet to read all files that "
+            "are there, those of other versions too",
+        ) from None
+    snapshot.check()
+    return snapshot

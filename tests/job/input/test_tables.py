@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.job.input.dataset import Source, open_source
+from batchinfer.job.run.run import run_job
+from tests.job.fakes import FakeBuild, job
+
+deltalake = pytest.importorskip("deltalake")
+pytest.importorskip("pyiceberg")
+pytest.importorskip("sqlalchemy")
+
+
+def kept(found: Source, *columns: str) -> list[Any]:
+    batches = found.scan(columns, [found.rows_there])
+    rows = [tuple(row.values()) for _, batch in batches for row in batch.to_pylist()]
+    return [row[0] for row in rows] if len(columns) == 1 else rows
+
+
+def delta(folder: Path, **columns: Any) -> str:
+    """A Delta table in two commits, the second with one more column; in folders by two columns."""
+    first = {"prompt": ["a", "b"], "lang": ["d e/%", None], "day": [date(2026, 1, 1)] * 2}
+    options: dict[str, Any] = {"partition_by": ["lang", "day"]}
+    deltalake.write_deltalake(folder, pa.table(first), **options)
+    second = {"prompt": ["c"], "lang": ["en"], "day": [date(2026, 1, 2)], "n": [1.5]}
+    deltalake.write_deltalake(folder, pa.table(second), mode="append", schema_mode="merge")
+    return str(folder)
+
+
+def test_a_delta_table_is_read_as_it_is_and_as_it_was(tmp_path: Path) -> None:
+    path = delta(tmp_path / "t")
+    found = open_source(path)
+    assert (found.version, found.num_rows) == (1, 3)
+    assert found.schema == pa.schema(
+        [("prompt", pa.string()), ("n", pa.float64()), ("lang", pa.string()), ("day", pa.date32())]
+    )
+    rows = sorted(kept(found, "prompt", "lang", "day", "n"))
+    assert rows == [
+        ("a", "d e/%", date(2026, 1, 1), None),
+        ("b", None, date(2026, 1, 1), None),
+        ("c", "en", date(2026, 1, 2), 1.5),
+    ]
+    assert kept(found, "prompt")[2] == "c", "what was added comes last"
+    before = open_source(path, version=0)
+    assert (before.version, sorted(kept(before, "prompt"))) == (0, ["a", "b"])
+    assert "n" not in before.schema.names
+    chosen = open_source(path, format_name="delta", condition="day = date '2026-01-02'")
+    assert kept(chosen, "prompt") == ["c"]
+
+
+def test_removed_files_are_not_read(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    for text in ("old", "new"):
+        deltalake.write_deltalake(path, pa.table({"prompt": [text]}), mode="overwrite")
+    assert kept(open_source(path), "prompt") == ["new"]
+    assert sorted(kept(open_source(path, format_name="parquet"), "prompt")) == ["new", "old"]
+
+
+def delta_log(folder: Path, protocol: dict[str, Any], configuration: Any, **add: Any) -> str:
+    """A Delta table of one file, its log written by hand."""
+    (folder / "_delta_log").mkdir(parents=True)
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), folder / "x.parquet")
+    field = {"name": "prompt", "type": "string", "nullable": True, "metadata": {}}
+    field["metadata"] = {"delta.columnMapping.id": 1, "delta.columnMapping.physicalName": "prompt"}
+    metadata = {
+        "id": "1",
+        "format": {"provider": "parquet", "options": {}},
+        "schemaString": json.dumps({"type": "struct", "fields": [field]}),
+        "partitionColumns": [],
+        "configuration": configuration,
+        "createdTime": 1,
+    }
+    size = (folder / "x.parquet").stat().st_size
+    file = {"path": "x.parquet", "partitionValues": {}, "size": size, "modificationTime": 1}
+    actions = [
+        {"protocol": protocol},
+        {"metaData": metadata},
+        {"add": {**file, "dataChange": True, **add}},
+    ]
+    log = folder / "_delta_log" / "00000000000000000000.json"
+    log.write_text("\n".join(map(json.dumps, actions)))
+    return str(folder)
+
+
+def test_deletion_vectors_are_refused_where_there_are_any(tmp_path: Path) -> None:
+    features = {"readerFeatures": ["deletionVectors"], "writerFeatures": ["deletionVectors"]}
+    protocol = {"minReaderVersion": 3, "minWriterVersion": 7, **features}
+    enabled = {"delta.enableDeletionVectors": "true"}
+    assert kept(open_source(delta_log(tmp_path / "none", protocol, enabled)), "prompt") == [
+        "a",
+        "b",
+    ]
+    vector = {"storageType": "u", "pathOrInlineDv": "vBn[lx{q8@P<9BNH/isA", "offset": 1}
+    vector |= {"sizeInBytes": 36, "cardinality": 1}
+    path = delta_log(tmp_path / "some", protocol, enabled, deletionVector=vector)
+    with pytest.raises(DataError, match=r"rows that are deleted but still in its files.*\n.*PURGE"):
+        open_source(path)
+
+
+def test_mapped_columns_are_refused(tmp_path: Path) -> None:
+    protocol = {"minReaderVersion": 2, "minWriterVersion": 5}
+    path = delta_log(tmp_path / "t", protocol, {"delta.columnMapping.mode": "name"})
+    with pytest.raises(DataError, match=r"columnMapping\.mode"):
+        open_source(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"version": 9}, DataError, r"cannot be read as a table \(delta\): .*9"),
+        ({"version": 0, "format_name": "parquet"}, UsageError, "only tables .* have versions"),
+        ({"format_name": "iceberg"}, DataError, r"cannot be read as a table \(iceberg\)"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    path = delta(tmp_path)
+    with pytest.raises(error, match=message):
+        open_source(path, **options)
+
+
+def test_a_table_is_the_only_path(tmp_path: Path) -> None:
+    path = delta(tmp_path / "t")
+    with pytest.raises(UsageError, match="must be the only path"):
+        open_source([path, f"{path}/lang=en"])
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = delta(tmp_path)
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+    monkeypatch.delitem(sys.modules, "batchinfer.job.input.formats.delta", raising=False)
+    with pytest.raises(
+        UsageError, match=r"extra delta is not installed\npip install '\.\[delta\]'"
+    ):
+        open_source(path)
+
+
+def test_an_interrupted_job_keeps_to_the_version_it_began_with(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    rows = {"prompt": [f"row {at}" for at in range(30)]}
+    deltalake.write_deltalake(path, pa.table(rows))
+    spec = job(tmp_path)
+    breaks = FakeBuild(max_num_seqs=4)
+
+    def stop(step: int) -> None:
+        if step == 15:
+            raise KeyboardInterrupt
+
+    breaks.before_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        run_job(spec, build=breaks)
+    deltalake.write_deltalake(path, pa.table({"prompt": ["later"]}), mode="append")
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    table = pq.read_table(sorted((tmp_path / "out" / "data").iterdir()))
+    assert table["prompt"].to_pylist() == rows["prompt"]
+    with pytest.raises(DataError, match="the input has changed"):
+        run_job(spec, build=FakeBuild())
+
+
+@pytest.fixture
+def iceberg(tmp_path: Path) -> Any:
+    """An Iceberg table of two snapshots, the second with one more column."""
+    from pyiceberg.catalog.sql import SqlCatalog
+    from pyiceberg.types import DoubleType
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        url = f"sqlite:///{tmp_path}/catalog.db"
+        catalog = SqlCatalog("c", uri=url, warehouse=f"file://{tmp_path}/w")
+        catalog.create_namespace("db")
+        rows = pa.table({"prompt": ["a", "b"], "n": pa.array([1, 2], pa.int32())})
+        made = catalog.create_table("db.t", schema=rows.schema)
+        made.append(rows)
+        with made.update_schema() as update:
+            update.add_column("extra", DoubleType())
+        more = {"prompt": ["c"], "n": pa.array([3], pa.int32()), "extra": [0.5]}
+        made.append(pa.table(more))
+    yield made
+    catalog.close()
+
+
+def test_an_iceberg_table_is_read_as_it_is_and_as_it_was(tmp_path: Path, iceberg: Any) -> None:
+    folder = str(tmp_path / "w" / "db" / "t")
+    for path in (folder, iceberg.metadata_location.removeprefix("file://")):
+        found = open_source(path)
+        assert found.version == iceberg.current_snapshot().snapshot_id
+        assert kept(found, "prompt", "n", "extra") == [
+            ("a", 1, None),
+            ("b", 2, None),
+            ("c", 3, 0.5),
+        ]
+    first = iceberg.history()[0].snapshot_id
+    assert kept(open_source(folder, version=first), "prompt") == ["a", "b"]
+    with pytest.raises(DataError, match=r"no such snapshot"):
+        open_source(folder, version=5)
+
+
+def test_renamed_columns_are_refused(tmp_path: Path, iceberg: Any) -> None:
+    with iceberg.update_schema() as update:
+        update.rename_column("prompt", "text")
+    with pytest.raises(DataError, match=r'column "text" of the table is another in this file'):
+        open_source(str(tmp_path / "w" / "db" / "t"))
