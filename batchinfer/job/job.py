@@ -20,6 +20,7 @@ from batchinfer.job.input.identity import with_content_hashes
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.model_files.facts import model_facts
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.partitioned.columns import check_partition_columns
 from batchinfer.job.output.schema import OutputTable, output_table
 from batchinfer.job.rows.column_checks import check_prompt_columns
 from batchinfer.job.rows.reader import ColumnReader, Prompts, RowAdapters, RowReader
@@ -102,6 +103,7 @@ def open_job(
     check_prompt_columns(spec.prompt, source)
     TASKS[spec.task].check_columns(spec, source)
     table = output_table(source, spec)
+    check_partition_columns(spec.output.partition_by, table)
     facts = {} if facts_of is None else fingerprint_facts(spec, facts_of(spec.model))
     manifest = Manifest(
         fingerprint=digest(facts) if facts else "",

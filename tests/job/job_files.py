@@ -108,6 +108,7 @@ output:
   include: []
   rename: {}
   reuse: []
+  partition_by: []
 errors: {max_error_rate: 0.01}
 stats: {every_steps: 1}
 on_end: {webhook: null, command: null}

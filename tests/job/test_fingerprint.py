@@ -59,6 +59,7 @@ def test_what_changes_the_output_changes_the_fingerprint(tmp_path: Path, overrid
         "input.schema=union",  # what both can read, both read alike
         "output.path=other",
         "output.if_exists=error",
+        "output.partition_by=[a]",
         "errors.max_error_rate=1",
         "stats.every_steps=9",
         "engine.order=input",

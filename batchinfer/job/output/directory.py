@@ -109,6 +109,8 @@ class OutputDir:
         self.openai = root / "openai"
         self.openai_files = (self.openai / "output.jsonl", self.openai / "errors.jsonl")
         self.openai_record = self.state / "openai.json"
+        self.partitioned = root / "partitioned"
+        self.partitioned_record = self.state / "partitioned.json"
         self.success = root / "_SUCCESS"
         self.summary = root / "summary.json"
         self.report = root / "report.html"

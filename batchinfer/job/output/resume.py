@@ -268,7 +268,7 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
     """
     found = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
     if not begun:  # then nothing here is this program's
-        results = (out.success, out.summary, out.report, *out.openai_files)
+        results = (out.success, out.summary, out.report, *out.openai_files, out.partitioned)
         ours = (*results, *(out.stats / name for name in STATS_FILES))
         found = [*out.files.entries(out.data), *(path for path in ours if _is_there(out, path))]
     if found:
@@ -305,6 +305,8 @@ def _clear(out: OutputDir) -> None:
         out.files.sync(out.state)
     for path in (out.success, out.summary, out.report, *out.openai_files):
         delete(path)
+    if _is_there(out, out.partitioned_record):
+        delete(out.partitioned)
     for path in [path for path in entries(out.data) if PART_FILE.fullmatch(path.name)]:
         delete(path)
     for name in STATS_FILES:

@@ -21,6 +21,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.explode import first_of_rows
 from batchinfer.job.output.export_record import problems as openai_problems
 from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.partitioned.record import problems as partition_problems
 from batchinfer.job.output.resume import plan_of, refuse_half_an_update, unexpected_files
 from batchinfer.job.output.segments import read_segment
 from batchinfer.job.row_ids import Part
@@ -113,6 +114,7 @@ class _Check:
             except (DataError, StorageError, ValueError, OSError) as error:
                 problems.append(first_line(error))
         problems += [*self._of_segments(), *self._of_summary(), *openai_problems(self._out)]
+        problems += partition_problems(self._out)
         total = len(self._plan.parts())
         complete = self._claims_success and parts == total
         return Verification(complete, total, parts, rows, problems)

@@ -28,6 +28,10 @@ from batchinfer.job.output.export_record import is_there
 from batchinfer.job.output.manifest_file import is_stored_whole, stored_manifest
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.part_record import PartRecord
+from batchinfer.job.output.partitioned.columns import check_partitions
+from batchinfer.job.output.partitioned.record import is_there as is_partitioned
+from batchinfer.job.output.partitioned.record import refuse_foreign
+from batchinfer.job.output.partitioned.write import write_partitions
 from batchinfer.job.output.resume import (
     RecoveredRows,
     ResumePlan,
@@ -227,6 +231,7 @@ def _told_live(out: OutputDir, watched: WatchedRun) -> Iterator[None]:
 def _open(spec: JobSpec, combined_output: Path | None, *, keeps_version: bool) -> OutputJob:
     """A job on its data; of a table, on the version that it was begun with, or on the latest."""
     out = output_at(spec.output.path)
+    refuse_foreign(out, spec.output.partition_by)
     planned = _planned_before(out)
     if keeps_version:
         spec = _pinned(spec, planned, out)
@@ -278,6 +283,8 @@ def _run(
     recover = from_scratch if resume.starts_over else recover_rows
     with phase("reading finished rows"):
         recovered = recover(job.out, resume, job.table.generated_schema)
+    if resume.begins:
+        check_partitions(job.spec.output.partition_by, job.table.kept, job.source)
     with phase("checking ids"):
         job = with_id_errors(job, reads_stored=not resume.starts_over)
     lost = {f"what was in {name}": problem for name, problem in recovered.damaged.items()}
@@ -353,6 +360,8 @@ def _is_finished(job: OutputJob, if_exists: str) -> bool:
     todo = plan_resume(job.out, job.manifest, if_exists, "times").todo
     if _exports(job) and not is_there(job.out, job.combined_output):
         return False
+    if not is_partitioned(job.out, job.spec.output.partition_by):
+        return False
     return not todo and is_stored_whole(job.out)
 
 
@@ -384,6 +393,8 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
     records = job.out.of_each(partial(_record, job, claim), job.manifest.parts())
     if _exports(job):
         export(job.out, job.manifest, job.table.kept, job.spec.model, job.combined_output)
+    if not is_partitioned(job.out, job.spec.output.partition_by):
+        write_partitions(job.out, job.manifest, job.spec.output.partition_by)
     warnings = _nothing_selected(job)
     with phase("merging statistics"):
         lineage_of = partial(_lineage, job, records)

@@ -185,6 +185,9 @@ class OutputSpec(Section):
     reuse: tuple[Text, ...] = ()
     """Output directories of other jobs, finished or not: rows whose answers follow from the same
     (prompt, parameters, model) are copied from there and not computed."""
+    partition_by: tuple[Text, ...] = ()
+    """Write the rows once more in the end, to partitioned/column=value/, by these output columns:
+    kept input columns of texts, whole numbers, dates or true and false, or status."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -195,6 +198,8 @@ class OutputSpec(Section):
             raise ValueError("include names something twice")
         if len(set(self.rename.values())) < len(self.rename):
             raise ValueError("rename gives two columns the same name")
+        if len(set(self.partition_by)) < len(self.partition_by):
+            raise ValueError("partition_by names a column twice")
         return self
 
     @property

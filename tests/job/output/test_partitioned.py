@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
+from batchinfer.job.input.dataset import open_source
+from batchinfer.job.input.hive_partitions import folder_values
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.partitioned import columns as partition_columns
+from batchinfer.job.output.partitioned import write
+from batchinfer.job.output.partitioned.columns import folder_name
+from batchinfer.job.output.verify import verify
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from tests.job.datasets import rot, write_parquet
+from tests.job.fakes import FakeBuild, job
+
+LANGS = ["de", None, "a/b=c%", "ü", ""]
+
+
+def partitioned(tmp_path: Path, *by: str, **columns: Any) -> JobSpec:
+    """A job of 25 rows in parts of 10."""
+    rows = {"prompt": [f"{at} says" for at in range(25)], **columns}
+    write_parquet(tmp_path / "in" / "x.parquet", rows)
+    return job(tmp_path, output={"partition_by": list(by)})
+
+
+def with_langs(tmp_path: Path, *by: str) -> JobSpec:
+    days = [date(2026, 1, 1 + at // 13) for at in range(25)]
+    return partitioned(tmp_path, *by, lang=[LANGS[at % 5] for at in range(25)], day=days)
+
+
+def files(tmp_path: Path) -> dict[str, bytes]:
+    folder = tmp_path / "out" / "partitioned"
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*.parquet"))
+    }
+
+
+def run(spec: JobSpec, **options: Any) -> ExitCode:
+    return run_job(spec, build=FakeBuild(), quiet=True, **options)
+
+
+def test_rows_are_in_folders_by_their_values(tmp_path: Path) -> None:
+    spec = with_langs(tmp_path, "lang", "day")
+    assert run(spec) is ExitCode.OK
+    found = open_source(str(tmp_path / "out" / "partitioned"))
+    rows = [
+        row
+        for _, batch in found.scan(["row_id", "lang", "day", "prompt"], [found.rows_there])
+        for row in batch.to_pylist()
+    ]
+    assert sorted(row["row_id"] for row in rows) == list(range(25))
+    for row in rows:
+        at = row["row_id"]
+        assert (row["lang"], row["day"]) == (LANGS[at % 5], str(date(2026, 1, 1 + at // 13)))
+        assert row["prompt"] == f"{at} says"
+    seen = duckdb.sql(
+        f"select lang, day, row_id from read_parquet('{tmp_path}/out/partitioned/*/*/*.parquet', "
+        "hive_partitioning = true)"
+    ).fetchall()
+    assert {(lang, row) for lang, _, row in seen if lang} == {
+        (LANGS[at % 5], at) for at in range(25) if LANGS[at % 5]
+    }
+    one = pq.read_table(
+        tmp_path / "out" / "partitioned" / "lang=de" / "day=2026-01-01" / "part-00000.parquet",
+        partitioning=None,
+    )
+    assert one["row_id"].to_pylist() == [0, 5], "in input order"
+    assert not {"lang", "day"} & set(one.schema.names)
+    assert b"batchinfer.fingerprint" in one.schema.metadata
+    assert sorted((tmp_path / "out" / "data").iterdir())
+
+
+def test_a_second_run_does_nothing_and_a_damaged_file_is_found_and_mended(tmp_path: Path) -> None:
+    spec = with_langs(tmp_path, "lang")
+    assert run(spec) is ExitCode.OK
+    before = files(tmp_path)
+    times = [p.stat().st_mtime_ns for p in (tmp_path / "out" / "partitioned").rglob("*")]
+    assert run(spec) is ExitCode.OK
+    assert times == [p.stat().st_mtime_ns for p in (tmp_path / "out" / "partitioned").rglob("*")]
+    out = output_at(spec.output.path)
+    assert verify(out).problems == []
+    damaged = tmp_path / "out" / "partitioned" / "lang=de" / "part-00000.parquet"
+    rot(damaged)
+    assert [str(damaged) in problem for problem in verify(out).problems] == [True]
+    damaged.unlink()
+    assert [str(damaged) in problem for problem in verify(out).problems] == [True]
+    assert run(spec) is ExitCode.OK
+    assert files(tmp_path) == before
+
+
+def test_other_columns_are_written_without_running_a_row(tmp_path: Path) -> None:
+    spec = with_langs(tmp_path)
+    assert run(spec) is ExitCode.OK
+    assert not (tmp_path / "out" / "partitioned").exists()
+
+    def again(*by: str) -> set[str]:
+        output = spec.output.model_copy(update={"partition_by": by})
+        build = FakeBuild()
+        changed = spec.model_copy(update={"output": output})
+        assert run_job(changed, build=build, quiet=True) is ExitCode.OK
+        assert build.count == 0
+        return {Path(name).parts[0].partition("=")[0] for name in files(tmp_path)}
+
+    assert again("lang") == {"lang"}
+    assert again("status", "day") == {"status"}
+    assert again() == set()
+    assert verify(output_at(spec.output.path)).problems == []
+
+
+def test_whatever_ends_the_run_between_two_files_the_next_one_writes_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = with_langs(tmp_path, "lang")
+    assert run(spec) is ExitCode.OK
+    expected = files(tmp_path)
+    whole = write.parquet_bytes
+    for at in (0, 4):
+        (tmp_path / "out" / "partitioned" / "lang=de" / "part-00001.parquet").unlink()
+        steps = iter(range(100))
+
+        def dies(tables: Any, at: int = at, steps: Any = steps) -> bytes:
+            if next(steps) == at:
+                raise KeyboardInterrupt
+            return whole(tables)
+
+        monkeypatch.setattr(write, "parquet_bytes", dies)
+        (tmp_path / "out" / "_SUCCESS").unlink()
+        with pytest.raises(KeyboardInterrupt):
+            run(spec)
+        assert verify(output_at(spec.output.path)).problems == []
+        monkeypatch.setattr(write, "parquet_bytes", whole)
+        assert run(spec) is ExitCode.OK
+        assert files(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("by", "columns", "error", "message"),
+    [
+        (["nope"], {}, UsageError, '"nope" is no kept input column'),
+        (["generated_text"], {}, UsageError, "is no kept input column, nor status"),
+        (["x"], {"x": [[1]] * 25}, DataError, 'column "x" is list'),
+        (["x"], {"x": [0.5] * 25}, DataError, 'column "x" is double'),
+        (["x"], {"x": range(25)}, DataError, "would make 25 partitions; at most 20 are made"),
+        (["x"], {"x": ["y" * 300] * 25}, DataError, 'a value of "x" is too long'),
+    ],
+)
+def test_what_makes_no_folders_is_refused_before_the_model_is_loaded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    by: list[str],
+    columns: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.setattr(partition_columns, "MOST_PARTITIONS", 20)
+    build = FakeBuild()
+    with pytest.raises(error, match=message):
+        run_job(partitioned(tmp_path, *by, **columns), build=build, quiet=True)
+    assert build.count == 0
+
+
+def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
+    spec = with_langs(tmp_path)
+    assert run(spec) is ExitCode.OK
+    mine = tmp_path / "out" / "partitioned" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    output = spec.output.model_copy(update={"partition_by": ("lang",)})
+    with pytest.raises(LockedError, match="is no output of batchinfer"):
+        run(spec.model_copy(update={"output": output}))
+    assert run(spec, overwrite=True) is ExitCode.OK
+    assert mine.read_text() == "mine"
+
+
+def test_rows_that_are_mended_leave_no_file_behind(tmp_path: Path) -> None:
+    rows = partitioned(tmp_path, "status", prompt=["x" * 300, *(f"{at}" for at in range(24))])
+    allowed = rows.model_copy(
+        update={"errors": rows.errors.model_copy(update={"max_error_rate": 1.0})}
+    )
+    assert run(allowed) is ExitCode.OK
+    assert {name.partition("/")[0] for name in files(tmp_path)} == {"status=ok", "status=error"}
+
+
+@given(st.none() | st.text(max_size=9), st.text(min_size=1, max_size=5))
+def test_a_folder_says_what_it_stands_for(value: str | None, column: str) -> None:
+    name = folder_name(column, value)
+    assert "/" not in name
+    assert "\0" not in name
+    assert folder_values(["/lake"], [f"/lake/{name}/x"]) == {f"/lake/{name}/x": {column: value}}
+
+
+def test_the_word_for_null_can_be_a_text() -> None:
+    word = "__HIVE_DEFAULT_PARTITION__"
+    assert folder_name("a", word) != folder_name("a", None)
+    path = f"/lake/{folder_name('a', word)}/x"
+    assert folder_values(["/lake"], [path]) == {path: {"a": word}}
+
+
+def test_texts_of_all_types_name_the_same_folders() -> None:
+    texts = pa.array(["a", None])
+    for kind in (pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())):
+        assert partition_columns.values_of([texts.cast(kind)]) == [("a",), (None,)]
