@@ -180,7 +180,8 @@ def _run_opened(
         reporter.shard_without_parts(str(shard), len(job.manifest.parts()))
         return ExitCode.OK
     outputs = open_outputs(job.spec.output.reuse, job.out)
-    with claim.begun(job.manifest, if_exists) as resume, _told_live(claim.out, reporter.watched):
+    told_in = claim.out if generation is None else job.out  # a generation's folder goes in the end
+    with claim.begun(job.manifest, if_exists) as resume, _told_live(told_in, reporter.watched):
         job = replace(job, manifest=resume.manifest, out=claim.out)
         if retry_errors:
             reopen(job.out, job.manifest, job.table.generated_schema)

@@ -20,6 +20,7 @@ from batchinfer.console.format import printable
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import read_manifest
 from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.partitioned.record import names_of_files
 from batchinfer.job.output.resume import PART_FILE, STATS_FILES, clear_staging
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
@@ -96,7 +97,8 @@ def _place(out: OutputDir, generation: OutputDir) -> None:
         _place_folder(out, folder, source)
     for path, source in zip(out.single_files, generation.single_files, strict=True):
         _place_file(out, path, source)
-    kept = {*out.folders, *out.single_files, out.staging, out.next, out.swap}
+    _place_partitions(out, generation)
+    kept = {*out.folders, *out.single_files, out.staging, out.next, out.swap, out.partitioned_record}
     kept |= {out.locks, out.state / LOCK, out.state / HOLDER}
     for path in files.entries(out.state):
         if path not in kept:
@@ -143,6 +145,19 @@ def _place_file(out: OutputDir, path: PurePath, source: PurePath) -> None:
     else:
         out.files.copy(source, path, out.staging)
         failpoint("swap-copied")
+
+
+def _place_partitions(out: OutputDir, generation: OutputDir) -> None:
+    """Have the folders by values be those of the generation, or be gone; the record goes last."""
+    files = out.files
+    if files.stat(out.partitioned_record) is not None:
+        files.delete(out.partitioned)
+    for name in names_of_files(generation):
+        path = out.partitioned / name
+        files.make_directory(path.parent)
+        files.copy(generation.partitioned / name, path, out.staging)
+        failpoint("swap-copied")
+    _place_file(out, out.partitioned_record, generation.partitioned_record)
 
 
 def _check_whole(out: OutputDir, generation: OutputDir) -> None:

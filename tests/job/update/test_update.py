@@ -243,3 +243,22 @@ def test_what_is_refused(place: Place) -> None:
     place.write("other")
     with pytest.raises(NotYetError, match=r"not yet: updating an output with scale\.workers"):
         place.run(update=True, fleet=lambda *_: True)
+
+
+def values_in(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "out" / "partitioned").iterdir()}
+
+
+def test_folders_by_values_are_those_of_the_new_generation(tmp_path: Path) -> None:
+    place = Place(tmp_path, output={"partition_by": ["prompt"]})
+    place.write("a", "b")
+    assert place.run() == [0, 1]
+    assert values_in(tmp_path) == {"prompt=a", "prompt=b"}
+    place.write("a", "c")
+    assert place.run(update=True) == [1]
+    assert values_in(tmp_path) == {"prompt=a", "prompt=c"}
+    assert verify(place.out).problems == []
+    assert place.run(update=True) == []
+    del place.sections["output"]
+    assert place.run(update=True) == []
+    assert not (tmp_path / "out" / "partitioned").exists()

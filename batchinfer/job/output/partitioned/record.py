@@ -41,6 +41,11 @@ def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
         )
 
 
+def names_of_files(out: OutputDir) -> list[str]:
+    """Files that were written, below ``partitioned``; none where that was not done to the end."""
+    return list(_read(out).get("files") or {})
+
+
 def problems(out: OutputDir) -> Iterator[str]:
     """Problems of files that were written, a line each; none while they are being written."""
     is_ended = out.files.stat(out.success) is not None
