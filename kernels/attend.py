@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from batchinfer.kernels.fp8 import in_float16, widen, widen_pairs
+from batchinfer.kernels.fp8_halves import below_zeros, dot_halves, in_halves, twice
 from batchinfer.kernels.launch import compute_capability
 
 LOG2E = math.log2(math.e)
@@ -96,10 +97,15 @@ def load_query(
     mask,  # [ROWS, KEY_BLOCK]
     score_scale,
     CACHE_TYPE: tl.constexpr,
-):  # [ROWS, KEY_BLOCK], as it is multiplied, and the scale of each row's scores, [ROWS]
+    HALVES: tl.constexpr = False,
+):  # [ROWS, KEY_BLOCK] as it is multiplied (its halves: twice the rows), and [ROWS] float32, the
+    # scale of each row's scores
     query = tl.load(ptrs, mask=mask, other=0.0)
     scales = tl.zeros([query.shape[0]], tl.float32) + score_scale
-    if (query.dtype == tl.bfloat16) & (CACHE_TYPE.primitive_bitwidth == 8):
+    if HALVES:
+        query, down = in_halves(query.to(tl.float32), CACHE_TYPE)
+        scales = scales * down
+    elif (query.dtype == tl.bfloat16) & (CACHE_TYPE.primitive_bitwidth == 8):
         # float8 becomes float16 in one instruction for two, bfloat16 in four.
         query, down = in_float16(query.to(tl.float32))
         scales = scales * down
@@ -108,13 +114,13 @@ def load_query(
 
 @triton.jit
 def attend(
-    query,  # [ROWS, KEY_BLOCK]
+    query,  # [ROWS, KEY_BLOCK]; its halves: [2 * ROWS, KEY_BLOCK]
     positions,  # [ROWS] int32, of each row's token
     begin,  # first and
     end,  # last + 1 position to read
     row_max,  # [ROWS] float32: the state so far
     row_sum,  # [ROWS] float32
-    acc,  # [ROWS, VALUE_BLOCK] float32
+    acc,  # [ROWS, VALUE_BLOCK] float32; with halves rows that are for nothing come after
     key_ptr,  # [num_slots, block_size, Dk] of the KV head
     value_ptr,  # [num_slots, block_size, Dv] of the KV head
     table_ptr,  # [max_blocks] int32, the sequence's
@@ -140,7 +146,9 @@ def attend(
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,  # false: whole tiles, and every row sees all of them
-):
+    HALVES: tl.constexpr = False,
+):  # the state, with halves as many rows of it as `acc` has
+    weight_type: tl.constexpr = tl.float16 if HALVES else query.dtype
     places = tl.arange(0, TILE)
     if PAIRS:
         value_ptr = value_ptr.to(tl.pointer_type(tl.uint16))
@@ -167,8 +175,11 @@ def attend(
         # Dead keys are read, and their scores replaced. Dead values are 0 by selection: a weight of
         # 0 would not do, since a slot holds whatever its last user left, and 0 * NaN is NaN.
         key = load_tokens(key_ptr, rows, None, key_width_stride, UNIT, KEY_WIDTH, KEY_BLOCK)
-        key = widen(key, query.dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if HALVES:
+            scores = dot_halves(query, key)
+        else:
+            key = widen(key, query.dtype)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if CAPPED:
             scores = cap - 2.0 * cap / (tl.exp2(scores * scales[:, None]) + 1.0)
         if MASKED:
@@ -193,7 +204,9 @@ def attend(
         row_sum = row_sum * decay + tl.sum(weights, 1)
         row_max = new_max
 
-        weights = weights.to(query.dtype)
+        weights = weights.to(weight_type)
+        if HALVES:
+            weights, decay = below_zeros(weights), twice(decay)
         if not SAME_ROWS:
             rows = slots * value_slot_units + offsets * value_token_units
         if PAIRS:
@@ -203,17 +216,19 @@ def attend(
                 value_ptr, rows, live, value_width_stride, UNIT // 2, VALUE_WIDTH // 2,
                 VALUE_BLOCK // 2,
             )  # fmt: skip
-            even, odd = widen_pairs(pairs, query.dtype, key_ptr.dtype.element_ty)
+            even, odd = widen_pairs(pairs, weight_type, key_ptr.dtype.element_ty)
             acc = tl.dot(weights, even, acc * decay[:, None], input_precision="ieee")
             odd_acc = tl.dot(weights, odd, odd_acc * decay[:, None], input_precision="ieee")
         else:
             value = load_tokens(
                 value_ptr, rows, live, value_width_stride, UNIT, VALUE_WIDTH, VALUE_BLOCK
             )
-            value = widen(value, query.dtype)
+            value = widen(value, weight_type)
             acc = tl.dot(weights, value, acc * decay[:, None], input_precision="ieee")
     if PAIRS:
         acc = tl.reshape(tl.join(acc, odd_acc), [acc.shape[0], VALUE_BLOCK])
+    if HALVES:
+        row_max, row_sum = twice(row_max), twice(row_sum)
     return row_max, row_sum, acc
 
 

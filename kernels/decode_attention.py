@@ -13,6 +13,7 @@ Pieces that several sequences have in common are computed for all of them togeth
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -45,6 +46,13 @@ def decode_config(heads: Heads) -> LaunchConfig:
     return LaunchConfig(rows=padded(heads.group), tile=tile, num_warps=4, num_stages=5)
 
 
+def multiplies_halves(query: torch.dtype, heads: Heads) -> bool:
+    """Whether scores are products of float8: both halves of a query fit a tile, and warp groups
+    multiply float8."""
+    fits = 2 * heads.group <= padded(heads.group)
+    return query == torch.bfloat16 and heads.cache_bytes == 1 and heads.capability == 90 and fits
+
+
 def attend_decodes(shared: dict[str, Any], heads: Heads, work: DecodeWork, launch: int) -> None:
     """Attend in pieces, and merge them.
 
@@ -73,6 +81,7 @@ def attend_decodes(shared: dict[str, Any], heads: Heads, work: DecodeWork, launc
         launch=launch,
         TILE=min(config.tile, work.piece),
         ROWS=config.rows,
+        HALVES=multiplies_halves(shared["query_ptr"].dtype, heads),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **OPTIONS,
@@ -142,8 +151,10 @@ def _decode_kernel(
     PIECE: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
-    rows = tl.arange(0, ROWS)
+    num_queries: tl.constexpr = ROWS // 2 if HALVES else ROWS
+    rows, queries = tl.arange(0, ROWS), tl.arange(0, num_queries)
     row_live = rows < GROUP
     key_columns = tl.arange(0, KEY_BLOCK)
     value_columns = tl.arange(0, VALUE_BLOCK)
@@ -160,22 +171,24 @@ def _decode_kernel(
         context_len = tl.load(context_lens_ptr + sequence)
         begin, first, length, count = pieces(context_len, window, max_pieces, WINDOWED, PIECE)
         heads = kv_head * GROUP + rows
+        query_heads = kv_head * GROUP + queries
         query, scales = load_query(
             query_ptr
             + query_row * query_row_stride
-            + heads[:, None] * query_head_stride
+            + query_heads[:, None] * query_head_stride
             + key_columns[None, :] * query_width_stride,
-            row_live[:, None] & (key_columns[None, :] < KEY_WIDTH),
+            (queries < GROUP)[:, None] & (key_columns[None, :] < KEY_WIDTH),
             score_scale,
             key_ptr.dtype.element_ty,
+            HALVES,
         )
-        # The sinks count once: the first piece has them. (`row_live & (piece == 0)` would be the
-        # same, but Triton's interpreter makes integers of it.)
-        holds_sinks = rows < tl.where(piece == 0, GROUP, 0)
-        row_max, row_sum = initial_state(sinks_ptr, heads, holds_sinks, ROWS)
+        # The sinks count once: the first piece has them. (`(queries < GROUP) & (piece == 0)` would
+        # be the same, but Triton's interpreter makes integers of it.)
+        holds_sinks = queries < tl.where(piece == 0, GROUP, 0)
+        row_max, row_sum = initial_state(sinks_ptr, query_heads, holds_sinks, num_queries)
         row_max, row_sum, acc = attend(
             query,
-            tl.zeros([ROWS], tl.int32) + context_len - 1,
+            tl.zeros([num_queries], tl.int32) + context_len - 1,
             tl.maximum(begin, first + piece * length),
             tl.minimum(context_len, first + (piece + 1) * length),
             row_max,
@@ -188,7 +201,7 @@ def _decode_kernel(
             value_slot_units, value_token_units, value_width_stride,
             scales, cap, window,
             BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-            UNIT, ROW_TYPE, SAME_ROWS, PAIRS, WINDOWED, CAPPED, TILE, True,
+            UNIT, ROW_TYPE, SAME_ROWS, PAIRS, WINDOWED, CAPPED, TILE, True, HALVES,
         )  # fmt: skip
         if count == 1:
             out_ptrs = out_ptr + query_row * out_row_stride + heads[:, None] * out_head_stride

@@ -7,9 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels import decode_work, reference
+from batchinfer.kernels import decode_attention, decode_work, reference
+from batchinfer.kernels.attend import Heads
 from batchinfer.kernels.block_copy import block_copy
-from batchinfer.kernels.fp8 import FP8, in_float16, narrow, widen
+from batchinfer.kernels.fp8 import FP8, converts_fp8, in_float16, narrow, widen
+from batchinfer.kernels.fp8_halves import in_halves, twice
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rotary_write import rotary_write
@@ -100,6 +102,46 @@ def test_a_bfloat16_query_is_exact_in_float16_beside_its_rows_largest(interprete
     assert not back[5, 6].isfinite()
 
 
+@triton.jit
+def _through_halves(x_ptr, back_ptr, CACHE_TYPE: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803
+    rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    halves, down = in_halves(tl.load(x_ptr + rows * SIZE + columns), CACHE_TYPE)
+    both = tl.arange(0, 2 * SIZE)[:, None]
+    scaled = halves.to(tl.float32) * twice(down)[:, None]
+    tl.store(back_ptr + both * SIZE + columns, scaled)
+
+
+def check_halves(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 16, generator=generator)
+    x *= 2.0 ** torch.randint(-20, 20, (16, 16), generator=generator)  # within a row
+    x *= 2.0 ** torch.arange(-104, 104, 13)[:, None]  # from row to row
+    x[3], x[4, 5], x[5, 6] = 0, torch.nan, -torch.inf
+    x = x.bfloat16().float().to(device)
+    back = torch.full((32, 16), torch.nan, device=device)
+    stored = tl.float8e4nv if device == "cuda" else tl.uint8
+    _through_halves[(1,)](x, back, CACHE_TYPE=stored, SIZE=16)
+    total = back[:16] + back[16:]
+    finite = x.isfinite().all(1)
+    largest = x[finite].abs().amax(1, keepdim=True)
+    assert ((total - x)[finite].abs() <= largest * 2.0**-17).all()
+    near = x[finite].abs() >= largest * 2.0**-9
+    assert torch.equal(total[finite][near], x[finite][near])
+    assert total[4, 5].isnan()
+    assert total[5].isnan().all()
+
+
+def test_a_bfloat16_query_is_the_sum_of_two_of_float8(interpreter: str) -> None:
+    check_halves(interpreter)
+
+
+@pytest.mark.gpu
+def test_a_bfloat16_query_is_the_sum_of_two_of_float8_on_a_gpu(gpu: str) -> None:
+    if not converts_fp8(torch.device(gpu)):
+        pytest.skip("the device has no float8")
+    check_halves(gpu)
+
+
 def check_write(case: WriteCase, device: str, dtype: torch.dtype) -> None:
     pools = []
     for write in (kv_write, reference.kv_write):
@@ -174,6 +216,32 @@ def test_attention(case: AttentionCase | SharedCase, dtype: torch.dtype, interpr
 @pytest.mark.parametrize("case", [*INTERPRETED_ATTENTION_CASES, *INTERPRETED_SHARED_CASES], ids=str)
 def test_attention_on_a_gpu(case: AttentionCase | SharedCase, dtype: torch.dtype, gpu: str) -> None:
     check_attention(case, gpu, dtype)
+
+
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, SHARED], ids=str)
+def test_decodes_in_halves(
+    case: AttentionCase | SharedCase, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are on an H100, with float16 for the bfloat16 that cannot be interpreted."""
+    seen, original = [], decode_attention.multiplies_halves
+
+    def multiplies_halves(query: torch.dtype, heads: Heads) -> bool:
+        seen.append(original(torch.bfloat16, heads))
+        return seen[-1]
+
+    monkeypatch.setattr(decode_attention, "multiplies_halves", multiplies_halves)
+    if isinstance(case, AttentionCase):
+        inputs = build_attention(case, interpreter, torch.float16, FP8)
+    else:
+        inputs = build_shared(case, interpreter, torch.float16, FP8)
+    query = inputs.arguments["query"]
+    query.copy_(query.bfloat16())
+    got, expected = inputs.with_fresh_out(), inputs.with_fresh_out()
+    paged_attention(**got)
+    reference.paged_attention(**expected)
+    tolerance = TOLERANCE[torch.float16]
+    torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
+    assert seen == [True]
 
 
 def test_blocks_are_copied_bit_by_bit(interpreter: str) -> None:
