@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -80,10 +81,15 @@ def _prompt(
 def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str, Any]:
     """Load the model, run the prompts once, show and return what was measured.
 
-    Weights are loaded and one prompt is run before the clock starts.
+    Weights are loaded and one prompt is run before the clock starts. With ``deterministic`` all of
+    that is done twice, without and with ``engine.deterministic``.
 
     Args:
         show: takes the lines to show.
+
+    Returns:
+        What was measured; with ``deterministic`` also the run with it under ``deterministic``, and
+        ``deterministic_ratio``, its requests per second over those without.
 
     Raises:
         JobError: the model cannot be run, the dataset cannot be read, none of its prompts can be
@@ -93,9 +99,29 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
     dataset_prompts: list[str | list[int]] = []
     if options.dataset is not None:
         dataset_prompts = read_dataset(options.dataset, options.num_prompts)
+    result = _measure(options, dataset_prompts, show)
+    if options.deterministic:
+        show("With engine.deterministic:")
+        gc.collect()  # the model before, and its pool
+        other = _measure(options, dataset_prompts, show, deterministic=True)
+        ratio = other["requests_per_s"] / result["requests_per_s"]
+        show(f"engine.deterministic: {ratio:.2f} times the requests/s without it")
+        result |= {"deterministic": other, "deterministic_ratio": ratio}
+    if options.output_json is not None:
+        _write(options.output_json, result)
+    return result
+
+
+def _measure(
+    options: BenchOptions,
+    dataset_prompts: list[str | list[int]],
+    show: Callable[[str], None],
+    **engine_keys: bool,
+) -> dict[str, Any]:
+    """Load the model, with keys of the engine besides the options, and run the prompts once."""
     from batchinfer.llm import LLM  # imports torch, which takes seconds
 
-    keys = given(options, BENCH_ENGINE_KEYS)
+    keys = given(options, BENCH_ENGINE_KEYS) | engine_keys
     try:
         llm = LLM(options.model, dtype=options.dtype, **keys)
     except ValueError as error:
@@ -128,8 +154,6 @@ def run_bench(options: BenchOptions, *, show: Callable[[str], None]) -> dict[str
         show(line)
     if errors:
         show(f"{len(errors)} of {len(outputs)} prompts could not be run; the first: {errors[0]}")
-    if options.output_json is not None:
-        _write(options.output_json, result)
     return result
 
 

@@ -113,6 +113,12 @@ class BenchOptions:
         typer.Option("--dataset", help="Parquet file of prompts or token ids to run instead."),
     ] = None
     output_json: Annotated[Path | None, typer.Option(help="Write the result here.")] = None
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="Run again with engine.deterministic, and show what it costs."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

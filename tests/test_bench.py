@@ -91,6 +91,17 @@ def test_prompts_that_cannot_be_run_are_counted(model: Path) -> None:
     assert (result["num_requests"], result["num_errors"]) == (2, 1)
 
 
+def test_what_deterministic_costs_is_shown(model: Path) -> None:
+    shown: list[str] = []
+    options = BenchOptions(
+        str(model), input_len=4, output_len=2, num_prompts=2, num_kv_blocks=64, deterministic=True
+    )
+    result = run_bench(options, show=shown.append)
+    ratio = result["deterministic"]["requests_per_s"] / result["requests_per_s"]
+    assert result["deterministic_ratio"] == ratio
+    assert shown[-1] == f"engine.deterministic: {ratio:.2f} times the requests/s without it"
+
+
 @pytest.mark.parametrize("missing", ["model", "dataset"])
 def test_what_is_not_there_is_found_before_torch_is_imported(tmp_path: Path, missing: str) -> None:
     (tmp_path / "config.json").write_text("{}")
