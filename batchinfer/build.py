@@ -19,7 +19,7 @@ from batchinfer.engine.runner import Runner
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
-from batchinfer.errors import DeviceError
+from batchinfer.errors import DeviceError, ModelError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.attention.kernel_name import ATTENTION, attention_kernel
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
@@ -31,8 +31,8 @@ from batchinfer.worker.model.config import check_config
 from batchinfer.worker.model.tokenizer import load_tokenizer
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.products.choice import KernelChoice, KernelWish
+from batchinfer.worker.products.row_bits import check_row_bits
 from batchinfer.worker.sampling.sampler import Sampler
-from batchinfer.worker.self_check import check_row_bits
 from batchinfer.worker.threads.governor import ThreadGovernor
 from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
 from batchinfer.worker.threads.threads import TORCH_THREADS, ThreadCount, choose_threads
@@ -79,10 +79,11 @@ def build_engine(
         DeviceError: the device is missing or too small.
     """
     device = choose_device(engine.device)
-    if engine.deterministic and device.type != "cpu":
-        raise DeviceError(
-            "not yet: engine.deterministic on a CUDA device is not supported by this version",
-            hint="set engine.device: cpu, or engine.deterministic: false",
+    if engine.deterministic and device.type == "cuda" and model.quantization is not None:
+        raise ModelError(
+            f"engine.deterministic is true, and what model.quantization: {model.quantization} "
+            "multiplies by on a CUDA device does not keep a row's bits",
+            hint="set engine.deterministic: false, engine.device: cpu, or no quantization",
         )
     engine = sized_for(device.type, engine)
     threads = _set_threads(device, engine, log)
@@ -96,7 +97,7 @@ def build_engine(
         log(f"products of the layers by {loaded.kernel_names[kind]}")
     layout = loaded.layout(engine.block_size, engine.kv_cache_dtype)
     if engine.deterministic:
-        check_row_bits(loaded.model, layout)
+        check_row_bits(loaded.model, layout, loaded.kernels.kernel)
     loaded_bytes = model_bytes(loaded.model)
     memory = fit_memory(
         engine,
@@ -211,6 +212,7 @@ def _graphs(
         max_graph_tokens=memory.max_graph_tokens,
         max_model_len=loaded.max_model_len,
         num_adapters=len(loaded.adapters),
+        kernel=loaded.kernels.kernel,
     )
     with phase("capturing CUDA graphs", len(graphs.sizes)) as capturing:
         graphs.capture_all(log, captured=lambda: capturing.advance(1))

@@ -151,7 +151,7 @@ ROOMS = [
     Room(
         "worker.products",
         "Linear layers packed or quantised, and what multiplies: measured, chosen, kept to.",
-        ("errors", "console", "kernels", "worker"),
+        ("errors", "console", "kernels", "engine.kv", "worker"),
     ),
     Room(
         "worker.fusion",

@@ -50,8 +50,9 @@ class EngineConfig(Record):
     order_window: int = 65536
     """Rows planned together, in whole parts: by prefix they are reordered within such a window."""
     deterministic: bool = False
-    """Bits never depend on what ran beside a row. Not yet on a CUDA device; on a CPU they do not
-    either without it, as long as `cpu_kernels` has the project's own multiply."""
+    """Bits never depend on what ran beside a row. On a CUDA device that takes slower products and
+    attention, and some models are refused; on a CPU bits do not either without it, as long as
+    `cpu_kernels` has the project's own multiply."""
     num_threads: int | None = None
     """Threads that compute on a CPU. Null: OMP_NUM_THREADS where it is set, else as many as there
     are cores for this process, fewer while other processes use them."""
@@ -86,10 +87,6 @@ class EngineConfig(Record):
         return parse_size(self.swap_space, "swap_space")
 
     def _check_deterministic(self) -> None:
-        if self.device == "cuda":
-            raise ValueError(
-                "not yet: engine.deterministic on a CUDA device is not supported by this version"
-            )
         if self.cpu_kernels not in ("auto", "own"):
             raise ValueError(
                 "deterministic: true needs kernels that compute each row by itself, which "

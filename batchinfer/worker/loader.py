@@ -19,6 +19,7 @@ from batchinfer.errors import ModelError
 from batchinfer.worker.eager_check import check_against_eager
 from batchinfer.worker.free_memory import free_host_bytes
 from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.fusion.layers import pack_products
 from batchinfer.worker.fusion.native_join import join_native_layers
 from batchinfer.worker.fusion.native_layers import fuse_native_layers
 from batchinfer.worker.lora.checkpoint import Adapter, read_adapters
@@ -37,9 +38,9 @@ from batchinfer.worker.model.quantization import check_quantization, saved_quant
 from batchinfer.worker.model.tokenizer import eos_token_ids, num_tokenizer_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
 from batchinfer.worker.products.choice import (
-    TORCH_MULTIPLIES,
     KernelChoice,
     KernelWish,
+    choose_cuda_kernel,
     choose_kernel,
 )
 from batchinfer.worker.products.fp8 import quantize_fp8
@@ -140,7 +141,7 @@ def load_model(
     """Check a model folder (or hub id), load its weights and try a few tokens.
 
     Args:
-        kernels: what is to multiply, on a CPU.
+        kernels: what is to multiply.
 
     Raises:
         ModelError: in one line with what to do; nothing from the folder is executed.
@@ -159,7 +160,7 @@ def load_model(
     _check_model(described.folder, model, layout, longest)
     if not fuse(model, layout, longest):
         model = _loaded(load, num_bytes)
-    product, names = TORCH_MULTIPLIES, {}
+    names = {}
     if device.type == "cpu":
         if quantization == "int8":
             names["int8"] = quantize_packed(model, torch_dtype).name
@@ -172,6 +173,9 @@ def load_model(
     else:
         if quantization == "fp8":
             names["fp8"] = quantize_fp8(model)
+        product = choose_cuda_kernel(device, torch_dtype, kernels)
+        if product.kernel is not None:
+            pack_products(model, product.kernel, torch_dtype)
         torch.cuda.empty_cache()  # merged and quantised weights left holes of their size
     weight_bytes = model_bytes(model)
     if described.lora:

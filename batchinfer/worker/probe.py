@@ -22,6 +22,7 @@ from batchinfer.worker.attention.attention import (
 from batchinfer.worker.attention.variant import AttentionVariant
 from batchinfer.worker.forward import device_arrays, forward
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.transfer import to_device
 
 
@@ -35,6 +36,7 @@ class Probe:
         positions: what the model is told of each token of a sequence; None: from 0 on.
         adapters: the number of each sequence's adapter; None: the base model alone.
         dtype: of the cache; None: as the weights.
+        kernel: what multiplies by the model's weights, and so how to attend.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Probe:
         positions: Sequence[int] | None = None,
         adapters: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
+        kernel: ProductKernel | None = None,
     ) -> None:
         weight = next(model.parameters())
         self._model = model
@@ -55,7 +58,7 @@ class Probe:
             step = replace(step, adapters=np.array(adapters, dtype=np.int32))
         self._step = step
         self.cache = KVCache(layout, step.block_tables.size, weight.device, dtype or weight.dtype)
-        self.backend = make_backend(self.cache)
+        self.backend = make_backend(self.cache, kernel)
 
     def logits(self, backend: AttentionBackend | None = None) -> torch.Tensor:
         """Logits [tokens of all sequences, vocabulary] of the model as it is now.

@@ -1,10 +1,12 @@
-"""The kernels that can multiply rows by a linear layer's weight on a CPU.
+"""The kernels that can multiply rows by a linear layer's weight.
 
-``own`` is the project's C kernel (``kernels/cpu/gemm.c``), ``onednn`` oneDNN over weights it has
-packed, by the operators that torch's inductor uses when it freezes weights
+On a CPU ``own`` is the project's C kernel (``kernels/cpu/gemm.c``), ``onednn`` oneDNN over weights
+it has packed, by the operators that torch's inductor uses when it freezes weights
 (torch/_inductor/fx_passes/mkldnn_fusion.py), ``torch`` is ``torch.nn.functional.linear``, which has
 oneDNN or BLAS rearrange the weight in every call. Those of oneDNN are private to torch, so each
 kernel is tried on a small layer first and left out where it does not work.
+
+On a CUDA device torch multiplies, or the project's Triton kernel where a row's bits are to be kept.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ class ProductKernel:
     """Whether it multiplies by a weight [out, in] of this dtype."""
     element_bytes: int | None = None
     """Of a packed weight, without what pads it; None: as many as its dtype has."""
+    copies: bool = True
+    """Whether a packed weight is a copy; else it is the weight that was given."""
 
     @property
     def name(self) -> str:
@@ -72,6 +76,28 @@ class OwnPacked:
         out = rows.new_empty(len(rows), self._out_features)
         gemm.gemm(rows, self.weight, bias, out=out)
         return out
+
+    def add_times(self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        gemm.gemm(rows, self.weight, bias, out=out, adds=True)
+
+
+class TritonWeight:
+    """A weight on a CUDA device for the project's Triton kernel, as it is."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def times(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from batchinfer.kernels.matmul import matmul
+
+        out = rows.new_empty(len(rows), len(self._weight))
+        matmul(rows, self._weight, bias, out=out)
+        return out
+
+    def add_times(self, rows: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        from batchinfer.kernels.matmul import matmul
+
+        matmul(rows, self._weight, bias, out=out, adds=True)
 
 
 class _OneDnnPacked:
@@ -128,6 +154,16 @@ def int8_kernel(dtype: torch.dtype) -> ProductKernel | None:
     return ProductKernel(
         "own", "int8", True, partial(OwnPacked, pack=gemm.pack_int8), element_bytes=1
     )
+
+
+def triton_kernel(device: torch.device) -> ProductKernel:
+    """The project's kernel for a CUDA device; what compiles it and for what decides the bits."""
+    import triton
+
+    from batchinfer.kernels.launch import compute_capability
+
+    compiled = f"Triton {triton.__version__} sm_{compute_capability(device)}"
+    return ProductKernel("own", compiled, True, TritonWeight, copies=False)
 
 
 def _works(kernel: ProductKernel, dtype: torch.dtype) -> bool:

@@ -3,8 +3,7 @@
 Two equal sequences of two tokens stand side by side in one packed row. Every layer must ask for
 paged attention once, in order, with the layout's shapes and the window its config says; and both
 sequences must get the same logits, which they do not where a model ignores the positions it is
-given or mixes neighbours (a convolution, recurrent state, a bias by distance). For
-``engine.deterministic`` they must be the same to the last bit, whatever stands beside them.
+given or mixes neighbours (a convolution, recurrent state, a bias by distance).
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from batchinfer.worker.attention.attention import UnsupportedAttentionError
 from batchinfer.worker.probe import AttentionRecorder, Probe
 
 _TOKENS = (3, 7)
-_ROW_BITS_STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
-"""Tokens of a sequence, and how many equal sequences a step has."""
 _RELATIVE_TOLERANCE = 2e-2  # of the largest logit: enough for 16-bit weights
 
 
@@ -87,26 +84,3 @@ def _check_logits(logits: torch.Tensor) -> None:
         raise UnsupportedAttentionError(
             "what stands beside a row changes it (positions or neighbours are mixed up)"
         )
-
-
-def check_row_bits(model: torch.nn.Module, layout: KVLayout) -> None:
-    """Compare a sequence's logits alone and beside others; a model on the CPU.
-
-    Args:
-        layout: of the pool that the model will run over.
-
-    Raises:
-        ModelError: they differ.
-    """
-    for tokens, counts in _ROW_BITS_STEPS:
-        alone = Probe(model, layout, tokens).logits()
-        for count in counts:
-            beside = Probe(model, layout, tokens, count).logits()
-            if not torch.equal(beside, alone.repeat(count, 1)):
-                config: Any = model.config
-                raise ModelError(
-                    "engine.deterministic is true, but in models of the family "
-                    f"{config.model_type!r} some layers compute a row's last bits in another way "
-                    "when other rows stand beside it",
-                    hint="set engine.deterministic: false",
-                )

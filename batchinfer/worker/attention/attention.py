@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from batchinfer.engine.step import Step
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.adapter_batch import StepAdapters
+from batchinfer.worker.attention.fixed_order import FixedOrderAttention
 from batchinfer.worker.attention.native_cpu import NativeAttention
 from batchinfer.worker.attention.torch_cpu import CpuAttention
 from batchinfer.worker.attention.triton import CudaAttention
@@ -58,13 +59,20 @@ def make_backend(cache: KVCache, like: ProductKernel | None = None) -> Attention
     built.
 
     Args:
-        like: what multiplies by the model's weights (see ``NativeAttention``).
+        like: what multiplies by the model's weights (see ``NativeAttention``); attention on a CUDA
+            device keeps a row's bits where that does.
     """
     if cache.pool.is_cuda:
-        return CudaAttention(cache)
+        return make_cuda_backend(cache, like)
     if native.reads(cache.pool.dtype, cache.dtype):
         return NativeAttention(cache, like)
     return CpuAttention(cache)
+
+
+def make_cuda_backend(cache: KVCache, like: ProductKernel | None) -> CudaAttention:
+    """Make the attention backend for a CUDA device, with ``make_backend``'s arguments."""
+    keeps_row_bits = like is not None and like.keeps_row_bits
+    return FixedOrderAttention(cache) if keeps_row_bits else CudaAttention(cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ def attention_kernel(pool: torch.Tensor, like: ProductKernel | None = None) -> A
         like: what multiplies by the model's weights.
     """
     if pool.is_cuda:
-        return AttentionKernel("Triton")
+        keeps_row_bits = like is not None and like.keeps_row_bits
+        return AttentionKernel("Triton in a fixed order" if keeps_row_bits else "Triton")
     if native.supports(pool.dtype):
         return AttentionKernel(f"own {instructions_for(pool.dtype, like)}")
     if library.why_not():

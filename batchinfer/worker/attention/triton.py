@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,9 +114,9 @@ class CudaAttention:
 
         if self._bounds["min_query_len"] > 1:
             return None
-        work = self._work.get(window)
-        if work is None or layer in work.layers:  # a layer that attends again needs a new list
-            plan = plan_decode(
+
+        def plan() -> Any:
+            return plan_decode(
                 self._tensors["query_starts"],
                 self._tensors["context_lens"],
                 order=self._tensors["order"] if self._shares else None,
@@ -128,7 +128,14 @@ class CudaAttention:
                 sliding_window=window,
                 num_launches=self._cache.layout.num_layers,
             )
-            work = self._work[window] = _Work(plan)
+
+        return self._work_of(layer, window, plan)
+
+    def _work_of(self, layer: int, window: int, plan: Callable[[], Any]) -> Any:
+        """The work list of a window, which each layer takes once."""
+        work = self._work.get(window)
+        if work is None or layer in work.layers:  # a layer that attends again needs a new list
+            work = self._work[window] = _Work(plan())
         work.layers.add(layer)
         return work.plan
 

@@ -18,14 +18,19 @@ import torch
 
 from batchinfer.engine.runner import OutOfMemory
 from batchinfer.engine.step import SamplingBatch, Step
-from batchinfer.worker.attention.attention import ForwardContext, forward_context
-from batchinfer.worker.attention.triton import CudaAttention, shares_pieces
+from batchinfer.worker.attention.attention import (
+    ForwardContext,
+    forward_context,
+    make_cuda_backend,
+)
+from batchinfer.worker.attention.triton import shares_pieces
 from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run, SyncWatch
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize, GraphSizes, Kind, all_sizes
 from batchinfer.worker.cuda_graphs.step_inputs import StepInputs
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.model.body_output import recorded_output
 from batchinfer.worker.oom import raise_out_of_memory
+from batchinfer.worker.product_kernels import ProductKernel
 
 _SECONDS_PER_LINE = 5.0
 
@@ -47,6 +52,7 @@ class StepGraphs:
         max_graph_tokens: most tokens of a step with a graph.
         max_model_len: most tokens of a sequence.
         num_adapters: of the model.
+        kernel: what multiplies by the model's weights, and so how to attend.
         capture: CUDA's, by default.
     """
 
@@ -59,9 +65,10 @@ class StepGraphs:
         max_graph_tokens: int,
         max_model_len: int,
         num_adapters: int = 0,
+        kernel: ProductKernel | None = None,
         capture: Capture | None = None,
     ) -> None:
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._kernel = model, cache, kernel
         self._max_model_len = max_model_len
         self.sizes = all_sizes(max_num_seqs, max_graph_tokens)
         """The sizes to capture, the largest first."""
@@ -171,7 +178,7 @@ class StepGraphs:
     def _forward(self, size: GraphSize) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [S, vocabulary] and hidden states [1, T, hidden] of what the inputs hold."""
         tensors = self._inputs.of(size)
-        backend = CudaAttention(self._cache)
+        backend = make_cuda_backend(self._cache, self._kernel)
         backend.begin_captured(
             tensors,
             self._max_model_len,

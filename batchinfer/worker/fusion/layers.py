@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.kernels.cpu import gemm
 from batchinfer.worker.fusion.modules import keep_plain_attributes
 from batchinfer.worker.model.quantization import is_plain
 from batchinfer.worker.probe import ModuleCall, Probe, record_calls
+from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.products.fp8 import Fp8Linear
-from batchinfer.worker.products.linear import PackedLinear
+from batchinfer.worker.products.linear import PackedLinear, pack_linears
 
 _TOKENS = (3, 7, 5, 3)
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -58,11 +58,23 @@ class AddPackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add the product of x [..., in_features] to the residual [T, out_features]."""
         residual, self.residual = self.residual, None
-        own = self.linear.own
         assert residual is not None
-        assert own is not None
-        gemm.gemm(x.reshape(-1, x.shape[-1]), own.weight, self.linear.bias, out=residual, adds=True)
-        return residual
+        return self.linear.add_to(residual, x)
+
+
+def pack_products(model: nn.Module, kernel: ProductKernel, dtype: torch.dtype) -> None:
+    """Have a kernel multiply in a model's linear layers, and in those that add their products.
+
+    Args:
+        kernel: one of the project's own.
+        dtype: of the weights.
+    """
+    pack_linears(model, kernel, dtype)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            linear: Any = child.linear if isinstance(child, AddLinear) else None
+            if isinstance(linear, PackedLinear):
+                setattr(parent, name, AddPackedLinear(linear))
 
 
 class FusedDecoderLayer(nn.Module):

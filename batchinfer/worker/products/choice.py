@@ -1,8 +1,9 @@
-"""Choice of the kernel that multiplies by a model's weights on a CPU.
+"""Choice of the kernel that multiplies by a model's weights.
 
 Processors differ: what is fastest on one is half as fast on another. So it is measured, on the
 shapes of the model; but rows that were computed by one kernel do not go on with another, and a
-kernel whose rows depend on what stands beside them is never taken where that matters.
+kernel whose rows depend on what stands beside them is never taken where that matters. That is for
+a CPU; on a CUDA device torch multiplies, but where rows are to keep their bits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 
 from batchinfer.console.phases import phase
 from batchinfer.errors import DeviceError
-from batchinfer.worker.product_kernels import ProductKernel, product_kernels
+from batchinfer.worker.product_kernels import ProductKernel, product_kernels, triton_kernel
 from batchinfer.worker.products.timing import Shape, linear_shapes, time_kernels
 
 _WORTH_A_CHANGE = 1.15
@@ -63,10 +64,6 @@ class KernelChoice:
         return f"products by {self.name}: {self.why}{measured}{warning}"
 
 
-TORCH_MULTIPLIES = KernelChoice(None, "as on any CUDA device", {})
-"""Where nothing is to choose."""
-
-
 def choose_kernel(model: nn.Module, dtype: torch.dtype, wish: KernelWish) -> KernelChoice:
     """Choose the kernel for the weights of a model on the CPU.
 
@@ -82,16 +79,34 @@ def choose_kernel(model: nn.Module, dtype: torch.dtype, wish: KernelWish) -> Ker
         if kernel.name == kernel_before:
             return KernelChoice(kernel, "as in the runs before", {})
     if kernel_before is not None and wish.deterministic:
-        raise DeviceError(
-            f"engine.deterministic is true, and the rows that are finished were computed by "
-            f"{kernel_before}, which does not run on this machine",
-            hint="go on where the job was begun, or start over with --overwrite",
-        )
+        raise _other_bits(kernel_before)
     choice = _choose(kernels, model, dtype, wish)
     if kernel_before in (None, choice.name):
         return choice
     return replace(
         choice, why=f"{choice.why}; runs before had {kernel_before}, and bits may differ"
+    )
+
+
+def choose_cuda_kernel(device: torch.device, dtype: torch.dtype, wish: KernelWish) -> KernelChoice:
+    """Choose what multiplies by the weights of a model on a CUDA device.
+
+    Raises:
+        DeviceError: earlier runs of a deterministic job had a kernel that is not here.
+    """
+    if not wish.deterministic:
+        return KernelChoice(None, "as on any CUDA device", {})
+    kernel, kernel_before = triton_kernel(device), wish.before.get(_dtype_name(dtype))
+    if kernel_before not in (None, kernel.name):
+        raise _other_bits(str(kernel_before))
+    return KernelChoice(kernel, _reason(wish), {})
+
+
+def _other_bits(kernel_before: str) -> DeviceError:
+    return DeviceError(
+        f"engine.deterministic is true, and the rows that are finished were computed by "
+        f"{kernel_before}, which does not run on this machine",
+        hint="go on where the job was begun, or start over with --overwrite",
     )
 
 

@@ -1,9 +1,9 @@
-"""Linear layers for the CPU whose weights are packed once, the way they will be read.
+"""Linear layers whose weights are packed once, the way they will be read.
 
 ``torch.nn.functional.linear`` has oneDNN or BLAS rearrange the weight in every call. The project's
 own kernel is up to 1.7 times oneDNN's packed speed at 8 to 32 rows and as fast at 64 on a processor
 with AVX-512, and oneDNN's packed product 1.3 to 2.4 times ``linear``; which is best elsewhere is
-measured (``choice``).
+measured (``choice``). On a CUDA device a weight stays as it is; only what multiplies is another.
 """
 
 from __future__ import annotations
@@ -32,16 +32,28 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
-        # Shape and dtype for model code that asks for them; it holds no memory.
-        self.weight = torch.empty_like(weight, device="meta")
+        # For model code that asks for shape and dtype; where it is packed it holds no memory.
+        self.weight = torch.empty_like(weight, device="meta") if kernel.copies else linear.weight
         self.kernel = kernel
         self._packed = kernel.pack(weight)
-        self.nbytes = weight.numel() * (kernel.element_bytes or weight.element_size())
+        self.nbytes = 0
+        """Of what is packed, besides parameters."""
+        if kernel.copies:
+            self.nbytes = weight.numel() * (kernel.element_bytes or weight.element_size())
 
     @property
     def own(self) -> OwnPacked | None:
         """The packed weight, where the project's own kernel multiplies by it."""
         return self._packed if isinstance(self._packed, OwnPacked) else None
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the product of x [..., in_features] to the residual [T, out_features]; returns it.
+
+        The project's own kernels can.
+        """
+        packed: Any = self._packed
+        packed.add_times(x.reshape(-1, self.in_features), self.bias, residual)
+        return residual
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -69,7 +81,7 @@ def merged(*linears: nn.Linear) -> nn.Linear:
 def pack_linears(
     model: nn.Module, kernel: ProductKernel, dtype: torch.dtype, but: nn.Module | None = None
 ) -> int:
-    """Replace those linear layers of a model on the CPU that ``kernel`` takes, one at a time.
+    """Replace those linear layers of a model that ``kernel`` takes, one at a time.
 
     Args:
         but: a layer that stays.

@@ -265,7 +265,6 @@ def test_a_filter_that_is_no_condition_is_found_without_data(tmp_path: Path) -> 
             MINIMAL.replace("8}", "8, beam_width: 2}") + "accept: {k: 1}",
             "accept with sampling.beam",
         ),
-        (MINIMAL + "engine: {deterministic: true, device: cuda}", "engine.deterministic"),
         (MINIMAL.replace("some/model", "{name: m, quantization: fp4}"), "model.quantization"),
         (MINIMAL.replace("some/model", "{name: m, trust_remote_code: true}"), "trust_remote_code"),
         (MINIMAL.replace("out}", "hf://b/x}"), "output.path: hf://"),

@@ -21,7 +21,7 @@ from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.products import choice as kernel_choice
 from batchinfer.worker.products import timing
 from batchinfer.worker.products.choice import KernelWish, choose_kernel, fastest
-from batchinfer.worker.self_check import check_row_bits
+from batchinfer.worker.products.row_bits import check_row_bits
 from tests.models import make_checkpoint
 from tests.worker.of_company import OF_COMPANY
 

@@ -1,0 +1,142 @@
+"""Checks of a loaded model for ``engine.deterministic``: does a row keep its bits?
+
+On any device the model runs on a few tokens alone, beside others and in chunks, and all bits must
+be equal. On a CUDA device that is not enough: torch chooses how to add up by the number of rows,
+and may choose otherwise at others than were tried. So its operations are looked at by name. Only
+those are taken whose elements do not depend on the number of rows: pointwise ones, moves, and a few
+reductions of one row by one block of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.errors import DeviceError, ModelError
+from batchinfer.worker.attention.attention import make_backend
+from batchinfer.worker.forward import forward
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.probe import Probe, chunk_step
+from batchinfer.worker.product_kernels import ProductKernel
+
+_STEPS = (((3,), (1, 2, 3, 8, 33)), ((3, 7, 5, 3, 11), (1, 2, 5, 13)))
+"""Tokens of a sequence, and how many equal sequences a step has."""
+_CHUNKS = (1, 2)
+"""Tokens of the chunks that a sequence is computed in."""
+_MOVES = {
+    *("arange", "cat", "clone", "constant_pad_nd", "copy_", "dropout", "embedding", "empty"),
+    *("empty_like", "empty_strided", "expand_copy", "fill_", "full", "full_like", "gather"),
+    *("index", "index_select", "lift_fresh", "new_empty", "new_full", "new_zeros", "ones"),
+    *("repeat", "repeat_interleave", "scalar_tensor", "set_", "split_with_sizes_copy", "stack"),
+    *("zero_", "zeros", "zeros_like", "_to_copy", "to"),
+}
+_OF_ONE_BLOCK = {"layer_norm", "native_layer_norm"}
+"""A row by one block of threads, whatever the number of rows (torch:
+aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
+_PRODUCTS = {"matmul", "bmm"}
+
+
+def check_row_bits(
+    model: torch.nn.Module, layout: KVLayout, kernel: ProductKernel | None = None
+) -> None:
+    """Compare a sequence's logits alone with those beside others, and in chunks.
+
+    Args:
+        layout: of the pool that the model will run over.
+        kernel: what multiplies by its weights.
+
+    Raises:
+        ModelError: they differ, or on a CUDA device may.
+        DeviceError: torch is told to round float32 products on the device.
+    """
+    if next(model.parameters()).is_cuda:
+        check_operations(model, layout, kernel)
+    for tokens, counts in _STEPS:
+        alone = Probe(model, layout, tokens, kernel=kernel).logits()
+        for count in counts:
+            beside = Probe(model, layout, tokens, count, kernel=kernel).logits()
+            if not torch.equal(beside, alone.repeat(count, 1)):
+                raise _refused(
+                    model,
+                    "some layers compute a row's last bits in another way when other rows stand "
+                    "beside it",
+                )
+        for size in _CHUNKS:
+            if not torch.equal(_logits_in_chunks(model, layout, tokens, size, kernel), alone):
+                raise _refused(
+                    model,
+                    "a token's last bits depend on how many tokens of its row are computed at once",
+                )
+
+
+def check_operations(
+    model: torch.nn.Module, layout: KVLayout, kernel: ProductKernel | None = None
+) -> None:
+    """Look at what a forward pass has torch compute on a CUDA device, with the arguments above.
+
+    Raises:
+        ModelError: something whose bits may depend on the number of rows.
+        DeviceError: torch is told to round float32 products on the device.
+    """
+    if torch.backends.cuda.matmul.allow_tf32:
+        raise DeviceError(
+            "engine.deterministic is true, and torch is set to round float32 products to TF32",
+            hint='call torch.set_float32_matmul_precision("highest") before',
+        )
+    probe = Probe(model, layout, _STEPS[-1][0], kernel=kernel)
+    with _OperationsOfRows() as operations:
+        probe.logits()
+    if operations.others:
+        raise _refused(
+            model,
+            f"torch computes {', '.join(sorted(operations.others))}, whose last bits on a CUDA "
+            "device may depend on the number of rows",
+        )
+
+
+class _OperationsOfRows(TorchDispatchMode):
+    """Notes the operations that are none of single rows."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.others: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        keeps_rows = (
+            func.is_view
+            or torch.Tag.pointwise in func.tags
+            or name in _MOVES | _OF_ONE_BLOCK
+            or (name in _PRODUCTS and args[0].shape[-1] == 1)  # nothing is added up
+        )
+        if not keeps_rows:
+            self.others.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _logits_in_chunks(
+    model: torch.nn.Module,
+    layout: KVLayout,
+    tokens: tuple[int, ...],
+    size: int,
+    kernel: ProductKernel | None,
+) -> torch.Tensor:
+    weight = next(model.parameters())
+    cache = KVCache(layout, layout.blocks_for(len(tokens)), weight.device, weight.dtype)
+    backend = make_backend(cache, kernel)
+    chunks = []
+    for start in range(0, len(tokens), size):
+        step = chunk_step(tokens, start, min(start + size, len(tokens)), layout)
+        chunks.append(forward(model, cache, backend, step))
+    return torch.cat(chunks)
+
+
+def _refused(model: torch.nn.Module, why: str) -> ModelError:
+    config: Any = model.config
+    return ModelError(
+        f"engine.deterministic is true, but in models of the family {config.model_type!r} {why}",
+        hint="set engine.deterministic: false",
+    )

@@ -1,0 +1,247 @@
+"""With `engine.deterministic` a row's tokens and logprobs have the same bits on a CUDA device too,
+whatever runs beside it and however it is run: in Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.config import ModelConfig, SamplingParams
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.kv.block_pool import BlockPool
+from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.request import Request
+from batchinfer.engine.scheduler.scheduler import Scheduler
+from batchinfer.engine.scheduler.sequence_table import SequenceTable
+from batchinfer.engine.step import SamplingBatch
+from batchinfer.errors import DeviceError, ModelError
+from batchinfer.kernels import fixed_work
+from batchinfer.worker.attention.attention import ATTENTION_NAME, register
+from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run
+from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
+from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.fusion.layers import pack_products
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.loader import load_model
+from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.product_kernels import ProductKernel, triton_kernel
+from batchinfer.worker.products.choice import KernelWish
+from batchinfer.worker.products.row_bits import check_operations, check_row_bits
+from batchinfer.worker.sampling.output import SampleHandle
+from batchinfer.worker.sampling.sampler import Sampler
+from batchinfer.worker.transfer import HostCopy
+from tests.kernels.interpreted_dot import sum_rows_alike
+from tests.models import make_checkpoint, tiny_model
+from tests.worker.on_triton import pretend_cuda
+
+MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
+
+
+@dataclass(frozen=True)
+class Setup:
+    rows: tuple[int, ...] = (0, 1)
+    max_tokens: int = 64
+    max_num_seqs: int = 8
+    num_blocks: int = 60
+    caching: bool = True
+    preempt_every: int = 0
+    graphs: bool = False
+
+
+OTHERS = {
+    "alone": Setup(rows=(0,)),
+    "in_chunks_and_preempted": Setup((1,), 11, 2, 8, caching=False, preempt_every=5),
+    "graphs": Setup(rows=(0,), max_tokens=16, max_num_seqs=1, graphs=True),
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model whose rows keep their bits, and how it is captured."""
+
+    model: torch.nn.Module
+    layout: KVLayout
+    kernel: ProductKernel
+    capture: Capture
+
+
+class RecordingSampler(Sampler):
+    """Keeps the bits of every sample: its logits, its token and its logprob."""
+
+    def __init__(self) -> None:
+        self.bits: dict[tuple[int, int, int], bytes] = {}
+
+    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> SampleHandle:
+        rows = logits.cpu().view(torch.uint8).numpy()
+        handle = super().__call__(logits, batch)
+        result = handle.result()
+        for place, at in enumerate(batch.logits_rows):
+            key = (batch.stream[place], batch.sample_index[place], batch.position[place])
+            self.bits[tuple(map(int, key))] = (  # type: ignore[index]
+                rows[at].tobytes()
+                + result.token_ids[place].tobytes()
+                + result.logprobs[place].tobytes()
+            )
+        return handle
+
+
+def bits_of(prepared: Prepared, setup: Setup) -> dict[tuple[int, int, int], bytes]:
+    """The bits of every row, sample and output position."""
+    weight = next(prepared.model.parameters())
+    cache = KVCache(prepared.layout, setup.num_blocks, weight.device, weight.dtype)
+    windows = prepared.layout.windows
+    pool = BlockPool(
+        setup.num_blocks, BLOCK_SIZE, enable_prefix_caching=setup.caching, windows=windows
+    )
+    table = SequenceTable(setup.max_num_seqs, MAX_MODEL_LEN, BLOCK_SIZE, windows)
+    scheduler = Scheduler(pool, table, setup.max_tokens)
+    graphs = None
+    if setup.graphs:
+        graphs = StepGraphs(
+            prepared.model,
+            cache,
+            max_num_seqs=setup.max_num_seqs,
+            max_graph_tokens=setup.max_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            kernel=prepared.kernel,
+            capture=prepared.capture,
+        )
+        graphs.capture_all(lambda line: None)
+        assert graphs.num_captured == len(graphs.sizes)
+    sampler = RecordingSampler()
+    runner = ModelRunner(prepared.model, cache, sampler, graphs, prepared.kernel)
+    engine = Engine(scheduler, runner)
+    for row in setup.rows:
+        params = SamplingParams(max_tokens=5, temperature=0.7 * (row % 2), n=1 + row % 3)
+        engine.add_request(Request(row, prompt(row), params, (1, row)))
+    steps = 0
+    while engine.num_unfinished:
+        engine.step()
+        steps += 1
+        running = list(scheduler.table.running())
+        if running and setup.preempt_every and steps % setup.preempt_every == 0:
+            scheduler.preempt(running[-1])
+    return sampler.bits
+
+
+def prompt(row: int) -> np.ndarray:
+    """A prompt that shares 9 tokens with others."""
+    shared, own = np.random.default_rng(row % 2), np.random.default_rng(100 + row)
+    ids = [shared.integers(2, 190, 9), own.integers(2, 190, 1 + 6 * row)]
+    return np.concatenate(ids).astype(np.int32)
+
+
+def replayed(run: Run) -> Run:
+    """A capture that runs everything again."""
+    return run
+
+
+def wait_for_nothing(self: HostCopy, tensor: torch.Tensor) -> None:
+    """There is no pinned memory without a device: what goes to the host is there."""
+    self._event, self._host = None, tensor
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+    sum_rows_alike(monkeypatch)
+    monkeypatch.setattr(HostCopy, "__init__", wait_for_nothing)
+    monkeypatch.setattr(fixed_work, "FIXED_PIECE", 16)
+
+
+def interpreted_model(family: str, *, packed: bool = True, **changes: Any) -> Prepared:
+    register()
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_model(family, **small | changes)
+    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    values = model.config.to_dict()  # type: ignore[union-attr, operator]
+    layout = KVLayout.from_config(values, block_size=BLOCK_SIZE, dtype="float32")
+    fuse(model, layout, MAX_MODEL_LEN)
+    kernel = triton_kernel(torch.device("cpu"))
+    if packed:
+        pack_products(model, kernel, torch.float32)
+    return Prepared(model, layout, kernel, replayed)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding holds whatever memory held
+@pytest.mark.usefixtures("interpreted")
+def test_bits_do_not_depend_on_how_a_row_is_run() -> None:
+    """With the usual attention the row that is preempted differs."""
+    prepared = interpreted_model("qwen3", hidden_size=32)
+    usual = bits_of(prepared, Setup())
+    assert len(usual) == 5 * 3
+    for name, other in OTHERS.items():
+        changed = bits_of(prepared, other)
+        assert changed, name
+        assert {key: usual[key] for key in changed} == changed, name
+
+
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+@pytest.mark.usefixtures("interpreted")
+def test_what_torch_computes_is_looked_at(family: str) -> None:
+    prepared = interpreted_model(family, hidden_size=32)
+    check_operations(prepared.model, prepared.layout, prepared.kernel)
+
+
+@pytest.mark.parametrize(("family", "operation"), [("gpt2", "addmm"), ("qwen3_moe", "grouped_mm")])
+@pytest.mark.usefixtures("interpreted")
+def test_operations_that_may_depend_on_the_rows_are_refused(family: str, operation: str) -> None:
+    prepared = interpreted_model(family)
+    with pytest.raises(ModelError, match=f"'{family}' torch computes .*{operation}"):
+        check_operations(prepared.model, prepared.layout, prepared.kernel)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_torchs_own_products_are_refused() -> None:
+    prepared = interpreted_model("llama", packed=False)
+    with pytest.raises(ModelError, match=r"torch computes .*linear"):
+        check_operations(prepared.model, prepared.layout)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_products_in_tf32_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = interpreted_model("llama")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=True))
+    with pytest.raises(DeviceError, match="TF32"):
+        check_operations(prepared.model, prepared.layout, prepared.kernel)
+
+
+def cuda_model(folder: Path, dtype: str) -> Prepared:
+    """A model loaded for ``engine.deterministic`` on the GPU."""
+    wish = KernelWish(deterministic=True)
+    loaded = load_model(
+        ModelConfig(str(folder), dtype=dtype), device=torch.device("cuda"), kernels=wish
+    )
+    assert loaded.kernels.kernel is not None
+    return Prepared(loaded.model, loaded.layout(BLOCK_SIZE), loaded.kernels.kernel, CudaCapture())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_bits_do_not_depend_on_how_a_row_is_run_on_a_gpu(
+    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed_work, "FIXED_PIECE", 64)
+    wide = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
+    prepared = cuda_model(make_checkpoint(family, tmp_path, **wide), dtype)
+    check_row_bits(prepared.model, prepared.layout, prepared.kernel)
+    rows, num_blocks = tuple(range(12)), 400
+    usual = bits_of(prepared, Setup(rows, 256, 32, num_blocks))
+    for setup in (
+        Setup((7,), 256, 32, num_blocks),
+        Setup(rows[::-1], 7, 32, num_blocks, caching=False),
+        Setup(rows, 256, 3, num_blocks),
+        Setup(rows, 64, 32, 24, preempt_every=4),
+        Setup(rows, 256, 32, num_blocks, graphs=True),
+    ):
+        changed = bits_of(prepared, setup)
+        assert changed
+        assert {key: usual[key] for key in changed} == changed, setup
