@@ -98,15 +98,8 @@ def _place(out: OutputDir, generation: OutputDir) -> None:
     for path, source in zip(out.single_files, generation.single_files, strict=True):
         _place_file(out, path, source)
     _place_partitions(out, generation)
-    kept = {
-        *out.folders,
-        *out.single_files,
-        out.staging,
-        out.next,
-        out.swap,
-        out.partitioned_record,
-    }
-    kept |= {out.locks, out.state / LOCK, out.state / HOLDER}
+    kept = {*out.folders, *out.single_files, out.partitioned_record, out.staging, out.next}
+    kept |= {out.swap, out.locks, out.state / LOCK, out.state / HOLDER}
     for path in files.entries(out.state):
         if path not in kept:
             files.delete(path)
