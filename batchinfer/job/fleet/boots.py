@@ -42,8 +42,15 @@ class Nodes:
 
     @property
     def any_left(self) -> bool:
-        """Whether there is a node, as far as is known, that is not left out for its boots."""
-        return bool(self._all - self._without_boots)
+        """Whether there is a node, as far as is known, that is not left out for its boots.
+
+        Boots that ended before they told where they were may have been on any.
+        """
+        tried = sum(
+            min(count, BOOTS_PER_NODE) if node in self._all else count
+            for node, count in self._failed_boots.items()
+        )
+        return tried < BOOTS_PER_NODE * len(self._all)
 
     @property
     def _without_boots(self) -> frozenset[str]:

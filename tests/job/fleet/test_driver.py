@@ -308,15 +308,18 @@ def test_the_only_node_is_tried_again_whatever_has_failed_there(
     assert script.avoided == [frozenset()] * 4
 
 
-def test_a_worker_is_tried_on_every_node_before_there_is_none(run: Callable[..., bool]) -> None:
+@pytest.mark.parametrize("nodes", ["one one other other", "? ? ? ?", "? one ? one"])
+def test_a_worker_is_tried_on_every_node_before_there_is_none(
+    run: Callable[..., bool], nodes: str
+) -> None:
+    """Where it was is not always known."""
     broken, both = Failure("ModelError", "no such file"), frozenset({"one", "other"})
-    nodes = ("one", "one", "other", "other")
-    script = Script(
-        [NotUp(f"w{at:02d}", node, broken, both) for at, node in enumerate(nodes, start=1)]
-    )
+    ended = [NotUp(f"w{at:02d}", node, broken, both) for at, node in enumerate(nodes.split(), 1)]
+    script = Script([*ended, *(NotUp(f"w{at}", "?", broken, both) for at in range(10, 20))])
     with pytest.raises(ModelError, match="no worker could be started: no such file"):
         run(script)
-    assert script.avoided == [frozenset(), frozenset(), {"one"}, {"one"}]
+    assert len(script.started) == len(ended)
+    assert ("one" in script.avoided[-1]) == (nodes == "one one other other")
 
 
 def test_a_node_where_none_comes_up_is_left_out_whatever_comes_up_elsewhere(

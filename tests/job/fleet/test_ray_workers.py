@@ -129,6 +129,7 @@ def test_what_ends_nobody_knows_where_keeps_no_other_from_being_started(
         events = workers.wait(1.0)
     assert isinstance(events[0], NotUp)
     assert events[0].failure.text == "ImportError: no such module on this node"
+    assert len(events[0].nodes) == 1
     workers.start("w02", "run-00001-w02", frozenset({events[0].node}))
     workers.close()
 
@@ -170,6 +171,9 @@ def test_a_silent_worker_that_computes_is_told_from_a_frozen_one(
     workers.start("w01", "run-00001-w01", frozenset())
     while not any(isinstance(event, Up) for event in workers.wait(1.0)):
         pass
+    process = psutil.Process(workers._actors["w01"].place.pid)
+    while not is_busy and process.status() != psutil.STATUS_STOPPED:
+        workers.wait(0.01)
     workers.look("w01")
     seen: list[WorkerEvent] = []
     while not seen:
