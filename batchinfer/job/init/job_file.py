@@ -62,16 +62,32 @@ def write_starter(asked: Starter) -> list[str]:
     for text in (asked.data, asked.output or "", asked.model or ""):
         if "{{" in text:
             raise UsageError(f"{printable(text, 200)}: {{{{ }}}} stands for vars in a job file")
-    source = open_source(asked.data if is_url(asked.data) else os.path.abspath(asked.data))
+    source, is_united = _open(asked.data if is_url(asked.data) else os.path.abspath(asked.data))
     guess = guess_columns(source, prompt=asked.prompt_column, row_id=asked.id_column)
     try:
         asked.job.parent.mkdir(parents=True, exist_ok=True)
         if asked.force or not schema.exists():
             schema.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
-        asked.job.write_text("\n".join(_lines(asked, source, guess)) + "\n", encoding="utf-8")
+        asked.job.write_text(
+            "\n".join(_lines(asked, source, guess, is_united)) + "\n", encoding="utf-8"
+        )
     except OSError as error:
         raise StorageError(f"{error.filename} cannot be written: {error.strerror}") from None
     return list(_report_lines(asked, guess))
+
+
+def _open(data: str) -> tuple[Source, bool]:
+    """The data, and whether its files are united, as they differ.
+
+    Raises:
+        DataError: it cannot be read, or not as one table.
+    """
+    source = open_source(data)
+    if not source.differences:
+        return source, False
+    united = open_source(data, mode="union")
+    united.require_alike(united.schema.names, only_kept=True)
+    return united, True
 
 
 def _report_lines(asked: Starter, guess: Guess) -> Iterator[str]:
@@ -86,7 +102,7 @@ def _report_lines(asked: Starter, guess: Guess) -> Iterator[str]:
     yield f"run it   batchinfer run {printable(str(asked.job), 200)}"
 
 
-def _lines(asked: Starter, source: Source, guess: Guess) -> Iterator[str]:
+def _lines(asked: Starter, source: Source, guess: Guess, is_united: bool) -> Iterator[str]:
     yield f"# yaml-language-server: $schema={SCHEMA_FILE}"
     yield f"# Written by `batchinfer init` for data of {source.num_rows:,} rows."
     yield "# batchinfer plan says what the job takes; batchinfer run runs it, or goes on with it."
@@ -97,6 +113,10 @@ def _lines(asked: Starter, source: Source, guess: Guess) -> Iterator[str]:
     yield _key("dtype", "auto", "what the checkpoint says; on a CPU float32 is the most exact")
     yield "input:"
     yield _key("path", _from_job(asked, asked.data), "a file, list, glob or directory")
+    if is_united:
+        yield _key("schema", "union", "its files differ in columns: what is missing is null")
+    if source.version is not None:
+        yield f"  # version: {source.version}                      # of the table; else the latest"
     if guess.id_column is None:
         yield f"  # id_column: {guess.id_reason}"
     else:

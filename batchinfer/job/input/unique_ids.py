@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, RowError
@@ -67,7 +68,8 @@ class _Ids:
 
     def missing(self) -> list[int]:
         """Rows without an id."""
-        return [row for row, value in enumerate(self.values, self.first_row) if _is_none(value)]
+        none = np.array([value is None or value != value for value in self.values], dtype=bool)
+        return (self.first_row + np.flatnonzero(none)).tolist()  # NaN is not itself
 
 
 def find_bad_ids(source: Source, column: str) -> BadIds:
@@ -110,22 +112,14 @@ def check_unique_ids(source: Source, column: str) -> None:
 
 
 def _ids(source: Source, column: str) -> Iterator[_Ids]:
+    kind = source.schema.field(column).type
+    if pa.types.is_nested(kind):
+        raise DataError(
+            f"input.id_column: {format_value(column)} is a {kind} column; give every row a text or "
+            "a number, or name another column"
+        )
     for first_row, batch in source.scan([column], [source.rows_there]):
-        values = python_values(batch.column(0))
-        if not all(map(_is_hashable, values)):
-            raise DataError(
-                f"input.id_column: {format_value(column)} is a {batch.schema.types[0]} column; "
-                "give every row a text or a number, or name another column"
-            )
-        yield _Ids(first_row, values)
-
-
-def _is_hashable(value: object) -> bool:
-    return isinstance(value, Hashable)
-
-
-def _is_none(value: object) -> bool:
-    return value is None or value != value  # NaN is the one value that is not itself
+        yield _Ids(first_row, python_values(batch.column(0)))
 
 
 def _repeated(hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -140,6 +134,10 @@ def _duplicates(source: Source, column: str, repeated: npt.NDArray[np.int64]) ->
     for ids in _ids(source, column):
         for at in np.flatnonzero(np.isin(ids.hashes(), repeated)).tolist():
             value, row = ids.values[at], ids.first_row + at
-            if not _is_none(value) and (first := first_rows.setdefault(value, row)) != row:
+            if (
+                value is not None
+                and value == value
+                and (first := first_rows.setdefault(value, row)) != row
+            ):
                 found[row] = first
     return found

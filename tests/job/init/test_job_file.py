@@ -131,6 +131,25 @@ def test_a_misspelt_column_gets_the_nearest(tmp_path: Path, asked: dict[str, str
         starter(tmp_path, {"prompt": ["a"]}, **asked)
 
 
+def test_files_that_differ_are_united(tmp_path: Path) -> None:
+    folder, file = tmp_path / "in", tmp_path / "job.yaml"
+    folder.mkdir()
+    for at, columns in enumerate(({"prompt": ["a"], "n": [1]}, {"prompt": ["b"]})):
+        pq.write_table(pa.table(columns), folder / f"{at}.parquet")
+    write_starter(Starter(str(folder), job=file))
+    assert load_job(file).input.schema_mode == "union"
+    pq.write_table(pa.table({"prompt": ["c"], "n": ["x"]}), folder / "2.parquet")
+    with pytest.raises(DataError, match=r'differ in column "n"'):
+        write_starter(Starter(str(folder), job=file, force=True))
+
+
+def test_a_csv_file_is_data(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("id,prompt\n1,a\n2,b\n")
+    write_starter(Starter(str(tmp_path / "x.csv"), job=tmp_path / "job.yaml"))
+    spec = load_job(tmp_path / "job.yaml")
+    assert (spec.prompt.column, spec.input.id_column) == ("prompt", "id")
+
+
 def test_an_id_that_is_named_must_differ(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"row 1: .*row 0 has the same"):
         starter(tmp_path, {"prompt": ["a", "b"], "id": [1, 1]}, id_column="id")
