@@ -223,6 +223,17 @@ def _empty_folder(place: Place) -> list[str]:
     return RUN
 
 
+def _text_file(name: str, content: bytes) -> Failure:
+    """A job over a file of text."""
+
+    def failure(place: Place) -> list[str]:
+        place.job(JOB.replace("in.parquet", name))
+        (place.folder / name).write_bytes(content)
+        return RUN
+
+    return failure
+
+
 RUNS: dict[str, Failure] = {
     "3 more row errors than allowed": _too_many_errors,
     "4 no input file": lambda place: place.job() and RUN,
@@ -243,6 +254,18 @@ RUNS: dict[str, Failure] = {
     ),
     "4 an unknown sampling parameter": _data(prompt=["a"], sampling_params=[{"temprature": 1.0}]),
     "4 files that differ": _two_files,
+    "4 a text file in UTF-16": _text_file("in.jsonl", '{"prompt": "a"}'.encode("utf-16")),
+    "4 CSV in Latin-1": _text_file("in.csv", "prompt,\xe9\na,b\n".encode("latin-1")),
+    "4 CSV with a quote left open": _text_file("in.csv", b'prompt,b\n"a,b\nc,d\n'),
+    "4 CSV with two columns of a name": _text_file("in.csv", b"prompt,b,b\na,b,c\n"),
+    "4 CSV of which no record is right": _text_file("in.csv", b"prompt,b\na\nb\n"),
+    "4 an Arrow file cut short": _text_file("in.arrow", b"ARROW1\0\0abc"),
+    "4 a folder that is no table": lambda place: (
+        place.job(JOB.replace("in.parquet", "in.parquet, format: delta")) and place.data() and RUN
+    ),
+    "4 more partitions than folders": _job(
+        "path: out", "path: out, partition_by: [n]", prompt=["a"] * 1100, n=list(range(1100))
+    ),
     "4 a file that was written again": _later(_written_again),
     "4 a damaged plan": _later(_manifests),
     "4 verify of a flipped bit": _later(_overwritten, ["verify", "out"]),
