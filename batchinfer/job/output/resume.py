@@ -268,7 +268,7 @@ def _refuse_foreign(out: OutputDir, begun: bool) -> None:
     """
     found = [path for path in out.files.entries(out.data) if not PART_FILE.fullmatch(path.name)]
     if not begun:  # then nothing here is this program's
-        results = (out.success, out.summary, out.report, *out.openai_files, out.partitioned)
+        results = (out.success, out.summary, out.report, *out.openai_files)
         ours = (*results, *(out.stats / name for name in STATS_FILES))
         found = [*out.files.entries(out.data), *(path for path in ours if _is_there(out, path))]
     if found:

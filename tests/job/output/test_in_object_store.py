@@ -507,3 +507,21 @@ def test_an_output_that_is_here_is_none_of_a_store(tmp_path: Path) -> None:
 def test_nothing_there_to_verify(address: str) -> None:
     with pytest.raises(DataError, match=f"{OUT} holds no output of batchinfer"):
         verify(output_at(OUT))
+
+
+def test_rows_in_folders_by_values(spec: JobSpec) -> None:
+    output = spec.output.model_copy(update={"partition_by": ("status", "prompt")})
+    by_prompt = spec.model_copy(update={"output": output})
+    change("partitioned/mine.txt", b"mine")
+    with pytest.raises(LockedError, match="is no output of batchinfer"):
+        run(by_prompt)
+    assert run(spec) is ExitCode.OK
+    assert objects(f"{KEY}/partitioned") == {"mine.txt": b"mine"}
+    obstore.delete(bucket(), f"{KEY}/partitioned/mine.txt")
+    assert run(by_prompt) is ExitCode.OK
+    found = objects(f"{KEY}/partitioned")
+    assert len(found) == NUM_ROWS
+    assert "status=ok/prompt=3 asks 3/part-00000.parquet" in found
+    assert verify(output_at(OUT)).problems == []
+    assert run(spec) is ExitCode.OK
+    assert not objects(f"{KEY}/partitioned")

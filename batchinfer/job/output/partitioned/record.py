@@ -34,7 +34,7 @@ def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
         LockedError: it is another's.
     """
     is_ours = out.files.stat(out.partitioned_record) is not None
-    if columns and not is_ours and out.files.stat(out.partitioned) is not None:
+    if columns and not is_ours and out.files.entries(out.partitioned):
         raise LockedError(
             f"{printable(str(out.partitioned))} is no output of batchinfer",
             hint="move it away, or use --output for another directory",

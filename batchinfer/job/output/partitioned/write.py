@@ -45,7 +45,7 @@ def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str])
             with storage_errors(path):
                 out.files.make_directory(path.parent)
             out.write(path, data)
-            name = path.relative_to(out.partitioned).as_posix()
+            name = "/".join(path.relative_to(out.partitioned).parts)
             files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     out.write_json(out.partitioned_record, {"columns": list(columns), "files": files})
 
