@@ -167,6 +167,7 @@ def test_lists_of_all_kinds_pass_the_check(make: Callable[[pa.DataType], pa.Data
         check_buffers(pa.nulls(2, kind))
     check_buffers(pa.array([["a", "b"], None, ["c", "d"]], make(pa.string())).slice(1))
     check_buffers(pa.FixedSizeListArray.from_arrays(texts, 2))
+    check_buffers(pa.ListArray.from_arrays([0, 2, 4], texts))
     check_buffers(pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())))
 
 
