@@ -54,11 +54,9 @@ class UpdateKiller:
         self._run(out, point, update=True, expected=KILLED)
         self._check_one_generation(out)
         if random.random() < 0.5:
-            self._run(out, random.choice(self.points()), update=random.random() < 0.5)
+            self._run(out, random.choice(self.points()), update=_asks(out, random))
             self._check_one_generation(out)
-        is_begun = any(out.glob("_batchinfer/next/*/_batchinfer/manifest*.json"))
-        # An update that was not begun, or has ended, is not gone on with by a plain run.
-        self._run(out, update=not is_begun or random.random() < 0.5, expected=ExitCode.OK)
+        self._run(out, update=_asks(out, random), expected=ExitCode.OK)
         if _data(out) != self._new:
             raise ViolationError(f"after a kill at {point} the output is not as a fresh one")
         if problems := verify(OutputDir(out)).problems:
@@ -110,6 +108,12 @@ class UpdateKiller:
 
     def _write(self, prompts: list[str]) -> None:
         write_parquet(self._folder / "in" / "x.parquet", {"prompt": prompts})
+
+
+def _asks(out: Path, random: Random) -> bool:
+    """Whether to ask for an update: one that was begun is gone on with by any run."""
+    is_begun = any(out.glob("_batchinfer/next/*/_batchinfer/manifest*.json"))
+    return not is_begun or random.random() < 0.5
 
 
 def _data(out: Path) -> Data:

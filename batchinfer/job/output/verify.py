@@ -28,6 +28,7 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import parse_json, read_file
 
 MOST_SHOWN = 10
+_UPDATING = "an update was begun, whose rows are not checked before they are in place"
 _FINGERPRINT = b"batchinfer.fingerprint"
 
 
@@ -42,6 +43,8 @@ class Verification:
     rows: int
     """Rows in finished parts."""
     problems: list[str]
+    is_updating: bool = False
+    """Whether a next generation was begun, of which nothing is checked."""
 
     def data(self) -> dict[str, Any]:
         """The values of ``--json``."""
@@ -51,6 +54,8 @@ class Verification:
         """Lines of text, for where there is no terminal."""
         yield from self._shown()
         state = "finished" if self.complete else "not finished"
+        if self.is_updating:
+            yield _UPDATING
         parts = f"{self.parts_done:,} of {self.parts_total:,} parts"
         yield f"{state}: {parts}, {self.rows:,} rows; {self._outcome}"
 
@@ -64,6 +69,8 @@ class Verification:
         yield SummaryLine("parts", f"{self.parts_done:,} of {self.parts_total:,}", share=share)
         yield SummaryLine("rows", f"{self.rows:,}", " in finished parts")
         yield SummaryLine("state", "finished" if self.complete else "not finished")
+        if self.is_updating:
+            yield SummaryLine("note", _UPDATING)
 
     def _shown(self) -> Iterator[str]:
         yield from (printable(problem) for problem in self.problems[:MOST_SHOWN])
@@ -117,7 +124,8 @@ class _Check:
         problems += partition_problems(self._out)
         total = len(self._plan.parts())
         complete = self._claims_success and parts == total
-        return Verification(complete, total, parts, rows, problems)
+        is_updating = bool(self._out.files.entries(self._out.next))
+        return Verification(complete, total, parts, rows, problems, is_updating)
 
     def _of_plan(self) -> Iterator[str]:
         if digest(self._plan.job) != self._plan.fingerprint:

@@ -56,6 +56,7 @@ def put_in_place(out: OutputDir, generation: OutputDir) -> None:
     Raises:
         StorageError: the file system refuses; the next run goes on.
     """
+    clear_staging(out)
     _store(out, Swap(generation.root.name))
     failpoint("swap-marked")
     finish_swap(out)

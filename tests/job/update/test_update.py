@@ -180,6 +180,7 @@ def test_an_update_that_is_stopped_goes_on(tmp_path: Path, update: bool) -> None
     assert found.update is not None
     assert (found.update.rows_done, found.update.rows_total) == (len(kept), 14)
     assert any("of the next generation" in line for line in found.lines())
+    assert any("an update was begun" in line for line in verify(place.out).lines())
     assert place.run(update=update) == sorted({*range(14)} - kept)
     place.check_as_fresh()
     assert read_status(place.out, 0.0).update is None
@@ -235,6 +236,16 @@ def test_who_retries_errors_loses_no_rows(place: Place) -> None:
     place.write(*ROWS[:5])
     with pytest.raises(DataError, match=r"x\.parquet holds something else\nuse --update"):
         place.run(retry_errors=True)
+
+
+def test_folders_that_are_empty_may_be_missing(place: Place) -> None:
+    """As in a copy by a tool that copies files alone."""
+    for folder in sorted((place.folder / "out").rglob("*"), reverse=True):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    place.write(*ROWS, "more")
+    assert place.run(update=True) == [14]
+    place.check_as_fresh()
 
 
 def test_what_is_refused(place: Place) -> None:
