@@ -200,9 +200,14 @@ class _JsonProgress:
         self._meter = meter
         self._log = log
         self._next_s = PROGRESS_EVERY_S
+        self._lock = Lock()
 
     def update(self, added: Counts, stats: StepStats | None) -> None:
-        self._meter.add(added, stats)
+        with self._lock:
+            self._meter.add(added, stats)
+            self._emit_if_due()
+
+    def _emit_if_due(self) -> None:
         elapsed = self._meter.elapsed_s
         if elapsed >= self._next_s:
             self._next_s = elapsed + PROGRESS_EVERY_S
@@ -212,7 +217,9 @@ class _JsonProgress:
         self._meter.failed += rows
 
     def reuse(self, rows: int) -> None:
-        self._meter.reused += rows
+        with self._lock:
+            self._meter.reused += rows
+            self._emit_if_due()
 
     def note(self, text: str) -> None:
         self._meter.note = text

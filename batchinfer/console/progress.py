@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
 from tqdm import tqdm
@@ -92,9 +92,14 @@ class _Bar:
         self._meter = meter
         self._bar: Any = None
         self._drawn_s = -math.inf
+        self._lock = Lock()
 
     def update(self, added: Counts, stats: StepStats | None) -> None:
-        self._meter.add(added, stats)
+        with self._lock:
+            self._meter.add(added, stats)
+            self._draw_if_due()
+
+    def _draw_if_due(self) -> None:
         now = time.monotonic()
         if now - self._drawn_s >= _DRAW_EVERY_S:
             self._drawn_s = now
@@ -116,7 +121,9 @@ class _Bar:
         self._meter.failed += rows
 
     def reuse(self, rows: int) -> None:
-        self._meter.reused += rows
+        with self._lock:
+            self._meter.reused += rows
+            self._draw_if_due()
 
     def note(self, text: str) -> None:
         self._meter.note = text
@@ -142,20 +149,26 @@ class Lines:
         self._meter = meter
         self._write = write
         self._next_s = LINE_EVERY_S
+        self._lock = Lock()
 
     def update(self, added: Counts, stats: StepStats | None) -> None:
-        meter = self._meter
-        meter.add(added, stats)
-        elapsed = meter.elapsed_s
+        with self._lock:
+            self._meter.add(added, stats)
+            self._write_if_due()
+
+    def _write_if_due(self) -> None:
+        elapsed = self._meter.elapsed_s
         if elapsed >= self._next_s:
             self._next_s = elapsed + LINE_EVERY_S
-            self._write(meter.line)
+            self._write(self._meter.line)
 
     def fail(self, rows: int) -> None:
         self._meter.failed += rows
 
     def reuse(self, rows: int) -> None:
-        self._meter.reused += rows
+        with self._lock:
+            self._meter.reused += rows
+            self._write_if_due()
 
     def note(self, text: str) -> None:
         self._meter.note = text
@@ -195,6 +208,7 @@ class StallNotice:
 
     def reuse(self, rows: int) -> None:
         self._progress.reuse(rows)
+        self._note_step()
 
     def note(self, text: str) -> None:
         self._progress.note(text)

@@ -46,6 +46,21 @@ def test_a_note_stands_where_the_pool_would() -> None:
     assert lines == ["0 of 200 rows (0%), 2 tokens/s, 3 of 4 workers up, pools 50%"]
 
 
+def test_rows_that_are_reused_are_done_and_say_nothing_of_the_speed() -> None:
+    now, lines = [0.0], []
+    progress = Lines(Meter(200, clock=lambda: now[0]), lines.append)
+    progress.reuse(100)
+    now[0] = 40.0
+    progress.update(Counts(rows=40, ended=40, tokens=400, settled_tokens=400), HALF_FULL)
+    now[0] = 80.0
+    progress.reuse(20)
+    pool = "pool 50%, shared 40%"
+    assert lines == [
+        f"140 of 200 rows (70%), 100 rows reused, 10 tokens/s, {pool}, about 1 min 00 s left",
+        f"160 of 200 rows (80%), 120 rows reused, 5 tokens/s, {pool}, about 1 min 20 s left",
+    ]
+
+
 def test_no_guess_before_a_row_is_finished() -> None:
     now, lines = [0.0], []
     progress = Lines(Meter(200, clock=lambda: now[0]), lines.append)

@@ -335,6 +335,18 @@ def test_error_rows_are_run_again(tmp_path: Path, address: str) -> None:
     assert json.loads(objects(KEY)["summary.json"])["rows"]["error"] == 3
 
 
+def test_rows_are_reused_from_one_place_in_another(spec: JobSpec, tmp_path: Path) -> None:
+    assert run(spec) is ExitCode.OK
+    here, there = tmp_path / "here", f"{LAKE}/{KEY}/again"
+    for path, reused in ((str(here), OUT), (there, str(here)), (str(here / "last"), there)):
+        build = TellingBuild()
+        again = job(tmp_path, output={"path": path, "reuse": [reused]}, input={"limit": 20})
+        assert run(again, build) is ExitCode.OK
+        assert build.ran == []
+    with pytest.raises(UsageError, match="is the output of this job"):
+        run(job(tmp_path, output={"path": OUT, "reuse": [OUT]}), overwrite=True)
+
+
 def test_success_is_the_last_thing_written(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     rename = StoreFiles.rename
