@@ -38,6 +38,10 @@ _KEYS: Mapping[str, tuple[str, ...] | None] = {
 """Section: its keys that change output; None: all of them."""
 _OF_ROWS = ("input", "prompt", "sampling", "score")
 """Sections that say of each row what its prompt and its parameters are."""
+_OF_MODEL_USE = ("max_model_len", "adapters", "served_model_name")
+"""Keys of ``model`` that say of each row how long it may be and through what it runs, and names."""
+_OF_FILES = ("format", "rows_per_part", "explode", "rename")
+"""Keys of ``output`` that say what files look like that finished rows go into."""
 _SAME = {"fp8_e4m3": "fp8"}
 """Values of ``engine.kv_cache_dtype`` that are another by a longer name."""
 
@@ -80,16 +84,16 @@ def answer_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Of ``fingerprint_facts`` what decides the answer of every row alike, beside what is its own.
 
     Where rows are, how their prompts are made and sampled, and which files they go into is left
-    out: of prompt and parameters the row's own say all.
+    out: of prompt and parameters the row's own say all. A key that comes later counts until it is
+    left out here as well.
     """
-    model, output = facts["model"], facts["output"]
-    held = {name: _content_of(value) for name, value in facts["model_facts"].items()}
+    output = facts["output"]
     written = {*output["include"], *(("logprobs",) if output["format"] == "openai-batch" else ())}
     return {
         **{name: value for name, value in facts.items() if name not in _OF_ROWS},
-        "model": {name: model[name] for name in ("dtype", "quantization", "trust_remote_code")},
-        "model_facts": held,
-        "output": {"include": sorted(written)},
+        "model": _without(facts["model"], _OF_MODEL_USE),
+        "model_facts": {name: _content_of(value) for name, value in facts["model_facts"].items()},
+        "output": {**_without(output, _OF_FILES), "include": sorted(written)},
     }
 
 
@@ -135,6 +139,10 @@ def model_commit(facts: Mapping[str, Any]) -> str | None:
     """The commit of a model on the hub, among ``fingerprint_facts``; None where it is not known."""
     commit = _mapping(_mapping(facts.get("model_facts")).get("model")).get(COMMIT)
     return commit if isinstance(commit, str) else None
+
+
+def _without(section: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if name not in names}
 
 
 def _content_of(facts: Any) -> Any:
