@@ -120,8 +120,13 @@ class _Check:
                     problems.append(f"{file} has no record, but _SUCCESS is there")
             except (DataError, StorageError, ValueError, OSError) as error:
                 problems.append(first_line(error))
-        problems += [*self._of_segments(), *self._of_summary(), *openai_problems(self._out)]
-        problems += partition_problems(self._out)
+        problems += [
+            *self._of_keys(),
+            *self._of_segments(),
+            *self._of_summary(),
+            *openai_problems(self._out),
+            *partition_problems(self._out),
+        ]
         total = len(self._plan.parts())
         complete = self._claims_success and parts == total
         is_updating = bool(self._out.files.entries(self._out.next))
@@ -159,6 +164,19 @@ class _Check:
         self._schema = self._schema or schema
         if not schema.equals(self._schema):
             raise DataError(f"{path} has other columns than the parts before it")
+
+    def _of_keys(self) -> Iterator[str]:
+        """Of a file that is gone nothing is said: its part's rows are not reused, and no more."""
+        for part in self._plan.parts():
+            path, record = self._out.row_keys(part), None
+            with suppress(DataError):  # that is told elsewhere
+                record = self._out.read_record(part)
+            if record is None or record.keys_sha256 is None or self._out.files.stat(path) is None:
+                continue
+            try:
+                self._out.check_hash(path, record.keys_sha256)
+            except (DataError, StorageError) as error:
+                yield first_line(error)
 
     def _of_segments(self) -> Iterator[str]:
         for path in self._out.files.entries(self._out.segments):

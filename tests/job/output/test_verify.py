@@ -24,6 +24,7 @@ from tests.job.output.test_resume import Build, stop_at
 
 PART = "data/part-00001.parquet"
 RECORD = "_batchinfer/parts/part-00001.json"
+KEYS = "_batchinfer/keys/part-00001.parquet"
 
 
 @pytest.fixture
@@ -96,6 +97,7 @@ def test_a_stopped_job_is_not_finished_and_not_wrong(tmp_path: Path) -> None:
         (lambda root: (root / PART).write_bytes(b""), f"{PART} has 0 bytes"),
         (lambda root: flip_bit(root / PART, 50), f"{PART} holds other bytes"),
         (lambda root: rot(root / PART), "its hash differs"),
+        (lambda root: flip_bit(root / KEYS, 50), f"{KEYS} holds other bytes"),
         (lambda root: (root / RECORD).write_bytes(b"{"), f"{RECORD} is damaged"),
         (lambda root: (root / RECORD).unlink(), f"{PART} has no record, but _SUCCESS is there"),
         (lambda root: rewrite(root, lambda path: flip_bit(path, 50)), f"{PART}: "),
@@ -145,7 +147,7 @@ def test_what_is_off_is_named(root: Path, harm: Callable[[Path], None], says: st
 
 
 @pytest.mark.parametrize(
-    "name", [PART, "_batchinfer/manifest.json", "_batchinfer/requests/part-00001.parquet"]
+    "name", [PART, KEYS, "_batchinfer/manifest.json", "_batchinfer/requests/part-00001.parquet"]
 )
 def test_what_is_off_is_mended_as_advised(tmp_path: Path, root: Path, name: str) -> None:
     rot(root / name)
