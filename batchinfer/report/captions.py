@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from batchinfer.console.format import duration
 from batchinfer.report.report_data import Findings
 
+_MOST_WAITS = 3
+_SHORT_S = 0.5
 _WORTH_SAYING = 0.01
 """A share below which nothing is claimed."""
 
@@ -111,13 +113,19 @@ def time_slices(found: Findings) -> list[Slice]:
     between = max(span - prompt - answer, 0.0)
     rest = max(found.total_s - found.load_s - max(span, prompt + answer), 0.0)
     parts = [
-        ("Loading the model", found.load_s, "cached", ""),
+        ("Loading the model", found.load_s, "cached", _waits(found)),
         ("Steps with prompts in them", prompt, "shared", "answers go on beside them"),
         ("Steps of answers alone", answer, "used", ""),
         ("Between steps", between, "waste", "waiting for rows, or for this program itself"),
         ("Before and after", rest, "plain", "reading the first rows, writing the last"),
     ]
     return [Slice(label, s, duration(s), colour, note) for label, s, colour, note in parts]
+
+
+def _waits(found: Findings) -> str:
+    """The longest waits that have a name, but for short ones."""
+    longest = sorted(found.phases.items(), key=lambda entry: -entry[1])[:_MOST_WAITS]
+    return ", ".join(f"{name} {duration(s)}" for name, s in longest if s >= _SHORT_S)
 
 
 def prompt_slices(found: Findings) -> list[Slice]:

@@ -16,6 +16,7 @@ from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.stats.recorder import Run, package_versions, runs_of
 from batchinfer.job.stats.status import Status, read_status
+from batchinfer.job.stats.summary import phase_seconds
 from batchinfer.job.stats.wall_time import engine_wall_s, wall_s
 from batchinfer.report.examples import find_examples, find_failures
 from batchinfer.report.lanes import lanes_of
@@ -69,6 +70,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
         lengths=read_lengths(out, requests, segments, done),
         kv=latest.kv,
         unit=_unit(job),
+        phases=phase_seconds(runs),
         out_of_memory=sum(run.out_of_memory for run in runs),
         failures=find_failures(out, records, segments, done),
         examples=find_examples(out, records, TASKS.get(plan.job.get("task", "generate"))),

@@ -73,6 +73,8 @@ class Findings:
     """``block_size``, ``num_blocks``, ``bytes_per_block``; empty where nothing ran."""
     unit: str = "rows"
     """What runs side by side: ``rows``, or ``sequences`` where a row has several."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of what was waited for by name, of all runs."""
     out_of_memory: int = 0
     failures: Sequence[Failure] = ()
     examples: Sequence[Example] = ()

@@ -65,6 +65,7 @@ def test_they_are_the_summarys(tmp_path: Path, num_blocks: int, every_steps: int
     assert (found.total_s, found.load_s, found.engine_s) == pytest.approx(
         (times["total"], times["load"], times["engine"])
     )
+    assert found.phases == times["phases"]
     assert found.output_tokens_per_s == pytest.approx(summary["throughput"]["output_tokens_per_s"])
     assert (found.state, found.rows_done, found.rows_failed) == ("finished", 40, 1)
     assert found.unit == "sequences"

@@ -79,6 +79,7 @@ def some_findings(texts: tuple[str, ...] = ("plain",), scale: float = 1.0) -> Fi
         timeline=some_steps(scale),
         lengths=some_lengths(),
         kv=KV,
+        phases=dict.fromkeys(texts, 5.0),
         failures=[Failure(text, 7, [(1, text), (2, text[::-1])]) for text in texts],
         examples=[Example(i, [(t, t)], t, "1 token in", (t, t)) for i, t in enumerate(texts)],
         lanes=[

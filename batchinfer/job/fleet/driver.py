@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from batchinfer.console.meter import Counts
+from batchinfer.console.phases import phase
 from batchinfer.console.progress import Progress
 from batchinfer.errors import DeviceError, JobError, StorageError
 from batchinfer.job.fleet.boots import Boots, FleetSize
@@ -107,13 +108,19 @@ class FleetDriver:
         self._boots = Boots(self.workers, self.size, self.run_number, self.log, self.clock)
         self._boots.start_all()
         try:
-            while not self._ledger.is_complete and not self.stop.is_set():
+            with phase("loading the model on workers"):
+                while not self._has_begun and self._goes_on():
+                    self._turn()
+            while self._goes_on():
                 self._turn()
         finally:
             self._end()
         if self._ledger.is_complete:
             sweep(self.job.out)
         return self._ledger.is_complete
+
+    def _goes_on(self) -> bool:
+        return not self._ledger.is_complete and not self.stop.is_set()
 
     def _turn(self) -> None:
         now = self.clock()  # whoever has told something until then is heard before it is judged

@@ -310,11 +310,11 @@ def _run(
         def clear() -> None:
             claim.clear(resume)
             store_id_errors(job)
+            meter.begin()  # a model is loaded
 
         runs_here = not missing or fleet is None
         if runs_here:
             clear()
-        meter.begin()
         with stop_signals() as stop:
             with closing(reporter.display.progress(meter)) as progress:
                 if fleet is not None and not runs_here:

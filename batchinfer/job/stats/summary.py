@@ -90,7 +90,7 @@ def write_summary(
             "load": sum(run.load_s for run in runs),
             "engine": sum(run.engine_s for run in runs),
             "wall": wall_s(runs),
-            "phases": _phases(runs),
+            "phases": phase_seconds(runs),
         },
         "workers": len({writer_of(run.run_id) for run in runs if run.rows}),
         "throughput": measured["throughput"],
@@ -130,7 +130,7 @@ def _runs(out: OutputDir, with_steps: set[str], warn: Callable[[str], None]) -> 
     return runs
 
 
-def _phases(runs: Iterable[Run]) -> dict[str, float]:
+def phase_seconds(runs: Iterable[Run]) -> dict[str, float]:
     """Seconds of the waits that have a name, of all runs, in the order they came."""
     seconds: dict[str, float] = {}
     for run in runs:
