@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -35,6 +36,8 @@ from batchinfer.job.output.verify import verify
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.stats.live import LiveFile
+from batchinfer.job.stats.status import Status, read_status
 from batchinfer.job.storage import connection, object_lock
 from batchinfer.job.storage.object_filesystem import StoreFiles
 from tests.job.datasets import write_parquet
@@ -168,6 +171,37 @@ def test_a_job_and_what_is_said_of_it(
         f"finished: 3 of 3 parts, {NUM_ROWS} rows; all as recorded\n",
     )
     assert cli.invoke(app, ["status", f"{LAKE}/nothing"]).exit_code != 0
+
+
+def test_how_far_a_run_is_is_told_in_the_store(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a thread beside the run; what it wrote goes when the run ends."""
+    files: list[LiveFile] = []
+    begin = LiveFile.__init__
+
+    def noting(self: LiveFile, *options: Any) -> None:
+        files.append(self)
+        begin(self, *options)
+        assert self.every_s > 5
+        self.every_s = 0.01
+
+    monkeypatch.setattr(LiveFile, "__init__", noting)
+    seen: list[Status] = []
+    build = FakeBuild()
+
+    def look(step: int) -> None:
+        if step == 2:
+            files[0].write()
+            seen.append(read_status(output_at(OUT), time.time()))
+
+    build.before_step = look
+    assert run(spec, build) is ExitCode.OK
+    [found] = seen
+    assert (found.state, found.rows_total) == ("running", NUM_ROWS)
+    assert found.rows_running
+    assert not [name for name in objects(KEY) if "live" in name]
+    rows()
 
 
 def test_secrets_are_in_no_artefact(spec: JobSpec, capsys: pytest.CaptureFixture[str]) -> None:
