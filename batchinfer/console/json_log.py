@@ -116,10 +116,14 @@ class JsonProgram:
     def __init__(self, *, keep_stdout: bool) -> None:
         self.descriptor = os.dup(2)
         """Where the log goes."""
-        self.log = JsonLog(lambda line: os.write(self.descriptor, line))
+        self.log = JsonLog(self._write)
         names = {2: "stderr"} if keep_stdout else {2: "stderr", 1: "stdout"}
         self._streams = [CapturedStream(fd, name, self.log) for fd, name in names.items()]
         logging.basicConfig(handlers=[_Records(self.log)], force=True)
+
+    def _write(self, line: bytes) -> None:
+        while line:  # a signal may come between
+            line = line[os.write(self.descriptor, line) :]
 
     def end(self, exit_code: int, message: str = "") -> None:
         """Write the last object: the exit code, and what went wrong."""

@@ -8,8 +8,9 @@ is under ``lineage`` in ``summary.json``, for whoever sends it on.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
@@ -28,6 +29,8 @@ _FACETS = {
     "processing_engine": "1-1-1/ProcessingEngineRunFacet",
 }
 """Facet: its version and definition."""
+MOST_DATASETS = 100
+"""More input files than that are told of by their folders: each has the whole schema."""
 NAMESPACE = "batchinfer"
 """The namespace of jobs; that of files is ``file``, or a store's bucket."""
 
@@ -72,7 +75,9 @@ def run_event(
             "facets": facets.of("processing_engine", **engine),
         },
         "job": {"namespace": NAMESPACE, "name": job_name or output_root.name, "facets": {}},
-        "inputs": [_input(file, inputs, facets) for file in manifest.inputs],
+        "inputs": [
+            _input(place, files, inputs, facets) for place, files in _datasets(manifest.inputs)
+        ],
         "outputs": [
             {
                 "namespace": namespace,
@@ -89,13 +94,34 @@ def _run_id(manifest: Manifest, output_root: PurePath) -> str:
     return str(uuid.uuid5(uuid.NAMESPACE_URL, f"{output_root}#{manifest.planned_at}"))
 
 
-def _input(file: InputFile, schema: pa.Schema, facets: _Facets) -> dict[str, Any]:
-    namespace, name = _dataset_name(file.path)
+def _datasets(files: Sequence[InputFile]) -> Iterable[tuple[str, Sequence[InputFile]]]:
+    """The files, each a dataset; of many their folders, or the one that all are in."""
+    levels: tuple[Callable[[str], str], ...] = (str, _folder, lambda path: common)
+    names = zip(*(_folder(file.path).split("/") for file in files), strict=False)
+    common = "/".join(same[0] for same in takewhile(lambda each: len({*each}) == 1, names))
+    for level in levels:
+        places: dict[str, list[InputFile]] = {}
+        for file in files:
+            places.setdefault(level(file.path), []).append(file)
+        if len(places) <= MOST_DATASETS:
+            break
+    return places.items()
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _input(
+    place: str, files: Sequence[InputFile], schema: pa.Schema, facets: _Facets
+) -> dict[str, Any]:
+    namespace, name = _dataset_name(place)
+    rows, size = sum(file.num_rows for file in files), sum(file.size for file in files)
     return {
         "namespace": namespace,
         "name": name,
         "facets": facets.of("schema", fields=_fields(schema)),
-        "inputFacets": facets.of("inputStatistics", rowCount=file.num_rows, size=file.size),
+        "inputFacets": facets.of("inputStatistics", rowCount=rows, size=size),
     }
 
 

@@ -13,8 +13,9 @@ import jsonschema
 import pytest
 
 from batchinfer.errors import ExitCode
+from batchinfer.job.input.format import InputFile
 from batchinfer.job.run.run import run_job
-from batchinfer.job.stats.lineage import _dataset_name
+from batchinfer.job.stats.lineage import _dataset_name, _datasets
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 from tests.job.output.test_resume import Build, stop_at
@@ -105,3 +106,17 @@ def test_too_many_errors_are_a_failure(tmp_path: Path) -> None:
 )
 def test_names_of_datasets(path: str, named: tuple[str, str]) -> None:
     assert _dataset_name(path) == named
+
+
+@pytest.mark.parametrize(("num_folders", "num_datasets"), [(1, 1), (60, 60), (150, 1)])
+def test_many_files_are_told_of_by_their_folders(num_folders: int, num_datasets: int) -> None:
+    files = [
+        InputFile(f"s3://lake/a/dt={at % num_folders:03d}/{at}.parquet", 10, 0, 3, "")
+        for at in range(300)
+    ]
+    found = dict(_datasets(files))
+    assert len(found) == num_datasets
+    assert sum(map(len, found.values())) == 300
+    assert next(iter(found)) in ("s3://lake/a", "s3://lake/a/dt=000")
+    assert list(dict(_datasets(files[:100]))) == [file.path for file in files[:100]]
+    assert not dict(_datasets([]))
