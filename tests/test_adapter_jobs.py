@@ -107,7 +107,7 @@ def test_scores_are_those_of_a_rows_adapter(folder: Path, tmp_path: Path) -> Non
     prompt, completion, names = "Some words", " and some more", [None, "one", "two"]
     table = {"prompt": [prompt] * 3, "choices": [[completion]] * 3, "lora": names}
     pq.write_table(pa.table(table), tmp_path / "rows.parquet")
-    fields = job(tmp_path, folder).model_dump(exclude={"sampling"})
+    fields = job(tmp_path, folder).model_dump(exclude={"sampling"}, by_alias=True)
     fields |= {"task": "score", "score": {"completions_column": "choices"}, "sampling": SCORING}
     assert run_job(JobSpec.model_validate(fields), quiet=True) is ExitCode.OK
     ids = AutoTokenizer.from_pretrained(folder / "model")(prompt + completion, return_tensors="pt")
@@ -145,7 +145,7 @@ def test_an_adapter_of_another_model_ends_with_exit_code_5(
     wide = tiny_model("llama", hidden_size=64)
     make_adapter(wide, tmp_path / "two", seed=9, r=4, target_modules=["q_proj"])
     job_file = tmp_path / "job.json"
-    fields = json.loads(job(tmp_path, folder).model_dump_json())
+    fields = json.loads(job(tmp_path, folder).model_dump_json(by_alias=True))
     fields["model"]["adapters"]["two"] = "./two"
     job_file.write_text(json.dumps(fields))
     for verb in ("run", "plan"):
