@@ -4,7 +4,6 @@ whatever runs beside it and however it is run: in Triton's interpreter, and on a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.config import ModelConfig, SamplingParams
+from batchinfer.config import SamplingParams
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.layout import KVLayout
@@ -28,16 +27,14 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.layers import pack_products
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.loader import load_model
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.product_kernels import ProductKernel, triton_kernel
-from batchinfer.worker.products.choice import KernelWish
 from batchinfer.worker.products.row_bits import check_operations, check_row_bits
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import Sampler
 from batchinfer.worker.transfer import HostCopy
 from tests.kernels.interpreted_dot import sum_rows_alike
-from tests.models import make_checkpoint, tiny_model
+from tests.models import tiny_model
 from tests.worker.on_triton import pretend_cuda
 
 MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
@@ -155,25 +152,37 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_work, "FIXED_PIECE", 16)
 
 
-def interpreted_model(family: str, *, packed: bool = True, **changes: Any) -> Prepared:
+def prepared_model(
+    family: str,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    capture: Capture = replayed,
+    *,
+    packed: bool = True,
+    **changes: Any,
+) -> Prepared:
+    """A tiny model as ``engine.deterministic`` has it; its products only where ``packed``."""
     register()
     small = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = tiny_model(family, **small | changes)
+    model = tiny_model(family, **small | changes).to(device, dtype)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
-    values = model.config.to_dict()  # type: ignore[union-attr, operator]
-    layout = KVLayout.from_config(values, block_size=BLOCK_SIZE, dtype="float32")
+    layout = KVLayout.from_config(
+        model.config.to_dict(),  # type: ignore[union-attr, operator]
+        block_size=BLOCK_SIZE,
+        dtype=str(dtype).removeprefix("torch."),
+    )
     fuse(model, layout, MAX_MODEL_LEN)
-    kernel = triton_kernel(torch.device("cpu"))
+    kernel = triton_kernel(torch.device(device))
     if packed:
-        pack_products(model, kernel, torch.float32)
-    return Prepared(model, layout, kernel, replayed)
+        pack_products(model, kernel, dtype)
+    return Prepared(model, layout, kernel, capture)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding holds whatever memory held
 @pytest.mark.usefixtures("interpreted")
 def test_bits_do_not_depend_on_how_a_row_is_run() -> None:
     """With the usual attention the row that is preempted differs."""
-    prepared = interpreted_model("qwen3", hidden_size=32)
+    prepared = prepared_model("qwen3", hidden_size=32)
     usual = bits_of(prepared, Setup())
     assert len(usual) == 5 * 3
     for name, other in OTHERS.items():
@@ -185,53 +194,43 @@ def test_bits_do_not_depend_on_how_a_row_is_run() -> None:
 @pytest.mark.parametrize("family", ["llama", "starcoder2"])
 @pytest.mark.usefixtures("interpreted")
 def test_what_torch_computes_is_looked_at(family: str) -> None:
-    prepared = interpreted_model(family, hidden_size=32)
+    prepared = prepared_model(family, hidden_size=32)
     check_operations(prepared.model, prepared.layout, prepared.kernel)
 
 
 @pytest.mark.parametrize(("family", "operation"), [("gpt2", "addmm"), ("qwen3_moe", "grouped_mm")])
 @pytest.mark.usefixtures("interpreted")
 def test_operations_that_may_depend_on_the_rows_are_refused(family: str, operation: str) -> None:
-    prepared = interpreted_model(family)
+    prepared = prepared_model(family)
     with pytest.raises(ModelError, match=f"'{family}' torch computes .*{operation}"):
         check_operations(prepared.model, prepared.layout, prepared.kernel)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_torchs_own_products_are_refused() -> None:
-    prepared = interpreted_model("llama", packed=False)
+    prepared = prepared_model("llama", packed=False)
     with pytest.raises(ModelError, match=r"torch computes .*linear"):
         check_operations(prepared.model, prepared.layout)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_products_in_tf32_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = interpreted_model("llama")
+    prepared = prepared_model("llama")
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=True))
     with pytest.raises(DeviceError, match="TF32"):
         check_operations(prepared.model, prepared.layout, prepared.kernel)
 
 
-def cuda_model(folder: Path, dtype: str) -> Prepared:
-    """A model loaded for ``engine.deterministic`` on the GPU."""
-    wish = KernelWish(deterministic=True)
-    loaded = load_model(
-        ModelConfig(str(folder), dtype=dtype), device=torch.device("cuda"), kernels=wish
-    )
-    assert loaded.kernels.kernel is not None
-    return Prepared(loaded.model, loaded.layout(BLOCK_SIZE), loaded.kernels.kernel, CudaCapture())
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_bits_do_not_depend_on_how_a_row_is_run_on_a_gpu(
-    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fixed_work, "FIXED_PIECE", 64)
     wide = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
-    prepared = cuda_model(make_checkpoint(family, tmp_path, **wide), dtype)
+    prepared = prepared_model(family, "cuda", dtype, CudaCapture(), num_hidden_layers=3, **wide)
     check_row_bits(prepared.model, prepared.layout, prepared.kernel)
     rows, num_blocks = tuple(range(12)), 400
     usual = bits_of(prepared, Setup(rows, 256, 32, num_blocks))
