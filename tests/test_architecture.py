@@ -242,6 +242,11 @@ ROOMS = [
         ("errors", "process", "console", "engine", "text", "build", "job"),
     ),
     Room(
+        "job.tokens",
+        "Tokens in flight: output of unfinished rows, kept on disk for the run that goes on.",
+        ("config", "engine", "protocols", "job"),
+    ),
+    Room(
         "job.run",
         "``batchinfer run``: four threads, the engine's loop, and what is said of it.",
         ("config", "errors", "options", "process", "console", "engine", "requests", "build", "job"),

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from batchinfer.engine.request import (
     Completion,
-    PartialOutput,
     Request,
     RequestStats,
     SampleOutput,
@@ -100,7 +99,8 @@ class OutputTracker:
     ) -> list[OutputIncrement]:
         """The increments since the last call; requests that have drawn nothing since have none.
 
-        Those with a given token draw nothing, and are left out.
+        The first of a request that brought a partial output has that, too: nobody has to put
+        together what two runs have told. Those with a given token draw nothing, and are left out.
 
         Args:
             states: of all requests that run or wait.
@@ -111,11 +111,11 @@ class OutputTracker:
         increments: list[OutputIncrement | None] = []
         for state in states:
             request, skips = state.request, state.skip_prefix_cache
-            told = before.get(request) or _told_by(request.partial_output)
+            told = before.get(request)
             increments.append(self._take(request, state.stats, list(_samples(state)), told, skips))
         for completion in completions:
             request = completion.request
-            told = before.get(request) or _told_by(request.partial_output)
+            told = before.get(request)
             skips = told is not None and told.skips_prefix_cache
             ended = [_ended(output) for output in completion.outputs]
             increments.append(self._take(request, completion.stats, ended, told, skips))
@@ -133,12 +133,14 @@ class OutputTracker:
         if request.given_token is not None:
             return None
         is_void = told is not None and told.skips_prefix_cache != skips_prefix_cache
+        fresh = _Told(skips_prefix_cache)
         if told is None or is_void:
-            told = _Told(skips_prefix_cache)
-        news = [sample for sample in samples if told.is_news(sample)]
+            told = fresh
+        known = told if told.lengths else _told_before(request) or told
+        news = [sample for sample in samples if known.is_news(sample)]
+        if news and (known is not told or request.params.beam_width):
+            told, news = fresh, samples
         starts_over = not told.lengths
-        if request.params.beam_width and news:
-            told, news, starts_over = _Told(skips_prefix_cache), samples, True
         increments = [sample.since(told.lengths.get(sample.index, 0)) for sample in news]
         for sample in news:
             told.note(sample)
@@ -149,8 +151,9 @@ class OutputTracker:
         return OutputIncrement(request, replace(stats), increments, starts_over)
 
 
-def _told_by(partial: PartialOutput | None) -> _Told | None:
+def _told_before(request: Request) -> _Told | None:
     """What an earlier run told of a request that brings it."""
+    partial = request.partial_output
     if partial is None:
         return None
     told = _Told(ended={output.index for output in partial.finished})

@@ -297,6 +297,26 @@ def test_samples_that_are_all_finished_need_no_step() -> None:
     assert not tracker.take([], [completion]), "told already"
 
 
+def test_a_run_tells_anew_what_it_was_given_once_there_is_more() -> None:
+    """So that who dies again and again before that does not seem to get on."""
+    request = make_request(0, [1, 2, 3, 4, 5], max_tokens=8)
+    ids = np.array([3, 4], dtype=np.int32)
+    partial = PartialOutput((PartialSample(0, ids, -2.0, None),), (), make_stats())
+    engine, _ = make_engine(16, max_tokens=4)
+    engine.add_request(replace(request, partial_output=partial))
+    tracker = OutputTracker()
+    engine.step()
+    assert not tracker.take(engine.states, []), "its tokens are being computed again"
+    engine.step()
+    (told,) = tracker.take(engine.states, [])
+    assert told.starts_over
+    assert [(sample.start, len(sample.token_ids)) for sample in told.samples] == [(0, 3)]
+    engine.step()
+    (told,) = tracker.take(engine.states, [])
+    assert not told.starts_over
+    assert [(sample.start, len(sample.token_ids)) for sample in told.samples] == [(3, 1)]
+
+
 def test_a_row_that_starts_over_is_told_of_anew() -> None:
     """Its logits were no numbers, and blocks of another row may have been to blame."""
     engine, _ = make_engine(64)

@@ -282,7 +282,8 @@ class FleetDriver:
             case Give(lease, given_up):
                 indices = {share.part.index for share in lease.shares}
                 names = tuple(path.name for path in self._segments.files_of(indices))
-                self.workers.give(lease.worker, Assignment(lease, names, given_up))
+                tokens = self._losses.token_files(self._dispatcher.workers)
+                self.workers.give(lease.worker, Assignment(lease, names, given_up, tokens))
             case TakeBack(worker, everything):
                 self.workers.take_back(worker, everything=everything)
             case Look(worker):

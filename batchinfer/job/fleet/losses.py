@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePath
@@ -16,6 +17,7 @@ from batchinfer.job.output.resume import RecoveredRows
 from batchinfer.job.row_ids import NO_ROWS, RowIds, sorted_row_ids
 from batchinfer.job.run_ids import run_id
 from batchinfer.job.storage.filesystem import storage_errors
+from batchinfer.job.tokens.token_files import run_of_tokens
 
 
 class Losses:
@@ -67,6 +69,12 @@ class Losses:
         if died:
             with storage_errors(self._log(died), "delete"):
                 self._out.files.delete(self._log(died))
+
+    def token_files(self, alive: Iterable[str]) -> tuple[str, ...]:
+        """Names of the files with tokens that were left by runs and workers that are gone."""
+        runs = {run_id(self._run_number, worker) for worker in alive}
+        names = [path.name for path in self._out.files.entries(self._out.tokens)]
+        return tuple(name for name in names if run_of_tokens(name) not in runs)
 
     def _log(self, worker: str) -> PurePath:
         return self._out.in_flight / run_id(self._run_number, worker)

@@ -27,6 +27,8 @@ class Assignment:
     """Names of the segments that hold rows of its parts."""
     given_up: RowIds
     """Rows of it that are not to run: they have killed workers."""
+    tokens: tuple[str, ...] = ()
+    """Names of files with tokens of rows that ran before, perhaps of its own."""
 
 
 @dataclass(frozen=True)

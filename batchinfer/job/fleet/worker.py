@@ -39,6 +39,8 @@ from batchinfer.job.run.pipeline import QUARANTINED, fail_row, file_metadata, fi
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder
 from batchinfer.job.storage.filesystem import storage_errors
+from batchinfer.job.tokens.in_flight import TokensInFlight
+from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process import gc_frozen
 from batchinfer.requests import PromptRow
 
@@ -71,6 +73,10 @@ class FleetWorker:
         self._leases_lock = Lock()
         self._admitted: dict[int, LeaseRun] = {}
         """The lease under which a row runs: it may have been of another before."""
+        self._tokens_read: set[str] = set()
+        """Names of the files of tokens that have been read."""
+        self._done: list[int] = []
+        """Finished rows whose tokens may be in files still."""
         self._writer: BackgroundConsumer[_Write] | None = None
         self._reuse: RowReuse | None = None
         self._stop = Event()
@@ -134,6 +140,8 @@ class FleetWorker:
     def _run(self, in_flight: InFlightLog) -> None:
         spec, context = self._job.spec, self._loaded.context
         starved = Event()
+        self._token_files = TokenFiles(self._job.out, self._job.manifest, self._run_id)
+        self._tokens = TokensInFlight(self._job.out.files.flush_every_s)
         loop = EngineLoop(
             context.engine,
             self._loaded.task,
@@ -143,6 +151,7 @@ class FleetWorker:
             max_waiting=max(1, spec.engine.max_num_seqs // 2),
             admit=in_flight.note,
             deduplicator=RequestDeduplicator(),
+            tokens=self._tokens,
         )
         try:
             with (
@@ -190,6 +199,9 @@ class FleetWorker:
                     yield lease, batch
 
     def _lease_run(self, assignment: Assignment) -> LeaseRun:
+        new = set(assignment.tokens) - self._tokens_read
+        self._tokens_read |= new
+        self._tokens.add(self._token_files.read(new))
         return LeaseRun(
             self._job,
             assignment,
@@ -263,9 +275,14 @@ class FleetWorker:
             lease.add(row)
             if row.has_failed:
                 self._reports.fail(1)
+            self._done.append(result.row.row_id)
         for lease in self._leases:
-            lease.flush_if_due()
+            lease.flush_if_due() if item.tokens is None else lease.flush()
         self._end_finished()
+        if item.tokens is not None:
+            self._token_files.drop(self._done)
+            self._done.clear()
+            self._token_files.write(item.tokens)
 
     def _end_finished(self) -> None:
         """Tell of leases that lack no row; their rows are put on disk before."""

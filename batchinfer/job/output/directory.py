@@ -90,6 +90,7 @@ class OutputDir:
         self.logs = self.state / "logs"
         self.parts = self.state / "parts"
         self.segments = self.state / "segments"
+        self.tokens = self.state / "tokens"
         self.in_flight = self.state / "in_flight"
         self.live = self.state / "live"
         """How far runs are, which they write every few seconds."""

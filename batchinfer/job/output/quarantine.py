@@ -8,7 +8,8 @@ and what it has written outlives that. In a store it does so some seconds later 
 a row that kills at once: after a death the next run has each row there before it runs.
 
 A thousand innocent rows are in flight whenever a process is killed. So a death means nothing as
-long as rows finish between one and the next. Two deaths without that make the rows in flight at
+long as rows finish between one and the next, or their tokens go to disk
+(``batchinfer.job.tokens``). Two deaths without that make the rows in flight at
 both suspects. Suspects run by halves with nothing beside them; a half that dies is halved again.
 A row is given up only when the process has died twice while it ran alone.
 """
@@ -62,22 +63,28 @@ class CrashHistory:
     last_run: str = ""
     """The runs, with spaces between them, whose deaths were counted last."""
 
-    def after_death(self, run_id: str, in_flight: Set[int], finished: Set[int]) -> CrashHistory:
+    def after_death(
+        self, run_id: str, in_flight: Set[int], finished: Set[int], *, kept_tokens: bool = False
+    ) -> CrashHistory:
         """The history with the death of one more run.
 
         Args:
             in_flight: rows the engine had been given that are not finished.
             finished: rows the engine had been given that are finished, and on disk.
+            kept_tokens: whether the run has put tokens of unfinished rows on disk: then it got on,
+                as long answers do for hours, and the next run goes on from there.
         """
-        return replace(self._after(in_flight, finished), last_run=run_id)
+        after = self._after(in_flight, finished, kept_tokens=kept_tokens)
+        return replace(after, last_run=run_id)
 
-    def _after(self, in_flight: Set[int], finished: Set[int]) -> CrashHistory:
+    def _after(self, in_flight: Set[int], finished: Set[int], *, kept_tokens: bool) -> CrashHistory:
         if not in_flight:  # it died before or after its work
             return self
         for at, group in enumerate(self.groups):
             if not in_flight.isdisjoint(group):
-                return self._after_group(at, in_flight, not finished.isdisjoint(group))
-        crashes = 1 if finished else self.crashes + 1
+                progressed = kept_tokens or not finished.isdisjoint(group)
+                return self._after_group(at, in_flight, progressed)
+        crashes = 1 if finished or kept_tokens else self.crashes + 1
         both = in_flight & set(self.in_flight) if crashes > 1 else in_flight
         rows = tuple(sorted(both or in_flight))
         if crashes < CRASHES_TO_SUSPECT:
@@ -177,8 +184,12 @@ def attribute_crashes(out: OutputDir, missing: Sequence[range]) -> CrashHistory:
         given = np.unique(np.concatenate([_own_rows(out, log, missing) for log in new]))
         in_flight = within(given, missing)
         finished = np.setdiff1d(given, in_flight, assume_unique=True)
+        tokens = [path.name for path in out.files.entries(out.tokens)]
         crash_history = crash_history.after_death(
-            " ".join(log.name for log in new), set(in_flight.tolist()), set(finished.tolist())
+            " ".join(log.name for log in new),
+            set(in_flight.tolist()),
+            set(finished.tolist()),
+            kept_tokens=any(re.match(rf"{log.name}-\d", name) for log in new for name in tokens),
         )
     unfinished = within(sorted_row_ids(crash_history.rows), missing)
     crash_history = crash_history.among(set(unfinished.tolist()))

@@ -251,7 +251,7 @@ def clear_staging(out: OutputDir) -> None:
 
 def _make_directories(out: OutputDir) -> None:
     clear_staging(out)
-    rows = (out.data, out.parts, out.segments, out.requests, out.keys, out.locks)
+    rows = (out.data, out.parts, out.segments, out.tokens, out.requests, out.keys, out.locks)
     records = (out.stats, out.steps, out.runs, out.logs, out.in_flight)
     for directory in (out.staging, *rows, *records):
         with storage_errors(directory):

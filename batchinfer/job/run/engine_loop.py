@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event
 from typing import Protocol
@@ -11,12 +12,14 @@ from batchinfer.console.meter import Counts
 from batchinfer.console.progress import Progress
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.oom_recovery import Recovered
+from batchinfer.engine.output_tracker import OutputIncrement
 from batchinfer.engine.request import Completion, Request
 from batchinfer.engine.stats import StepStats
-from batchinfer.errors import RowError
+from batchinfer.errors import JobError, RowError
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.run.dedup import RequestDeduplicator, copy_result
 from batchinfer.job.storage.failpoints import failpoint
+from batchinfer.job.tokens.in_flight import TokensInFlight
 from batchinfer.requests import PromptRow
 
 _WAIT_S = 0.1  # for rows, before looking whether to stop
@@ -55,11 +58,13 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """Rows and step of one turn of the loop, for the writing thread."""
+    """Rows, step and tokens of one turn of the loop, for the writing thread."""
 
     rows: list[RowResult]
     step: StepStats | None
     recovered: Recovered | None = None
+    tokens: Sequence[OutputIncrement] | None = None
+    """What unfinished rows have drawn since the last time; None: they are not due."""
 
 
 @dataclass
@@ -77,6 +82,8 @@ class EngineLoop:
     """Called with the rows that are about to be given to the engine."""
     deduplicator: RequestDeduplicator
     """Finds rows that need not run, because an equal one does."""
+    tokens: TokensInFlight
+    """Has what earlier runs drew, and takes what is drawn."""
 
     def __post_init__(self) -> None:
         self._in_flight: dict[int, RowResult] = {}
@@ -86,17 +93,26 @@ class EngineLoop:
     def run(self, rows: RowSource, writer: TurnWriter) -> bool:
         """Run ``rows`` until they are all finished, or until asked to stop.
 
+        What unfinished rows have drawn by then is handed to ``writer``, too.
+
         Returns:
             Whether all rows are finished and handed to ``writer``.
         """
         complete = False
-        while not complete and not self.stop.is_set():
-            failed = self._feed(rows)
-            if self.engine.num_unfinished or failed:
-                writer.put(self._step(failed))
-            else:
-                # In this order: a stop is what may have ended the rows.
-                complete = rows.exhausted and not self.stop.is_set()
+        try:
+            while not complete and not self.stop.is_set():
+                failed = self._feed(rows)
+                if self.engine.num_unfinished or failed:
+                    writer.put(self._step(failed))
+                else:
+                    # In this order: a stop is what may have ended the rows.
+                    complete = rows.exhausted and not self.stop.is_set()
+        except JobError:
+            with suppress(JobError):  # the first error says more
+                writer.put(TurnResult([], None, tokens=self._take_tokens()))
+            raise
+        if not complete:
+            writer.put(TurnResult([], None, tokens=self._take_tokens()))
         return complete
 
     def _feed(self, rows: RowSource) -> list[PromptRow]:
@@ -122,7 +138,7 @@ class EngineLoop:
     def _request(self, result: RowResult, requests: Sequence[Request], *, begun: int = 0) -> None:
         result.num_missing = len(requests)
         for request in requests:
-            self.engine.add_request(request)
+            self.engine.add_request(self.tokens.resumed(request))
         most_tokens = sum(map(self._most_tokens, requests))
         if most_tokens or begun:
             self._added += Counts(begun=begun, most_tokens=most_tokens)
@@ -136,7 +152,12 @@ class EngineLoop:
         for completion in outcome.completions:
             done += self._finished_by(completion)
         self._tell(Counts(rows=len(done), tokens=outcome.output_tokens), outcome.stats)
-        return TurnResult(done, outcome.stats, outcome.recovered)
+        tokens = self._take_tokens() if self.tokens.are_due else None
+        return TurnResult(done, outcome.stats, outcome.recovered, tokens)
+
+    def _take_tokens(self) -> list[OutputIncrement]:
+        ended = [one for result in self._in_flight.values() for one in result.completions]
+        return self.tokens.take(self.engine.states, ended)
 
     def _tell(self, counts: Counts, stats: StepStats | None) -> None:
         if stats is not None:

@@ -49,6 +49,8 @@ from batchinfer.job.run.engine_loop import EngineLoop, RowResult, TurnResult
 from batchinfer.job.run.in_flight_log import InFlightLog
 from batchinfer.job.run.threads import BackgroundConsumer, Prefetcher
 from batchinfer.job.stats.recorder import Recorder, next_run_id, package_versions
+from batchinfer.job.tokens.in_flight import TokensInFlight
+from batchinfer.job.tokens.token_files import TokenFiles
 from batchinfer.process import gc_frozen
 
 _WRITES_DUE = 64  # turns of the engine's loop that the writing thread may be behind
@@ -107,10 +109,15 @@ def run_pipeline(
         recorder.loaded(loaded.context, loaded.seconds)
         for line in loaded.log:
             recorder.log(line)
+        token_files = TokenFiles(job.out, job.manifest, recorder.run.run_id)
+        kept = token_files.recover(recovered.missing)
+        tokens = TokensInFlight(job.out.files.flush_every_s, kept)
         at_once = recovered.crash_history.is_held
         with InFlightLog(job.out, recorder.run.run_id, at_once=at_once) as in_flight:
             rows = RowPipeline(
-                job, recovered, loaded, recorder, part_writer, in_flight, progress, stop, reuse
+                *(job, recovered, loaded, recorder, part_writer),
+                *(tokens, token_files, in_flight, progress, stop),
+                reuse,
             )
             for ranges in recovered.phases():
                 if not rows.run(ranges):
@@ -142,6 +149,8 @@ class RowPipeline:
     loaded: LoadedJob
     recorder: Recorder
     part_writer: PartWriter
+    tokens: TokensInFlight
+    token_files: TokenFiles
     in_flight: InFlightLog
     progress: Progress
     stop: Event
@@ -159,7 +168,10 @@ class RowPipeline:
             max_waiting=2 * spec.engine.max_num_seqs,
             admit=self.in_flight.note,
             deduplicator=RequestDeduplicator(),
+            tokens=self.tokens,
         )
+        done: list[int] = []
+        """Rows whose tokens may be in files still."""
 
         def write(finished: TurnResult | FoundRows) -> None:
             if isinstance(finished, FoundRows):
@@ -171,9 +183,16 @@ class RowPipeline:
             for result in finished.rows:
                 row = finish_row(self.job, task, result)
                 self.part_writer.add(row)
+                done.append(result.row.row_id)
                 if row.has_failed:
                     self.progress.fail(1)
-            self.part_writer.flush_if_due()
+            if finished.tokens is None:
+                self.part_writer.flush_if_due()
+                return
+            self.part_writer.flush()
+            self.token_files.drop(done)
+            done.clear()
+            self.token_files.write(finished.tokens)
 
         window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
         with (

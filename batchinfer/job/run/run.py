@@ -402,6 +402,7 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
         summary = write_summary(job.out, job.manifest, records, warnings.append, lineage_of)
     reporter.end(job.out, summary, warnings)
     job.out.empty(job.out.segments)
+    job.out.empty(job.out.tokens)
     job.source.check_unchanged()
     rows, limit = summary["rows"], job.spec.errors.max_error_rate
     if _too_many_failed(job, rows):

@@ -13,7 +13,7 @@ from batchinfer.job.fleet.messages import Answer, Appended, Deleted, FileChange,
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.storage.filesystem import NOT_THERE, publish, storage_errors
 
-_FOLDERS = ("segments", "staging", "steps", "runs", "logs", "in_flight")
+_FOLDERS = ("segments", "tokens", "staging", "steps", "runs", "logs", "in_flight")
 """Where workers write."""
 
 

@@ -1,0 +1,130 @@
+"""Increments of samples put together again, as far as they are one unbroken chain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from batchinfer.engine.output_tracker import SampleEnd
+from batchinfer.engine.request import (
+    PartialOutput,
+    PartialSample,
+    RequestStats,
+    SampleOutput,
+    TokenLogprobs,
+)
+from batchinfer.job.tokens.record import NO_SAMPLE, LogprobColumns, TokenRecord, crc_of
+from batchinfer.protocols import StopMatch
+
+
+@dataclass(slots=True)
+class KeptSample:
+    """The records of one sample, each from where the one before it ends."""
+
+    chunks: list[TokenRecord] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Output tokens."""
+        return self.chunks[-1].start + len(self.chunks[-1].token_ids) if self.chunks else 0
+
+    def add(self, record: TokenRecord) -> None:
+        """Append a record; one that does not follow is left out.
+
+        Two runs may have written of the sample at once, where one of them had been given up. Tokens
+        of the one must not follow those of the other, which on some devices may differ.
+        """
+        before = self.chunks[-1].crc if self.chunks else 0
+        ended = bool(self.chunks) and self.chunks[-1].end is not None
+        follows = record.start == self.length and not ended
+        if follows and crc_of(record.token_ids, before) == record.crc:
+            self.chunks.append(record)
+
+    def joined(self) -> TokenRecord:
+        """All of it as one record."""
+        last, logprobs = (
+            self.chunks[-1],
+            [c.logprobs for c in self.chunks if c.logprobs is not None],
+        )
+        return replace(
+            last,
+            start=0,
+            starts_over=False,
+            token_ids=np.concatenate([chunk.token_ids for chunk in self.chunks]),
+            logprobs=LogprobColumns.joined(logprobs) if logprobs else None,
+        )
+
+
+@dataclass(slots=True)
+class KeptOutput:
+    """What is known of one request."""
+
+    row_id: int
+    stats: RequestStats
+    samples: dict[int, KeptSample] = field(default_factory=dict)
+
+    def records(self) -> Iterator[TokenRecord]:
+        """A record for each sample, the first of which makes what was known before void."""
+        starts_over = True
+        for _, sample in sorted(self.samples.items()):
+            if sample.chunks:
+                joined = sample.joined()
+                yield replace(joined, row_id=self.row_id, stats=self.stats, starts_over=starts_over)
+                starts_over = False
+
+    def partial(self) -> PartialOutput:
+        """It as a request brings it to the engine."""
+        samples, finished = list[PartialSample](), list[SampleOutput]()
+        for record in self.records():
+            if record.end is None:
+                samples.append(
+                    PartialSample(
+                        record.sample,
+                        record.token_ids,
+                        record.cumulative_logprob,
+                        _logprobs(record),
+                    )
+                )
+            else:
+                finished.append(_finished(record, record.end))
+        return PartialOutput(tuple(samples), tuple(finished), self.stats)
+
+
+class KeptOutputs:
+    """Outputs of requests by their keys."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[bytes, KeptOutput] = {}
+
+    def add(self, records: Iterable[TokenRecord]) -> None:
+        """Add records, in the order they were written."""
+        for record in records:
+            kept = self.by_key.get(record.key)
+            if kept is None or record.starts_over:
+                kept = self.by_key[record.key] = KeptOutput(record.row_id, record.stats)
+            kept.row_id, kept.stats = record.row_id, record.stats
+            if record.sample != NO_SAMPLE:
+                kept.samples.setdefault(record.sample, KeptSample()).add(record)
+
+
+def _logprobs(record: TokenRecord) -> list[TokenLogprobs] | None:
+    return None if record.logprobs is None else record.logprobs.of_tokens(record.token_ids)
+
+
+def _finished(record: TokenRecord, end: SampleEnd) -> SampleOutput:
+    match = None
+    if end.text_end is not None:
+        assert isinstance(end.stop_reason, str)
+        match = StopMatch(end.stop_reason, end.text_end)
+    return SampleOutput(
+        index=record.sample,
+        token_ids=record.token_ids,
+        finish_reason=end.finish_reason,
+        stop_reason=end.stop_reason,
+        stop_match=match,
+        cumulative_logprob=record.cumulative_logprob,
+        logprobs=_logprobs(record),
+        score=end.score,
+    )

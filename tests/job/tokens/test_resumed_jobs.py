@@ -1,0 +1,214 @@
+"""Whole jobs of long answers that are cut off: nothing drawn is drawn again, nothing differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import DeviceError, ExitCode
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.storage.filesystem import LocalFiles
+from tests.engine.fake import EOS
+from tests.job.datasets import flip_bit, write_parquet
+from tests.job.fakes import AtOnce, FakeBuild, job
+
+GREEDY = {"temperature": 0.0}
+SEEDED = {"temperature": 1.0, "seed": 7}
+OF_ROWS: list[dict[str, Any]] = [
+    GREEDY,
+    {},
+    {"n": 3},
+    {"temperature": 0.0, "beam_width": 3, "n": 2, "max_tokens": 20},
+    {"frequency_penalty": 0.5, "min_tokens": 20},
+    {"stop": ["ABBA", "DDD"], "bad_words": ["CC"]},
+    {"structured_outputs": {"regex": "([A-D]{9} and )+!"}},
+    {"n": 2, "min_p": 0.01},
+    {"seed": 3, "n": 2},
+    GREEDY,
+    {"max_tokens": 1},
+]
+"""A row of each kind; those that are greedy have one prompt."""
+MIXED: dict[str, dict[str, Any]] = {"sampling": SEEDED}
+ACCEPTED = {"sampling": SEEDED, "accept": {"regex": "A[A-D]*$", "k": 2, "max_tries": 8}}
+
+
+def letters(context: bytes, stream: int, sample: int, position: int) -> int:
+    """One of four letters, or rarely the end of the text."""
+    found = zlib.crc32(context + bytes(f"{stream}/{sample}/{position}", "ascii"))
+    return EOS if found % 79 == 0 else 34 + found % 4
+
+
+class Killed(BaseException):
+    """What no part of the program expects."""
+
+
+def build(at: int = -1, end: Callable[[], None] = lambda: None) -> FakeBuild:
+    """An engine that does something before a step."""
+    made = FakeBuild(num_blocks=256, max_num_seqs=9, next_token=letters)
+    made.before_step = lambda step: end() if step == at else None
+    return made
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail(error: BaseException) -> Callable[[], None]:
+    def end() -> None:
+        raise error
+
+    return end
+
+
+def long_job(folder: Path, name: str, kind: dict[str, Any] = MIXED) -> JobSpec:
+    if not (folder / "in").exists():
+        own = (
+            OF_ROWS if kind["sampling"] is SEEDED and "accept" not in kind else [{}] * len(OF_ROWS)
+        )
+        prompts = ["0 asks" if one is GREEDY else f"{row} asks" for row, one in enumerate(own)]
+        columns = {"prompt": prompts, "sampling_params": list(map(json.dumps, own))}
+        write_parquet(folder / "in" / "x.parquet", columns)
+    sampling = {"max_tokens": 50, **kind["sampling"]}
+    output = {"path": str(folder / name), "rows_per_part": 5, **kind.get("output", {})}
+    others = {key: kind[key] for key in kind if key not in ("sampling", "output")}
+    return job(folder, sampling=sampling, output=output, **others)
+
+
+@contextmanager
+def flushed_at_once(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With every turn of the engine's loop, before the next."""
+    with patch.context() as within:
+        within.setattr(LocalFiles, "flush_every_s", 0.0)
+        within.setattr(pipeline, "BackgroundConsumer", AtOnce)
+        yield
+
+
+def rows_of(folder: Path, name: str) -> pa.Table:
+    return pq.read_table(sorted((folder / name / "data").iterdir()))
+
+
+def facts_of(folder: Path, name: str) -> tuple[dict[str, int], int]:
+    """``tokens`` of the summary, and tokens decoded in all runs."""
+    summary = json.loads((folder / name / "summary.json").read_bytes())
+    steps = pq.read_table(folder / name / "stats" / "steps.parquet")
+    tokens = summary["tokens"]
+    prefill = pc.sum(steps["prefill_tokens"]).as_py()
+    assert prefill == tokens["prompt_computed"] + tokens["recomputed"]
+    return tokens, pc.sum(steps["decode_tokens"]).as_py()
+
+
+def token_files(folder: Path, name: str) -> list[Path]:
+    return sorted((folder / name / "_batchinfer" / "tokens").iterdir())
+
+
+@pytest.mark.parametrize("kind", [MIXED, ACCEPTED], ids=["mixed", "accepted"])
+def test_no_token_is_drawn_twice(
+    tmp_path: Path, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a job that is stopped, and in one that dies right after a flush."""
+    assert run_job(long_job(tmp_path, "unbroken", kind), build=build(), quiet=True) is ExitCode.OK
+    unbroken, decoded_once = facts_of(tmp_path, "unbroken")
+    spec = long_job(tmp_path, "stopped", kind)
+    for at in (14, 11):
+        assert run_job(spec, build=build(at, stop), quiet=True) is ExitCode.INTERRUPTED
+        assert token_files(tmp_path, "stopped")
+    assert run_job(spec, build=build(), quiet=True) is ExitCode.OK
+    spec = long_job(tmp_path, "killed", kind)
+    with flushed_at_once(monkeypatch):
+        for at in (9, 11):
+            with pytest.raises(Killed):
+                run_job(spec, build=build(at, fail(Killed())), quiet=True)
+    assert run_job(spec, build=build(), quiet=True) is ExitCode.OK
+    for name in ("stopped", "killed"):
+        assert rows_of(tmp_path, name).equals(rows_of(tmp_path, "unbroken"))
+        tokens, decoded = facts_of(tmp_path, name)
+        assert tokens["output"] == unbroken["output"]
+        assert tokens["lost"] == unbroken["lost"] == 0
+        assert tokens["recomputed"] > unbroken["recomputed"]
+        # What a grammar had forced and nobody had computed yet counts as computed again.
+        assert decoded_once - 2 * len(" and ") <= decoded <= decoded_once
+        assert not token_files(tmp_path, name)
+
+
+def test_tokens_are_kept_where_the_device_has_no_memory(tmp_path: Path) -> None:
+    spec = long_job(tmp_path, "out")
+    with pytest.raises(DeviceError):
+        run_job(spec, build=build(14, fail(DeviceError("no memory"))), quiet=True)
+    assert token_files(tmp_path, "out")
+    assert run_job(spec, build=build(), quiet=True) is ExitCode.OK
+    assert facts_of(tmp_path, "out")[0]["lost"] == 0
+
+
+def test_tokens_of_equal_rows_are_kept_once(tmp_path: Path) -> None:
+    spec = long_job(tmp_path, "out")
+    assert run_job(spec, build=build(4, stop), quiet=True) is ExitCode.INTERRUPTED
+    (path,) = token_files(tmp_path, "out")
+    row_ids = pq.read_table(path)["row_id"].to_pylist()
+    assert len({0, 9} & set(row_ids)) == 1
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def rename(path: Path) -> None:
+    path.rename(path.with_name("run-00001-000000-0123456789abcdef.parquet"))
+
+
+@pytest.mark.parametrize("harm", [empty, tear, rename, lambda path: flip_bit(path, 300)])
+def test_damaged_tokens_are_drawn_again(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    spec = long_job(tmp_path, "unbroken")
+    assert run_job(spec, build=build(), quiet=True) is ExitCode.OK
+    spec = long_job(tmp_path, "out")
+    assert run_job(spec, build=build(14, stop), quiet=True) is ExitCode.INTERRUPTED
+    (path,) = token_files(tmp_path, "out")
+    harm(path)
+    assert run_job(spec, build=build(), quiet=True) is ExitCode.OK
+    assert rows_of(tmp_path, "out").equals(rows_of(tmp_path, "unbroken"))
+    assert facts_of(tmp_path, "out")[0]["lost"] > 0
+
+
+def test_tokens_of_another_plan_are_not_taken(tmp_path: Path) -> None:
+    """An earlier job's, of which some are sent off late, and whose rows have the same prompts."""
+    spec = long_job(tmp_path, "out")
+    assert run_job(spec, build=build(12, stop), quiet=True) is ExitCode.INTERRUPTED
+    (late,) = token_files(tmp_path, "out")
+    data = late.read_bytes()
+    kind = {**MIXED, "output": {"rows_per_part": 4}}
+    spec = long_job(tmp_path, "out", kind)
+    assert run_job(spec, overwrite=True, build=build(6, stop), quiet=True) is ExitCode.INTERRUPTED
+    for path in token_files(tmp_path, "out"):
+        path.unlink()
+    late.write_bytes(data)
+    assert run_job(spec, build=build(), quiet=True) is ExitCode.OK
+    assert facts_of(tmp_path, "out")[0]["lost"] > 0
+
+
+def test_long_answers_are_not_suspected_of_deaths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No row finishes between one and the next, but each run draws more of them."""
+    spec = long_job(tmp_path, "out", {"sampling": {**SEEDED, "ignore_eos": True}})
+    with flushed_at_once(monkeypatch):
+        for _ in range(4):
+            with pytest.raises(Killed):
+                run_job(spec, build=build(3, fail(Killed())), quiet=True)
+    assert run_job(spec, build=build(), quiet=True) is ExitCode.OK
+    assert set(rows_of(tmp_path, "out")["status"].to_pylist()) == {"ok"}
