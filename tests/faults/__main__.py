@@ -17,6 +17,7 @@ from tests.faults.violation import ViolationError
 
 _COUNTS = {
     "kills": (200, "kills at random times"),
+    "long-answers": (200, "kills in jobs of long answers"),
     "fleet-workers": (20, "kills of workers of fleets"),
     "fleet-drivers": (10, "kills of drivers of fleets"),
     "fleet-nodes": (5, "kills of nodes under workers of fleets"),
@@ -43,6 +44,8 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
     seed, jobs = options.seed, options.jobs
     if options.kills:
         yield stages.random_kills(_new(folder), options.kills, seed)
+    if options.long_answers:
+        yield stages.long_answers(_new(folder), options.long_answers, seed)
     if options.fleet_workers:
         yield stages.fleet_workers(_new(folder), options.fleet_workers, seed)
     if options.fleet_drivers:

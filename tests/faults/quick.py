@@ -14,10 +14,10 @@ from random import Random
 from batchinfer.job.shards.shard import Shard
 from batchinfer.job.spec.spec import JobSpec
 from tests.faults.children import Pace
-from tests.faults.kills import Killer
+from tests.faults.kills import STAGES, Killer
 from tests.faults.update_kills import UpdateKiller
 from tests.job.datasets import write_parquet
-from tests.job.fakes import FakeBuild, drawn, job
+from tests.job.fakes import FakeBuild, drawn, drawn_at_length, job
 
 POISON = 17
 
@@ -76,6 +76,28 @@ def kill_while_accepting(folder: Path) -> dict[str, object]:
     return {"points": len(points), "jobs": killer.outcome.jobs, "kills": killer.outcome.kills}
 
 
+def kill_while_tokens_are_kept(folder: Path) -> dict[str, object]:
+    """Long answers, whose tokens go to disk with every turn: each commit step of their files."""
+    spec = echo_job(folder)
+    sampling = {"max_tokens": 20, "temperature": 1.0, "seed": 1, "n": 2}
+    spec = JobSpec.model_validate(
+        {
+            **spec.model_dump(by_alias=True),
+            "sampling": sampling,
+            "input": {**spec.input.model_dump(by_alias=True), "limit": 6},
+        }
+    )
+    build = FakeBuild(max_num_seqs=8, next_token=drawn_at_length)
+    killer = Killer(folder, spec, build, Pace(0.0, 4096))
+    killer.run_unbroken()
+    random = Random(1)
+    for times, stage in enumerate(STAGES, start=2):
+        killer.kill_at(f"tokens-{stage}:{times}", random)
+    tokens = killer.output.files().keys()
+    left = [name for name in tokens if name.startswith("_batchinfer/tokens/")]
+    return {"jobs": killer.outcome.jobs, "kills": killer.outcome.kills, "left": left}
+
+
 def kill_by_a_row(folder: Path) -> dict[str, object]:
     """A row that kills the process whenever it comes to the engine."""
     killer = Killer(folder, echo_job(folder), FakeBuild(max_num_seqs=8), Pace(1e9, 4))
@@ -117,7 +139,12 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         *(kill_at_named_points, kill_by_a_row, kill_by_a_prompt, stop_and_race),
-        *(kill_while_accepting, kill_a_shard_at_named_points, kill_by_a_row_of_a_shard),
+        *(
+            kill_while_accepting,
+            kill_while_tokens_are_kept,
+            kill_a_shard_at_named_points,
+            kill_by_a_row_of_a_shard,
+        ),
         kill_an_update,
     )
 }

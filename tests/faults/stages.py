@@ -20,6 +20,7 @@ from tests.faults.fleet_pace import time_with_a_slow_worker
 from tests.faults.fuzz import MOST_S, Case, run_cases
 from tests.faults.jobs import tiny_job
 from tests.faults.kills import Killer
+from tests.faults.long_answers import LongKiller, long_job
 from tests.faults.lossy_files import LossyFiles, NeverSynced
 from tests.faults.mended_model import retry_on_a_mended_model
 from tests.faults.outputs import InBucket
@@ -53,6 +54,23 @@ def random_kills(folder: Path, kills: int, seed: int) -> Row:
         f"{found.kills} kills at random times, {found.jobs} jobs of 2,000 rows",
         "0 lost, 0 duplicated, 0 out of order, text as unbroken; of finished rows at most "
         f"{worst:.1f} s again, {found.rows_again / found.kills:.0f} rows a kill",
+        "ok" if worst <= MOST_AGAIN_S else "TOO MUCH AGAIN",
+    )
+
+
+def long_answers(folder: Path, kills: int, seed: int) -> Row:
+    killer = LongKiller(folder, long_job(folder, num_rows=64), None, Pace(5.0, 4096))
+    killer.run_unbroken()
+    killer.kill_again_and_again(kills, Random(seed), 3.0, 20.0)
+    again = killer.again
+    drawn, seconds = (sum(values) for values in zip(*again.drawn, strict=True))
+    worst = max(again.seconds)
+    return (
+        f"{killer.outcome.kills} kills in {killer.outcome.jobs} jobs of answers of 800 tokens",
+        f"bytes of an unbroken run; {sum(again.tokens) / len(again.tokens):,.0f} tokens again a "
+        f"kill, at most {max(again.tokens):,}, of at most {worst:.1f} s; of {drawn / seconds:,.0f} "
+        f"tokens a second {sum(again.bytes_written) / seconds / 1000:,.0f} kB/s are written, at "
+        f"most {again.most_bytes / 1e6:.1f} MB are there",
         "ok" if worst <= MOST_AGAIN_S else "TOO MUCH AGAIN",
     )
 

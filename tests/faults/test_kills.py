@@ -58,6 +58,13 @@ def test_the_same_samples_are_accepted_after_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_long_answers_go_on_after_each_kill(tmp_path: Path) -> None:
+    long = found(quick.kill_while_tokens_are_kept, tmp_path)
+    assert long["jobs"] == len(STAGES)
+    assert long["kills"] >= len(STAGES)
+    assert long["left"] == []
+
+
 def test_a_shard_goes_on_after_each_kill(tmp_path: Path) -> None:
     by_point = found(quick.kill_a_shard_at_named_points, tmp_path)
     assert by_point["jobs"] == by_point["points"] >= 8

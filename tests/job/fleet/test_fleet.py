@@ -41,7 +41,7 @@ def assert_as_of_one_process(folder: Path) -> None:
     assert part_hashes(folder / "out") == expected(folder, spec)
     assert not verify(output_at(spec.output.path)).problems
     state = folder / "out" / "_batchinfer"
-    for name in ("segments", "staging", "in_flight"):
+    for name in ("segments", "tokens", "staging", "in_flight"):
         assert not list((state / name).iterdir()), name
     assert not (state / "locks" / "fleet").exists()
 

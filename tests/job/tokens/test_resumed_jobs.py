@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +20,8 @@ from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.storage.filesystem import LocalFiles
-from tests.engine.fake import EOS
 from tests.job.datasets import flip_bit, write_parquet
-from tests.job.fakes import AtOnce, FakeBuild, job
+from tests.job.fakes import AtOnce, FakeBuild, drawn_at_length, job
 
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 1.0, "seed": 7}
@@ -45,19 +43,13 @@ MIXED: dict[str, dict[str, Any]] = {"sampling": SEEDED}
 ACCEPTED = {"sampling": SEEDED, "accept": {"regex": "A[A-D]*$", "k": 2, "max_tries": 8}}
 
 
-def letters(context: bytes, stream: int, sample: int, position: int) -> int:
-    """One of four letters, or rarely the end of the text."""
-    found = zlib.crc32(context + bytes(f"{stream}/{sample}/{position}", "ascii"))
-    return EOS if found % 79 == 0 else 34 + found % 4
-
-
 class Killed(BaseException):
     """What no part of the program expects."""
 
 
 def build(at: int = -1, end: Callable[[], None] = lambda: None) -> FakeBuild:
     """An engine that does something before a step."""
-    made = FakeBuild(num_blocks=256, max_num_seqs=9, next_token=letters)
+    made = FakeBuild(num_blocks=256, max_num_seqs=9, next_token=drawn_at_length)
     made.before_step = lambda step: end() if step == at else None
     return made
 
