@@ -50,7 +50,11 @@ class SampleIncrement:
     def since(self, start: int) -> SampleIncrement:
         """The same from output token ``start`` on."""
         logprobs = None if self.logprobs is None else self.logprobs[start:]
-        return replace(self, start=start, token_ids=self.token_ids[start:], logprobs=logprobs)
+        return SampleIncrement(
+            *(self.index, start, self.token_ids[start:], self.cumulative_logprob),
+            logprobs,
+            self.end,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,23 @@ NO_SAMPLE = -1
 """The sample of a record that only says that its request starts over."""
 _STATS = tuple(f.name for f in fields(RequestStats) if not f.name.endswith("_ms"))
 """Counts that go on in the next run; times are each run's own."""
+_PLAIN = {
+    "row_id": pa.int64(),
+    "key": pa.binary(KEY_BYTES),
+    "starts_over": pa.bool_(),
+    "sample": pa.int32(),
+    "start": pa.int32(),
+    "crc": pa.uint32(),
+    "cumulative_logprob": pa.float64(),
+}
+"""The first fields of a record."""
+_END = {
+    "finish_reason": pa.string(),
+    "stop_token_id": pa.int32(),
+    "stop_string": pa.string(),
+    "text_end": pa.int64(),
+    "score": pa.float64(),
+}
 _LOGPROBS = {
     "logprobs": pa.float32(),
     "ranks": pa.int32(),
@@ -29,22 +46,12 @@ _LOGPROBS = {
 }
 SCHEMA = pa.schema(
     [
-        ("row_id", pa.int64()),
-        ("key", pa.binary(KEY_BYTES)),
-        ("starts_over", pa.bool_()),
-        ("sample", pa.int32()),
-        ("start", pa.int32()),
-        ("crc", pa.uint32()),
+        *_PLAIN.items(),
         ("token_ids", pa.list_(pa.int32())),
-        ("cumulative_logprob", pa.float64()),
         ("has_logprobs", pa.bool_()),
         *((name, pa.list_(kind)) for name, kind in _LOGPROBS.items()),
-        ("finish_reason", pa.string()),
-        ("stop_token_id", pa.int32()),
-        ("stop_string", pa.string()),
-        ("text_end", pa.int64()),
-        ("score", pa.float64()),
-        ("stats", pa.struct([(name, pa.int64()) for name in _STATS])),
+        *_END.items(),
+        *((name, pa.int64()) for name in _STATS),
     ]
 )
 """Columns of a file of tokens."""
@@ -113,10 +120,10 @@ class TokenRecord:
     sample: int
     start: int
     """The sample's tokens before these."""
-    token_ids: TokenIds
     crc: int
     """``crc_of`` all of the sample's tokens, up to the last of these."""
     cumulative_logprob: float
+    token_ids: TokenIds
     logprobs: LogprobColumns | None
     end: SampleEnd | None
     stats: RequestStats
@@ -133,7 +140,7 @@ def crc_of(token_ids: TokenIds, before: int = 0) -> int:
 
 
 def to_table(records: Sequence[TokenRecord]) -> pa.Table:
-    """The table of some records."""
+    """The table of one or more records."""
     ends = [record.end for record in records]
     logprobs = [record.logprobs or _NO_LOGPROBS for record in records]
     lists = {"token_ids": [record.token_ids for record in records]}
@@ -145,10 +152,9 @@ def to_table(records: Sequence[TokenRecord]) -> pa.Table:
         "stop_string": [_stop(end, str) for end in ends],
         "text_end": [end and end.text_end for end in ends],
         "score": [end and end.score for end in ends],
-        "stats": [{name: getattr(record.stats, name) for name in _STATS} for record in records],
     }
-    plain = ("row_id", "key", "starts_over", "sample", "start", "crc", "cumulative_logprob")
-    values |= {name: [getattr(record, name) for record in records] for name in plain}
+    values |= {name: [getattr(record, name) for record in records] for name in _PLAIN}
+    values |= {name: [getattr(record.stats, name) for record in records] for name in _STATS}
     arrays = [
         _list_array(lists[entry.name], entry.type.value_type)
         if entry.name in lists
@@ -160,20 +166,36 @@ def to_table(records: Sequence[TokenRecord]) -> pa.Table:
 
 def from_table(table: pa.Table) -> Iterator[TokenRecord]:
     """The records in a table, in order; their arrays are parts of its columns."""
-    lists = {name: _slices(table[name]) for name in ("token_ids", *_LOGPROBS)}
-    others = table.drop_columns(list(lists)).to_pylist()
-    for at, values in enumerate(others):
-        has_logprobs = values.pop("has_logprobs")
-        columns = LogprobColumns(*(lists[name][at] for name in _LOGPROBS))
-        names = ("finish_reason", "stop_token_id", "stop_string", "text_end", "score")
-        reason, stop_id, stop_string, text_end, score = (values.pop(name) for name in names)
-        stop = stop_id if stop_string is None else stop_string
-        yield TokenRecord(
-            **{**values, "stats": RequestStats(**values["stats"])},
-            token_ids=lists["token_ids"][at],
-            logprobs=columns if has_logprobs else None,
-            end=None if reason is None else SampleEnd(reason, stop, text_end, score),
-        )
+    columns: dict[str, list[Any]] = {
+        entry.name: _slices(table[entry.name])
+        if pa.types.is_list(entry.type)
+        else table[entry.name].to_pylist()
+        for entry in SCHEMA
+    }
+    logprobs = map(LogprobColumns, *(columns[name] for name in _LOGPROBS))
+    stats = zip(*(columns[name] for name in _STATS), strict=True)
+    tokens = zip(columns["token_ids"], logprobs, columns["has_logprobs"], strict=True)
+    plain = zip(*(columns[name] for name in _PLAIN), strict=True)
+    ends = zip(*(columns[name] for name in _END), strict=True)
+    for first, (token_ids, own, has_logprobs), end, counts in zip(
+        plain, tokens, ends, stats, strict=True
+    ):
+        logprobs_of = own if has_logprobs else None
+        of_request = RequestStats(**dict(zip(_STATS, counts, strict=True)))
+        values: tuple[Any, ...] = (*first, token_ids, logprobs_of, _end(*end), of_request)
+        yield TokenRecord(*values)
+
+
+def _end(
+    reason: str | None,
+    token_id: int | None,
+    string: str | None,
+    text_end: int | None,
+    score: float | None,
+) -> SampleEnd | None:
+    if reason is None:
+        return None
+    return SampleEnd(reason, token_id if string is None else string, text_end, score)
 
 
 def _stop(end: SampleEnd | None, kind: type) -> Any:

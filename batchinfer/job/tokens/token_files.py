@@ -140,7 +140,7 @@ class TokenFiles:
             crcs.clear()
         if not increment.samples:
             yield TokenRecord(
-                *(row_id, key, starts_over, NO_SAMPLE, 0, _NO_TOKENS, 0, 0.0, None, None, stats)
+                *(row_id, key, starts_over, NO_SAMPLE, 0, 0, 0.0, _NO_TOKENS, None, None, stats)
             )
         for sample in increment.samples:
             token_ids = np.asarray(sample.token_ids, dtype=np.int32)
