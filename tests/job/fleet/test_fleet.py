@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -83,6 +84,10 @@ def test_a_worker_that_is_told_to_go_puts_its_rows_on_disk(tmp_path: Path) -> No
     log = tmp_path / "out" / "_batchinfer" / "logs" / "run-00001-driver.log"
     assert "has ended: it was told to stop" in log.read_text()
     assert_as_of_one_process(tmp_path)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    tokens = summary["tokens"]
+    assert summary["kv"]["preemptions"] == 0
+    assert tokens["recomputed"] > tokens["lost"], "others went on with the tokens of its rows"
 
 
 @pytest.mark.parametrize(
