@@ -140,7 +140,9 @@ class FleetWorker:
     def _run(self, in_flight: InFlightLog) -> None:
         spec, context = self._job.spec, self._loaded.context
         starved = Event()
-        self._token_files = TokenFiles(self._job.out, self._job.manifest, self._run_id)
+        self._token_files = TokenFiles(
+            self._job.out, self._job.manifest, context.adapters, self._run_id
+        )
         self._tokens = TokensInFlight(self._job.out.files.flush_every_s)
         loop = EngineLoop(
             context.engine,

@@ -7,6 +7,7 @@
     runs         EngineLoop.run                   the thread that called run_pipeline
                        | TurnResult
     writes       LoadedTask.finish -> PartWriter  BackgroundConsumer, at most 64 turns behind
+                 tokens so far -> TokenFiles      every few seconds
 
 From the file it is read from to the part it is written to, a row is in turn a ``Row`` of values, a
 ``PromptRow``, in a ``RowBatch`` without its token ids, a ``Request``, a ``RequestState`` with its
@@ -109,7 +110,9 @@ def run_pipeline(
         recorder.loaded(loaded.context, loaded.seconds)
         for line in loaded.log:
             recorder.log(line)
-        token_files = TokenFiles(job.out, job.manifest, recorder.run.run_id)
+        token_files = TokenFiles(
+            job.out, job.manifest, loaded.context.adapters, recorder.run.run_id
+        )
         kept = token_files.recover(recovered.missing)
         tokens = TokensInFlight(job.out.files.flush_every_s, kept)
         at_once = recovered.crash_history.is_held

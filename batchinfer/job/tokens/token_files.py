@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 import numpy as np
@@ -52,12 +52,16 @@ class TokenFiles:
     """The files of tokens of an output directory, as one run reads and writes them.
 
     Args:
+        adapters: number of each of the model's adapters, by which requests name them: tokens that
+            were drawn under other numbers are not taken.
         run_id: of the run.
     """
 
-    def __init__(self, out: OutputDir, plan: Manifest, run_id: str) -> None:
+    def __init__(
+        self, out: OutputDir, plan: Manifest, adapters: Mapping[str, int], run_id: str
+    ) -> None:
         self._out = out
-        self._plan = f"{plan.fingerprint} {plan.planned_at}".encode()
+        self._plan = f"{plan.fingerprint} {plan.planned_at} {sorted(adapters.items())}".encode()
         self._run_id = run_id
         self._num_written = 0
         self._use = FileUse()

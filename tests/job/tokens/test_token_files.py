@@ -84,7 +84,7 @@ def test_whatever_ends_the_run_all_tokens_come_back(
     monkeypatch.setattr(file_use, "SPARED_BYTES", 20_000)
     monkeypatch.setattr(file_use, "MOST_FILES", 9)
     random = Random(seed)
-    files = TokenFiles(out, PLAN, "run-00001")
+    files = TokenFiles(out, PLAN, {}, "run-00001")
     rows: dict[int, Row] = {}
     for turn in range(60):
         done = [row_id for row_id in rows if random.random() < (0.05 if row_id % 7 else 0.0)]
@@ -96,7 +96,7 @@ def test_whatever_ends_the_run_all_tokens_come_back(
         files.write([row.grow() for row in rows.values() if random.random() < 0.8])
         assert len(out.files.entries(out.tokens)) <= 10
         if turn % 10 == 9:
-            kept = TokenFiles(out, PLAN, f"run-{turn:05d}").recover(ALL)
+            kept = TokenFiles(out, PLAN, {}, f"run-{turn:05d}").recover(ALL)
             for row in rows.values():
                 if row.samples[0]:
                     row.check(kept[request_key(row.request)].partial())
@@ -117,14 +117,14 @@ def increment(
 
 def tokens_of(out: OutputDir, request: Request) -> list[list[int]]:
     """The tokens of each sample that a run would go on from."""
-    kept = TokenFiles(out, PLAN, "run-00009").recover(ALL).get(request_key(request))
+    kept = TokenFiles(out, PLAN, {}, "run-00009").recover(ALL).get(request_key(request))
     partial = PartialOutput((), (), RequestStats()) if kept is None else kept.partial()
     return [sample.token_ids.tolist() for sample in partial.samples]
 
 
 def test_tokens_after_a_file_that_is_lost_do_not_count(out: OutputDir) -> None:
     request = make_request(3, [1, 2])
-    files = TokenFiles(out, PLAN, "run-00001")
+    files = TokenFiles(out, PLAN, {}, "run-00001")
     files.write([increment(request, 0, 0, [5, 6], starts_over=True)])
     files.write([increment(request, 0, 2, [7])])
     files.write([increment(request, 0, 3, [8, 9])])
@@ -136,7 +136,7 @@ def test_tokens_after_a_file_that_is_lost_do_not_count(out: OutputDir) -> None:
 def test_tokens_of_two_runs_are_not_mixed(out: OutputDir) -> None:
     """One of them was given up and went on, on a device whose last bits differ."""
     request = make_request(3, [1, 2])
-    one, other = (TokenFiles(out, PLAN, run_id) for run_id in ("run-00001", "run-00002"))
+    one, other = (TokenFiles(out, PLAN, {}, run_id) for run_id in ("run-00001", "run-00002"))
     one.write([increment(request, 0, 0, [5, 6], starts_over=True)])
     other.write([increment(request, 0, 0, [5, 7], starts_over=True)])
     one.write([increment(request, 0, 2, [8])])
@@ -146,7 +146,7 @@ def test_tokens_of_two_runs_are_not_mixed(out: OutputDir) -> None:
 
 def test_a_row_that_starts_over_has_no_tokens_from_before(out: OutputDir) -> None:
     request = make_request(3, [1, 2])
-    files = TokenFiles(out, PLAN, "run-00001")
+    files = TokenFiles(out, PLAN, {}, "run-00001")
     files.write([increment(request, 0, 0, [5, 6], starts_over=True)])
     files.write([OutputIncrement(request, RequestStats(), [], starts_over=True)])
     assert tokens_of(out, request) == []
@@ -163,9 +163,9 @@ def test_a_finished_sample_comes_back_with_its_end(out: OutputDir) -> None:
         SampleEnd("length", None, score=-0.25),
     ]
     samples = [SampleIncrement(at, 0, [5, at], -2.0, None, end) for at, end in enumerate(ends)]
-    files = TokenFiles(out, PLAN, "run-00001")
+    files = TokenFiles(out, PLAN, {}, "run-00001")
     files.write([OutputIncrement(request, RequestStats(), samples, starts_over=True)])
-    kept = TokenFiles(out, PLAN, "run-00002").recover(ALL)[request_key(request)].partial()
+    kept = TokenFiles(out, PLAN, {}, "run-00002").recover(ALL)[request_key(request)].partial()
     found = [
         SampleEnd(
             one.finish_reason,
@@ -178,12 +178,19 @@ def test_a_finished_sample_comes_back_with_its_end(out: OutputDir) -> None:
     assert found == ends
 
 
+def test_tokens_drawn_under_other_numbers_of_adapters_are_not_taken(out: OutputDir) -> None:
+    request = make_request(3, [1, 2])
+    first = TokenFiles(out, PLAN, {"formal": 1, "short": 2}, "run-00001")
+    first.write([increment(request, 0, 0, [5], starts_over=True)])
+    assert not TokenFiles(out, PLAN, {"formal": 2, "short": 1}, "run-00002").recover(ALL)
+
+
 def test_of_rows_that_are_finished_nothing_is_kept(out: OutputDir) -> None:
     rows = [make_request(row_id, [row_id, 2]) for row_id in (3, 4)]
-    files = TokenFiles(out, PLAN, "run-00001")
+    files = TokenFiles(out, PLAN, {}, "run-00001")
     for row in rows:
         files.write([increment(row, 0, 0, [5], starts_over=True)])
-    found = TokenFiles(out, PLAN, "run-00002").recover([range(0, 4), range(5, 1000)])
+    found = TokenFiles(out, PLAN, {}, "run-00002").recover([range(0, 4), range(5, 1000)])
     assert set(found) == {request_key(rows[0])}
     assert len(out.files.entries(out.tokens)) == 1
 
@@ -191,15 +198,15 @@ def test_of_rows_that_are_finished_nothing_is_kept(out: OutputDir) -> None:
 def test_a_writer_leaves_what_others_have_written(out: OutputDir) -> None:
     request = make_request(3, [1, 2])
     one, other = (for_writer(out, name) for name in ("w01", "w02"))
-    TokenFiles(one, PLAN, "run-00001-w01").write(
+    TokenFiles(one, PLAN, {}, "run-00001-w01").write(
         [increment(request, 0, 0, [5, 6], starts_over=True)]
     )
     (path,) = out.files.entries(out.tokens)
-    files = TokenFiles(other, PLAN, "run-00001-w02")
+    files = TokenFiles(other, PLAN, {}, "run-00001-w02")
     assert set(files.read([path.name])) == {request_key(request)}
     files.recover([range(500, 600)])
     assert out.files.entries(out.tokens) == [path]
-    TokenFiles(one, PLAN, "run-00002-w01").recover([range(500, 600)])
+    TokenFiles(one, PLAN, {}, "run-00002-w01").recover([range(500, 600)])
     assert out.files.entries(out.tokens) == []
 
 
