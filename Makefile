@@ -47,7 +47,7 @@ compile-report: setup .venv/triton-3.6
 .venv/triton-3.6:
 	.venv/bin/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
 
-# Half an hour: jobs killed and stopped, files fuzzed, crash states. OPTIONS="--kills 20 --named 0"
+# An hour: jobs killed and stopped, files fuzzed, crash states. OPTIONS="--kills 20 --named 0"
 .PHONY: faults
 faults: setup
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 .venv/bin/python -m tests.faults $(OPTIONS)

@@ -45,7 +45,9 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[stages.Row]:
     if options.kills:
         yield stages.random_kills(_new(folder), options.kills, seed)
     if options.long_answers:
-        yield stages.long_answers(_new(folder), options.long_answers, seed)
+        searches = options.long_answers // 4
+        yield stages.long_answers(_new(folder), options.long_answers - searches, seed)
+        yield stages.long_answers(_new(folder), max(1, searches), seed, searches=True)
     if options.fleet_workers:
         yield stages.fleet_workers(_new(folder), options.fleet_workers, seed)
     if options.fleet_drivers:

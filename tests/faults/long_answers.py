@@ -85,6 +85,16 @@ class TokensAgain:
     most_bytes: int = 0
     """Ever in files of tokens."""
 
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of all runs."""
+        return sum(tokens for tokens, _ in self.drawn)
+
+    @property
+    def seconds_drawn(self) -> float:
+        """Seconds in which they were drawn."""
+        return sum(seconds for _, seconds in self.drawn)
+
 
 class LongKiller(Killer):
     """Runs jobs of long answers over and over."""
