@@ -73,14 +73,11 @@ class FileUse:
             needed[record.key] += len(record.token_ids)
         self._files[path] = _File(size, needed.total(), needed)
 
-    def drop_rows(self, row_ids: Iterable[int]) -> set[bytes]:
-        """Count rows as done; the keys of their requests."""
-        keys: set[bytes] = set()
+    def drop_rows(self, row_ids: Iterable[int]) -> None:
+        """Count rows as done."""
         for row_id in row_ids:
-            keys |= self._keys_of_row.pop(row_id, set())
-        for key in keys:
-            self._forget(key)
-        return keys
+            for key in self._keys_of_row.pop(row_id, ()):
+                self._forget(key)
 
     def take_unneeded(self) -> list[PurePath]:
         """The files that nobody needs any more; they are not counted from here on."""

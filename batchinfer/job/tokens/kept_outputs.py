@@ -33,8 +33,8 @@ class KeptSample:
     def add(self, record: TokenRecord) -> None:
         """Append a record; one that does not follow is left out.
 
-        Two runs may have written of the sample at once, where one of them had been given up. Tokens
-        of the one must not follow those of the other, which on some devices may differ.
+        Equal rows have one key, and where too many of them wait for each other several run at once.
+        Tokens of the one must not follow those of the other, which on some devices may differ.
         """
         before = self.chunks[-1].crc if self.chunks else 0
         ended = bool(self.chunks) and self.chunks[-1].end is not None

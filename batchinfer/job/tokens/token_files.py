@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
 import numpy as np
@@ -48,6 +49,15 @@ _PLAN = b"batchinfer.plan"
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What was written of a request."""
+
+    key: bytes
+    crcs: dict[int, int] = field(default_factory=dict)
+    """``crc_of`` the tokens of each sample."""
+
+
 class TokenFiles:
     """The files of tokens of an output directory, as one run reads and writes them.
 
@@ -65,10 +75,7 @@ class TokenFiles:
         self._run_id = run_id
         self._num_written = 0
         self._use = FileUse()
-        self._keys: dict[Request, bytes] = {}
-        """Of the requests that were written of last."""
-        self._crcs: dict[bytes, dict[int, int]] = {}
-        """``crc_of`` each sample's tokens that were written, by the key of its request."""
+        self._written: dict[Request, _Written] = {}
         self.bytes_written = 0
 
     def read(self, names: Iterable[str]) -> dict[bytes, KeptOutput]:
@@ -116,12 +123,7 @@ class TokenFiles:
         Raises:
             StorageError: it cannot be written.
         """
-        before, self._keys = self._keys, {}
-        records: list[TokenRecord] = []
-        for increment in increments:
-            request = increment.request
-            self._keys[request] = before.get(request) or request_key(request)
-            records += self._records_of(increment, self._keys[request])
+        records = [record for increment in increments for record in self._records_of(increment)]
         if records:
             self._put(records)
             if self._use.is_wasteful:
@@ -133,13 +135,21 @@ class TokenFiles:
         Raises:
             StorageError: a file that nobody needs cannot be deleted.
         """
-        for key in self._use.drop_rows(row_ids):
-            self._crcs.pop(key, None)
+        done = set(row_ids)
+        self._written = {
+            request: written
+            for request, written in self._written.items()
+            if request.row_id not in done
+        }
+        self._use.drop_rows(done)
         self._delete_unneeded()
 
-    def _records_of(self, increment: OutputIncrement, key: bytes) -> Iterator[TokenRecord]:
-        row_id, stats = increment.request.row_id, increment.stats
-        crcs, starts_over = self._crcs.setdefault(key, {}), increment.starts_over
+    def _records_of(self, increment: OutputIncrement) -> Iterator[TokenRecord]:
+        request, stats, starts_over = increment.request, increment.stats, increment.starts_over
+        written = self._written.get(request)
+        if written is None:
+            written = self._written[request] = _Written(request_key(request))
+        row_id, key, crcs = request.row_id, written.key, written.crcs
         if starts_over:
             crcs.clear()
         if not increment.samples:
