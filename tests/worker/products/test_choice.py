@@ -1,7 +1,8 @@
-"""What multiplies on a CPU: the kernel asked for, the one before, or the fastest measured."""
+"""What multiplies: the kernel asked for, the one before, or the fastest measured."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from batchinfer.config import ModelConfig
+from batchinfer import build
+from batchinfer.config import EngineConfig, ModelConfig
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.products import choice as kernel_choice
 from batchinfer.worker.products import timing
-from batchinfer.worker.products.choice import KernelWish, choose_kernel, fastest
+from batchinfer.worker.products.choice import (
+    KernelWish,
+    choose_cuda_kernel,
+    choose_kernel,
+    fastest,
+)
 from batchinfer.worker.products.row_bits import check_row_bits
 from tests.models import make_checkpoint
 from tests.worker.of_company import OF_COMPANY
@@ -196,3 +203,26 @@ def test_a_rows_bits_are_tried_on_the_model(
     else:
         with pytest.raises(ModelError, match="deterministic is true, but in models of"):
             check_row_bits(loaded.model, loaded.layout(16))
+
+
+def test_on_cuda_torch_multiplies_unless_rows_are_to_keep_their_bits() -> None:
+    assert choose_cuda_kernel(CPU, torch.bfloat16, KernelWish()).name == "torch"
+    choice = choose_cuda_kernel(CPU, torch.bfloat16, KernelWish(deterministic=True))
+    assert choice.kernel is not None
+    assert choice.kernel.keeps_row_bits
+    assert re.fullmatch(r"own Triton [\d.]+ sm_\d+", choice.name)
+    again = KernelWish(deterministic=True, before={"bfloat16": choice.name})
+    assert choose_cuda_kernel(CPU, torch.bfloat16, again).name == choice.name
+
+
+def test_on_cuda_rows_do_not_go_on_by_another_kernel() -> None:
+    wish = KernelWish(deterministic=True, before={"bfloat16": "own Triton 3.0.0 sm_70"})
+    with pytest.raises(DeviceError, match=r"computed by own Triton 3\.0\.0 sm_70"):
+        choose_cuda_kernel(CPU, torch.bfloat16, wish)
+
+
+def test_quantised_models_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "choose_device", lambda wanted: torch.device("cuda"))
+    model = ModelConfig("any", quantization="int8_weight_only")
+    with pytest.raises(ModelError, match="quantization: int8_weight_only multiplies by on a CUDA"):
+        build.build_engine(model, EngineConfig(deterministic=True), log=print)
