@@ -87,6 +87,6 @@ def _check_one_generation(files: LossyFiles, random: Random) -> None:
     except DataError as error:
         raise ViolationError(str(error)) from None
     job.plan = NEXT_PLAN if stored.fingerprint == NEXT_PLAN.fingerprint else PLAN
-    job.check_finished()
+    job.check_parts()  # segments that had gone may be back, and go with the next run
     if files.stat(job.out.success) is None:
         raise ViolationError("the generation that is there has no _SUCCESS")
