@@ -212,6 +212,7 @@ def main() -> None:
     finally:
         if options.folder is None:
             shutil.rmtree(folder)
+    found["load_average"] = round(os.getloadavg()[0], 2)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
