@@ -17,10 +17,9 @@ from threading import Event, Lock, Thread
 
 from batchinfer.console.display import Level
 from batchinfer.console.format import printable
-from batchinfer.console.meter import Counts, Meter
+from batchinfer.console.meter import Meter
 from batchinfer.console.phases import PhaseView, phase_line
-from batchinfer.console.progress import LINE_EVERY_S, Progress, StallNotice
-from batchinfer.engine.stats import StepStats
+from batchinfer.console.progress import LINE_EVERY_S, Metered, Progress, StallNotice
 
 PROGRESS_EVERY_S = 10.0
 _WAIT_S = 2.0
@@ -199,34 +198,17 @@ class _JsonPhases:
         self._log.emit(event, text, phase=name, detail=detail, seconds=round(seconds, 3))
 
 
-class _JsonProgress:
+class _JsonProgress(Metered):
     def __init__(self, meter: Meter, log: JsonLog | None) -> None:
-        self._meter = meter
+        super().__init__(meter)
         self._log = log
         self._next_s = PROGRESS_EVERY_S
-        self._lock = Lock()
 
-    def update(self, added: Counts, stats: StepStats | None) -> None:
-        with self._lock:
-            self._meter.add(added, stats)
-            self._emit_if_due()
-
-    def _emit_if_due(self) -> None:
+    def _show_if_due(self) -> None:
         elapsed = self._meter.elapsed_s
         if elapsed >= self._next_s:
             self._next_s = elapsed + PROGRESS_EVERY_S
             self._emit()
-
-    def fail(self, rows: int) -> None:
-        self._meter.failed += rows
-
-    def reuse(self, rows: int) -> None:
-        with self._lock:
-            self._meter.reused += rows
-            self._emit_if_due()
-
-    def note(self, text: str) -> None:
-        self._meter.note = text
 
     def close(self) -> None:
         self._emit()

@@ -52,7 +52,7 @@ def make_progress(meter: Meter, *, quiet: bool) -> Progress:
         meter: counts, and is shown.
     """
     if quiet or sys.stderr is None:
-        return _Silence(meter)
+        return Metered(meter)
     if sys.stderr.isatty():
         return StallNotice(_Bar(meter), partial(tqdm.write, file=sys.stderr))
     return StallNotice(Lines(meter), partial(print_line, to_stderr=True))
@@ -67,39 +67,46 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
         setattr(sys, name, None)  # Python flushes once more at exit; give it nothing to fail on
 
 
-class _Silence:
+class Metered:
+    """What displays of progress have in common: they count with a meter, and show it when due."""
+
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
+        self._lock = Lock()  # steps are told by one thread, rows that are copied by another
 
     def update(self, added: Counts, stats: StepStats | None) -> None:
-        self._meter.add(added, stats)
+        """Add what a step has done."""
+        with self._lock:
+            self._meter.add(added, stats)
+            self._show_if_due()
 
     def fail(self, rows: int) -> None:
+        """Count rows that ended in an error."""
         self._meter.failed += rows
 
     def reuse(self, rows: int) -> None:
-        self._meter.reused += rows
+        """Add rows that were copied."""
+        with self._lock:
+            self._meter.reused += rows
+            self._show_if_due()
 
     def note(self, text: str) -> None:
+        """Show a text in place of the pool's use."""
         self._meter.note = text
 
     def close(self) -> None:
-        pass
+        """Show nothing any more."""
+
+    def _show_if_due(self) -> None: ...
 
 
-class _Bar:
+class _Bar(Metered):
     def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+        super().__init__(meter)
         self._bar: Any = None
         self._drawn_s = -math.inf
-        self._lock = Lock()
 
-    def update(self, added: Counts, stats: StepStats | None) -> None:
-        with self._lock:
-            self._meter.add(added, stats)
-            self._draw_if_due()
-
-    def _draw_if_due(self) -> None:
+    def _show_if_due(self) -> None:
         now = time.monotonic()
         if now - self._drawn_s >= _DRAW_EVERY_S:
             self._drawn_s = now
@@ -117,23 +124,12 @@ class _Bar:
         self._bar.n = meter.share
         self._bar.refresh()
 
-    def fail(self, rows: int) -> None:
-        self._meter.failed += rows
-
-    def reuse(self, rows: int) -> None:
-        with self._lock:
-            self._meter.reused += rows
-            self._draw_if_due()
-
-    def note(self, text: str) -> None:
-        self._meter.note = text
-
     def close(self) -> None:
         self._draw()
         self._bar.close()
 
 
-class Lines:
+class Lines(Metered):
     """Progress as a plain line every ``LINE_EVERY_S`` seconds.
 
     Args:
@@ -146,34 +142,15 @@ class Lines:
         meter: Meter,
         write: Callable[[str], None] = lambda line: print_line(line, to_stderr=True),
     ) -> None:
-        self._meter = meter
+        super().__init__(meter)
         self._write = write
         self._next_s = LINE_EVERY_S
-        self._lock = Lock()
 
-    def update(self, added: Counts, stats: StepStats | None) -> None:
-        with self._lock:
-            self._meter.add(added, stats)
-            self._write_if_due()
-
-    def _write_if_due(self) -> None:
+    def _show_if_due(self) -> None:
         elapsed = self._meter.elapsed_s
         if elapsed >= self._next_s:
             self._next_s = elapsed + LINE_EVERY_S
             self._write(self._meter.line)
-
-    def fail(self, rows: int) -> None:
-        self._meter.failed += rows
-
-    def reuse(self, rows: int) -> None:
-        with self._lock:
-            self._meter.reused += rows
-            self._write_if_due()
-
-    def note(self, text: str) -> None:
-        self._meter.note = text
-
-    def close(self) -> None: ...
 
 
 class StallNotice:
