@@ -242,9 +242,11 @@ class FleetWorker:
         )
 
     def _copy(self, lease: LeaseRun, found: FoundRows) -> None:
-        """Write rows whose answers another output holds."""
+        """Write rows whose answers another output holds, unless asked to stop."""
         assert self._reuse is not None
         for table in self._reuse.copied(found):
+            if self._stop.is_set():
+                return
             lease.add_table(table)
             self._reports.reuse(table.num_rows)
         self._reports.admitted()

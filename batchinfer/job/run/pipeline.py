@@ -162,7 +162,7 @@ class RowPipeline:
     def run(self, ranges: Sequence[range]) -> bool:
         """Run the rows in ``ranges``; whether they are all finished."""
         spec, context, task = self.job.spec, self.loaded.context, self.loaded.task
-        ending, starved = Event(), Event()
+        ending, starved, cut_short = Event(), Event(), Event()
         loop = EngineLoop(
             context.engine,
             task,
@@ -178,7 +178,8 @@ class RowPipeline:
 
         def write(finished: TurnResult | FoundRows) -> None:
             if isinstance(finished, FoundRows):
-                self._copy(finished)
+                if not self._copy(finished):
+                    cut_short.set()
                 return
             self.recorder.add(finished.step, len(finished.rows))
             if finished.recovered is not None:
@@ -197,6 +198,7 @@ class RowPipeline:
             done.clear()
             self.token_files.write(finished.tokens)
 
+        complete = False
         window_batches = max(1, spec.engine.order_window // BATCH_ROWS)  # the next one is then read
         with (
             BackgroundConsumer(write, _WRITES_DUE) as writer,
@@ -212,7 +214,6 @@ class RowPipeline:
             ) as planned,
             Prefetcher((batch.with_token_ids() for batch in planned), _BATCHES_READ_BACK) as rows,
         ):
-            complete = False
             try:
                 with gc_frozen():
                     with phase("reading and planning rows"):
@@ -222,15 +223,18 @@ class RowPipeline:
                 ending.set()
                 if not complete:
                     self.loaded.processes.stop()  # what they are at may take long
-            return complete
+        return complete and not cut_short.is_set()
 
-    def _copy(self, found: FoundRows) -> None:
-        """Write rows whose answers another output holds."""
+    def _copy(self, found: FoundRows) -> bool:
+        """Write rows whose answers another output holds, unless asked to stop: whether all are."""
         assert self.reuse is not None
         for table in self.reuse.copied(found):
+            if self.stop.is_set():
+                return False
             self.part_writer.add_table(table)
             self.part_writer.flush_if_due()
             self.progress.reuse(table.num_rows)
+        return True
 
     def _batches(
         self,

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,9 @@ from batchinfer.errors import DataError, ExitCode, UsageError
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
 from batchinfer.job.reuse.finished_files import FinishedFile
+from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.reader import stream_of_id
+from batchinfer.job.run import run as run_module
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import flip_bit, write_parquet
@@ -228,6 +233,28 @@ def test_a_run_that_is_stopped_goes_on_and_reuses(story: Story) -> None:
     again = Build()
     assert run_job(two, build=again, quiet=True) is ExitCode.OK
     assert {*stopped.ran, *again.ran} == set(range(20, 40))
+    story.check("two")
+
+
+def test_a_run_that_is_stopped_while_it_copies_ends_soon(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story.write(numbered(40))
+    story.run("one", output={"rows_per_part": 16})
+    copied, stop = RowReuse.copied, threading.Event()
+
+    def stopping(self: RowReuse, found: FoundRows) -> Iterator[pa.Table]:
+        tables = copied(self, found)
+        yield next(tables)
+        stop.set()
+        yield from tables
+
+    monkeypatch.setattr(run_module, "stop_signals", lambda: nullcontext(stop))
+    monkeypatch.setattr(RowReuse, "copied", stopping)
+    two = story.spec("two", ("one",))
+    assert run_job(two, build=TellingBuild(), quiet=True) is ExitCode.INTERRUPTED
+    monkeypatch.undo()
+    assert story.run("two", "one") == []
     story.check("two")
 
 
