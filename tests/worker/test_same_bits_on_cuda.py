@@ -4,6 +4,7 @@ whatever runs beside it and however it is run: in Triton's interpreter, and on a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,17 +28,22 @@ from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.layers import pack_products
 from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.lora.checkpoint import read_adapters
+from batchinfer.worker.lora.lora import add_adapters
 from batchinfer.worker.model_runner import ModelRunner
+from batchinfer.worker.probe import Probe
 from batchinfer.worker.product_kernels import ProductKernel, triton_kernel
 from batchinfer.worker.products.row_bits import check_operations, check_row_bits
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import Sampler
 from batchinfer.worker.transfer import HostCopy
 from tests.kernels.interpreted_dot import sum_rows_alike
+from tests.lora import make_adapter
 from tests.models import tiny_model
 from tests.worker.on_triton import pretend_cuda
 
 MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @dataclass(frozen=True)
@@ -163,8 +169,7 @@ def prepared_model(
 ) -> Prepared:
     """A tiny model as ``engine.deterministic`` has it; its products only where ``packed``."""
     register()
-    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = tiny_model(family, **small | changes).to(device, dtype)
+    model = tiny_model(family, **SMALL | changes).to(device, dtype)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     layout = KVLayout.from_config(
         model.config.to_dict(),  # type: ignore[union-attr, operator]
@@ -189,6 +194,28 @@ def test_bits_do_not_depend_on_how_a_row_is_run() -> None:
         changed = bits_of(prepared, other)
         assert changed, name
         assert {key: usual[key] for key in changed} == changed, name
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("interpreted")
+def test_bits_of_rows_with_adapters_do_not_depend_on_the_others(tmp_path: Path) -> None:
+    prepared, tokens = prepared_model("llama", num_hidden_layers=1), (3, 7, 5)
+    targets = ["q_proj", "o_proj", "down_proj"]
+    one_layer = tiny_model("llama", **SMALL | {"num_hidden_layers": 1})
+    make_adapter(one_layer, tmp_path, seed=1, r=4, target_modules=targets)
+    adapters = read_adapters({"a": str(tmp_path)}, prepared.model.config)  # type: ignore[arg-type]
+    add_adapters(prepared.model, prepared.layout, adapters)
+
+    def logits(*numbers: int) -> torch.Tensor:
+        count, kernel = len(numbers), prepared.kernel
+        probe = Probe(
+            prepared.model, prepared.layout, tokens, count, adapters=numbers, kernel=kernel
+        )
+        return probe.logits()
+
+    alone, without = logits(1), logits(0)
+    assert not torch.equal(alone, without)
+    assert torch.equal(logits(0, 1, 1), torch.cat([without, alone, alone]))
 
 
 @pytest.mark.parametrize("family", ["llama", "starcoder2"])
