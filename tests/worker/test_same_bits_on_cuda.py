@@ -183,6 +183,7 @@ def prepared_model(
     return Prepared(model, layout, kernel, capture)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding holds whatever memory held
 @pytest.mark.usefixtures("interpreted")
 def test_bits_do_not_depend_on_how_a_row_is_run() -> None:
