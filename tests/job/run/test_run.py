@@ -201,6 +201,7 @@ def test_bad_rows_are_coded_and_the_good_ones_are_right(tmp_path: Path, build: F
         "error": 5,
         "error_codes": {"empty_prompt": 3, "invalid_utf8": 1, "prompt_too_long": 1},
         "control_text": 0,
+        "reused": 0,
     }
 
 
@@ -526,7 +527,7 @@ def test_another_input_path_is_another_job(tmp_path: Path, build: FakeBuild) -> 
     run_job(job(tmp_path), build=build)
     write_parquet(tmp_path / "other" / "x.parquet", {"prompt": ["a"], "n": [1]})
     moved = job(tmp_path, input={"path": str(tmp_path / "other")})
-    with pytest.raises(LockedError, match=r"input\.path was .*/in, is .*/other\nuse --output"):
+    with pytest.raises(LockedError, match=r"input\.path was .*/in, is .*/other\nuse --update .*--output"):
         run_job(moved, build=build)
 
 
@@ -544,7 +545,7 @@ def test_limit(tmp_path: Path, build: FakeBuild) -> None:
     assert run_job(spec, build=build) is ExitCode.OK
     assert output(tmp_path)["row_id"].to_pylist() == list(range(13))
     with pytest.raises(
-        LockedError, match=r"input\.limit was 13, is null\nuse --output .*--overwrite"
+        LockedError, match=r"input\.limit was 13, is null\nuse --update .*--output .*--overwrite"
     ):
         run_job(job(tmp_path), build=build)
 

@@ -248,7 +248,7 @@ def test_damaged_statistics_do_not_stand_in_the_way(
     harm(path)
     capsys.readouterr()
     assert run_job(spec, build=FakeBuild()) is ExitCode.OK
-    told, *about_damage = capsys.readouterr().err.splitlines()
+    told, _before, *about_damage = capsys.readouterr().err.splitlines()
     assert "part-00001 is made again" in told
     assert len(about_damage) == warnings
     assert all(line.startswith(f"{path} is damaged") for line in about_damage)
