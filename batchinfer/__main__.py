@@ -5,7 +5,7 @@ It starts without what no command of it uses.
 
 from __future__ import annotations
 
-from batchinfer.process import bound_spinning, skip_optional_imports
+from batchinfer.process import bound_spinning, leaves_at_once, skip_optional_imports
 
 
 def main() -> None:
@@ -14,7 +14,8 @@ def main() -> None:
     bound_spinning()
     from batchinfer.cli import main as run_commands
 
-    run_commands()
+    with leaves_at_once():
+        run_commands()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -35,6 +36,32 @@ def _stopped() -> bytes:
 
 _farewell: tuple[int, Callable[[], bytes]] = (2, _stopped)
 """Where to say what, when a signal ends the process at once."""
+
+
+@contextmanager
+def leaves_at_once() -> Iterator[None]:
+    """Have the process end by ``SystemExit`` without taking apart what it has loaded.
+
+    Of torch and triton that takes two seconds. What is registered with ``atexit`` inside is done
+    before.
+    """
+    codes: list[int] = []
+    atexit.register(_end_at_once, codes)  # the first to be registered comes last
+    try:
+        yield
+    except SystemExit as done:
+        if done.code is None or isinstance(done.code, int):
+            codes.append(done.code or 0)
+        raise
+
+
+def _end_at_once(codes: list[int]) -> None:
+    if not codes:  # Python has an error to show
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # none, full or closed
+            stream.flush()
+    os._exit(codes[0])
 
 
 def leave_on_signals(farewell: Callable[[], bytes] = _stopped, descriptor: int = 2) -> None:

@@ -50,3 +50,32 @@ assert "torch" not in sys.modules
 """
     assert environment_after(program) == {"GOMP_SPINCOUNT": SPIN_COUNT}
     assert environment_after("from batchinfer import LLM") == {"GOMP_SPINCOUNT": SPIN_COUNT}
+
+
+LEAVES = """
+import atexit, sys
+from batchinfer.process import leaves_at_once
+class Slow:
+    def __del__(self):
+        print("taken apart")
+with leaves_at_once():
+    slow = Slow()
+    atexit.register(print, "asked for at exit")
+    sys.stdout.write("said ")
+    {ends}
+"""
+
+
+@pytest.mark.parametrize(("ends", "code"), [("sys.exit(7)", 7), ("sys.exit()", 0)])
+def test_the_program_ends_without_being_taken_apart(ends: str, code: int) -> None:
+    command = [sys.executable, "-c", LEAVES.format(ends=ends)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "said asked for at exit\n")
+
+
+@pytest.mark.parametrize("ends", ["sys.exit('wrong')", "raise ValueError('wrong')"])
+def test_what_went_wrong_is_shown_by_python(ends: str) -> None:
+    command = [sys.executable, "-c", LEAVES.format(ends=ends)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "wrong" in done.stderr
