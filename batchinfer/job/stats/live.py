@@ -89,7 +89,7 @@ def live_run(watched: WatchedRun, now: float, every_s: float) -> LiveRun:
     return LiveRun(
         *waits,
         rows_total=total,
-        rows_finished=meter.before + meter.counts.rows,
+        rows_finished=meter.before + meter.rows_finished,
         rows_running=meter.rows_running,
         output_tokens=meter.counts.tokens,
         tokens_per_s=meter.tokens_per_s,

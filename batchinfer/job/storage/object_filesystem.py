@@ -141,7 +141,7 @@ class StoreFiles(StagedFiles):
         if source in self._staged:
             with self._once_only():
                 self._put(_url(target), self._staged[source])
-            del self._staged[source]
+            self._staged.pop(source, None)  # another thread may have emptied the folder
             return
         with self.open(source) as file, self._once_only():
             self._put(_url(target), file.read())

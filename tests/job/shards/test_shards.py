@@ -71,7 +71,7 @@ def check_finished(spec: JobSpec, plain: dict[str, bytes]) -> None:
     assert data(spec) == plain
     assert verify(output_at(spec.output.path)).data() == {
         **{"ok": True, "complete": True, "parts_total": 8, "parts_done": 8},
-        **{"rows": NUM_ROWS, "problems": []},
+        **{"rows": NUM_ROWS, "problems": [], "is_updating": False},
     }
     assert list((out_of(spec) / "_batchinfer" / "segments").iterdir()) == []
     summary = json.loads((out_of(spec) / "summary.json").read_bytes())
