@@ -112,10 +112,6 @@ def test_scores_are_those_of_a_rows_adapter(folder: Path, tmp_path: Path) -> Non
     fields = job(tmp_path, folder).model_dump(exclude={"sampling"}, by_alias=True)
     fields["sampling"] = asdict(SCORING)
     fields |= {"task": "score", "score": {"completions_column": "choices"}}
-        "task": "score",
-        "score": {"completions_column": "choices"},
-        "sampling": asdict(SCORING),
-    }
     assert run_job(JobSpec.model_validate(fields), quiet=True) is ExitCode.OK
     ids = AutoTokenizer.from_pretrained(folder / "model")(prompt + completion, return_tensors="pt")
     for row, name in zip(pq.read_table(tmp_path / "out" / "data").to_pylist(), names, strict=True):
