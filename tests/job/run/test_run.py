@@ -35,7 +35,7 @@ from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.run import pipeline, run
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run import run_job
-from batchinfer.job.run.threads import BackgroundConsumer
+from batchinfer.job.run.threads import Prefetcher
 from batchinfer.requests import PromptRow
 from tests.faults.hostile_texts import HostileBuild
 from tests.job.datasets import flip_bit, rot, strings, write_parquet
@@ -757,7 +757,7 @@ def test_a_failed_engine_does_not_wait_for_the_next_window(
     numbered(tmp_path)
     leaving, read = threading.Event(), []
 
-    class Watched(BackgroundConsumer[Any]):
+    class Watched(Prefetcher[Any]):
         def __exit__(self, *error: Any) -> None:
             leaving.set()
             super().__exit__(*error)
@@ -776,7 +776,7 @@ def test_a_failed_engine_does_not_wait_for_the_next_window(
 
     build.before_step = crash
     monkeypatch.setattr(pipeline, "read_prompts", reading)
-    monkeypatch.setattr(pipeline, "BackgroundConsumer", Watched)
+    monkeypatch.setattr(pipeline, "Prefetcher", Watched)
     spec = job(tmp_path, engine={"order_window": 10}, output={"rows_per_part": 5})
     with pytest.raises(RuntimeError, match="bug"):
         run_job(spec, build=build)
