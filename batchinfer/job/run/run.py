@@ -187,6 +187,9 @@ def _run_opened(
             reopen(job.out, job.manifest, job.table.generated_schema)
             reopened = plan_resume(job.out, job.manifest, "resume")
             resume = replace(reopened, takes_over=resume.takes_over)
+        columns = job.spec.output.partition_by
+        if resume.begins or not is_partitioned(job.out, columns):
+            check_partitions(columns, job.table.kept, job.source)
         if not resume.todo:
             with stop_signals() as stop:
                 return _end(job, claim, if_exists, reporter, stop)
@@ -284,8 +287,6 @@ def _run(
     recover = from_scratch if resume.starts_over else recover_rows
     with phase("reading finished rows"):
         recovered = recover(job.out, resume, job.table.generated_schema)
-    if resume.begins:
-        check_partitions(job.spec.output.partition_by, job.table.kept, job.source)
     with phase("checking ids"):
         job = with_id_errors(job, reads_stored=not resume.starts_over)
     lost = {f"what was in {name}": problem for name, problem in recovered.damaged.items()}
@@ -394,8 +395,9 @@ def _finish(job: OutputJob, claim: Claim, reporter: RunReporter) -> ExitCode:
     records = job.out.of_each(partial(_record, job, claim), job.manifest.parts())
     if _exports(job):
         export(job.out, job.manifest, job.table.kept, job.spec.model, job.combined_output)
-    if not is_partitioned(job.out, job.spec.output.partition_by):
-        write_partitions(job.out, job.manifest, job.spec.output.partition_by)
+    columns = job.spec.output.partition_by
+    if columns or not is_partitioned(job.out, columns):  # of what was there parts may be newer
+        write_partitions(job.out, job.manifest, columns)
     warnings = _nothing_selected(job)
     with phase("merging statistics"):
         lineage_of = partial(_lineage, job, records)

@@ -20,7 +20,7 @@ from batchinfer.console.format import printable
 from batchinfer.errors import DataError
 from batchinfer.job.manifest import read_manifest
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.output.partitioned.record import names_of_files
+from batchinfer.job.output.partitioned.record import begin, names_of_files
 from batchinfer.job.output.resume import PART_FILE, STATS_FILES, clear_staging
 from batchinfer.job.storage.failpoints import failpoint
 from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
@@ -150,14 +150,19 @@ def _place_file(out: OutputDir, path: PurePath, source: PurePath) -> None:
 
 def _place_partitions(out: OutputDir, generation: OutputDir) -> None:
     """Have the folders by values be those of the generation, or be gone; the record goes last."""
-    files = out.files
-    if files.stat(out.partitioned_record) is not None:
+    files, names = out.files, names_of_files(generation)
+    is_ours = files.stat(out.partitioned_record) is not None
+    if names:  # first: what is there from now on is ours
+        begin(out, ())
+    if is_ours:
         files.delete(out.partitioned)
-    for name in names_of_files(generation):
+    for name in names:
         path = out.partitioned / name
         files.make_directory(path.parent)
         files.copy(generation.partitioned / name, path, out.staging)
         failpoint("swap-copied")
+    for folder in sorted({(out.partitioned / name).parent for name in names}):
+        files.sync(folder)
     _place_file(out, out.partitioned_record, generation.partitioned_record)
 
 

@@ -23,6 +23,7 @@ from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import rot, write_parquet
 from tests.job.fakes import FakeBuild, job
+from tests.job.output.test_resume import Model
 
 LANGS = ["de", None, "a/b=c%", "ü", ""]
 
@@ -191,6 +192,28 @@ def test_rows_that_are_mended_leave_no_file_behind(tmp_path: Path) -> None:
     )
     assert run(allowed) is ExitCode.OK
     assert {name.partition("/")[0] for name in files(tmp_path)} == {"status=ok", "status=error"}
+
+
+def test_rows_that_run_again_are_in_the_folders_as_they_are_then(tmp_path: Path) -> None:
+    spec = with_langs(tmp_path, "status")
+    assert run_job(spec, build=Model(3, 17), quiet=True) is ExitCode.TOO_MANY_ROW_ERRORS
+    assert {name.partition("/")[0] for name in files(tmp_path)} == {"status=ok", "status=error"}
+    assert run_job(spec, build=Model(), retry_errors=True, quiet=True) is ExitCode.OK
+    assert {name.partition("/")[0] for name in files(tmp_path)} == {"status=ok"}
+
+
+def test_columns_that_come_later_are_checked_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = partitioned(tmp_path, x=range(25))
+    assert run(spec) is ExitCode.OK
+    monkeypatch.setattr(partition_columns, "MOST_PARTITIONS", 20)
+    output = spec.output.model_copy(update={"partition_by": ("x",)})
+    for _ in range(2):
+        with pytest.raises(DataError, match="would make 25 partitions; at most 20 are made"):
+            run(spec.model_copy(update={"output": output}))
+    assert not files(tmp_path)
+    assert run(spec) is ExitCode.OK, "what was finished is as it was"
 
 
 @given(st.none() | st.text(max_size=9), st.text(min_size=1, max_size=5))

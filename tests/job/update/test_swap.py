@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
@@ -113,6 +114,39 @@ def test_a_swap_that_is_cut_off_is_gone_on_with(
     monkeypatch.undo()
     assert run(spec_of(folder), update=update) is ExitCode.OK
     check_new(folder, fresh)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_swap_that_is_cut_off_at_folders_by_values_is_gone_on_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    by_status = spec_of(folder)
+    by_status = by_status.model_copy(
+        update={"output": by_status.output.model_copy(update={"partition_by": ("status",)})}
+    )
+    if before:
+        write_rows(folder, *OLD)
+        assert run(by_status) is ExitCode.OK
+        write_rows(folder, *NEW)
+
+    def failpoint(name: str) -> None:
+        if name == "swap-copied" and len(swapped(folder)) == 2:
+            raise CutOff
+
+    monkeypatch.setattr(swap, "failpoint", failpoint)
+    with pytest.raises(CutOff):
+        run(by_status, update=True)
+    assert "is being updated" in " ".join(verify(OutputDir(folder / "out")).problems)
+    monkeypatch.undo()
+    assert run(by_status) is ExitCode.OK
+    assert verify(OutputDir(folder / "out")).problems == []
+    assert len(swapped(folder)) == 3
+
+
+def swapped(folder: Path) -> list[Path]:
+    """Files by values that are of the new rows."""
+    found = sorted((folder / "out" / "partitioned").rglob("*.parquet"))
+    return [path for path in found if "new" in pq.ParquetFile(path).read()["prompt"][0].as_py()]
 
 
 def half_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,15 @@ def refuse_foreign(out: OutputDir, columns: Sequence[str]) -> None:
         )
 
 
+def begin(out: OutputDir, columns: Sequence[str]) -> None:
+    """Say that the folder is ours, and that nothing in it counts yet.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    out.write_json(out.partitioned_record, {"columns": list(columns), "files": None})
+
+
 def names_of_files(out: OutputDir) -> list[str]:
     """Files that were written, below ``partitioned``; none where that was not done to the end."""
     return list(_read(out).get("files") or {})

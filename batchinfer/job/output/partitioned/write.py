@@ -12,6 +12,7 @@ import pyarrow as pa
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir, parquet_bytes
 from batchinfer.job.output.partitioned.columns import Values, folder_name, values_of
+from batchinfer.job.output.partitioned.record import begin
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import storage_errors
 
@@ -30,7 +31,7 @@ def write_partitions(out: OutputDir, manifest: Manifest, columns: Sequence[str])
         StorageError: the file system refuses.
     """
     if columns:  # first, for what is there from now on is ours
-        out.write_json(out.partitioned_record, {"columns": list(columns), "files": None})
+        begin(out, columns)
     with storage_errors(out.partitioned, "delete"):
         out.files.delete(out.partitioned)
         out.files.sync(out.root)
