@@ -11,11 +11,12 @@ import pytest
 from batchinfer.errors import DataError, ExitCode, NotYetError, UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
+from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.stats.status import read_status
 from batchinfer.job.storage.filesystem import parse_json
 from tests.job.datasets import write_parquet
-from tests.job.fakes import TellingBuild, drawn, echo, job
+from tests.job.fakes import AtOnce, TellingBuild, drawn, echo, job
 from tests.job.output.test_resume import stop_at
 
 ROWS = [f"{row} asks" for row in range(14)]
@@ -186,7 +187,10 @@ def test_an_update_that_is_stopped_goes_on(tmp_path: Path, update: bool) -> None
     assert read_status(place.out, 0.0).update is None
 
 
-def test_a_third_job_finds_the_rows_of_both_before(place: Place) -> None:
+def test_a_third_job_finds_the_rows_of_both_before(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)  # rows are copied before any runs
     place.write(*ROWS, *(f"{row} more" for row in range(9)))
     place.stop(8, update=True)
     (generation,) = place.out.files.entries(place.out.next)
