@@ -18,8 +18,9 @@ from batchinfer.console.format import printable
 from batchinfer.console.meter import Meter
 from batchinfer.console.phases import Phases, phase
 from batchinfer.console.progress import Progress
-from batchinfer.errors import DataError, ExitCode, NotYetError, UsageError
+from batchinfer.errors import DataError, ExitCode, JobError, NotYetError, UsageError
 from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.identity import have_common_files
 from batchinfer.job.job import BuildEngine, OutputJob, identified, load, open_input, open_job
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.openai.export import export
@@ -252,8 +253,19 @@ def _pinned(spec: JobSpec, planned: Manifest | None, out: OutputDir) -> JobSpec:
         return spec
     if out.files.stat(out.success) is not None:
         return spec
-    pinned = {"version": planned.table_version}
-    return spec.model_copy(update={"input": spec.input.model_copy(update=pinned)})
+    version = {"version": planned.table_version}
+    pinned = spec.model_copy(update={"input": spec.input.model_copy(update=version)})
+    if planned.input_paths == tuple(spec.input.paths) or _finds_again(pinned, planned):
+        return pinned
+    return spec
+
+
+def _finds_again(spec: JobSpec, planned: Manifest) -> bool:
+    """Whether a table that was somewhere else is the one that was planned, not another one."""
+    with suppress(JobError):
+        source = identified(open_input(spec), planned)
+        return have_common_files(planned.inputs, source.files)
+    return False
 
 
 def _planned_before(out: OutputDir) -> Manifest | None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.errors import DataError, ExitCode, UsageError
+from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.run.run import run_job
 from tests.job.fakes import FakeBuild, job
@@ -166,6 +166,53 @@ def test_an_interrupted_job_keeps_to_the_version_it_began_with(tmp_path: Path) -
     assert table["prompt"].to_pylist() == rows["prompt"]
     with pytest.raises(DataError, match="the input has changed"):
         run_job(spec, build=FakeBuild())
+
+
+def stopped_on_a_table(tmp_path: Path, step: int) -> None:
+    """A job on a table that ends at a step; the table has another version since."""
+    table = tmp_path / "in"
+    deltalake.write_deltalake(table, pa.table({"prompt": [f"row {at}" for at in range(30)]}))
+    breaks = FakeBuild(max_num_seqs=4)
+
+    def stop(at: int) -> None:
+        if at == step:
+            raise KeyboardInterrupt
+
+    breaks.before_step = stop
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job(tmp_path), build=breaks)
+    deltalake.write_deltalake(table, pa.table({"prompt": ["later"]}), mode="append")
+
+
+def prompts_of(tmp_path: Path) -> list[str]:
+    table = pq.read_table(sorted((tmp_path / "out" / "data").iterdir()))
+    return table["prompt"].to_pylist()  # type: ignore[no-any-return]
+
+
+def test_a_table_that_has_moved_is_kept_to_its_version(tmp_path: Path) -> None:
+    stopped_on_a_table(tmp_path, step=15)
+    (tmp_path / "in").rename(tmp_path / "moved")
+    spec = job(tmp_path, input={"path": str(tmp_path / "moved")})
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    assert prompts_of(tmp_path) == [f"row {at}" for at in range(30)]
+
+
+def test_another_input_is_not_read_at_the_version_of_the_table_before(tmp_path: Path) -> None:
+    stopped_on_a_table(tmp_path, step=0)
+    other = job(tmp_path, input={"path": str(tmp_path / "other")})
+    for text in ("first", "second"):
+        rows = pa.table({"prompt": [text]})
+        deltalake.write_deltalake(tmp_path / "other", rows, mode="overwrite")
+    assert run_job(other, build=FakeBuild()) is ExitCode.OK
+    assert prompts_of(tmp_path) == ["second"]
+
+
+def test_files_that_take_the_place_of_a_table_are_another_job(tmp_path: Path) -> None:
+    stopped_on_a_table(tmp_path, step=15)
+    (tmp_path / "files").mkdir()
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "files" / "x.parquet")
+    with pytest.raises(LockedError, match=r"input\.path was .*in, is .*files"):
+        run_job(job(tmp_path, input={"path": str(tmp_path / "files")}), build=FakeBuild())
 
 
 @pytest.fixture
