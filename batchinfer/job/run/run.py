@@ -139,6 +139,8 @@ def run_job(
             reporter = RunReporter(watched, display, as_json, report)
 
             def run() -> ExitCode:
+                if shard is None and if_exists != "overwrite":
+                    end_swap(output_at(spec.output.path))  # first: it decides what is gone on with
                 goes_on = if_exists != "overwrite" and not (update or retry_errors)
                 job = _open(spec, combined_output, keeps_version=goes_on)
                 return _run_opened(
@@ -162,7 +164,6 @@ def _run_opened(
     _check_options(if_exists, retry_errors, update, shard, fleet)
     generation = None
     if shard is None and if_exists != "overwrite":
-        end_swap(job.out)
         generation = next_generation(
             job.out, job.manifest, update=update, retry_errors=retry_errors
         )

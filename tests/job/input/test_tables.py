@@ -14,6 +14,7 @@ import pytest
 from batchinfer.errors import DataError, ExitCode, LockedError, UsageError
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.run.run import run_job
+from batchinfer.job.update import swap
 from tests.job.fakes import FakeBuild, job
 
 deltalake = pytest.importorskip("deltalake")
@@ -213,6 +214,26 @@ def test_files_that_take_the_place_of_a_table_are_another_job(tmp_path: Path) ->
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "files" / "x.parquet")
     with pytest.raises(LockedError, match=r"input\.path was .*in, is .*files"):
         run_job(job(tmp_path, input={"path": str(tmp_path / "files")}), build=FakeBuild())
+
+
+def test_a_swap_that_was_cut_off_ends_at_the_version_that_takes_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, spec = tmp_path / "in", job(tmp_path)
+    deltalake.write_deltalake(table, pa.table({"prompt": ["first"]}))
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    deltalake.write_deltalake(table, pa.table({"prompt": ["second"]}), mode="overwrite")
+
+    def cut_off(name: str) -> None:
+        if name == "swap-hidden":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(swap, "failpoint", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(spec, build=FakeBuild(), update=True)
+    monkeypatch.undo()
+    assert run_job(spec, build=FakeBuild()) is ExitCode.OK
+    assert prompts_of(tmp_path) == ["second"]
 
 
 @pytest.fixture
