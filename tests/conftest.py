@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 # Read when torch and huggingface_hub are first imported, here and in every process a test starts.
@@ -25,6 +26,7 @@ import pytest
 import torch
 
 from batchinfer.console import phases
+from batchinfer.process import UNUSED
 
 try:
     from hypothesis import settings
@@ -67,4 +69,6 @@ def process_as_before() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    for name in [name for name in UNUSED if sys.modules.get(name, name) is None]:
+        del sys.modules[name]  # a worker leaves them out of its process; here others want them
     logging.getLogger("batchinfer").setLevel(logging.NOTSET)
