@@ -9,7 +9,8 @@ a row that kills at once: after a death the next run has each row there before i
 
 A thousand innocent rows are in flight whenever a process is killed. So a death means nothing as
 long as rows finish between one and the next, or their tokens go to disk
-(``batchinfer.job.tokens``). Two deaths without that make the rows in flight at
+(``batchinfer.job.tokens``), which a row that kills beside long answers does not keep these from: so
+tokens alone count for ``MOST_FRUITLESS`` deaths. Two deaths without that make the rows in flight at
 both suspects. Suspects run by halves with nothing beside them; a half that dies is halved again.
 A row is given up only when the process has died twice while it ran alone.
 """
@@ -34,6 +35,9 @@ from batchinfer.job.storage.filesystem import STRICT, read_file, storage_errors
 
 CRASHES_TO_SUSPECT = 2
 DEATHS_TO_GIVE_UP = 2
+MOST_FRUITLESS = 8
+"""Deaths between which no row finishes, before tokens alone are no sign any more that rows get on;
+an answer takes minutes, or some hours, of which machines are lost less often."""
 
 Group = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
 """Row ids."""
@@ -62,6 +66,9 @@ class CrashHistory:
     """Rows that will not run again."""
     last_run: str = ""
     """The runs, with spaces between them, whose deaths were counted last."""
+    fruitless: NonNegativeInt = 0
+    """Deaths in a row without a row finished in between, whatever tokens were kept; while there are
+    suspects it does not go down, or each half would have to wait anew."""
 
     def after_death(
         self, run_id: str, in_flight: Set[int], finished: Set[int], *, kept_tokens: bool = False
@@ -75,16 +82,21 @@ class CrashHistory:
                 as long answers do for hours, and the next run goes on from there.
         """
         after = self._after(in_flight, finished, kept_tokens=kept_tokens)
-        return replace(after, last_run=run_id)
+        begins_anew = bool(finished) and not self.groups
+        fruitless = 0 if begins_anew else self.fruitless + bool(in_flight)
+        return replace(after, last_run=run_id, fruitless=fruitless)
 
     def _after(self, in_flight: Set[int], finished: Set[int], *, kept_tokens: bool) -> CrashHistory:
         if not in_flight:  # it died before or after its work
             return self
+        gets_on = kept_tokens and self.fruitless < MOST_FRUITLESS
         for at, group in enumerate(self.groups):
             if not in_flight.isdisjoint(group):
-                progressed = kept_tokens or not finished.isdisjoint(group)
+                # The tokens of a single row are its own: those it can keep come to an end.
+                has_tokens = kept_tokens if len(group) == 1 else gets_on
+                progressed = has_tokens or not finished.isdisjoint(group)
                 return self._after_group(at, in_flight, progressed)
-        crashes = 1 if finished or kept_tokens else self.crashes + 1
+        crashes = 1 if finished or gets_on else self.crashes + 1
         both = in_flight & set(self.in_flight) if crashes > 1 else in_flight
         rows = tuple(sorted(both or in_flight))
         if crashes < CRASHES_TO_SUSPECT:
@@ -116,6 +128,7 @@ class CrashHistory:
         groups = tuple(tuple(row for row in group if row in missing) for group in self.groups)
         left = tuple(group for group in groups if group)
         in_flight = tuple(row for row in self.in_flight if row in missing)
+        is_fruitless = bool(left) or (bool(in_flight) and in_flight == self.in_flight)
         return replace(
             self,
             crashes=self.crashes if in_flight else 0,
@@ -123,6 +136,7 @@ class CrashHistory:
             groups=left,
             deaths=self.deaths if left[:1] == self.groups[:1] else 0,
             given_up=tuple(row for row in self.given_up if row in missing),
+            fruitless=self.fruitless if is_fruitless else 0,
         )
 
     @property
@@ -249,6 +263,7 @@ def _merged(histories: Sequence[CrashHistory]) -> CrashHistory:
         deaths=next((history.deaths for history in histories if history.groups), 0),
         given_up=given_up,
         last_run=" ".join(filter(None, (history.last_run for history in histories))),
+        fruitless=max((history.fruitless for history in histories), default=0),
     )
 
 

@@ -148,7 +148,9 @@ def test_writers_beside_each_other_know_of_their_own_crashes_alone(out: OutputDi
     die(two, 1, 5)
     die(one, 2, 2, 3)
     assert attribute_crashes(one, FIRST).groups == ((2,),)
-    assert attribute_crashes(two, SECOND) == CrashHistory(1, (5,), last_run="run-00001-s0001of2")
+    assert attribute_crashes(two, SECOND) == CrashHistory(
+        1, (5,), last_run="run-00001-s0001of2", fruitless=1
+    )
     assert [path.name for path in out.in_flight.iterdir()] == []
 
 

@@ -6,19 +6,27 @@ import json
 
 import pytest
 
-from batchinfer.job.output.quarantine import CrashHistory, crash_history_from
+from batchinfer.job.output.quarantine import MOST_FRUITLESS, CrashHistory, crash_history_from
 
 NONE: frozenset[int] = frozenset()
 
 
 def died(
-    before: CrashHistory, in_flight: set[int], finished: set[int] | frozenset[int] = NONE
+    before: CrashHistory,
+    in_flight: set[int],
+    finished: set[int] | frozenset[int] = NONE,
+    *,
+    kept_tokens: bool = False,
 ) -> CrashHistory:
-    return before.after_death("run", in_flight, finished)
+    return before.after_death("run", in_flight, finished, kept_tokens=kept_tokens)
 
 
-def hunt(num_rows: int, poison: int) -> tuple[int, CrashHistory]:
-    """Run rows of which one kills the process whenever it runs; deaths, and what is left."""
+def hunt(num_rows: int, poison: int, *, keep_tokens: bool = False) -> tuple[int, CrashHistory]:
+    """Run rows of which one kills the process whenever it runs; deaths, and what is left.
+
+    Args:
+        keep_tokens: whether the others put tokens on disk each time before it does.
+    """
     crash_history, missing, deaths = CrashHistory(), set(range(num_rows)), 0
     while True:
         finished: set[int] = set()
@@ -27,7 +35,9 @@ def hunt(num_rows: int, poison: int) -> tuple[int, CrashHistory]:
         for group in (*map(set, crash_history.groups), missing - apart):
             if poison in group & missing:
                 deaths += 1
-                crash_history = died(crash_history, group, finished).among(missing)
+                kept_tokens = keep_tokens and len(group) > 1
+                after = died(crash_history, group, finished, kept_tokens=kept_tokens)
+                crash_history = after.among(missing)
                 break
             finished |= group
             missing -= group
@@ -40,6 +50,23 @@ def test_one_row_in_a_thousand_is_found(poison: int) -> None:
     deaths, crash_history = hunt(1000, poison)
     assert crash_history.given_up == (poison,)
     assert deaths <= 2 + 10 + 2
+
+
+@pytest.mark.parametrize("poison", [0, 500, 999])
+def test_one_row_among_long_answers_is_found(poison: int) -> None:
+    deaths, crash_history = hunt(1000, poison, keep_tokens=True)
+    assert crash_history.given_up == (poison,)
+    assert deaths <= MOST_FRUITLESS + 2 + 10 + 2
+
+
+def test_long_answers_that_end_at_last_are_no_suspects() -> None:
+    crash_history, missing = CrashHistory(), {*range(30)}
+    for row in range(29):
+        for _ in range(MOST_FRUITLESS):
+            crash_history = died(crash_history, missing, kept_tokens=True).among(missing)
+            assert crash_history.groups == ()
+        missing = missing - {row}
+        crash_history = crash_history.among(missing)
 
 
 def test_the_only_row() -> None:
