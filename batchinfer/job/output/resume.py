@@ -312,6 +312,7 @@ def _clear(out: OutputDir) -> None:
     for name in STATS_FILES:
         delete(out.stats / name)
     keep = {out.manifest, out.state / LOCK, out.state / HOLDER, out.locks, out.shards}
+    keep.add(out.live)  # this run writes there all the while
     for path in [path for path in entries(out.state) if path not in keep]:
         delete(path)
     for directory in (out.root, out.data, out.stats, out.openai, out.state):

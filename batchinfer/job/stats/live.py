@@ -120,7 +120,8 @@ class LiveFile:
     def write(self) -> None:
         """Write how far the run is; where that fails, the next time will do."""
         found = live_run(self._watched, self._clock(), self.every_s)
-        files, staged = self._out.files, self._out.staging / f"live-{self._path.name}"
+        # Not where all else is staged: others delete that meanwhile.
+        files, staged = self._out.files, self._path.with_suffix(".new")
         with suppress(OSError, JobError):
             files.make_directory(self._out.live)
             files.write(staged, json.dumps(asdict(found)).encode())
@@ -141,6 +142,8 @@ def live_runs(out: OutputDir, now: float) -> list[LiveRun]:
     """
     found = []
     for path in out.files.entries(out.live):
+        if path.suffix != ".json":
+            continue
         with suppress(OSError, ValueError, JobError):
             run = _STORED.validate_json(read_file(out.files, path))
             if now - run.saved_at < max(SILENT_S, 3 * run.every_s) and _may_live(out, path):

@@ -116,6 +116,16 @@ def test_a_swap_that_is_cut_off_is_gone_on_with(
     check_new(folder, fresh)
 
 
+@pytest.mark.parametrize("options", [{"update": True}, {"overwrite": True}])
+def test_what_the_run_tells_of_itself_stays(folder: Path, options: dict[str, bool]) -> None:
+    """Another thread writes it: a folder that it writes to cannot be deleted."""
+    live = OutputDir(folder / "out").live
+    Path(live).mkdir(exist_ok=True)
+    (Path(live) / "other.json").write_text("{}")
+    assert run(spec_of(folder), **options) is ExitCode.OK
+    assert (Path(live) / "other.json").exists()
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_a_swap_that_is_cut_off_at_folders_by_values_is_gone_on_with(
     folder: Path, monkeypatch: pytest.MonkeyPatch, before: bool
