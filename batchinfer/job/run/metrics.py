@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 FILE_EVERY_S = 5.0
-_PORT = re.compile(r"(?:(?P<host>[^/:]+|\[[0-9a-fA-F:]+\]):)?(?P<port>[0-9]+)")
+_PORT = re.compile(r"(?:(?P<host>[^/:]+|\[[0-9a-fA-F:]+\]):)?(?P<port>-?[0-9]+)")
 _COUNTERS = {
     "rows_finished": ("rows", "Rows that this run has finished."),
     "output_tokens": ("tokens", "Output tokens that this run has drawn."),
@@ -73,8 +73,8 @@ def _on_port(host: str, port: int, registry: CollectorRegistry, display: Display
     from prometheus_client import start_http_server
 
     place = f"{host}:{port}"
-    if port >= 1 << 16:
-        raise UsageError(f"--metrics {place}: a port is less than 65536")
+    if not 0 <= port < 1 << 16:
+        raise UsageError(f"--metrics {place}: a port is from 0 to 65535")
     try:
         server, thread = start_http_server(port, host.strip("[]"), registry)
     except OSError as error:
@@ -104,7 +104,7 @@ def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
         write_to_textfile(path, registry)
     except (OSError, ValueError) as error:
         raise StorageError(
-            f"--metrics {printable(path)} cannot be written: {first_line(error)}",
+            f"--metrics {printable(path)!r} cannot be written: {_reason(error)}",
             hint="name a file in a folder that is there",
         ) from None
     try:
@@ -112,6 +112,11 @@ def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
             yield
     finally:
         write()
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """What went wrong, without the name of the passing file that it went wrong with."""
+    return (isinstance(error, OSError) and error.strerror) or first_line(error)
 
 
 class _Collector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import urllib.request
@@ -89,11 +90,15 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("where", "error"),
-    [("70000", UsageError), ("192.0.2.1:9100", UsageError), ("{}/no/x.prom", StorageError)],
+    [
+        *(("70000", UsageError), ("-1", UsageError), ("192.0.2.1:9100", UsageError)),
+        *(("{}/no/x.prom", StorageError), ("{}", StorageError), ("", StorageError)),
+    ],
 )
 def test_places_that_are_none(tmp_path: Path, where: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match="--metrics "):
+    with pytest.raises(error, match="--metrics ") as raised:
         run_job(some_job(tmp_path), build=Build(), metrics=where.format(tmp_path))
+    assert str(os.getpid()) not in str(raised.value).replace(str(tmp_path), "")  # a passing file
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
