@@ -6,10 +6,12 @@ It starts without what no command of it uses.
 from __future__ import annotations
 
 from batchinfer.process import bound_spinning, leaves_at_once, skip_optional_imports
+from batchinfer.program import leave_as_asked
 
 
 def main() -> None:
     """Start the program without what it never uses, and with threads that wait in moderation."""
+    leave_as_asked()  # before the commands are imported: that takes long enough for a Ctrl-C
     skip_optional_imports()
     bound_spinning()
     from batchinfer.cli import main as run_commands

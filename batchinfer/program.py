@@ -6,11 +6,13 @@ The traceback of a bug goes to a file, so that the screen keeps one line.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +29,33 @@ _CLICK_INTERRUPTED = 130
 
 def run_program(app: Callable[..., object]) -> None:
     """Run the command that the arguments name, and exit with its code."""
-    leave_on_signals()
+    leave_as_asked()
     code, complaint = _outcome(app)
     ignore_signals()  # the exit code is settled
     _end(code, complaint)
     sys.exit(code)
+
+
+def leave_as_asked() -> None:
+    """``leave_on_signals`` with a last word in the format that the arguments ask for.
+
+    They are looked at before any is parsed: a signal may come while the commands are imported.
+    """
+    asked = sys.argv[1:]
+    if "--log-format=json" not in asked and ("--log-format", "json") not in pairwise(asked):
+        leave_on_signals()
+        return
+    from batchinfer.console.json_log import JsonLog
+
+    _leave_in_json(JsonLog(lambda line: os.write(2, line)), 2)
+
+
+def _leave_in_json(log: JsonLog, descriptor: int) -> None:
+    stopped = "stopped; run the same command again"
+    leave_on_signals(
+        lambda: log.line("exit", stopped, "error", exit_code=int(ExitCode.INTERRUPTED)),
+        descriptor,
+    )
 
 
 _json_programs: list[JsonProgram] = []
@@ -48,11 +72,7 @@ def log_as_json(*, keep_stdout: bool) -> JsonLog:
 
     program = JsonProgram(keep_stdout=keep_stdout)
     _json_programs.append(program)
-    stopped = "stopped; run the same command again"
-    leave_on_signals(
-        lambda: program.log.line("exit", stopped, "error", exit_code=int(ExitCode.INTERRUPTED)),
-        program.descriptor,
-    )
+    _leave_in_json(program.log, program.descriptor)
     return program.log
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -31,6 +32,31 @@ def test_before_there_is_anything_to_lose_the_process_leaves(number: signal.Sign
     done = run("leave_on_signals()\nsend()\nprint('still here')", number)
     assert (done.returncode, done.stdout) == (ExitCode.INTERRUPTED, "")
     assert done.stderr == "stopped; run the same command again\n"
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("asked", [[], ["--log-format", "json"], ["--log-format=json"]])
+def test_while_the_commands_are_imported_the_log_has_its_format(
+    number: signal.Signals, asked: list[str]
+) -> None:
+    script = (
+        "import sys\n"
+        "class Sender:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'batchinfer.cli':\n"
+        "            send()\n"
+        "sys.meta_path.insert(0, Sender())\n"
+        f"sys.argv = ['batchinfer', 'run', 'job.yaml', *{asked}]\n"
+        "from batchinfer.__main__ import main\n"
+        "main()\n"
+    )
+    done = run(script, number)
+    assert (done.returncode, done.stdout) == (ExitCode.INTERRUPTED, "")
+    if not asked:
+        assert done.stderr == "stopped; run the same command again\n"
+        return
+    [last] = [json.loads(line) for line in done.stderr.splitlines()]
+    assert (last["event"], last["exit_code"]) == ("exit", ExitCode.INTERRUPTED)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
