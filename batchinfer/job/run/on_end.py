@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, Queue
 from threading import Thread
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from batchinfer.console.display import Display
 from batchinfer.errors import ExitCode, JobError
@@ -135,11 +137,14 @@ def _within_limit(call: Callable[[], str | None]) -> str | None:
 
 def _poster(url: str, message: bytes) -> Callable[[], str | None]:
     """Posts a message, and gives what goes wrong; no more of the URL is told than is known."""
+    place, credentials = _split_credentials(url)
     headers = {"Content-Type": "application/json", "User-Agent": "batchinfer"}
 
     def post() -> str | None:
         try:
-            request = urllib.request.Request(url, message, headers, method="POST")
+            request = urllib.request.Request(place, message, headers, method="POST")
+            if credentials is not None:
+                request.add_unredirected_header("Authorization", f"Basic {credentials}")
             with urllib.request.urlopen(request, timeout=LIMIT_S):
                 return None
         except urllib.error.HTTPError as error:
@@ -151,6 +156,16 @@ def _poster(url: str, message: bytes) -> Callable[[], str | None]:
             return _problem(error)
 
     return post
+
+
+def _split_credentials(url: str) -> tuple[str, str | None]:
+    """A URL without user and password, which urllib takes for its host, and those in base64."""
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    if not at:
+        return url, None
+    encoded = base64.b64encode(unquote_to_bytes(user)).decode()
+    return parts._replace(netloc=host).geturl(), encoded
 
 
 def _problem(reason: object) -> str:

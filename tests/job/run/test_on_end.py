@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ class Hook(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
+        self.authorized: list[str | None] = []
         self.code = 204
         super().__init__(("127.0.0.1", 0), _Handler)
 
@@ -45,6 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
         assert self.headers["Content-Type"] == "application/json"
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.told.append(json.loads(body))
+        self.server.authorized.append(self.headers["Authorization"])
         self.send_response(self.server.code)
         self.end_headers()
 
@@ -67,6 +70,18 @@ def some_job(tmp_path: Path, **on_end_keys: Any) -> JobSpec:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": prompts})
     spec = job(tmp_path, errors={"max_error_rate": 0.1}, on_end=on_end_keys)
     return spec.model_copy(update={"name": 'a "job"\x1b[2J'})
+
+
+def test_user_and_password_of_a_url_are_a_header(
+    tmp_path: Path, hook: Hook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = hook.url.replace("//", "//me:a%20secret@")
+    assert run_job(some_job(tmp_path, webhook=url), build=FakeBuild()) is ExitCode.OK
+    encoded = base64.b64encode(b"me:a secret").decode()
+    assert hook.authorized == [f"Basic {encoded}"]
+    printed = "".join(capsys.readouterr())
+    assert "on_end" not in printed
+    assert "secret" not in printed
 
 
 def test_each_way_to_end_is_told_once(
