@@ -181,7 +181,8 @@ class RowReuse:
                 what = "model" if all(key.startswith("model") for key in changed) else "job"
                 yield f"{none}: {what} differs: {listed(names)}"
             elif not len(self._index):
-                yield f"{none}: its rows have no keys; versions before wrote none"
+                why = "no row of it is finished, or a version before wrote them, without keys"
+                yield f"{none}: {why}"
             else:
                 yield f"{none}: prompts or sampling parameters differ"
 

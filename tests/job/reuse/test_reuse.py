@@ -309,7 +309,18 @@ def test_output_of_before_has_no_keys(story: Story, capsys: pytest.CaptureFixtur
     assert run_job(story.spec("two", ("one",)), build=build) is ExitCode.OK
     assert len(build.ran) == 25
     assert "0 of 25 rows reused" in (said := capsys.readouterr().err)
-    assert "no keys" in said
+    assert "without keys" in said
+
+
+def test_output_whose_first_row_is_not_finished(
+    story: Story, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.write(numbered(5))
+    assert run_job(story.spec("one"), build=Build(stop_at(1)), quiet=True) is ExitCode.INTERRUPTED
+    capsys.readouterr()
+    assert run_job(story.spec("two", ("one",)), build=TellingBuild()) is ExitCode.OK
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert f"0 of 5 rows reused from {story.path / 'one'}: no row of it is finished" in said
 
 
 @pytest.mark.parametrize(
