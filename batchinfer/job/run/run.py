@@ -335,7 +335,7 @@ def _run(
                     complete = fleet(job, recovered, build, before, clear, progress, stop)
                 else:
                     complete = run_pipeline(job, recovered, loaded, progress, stop, reuse)
-            if reuse is not None and not reuse.num_reused:
+            if reuse is not None and not (reuse.num_reused or meter.before):  # else those may be
                 reporter.reused_nothing(reuse.why_none(job.manifest.job, missing))
             if not complete:
                 reporter.stopped(job.out, overwrites=if_exists == "overwrite")

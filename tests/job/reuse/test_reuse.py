@@ -236,6 +236,19 @@ def test_a_run_that_is_stopped_goes_on_and_reuses(story: Story) -> None:
     story.check("two")
 
 
+def test_a_run_that_goes_on_after_rows_were_reused_says_nothing_of_none(
+    story: Story, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.write(numbered(40))
+    story.run("one", input={"limit": 10})
+    two = story.spec("two", ("one",), output={"rows_per_part": 10}, engine={"order": "input"})
+    assert run_job(two, build=Build(stop_at(25)), quiet=True) is ExitCode.INTERRUPTED
+    capsys.readouterr()
+    assert run_job(two, build=TellingBuild()) is ExitCode.OK
+    assert "rows reused" not in capsys.readouterr().err
+    assert story.summary("two")["rows"]["reused"] == 10
+
+
 def test_a_run_that_is_stopped_while_it_copies_ends_soon(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
