@@ -134,6 +134,8 @@ class _Collector:
             return
         for name, (field, what) in _COUNTERS.items():
             yield self._counter(name, what, getattr(meter.counts, field))
+        reused = "Rows that this run has copied from other outputs."
+        yield self._counter("rows_reused", reused, meter.reused)
         yield self._counter("rows_failed", "Rows that ended in an error.", meter.failed)
         yield self._gauge("rows", "Rows of the job, or of the shard.", meter.before + meter.total)
         before = "Rows that earlier runs have finished."

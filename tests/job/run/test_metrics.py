@@ -88,6 +88,21 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_rows_finished_and_reused_are_all_rows(tmp_path: Path) -> None:
+    spec, path = some_job(tmp_path), tmp_path / "batchinfer.prom"
+    first = spec.input.model_copy(update={"limit": 10})
+    first_out = spec.output.model_copy(update={"path": str(tmp_path / "first")})
+    before = spec.model_copy(update={"input": first, "output": first_out})
+    assert run_job(before, build=Build(), quiet=True) is ExitCode.OK
+    output = spec.output.model_copy(update={"reuse": (str(tmp_path / "first"),)})
+    spec = spec.model_copy(update={"output": output})
+    assert run_job(spec, build=Build(), quiet=True, metrics=str(path)) is ExitCode.OK
+    found = parsed(path.read_text())
+    assert found["batchinfer_rows_reused_total"] == 9  # but not the one that failed
+    assert found["batchinfer_rows_finished_total"] == 31
+    assert found["batchinfer_rows"] == 40
+
+
 @pytest.mark.parametrize(
     ("where", "error"),
     [
