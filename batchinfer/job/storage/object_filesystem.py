@@ -138,10 +138,11 @@ class StoreFiles(StagedFiles):
 
     def rename(self, source: PurePath, target: PurePath) -> None:
         """Put what is staged in the store; what another has put there, in another place there."""
-        if source in self._staged:
+        staged = self._staged.get(source)
+        if staged is not None:
             with self._once_only():
-                self._put(_url(target), self._staged[source])
-            self._staged.pop(source, None)  # another thread may have emptied the folder
+                self._put(_url(target), staged)
+            self._staged.pop(source, None)  # another thread may have been at the same
             return
         with self.open(source) as file, self._once_only():
             self._put(_url(target), file.read())

@@ -35,7 +35,7 @@ class StagedFiles:
     def _drop_staged(self, path: PurePath) -> None:
         """Forget a file that is staged, or all below a folder."""
         for staged in [staged for staged in list(self._staged) if staged.is_relative_to(path)]:
-            del self._staged[staged]
+            self._staged.pop(staged, None)  # another thread may be done with it by now
 
 
 class _Staged(BytesIO):
