@@ -287,7 +287,7 @@ ROOMS = [
         "options",
         ("errors", "console", "job", "report", "options", "bench", "program"),
     ),
-    Room("__main__", "the program", ("process", "cli")),
+    Room("__main__", "the program", ("process", "program", "cli")),
 ]
 BY_NAME = {room.name: room for room in ROOMS}
 LEVEL = {room.name: level for level, room in enumerate(ROOMS)}
