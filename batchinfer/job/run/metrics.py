@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchinfer.console.display import Display
@@ -101,6 +102,8 @@ def _in_file(path: str, registry: CollectorRegistry) -> Iterator[None]:
             write_to_textfile(path, registry)
 
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError("it is no file that can be replaced")  # as root, /dev/null could be
         write_to_textfile(path, registry)
     except (OSError, ValueError) as error:
         raise StorageError(

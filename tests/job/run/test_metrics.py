@@ -88,6 +88,14 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(StorageError, match="no file that can be replaced"):
+        run_job(some_job(tmp_path), build=Build(), metrics=str(pipe))
+    assert pipe.is_fifo()
+
+
 def test_rows_finished_and_reused_are_all_rows(tmp_path: Path) -> None:
     spec, path = some_job(tmp_path), tmp_path / "batchinfer.prom"
     first = spec.input.model_copy(update={"limit": 10})
