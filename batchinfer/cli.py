@@ -22,7 +22,7 @@ from batchinfer.program import crash_directory, log_as_json, print_stdout, run_p
 if TYPE_CHECKING:
     from batchinfer.console.display import Display
     from batchinfer.console.json_log import JsonLog
-    from batchinfer.job.run.run import RunFleet
+    from batchinfer.job.run.parts import RunFleet
     from batchinfer.job.spec.spec import JobSpec
 
 _Options = TypeVar("_Options", BatchOptions, BenchOptions)

@@ -32,7 +32,7 @@ from batchinfer.errors import (
 )
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.rows.read_prompts import read_prompts
-from batchinfer.job.run import pipeline, run
+from batchinfer.job.run import parts, pipeline
 from batchinfer.job.run.pipeline import run_pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.run.threads import Prefetcher
@@ -367,7 +367,7 @@ def test_a_part_that_was_harmed_during_the_run_withholds_success(
     numbered(tmp_path)
     file = tmp_path / "out" / name / "part-00001.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "run_pipeline", then(lambda: harm(file)))
+        patch.setattr(parts, "run_pipeline", then(lambda: harm(file)))
         with pytest.raises(DataError, match=rf"part-00001\.parquet {says}\nrun the same"):
             run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -490,7 +490,7 @@ def test_an_input_that_is_replaced_during_the_run_withholds_success(
 ) -> None:
     numbered(tmp_path)
     path = tmp_path / "in" / "x.parquet"
-    monkeypatch.setattr(run, "run_pipeline", then(lambda: change(path)))
+    monkeypatch.setattr(parts, "run_pipeline", then(lambda: change(path)))
     with pytest.raises(DataError, match=rf"x\.parquet {says}"):
         run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -500,7 +500,7 @@ def test_an_input_that_is_replaced_comes_before_too_many_errors(
     tmp_path: Path, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_parquet(tmp_path / "in" / "x.parquet", {"prompt": ["", "x"]})
-    monkeypatch.setattr(run, "run_pipeline", then(lambda: os.utime(path, ns=(5, 5))))
+    monkeypatch.setattr(parts, "run_pipeline", then(lambda: os.utime(path, ns=(5, 5))))
     with pytest.raises(DataError, match=r"x\.parquet was changed while the job ran"):
         run_job(job(tmp_path), build=build)
 
@@ -511,7 +511,7 @@ def test_a_stray_part_withholds_success(
     numbered(tmp_path)
     stray = tmp_path / "out" / "data" / "part-00003.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "run_pipeline", then(stray.touch))
+        patch.setattr(parts, "run_pipeline", then(stray.touch))
         with pytest.raises(LockedError, match=r"part-00003\.parquet is no part of this job"):
             run_job(job(tmp_path), build=build)
     assert not (tmp_path / "out" / "_SUCCESS").exists()

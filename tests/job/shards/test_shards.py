@@ -22,7 +22,7 @@ from batchinfer.job.job import identified, open_job
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.open import output_at
 from batchinfer.job.output.verify import verify
-from batchinfer.job.run import pipeline, run
+from batchinfer.job.run import end, pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.shards import locks
 from batchinfer.job.shards.claim import OneShard
@@ -178,7 +178,7 @@ def test_who_dies_while_ending_the_job_leaves_that_to_another(
 def test_of_shards_that_end_at_once_one_ends_the_job(
     spec: JobSpec, plain: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, finish, ending = threading.Barrier(2), run._finish, OneShard.ending
+    both, finish, ending = threading.Barrier(2), end._finish, OneShard.ending
     finishes: list[str] = []
 
     def ending_together(claim: OneShard, stop: threading.Event) -> Any:
@@ -190,7 +190,7 @@ def test_of_shards_that_end_at_once_one_ends_the_job(
         return finish(*arguments)
 
     monkeypatch.setattr(OneShard, "ending", ending_together)
-    monkeypatch.setattr(run, "_finish", counted)
+    monkeypatch.setattr(end, "_finish", counted)
     codes: list[ExitCode] = []
     threads = [
         threading.Thread(target=lambda at=at: codes.append(run_shard(spec, at, 2)))

@@ -1,0 +1,198 @@
+"""What is decided before a job runs: what may be asked for together, on what data, which parts.
+
+Nothing here needs a model.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.console.format import printable
+from batchinfer.errors import DataError, JobError, NotYetError, UsageError
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.input.identity import have_common_files
+from batchinfer.job.job import OutputJob, identified, open_input, open_job
+from batchinfer.job.manifest import Manifest
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.export_record import is_there
+from batchinfer.job.output.manifest_file import is_stored_whole, stored_manifest
+from batchinfer.job.output.open import output_at
+from batchinfer.job.output.partitioned.columns import check_partitions
+from batchinfer.job.output.partitioned.record import is_there as is_partitioned
+from batchinfer.job.output.partitioned.record import refuse_foreign
+from batchinfer.job.output.resume import ResumePlan, plan_resume
+from batchinfer.job.output.retry import has_errors
+from batchinfer.job.run.end import has_exports
+from batchinfer.job.shards.claim import Claim, OneShard, WholeJob
+from batchinfer.job.shards.shard import Shard
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.update.claim import (
+    NextGeneration,
+    drop_generations,
+    end_swap,
+    next_generation,
+)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run does with the output that is there, as ``run_job`` has it."""
+
+    if_exists: str
+    """``resume``, ``error`` or ``overwrite``."""
+    retry_errors: bool
+    update: bool
+    shard: Shard | None
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether no row of earlier runs stays."""
+        return self.if_exists == "overwrite"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run is of the job as it was begun, if it was."""
+        return not (self.overwrites or self.update or self.retry_errors)
+
+
+def check_options(options: RunOptions, *, has_fleet: bool) -> None:
+    """Refuse what excludes one another.
+
+    Raises:
+        UsageError: two options do.
+        NotYetError: shards with several workers.
+    """
+    for option, is_given in {
+        "--retry-errors": options.retry_errors,
+        "--update": options.update,
+    }.items():
+        if is_given and options.overwrites:
+            raise UsageError(f"{option} keeps the good rows, --overwrite keeps none: choose one")
+    if has_fleet and options.shard is not None:
+        raise NotYetError("--shard with scale.workers over 1")
+    if options.retry_errors and options.shard is not None:
+        raise UsageError(
+            "--retry-errors is not for a shard: its siblings would end the job before theirs are "
+            "open again",
+            hint="run it without --shard: it runs the rows alone that ended in an error",
+        )
+    if options.update and options.shard is not None:
+        raise UsageError(
+            "--update is not for a shard: the output is put in place as a whole",
+            hint="run it without --shard: it runs the rows alone that differ",
+        )
+
+
+def open_output_job(spec: JobSpec, combined_output: Path | None, options: RunOptions) -> OutputJob:
+    """A job on its data; of a table, on the version that it was begun with, or on the latest.
+
+    Raises:
+        JobError: the job does not fit its data, or its output directory.
+    """
+    out = output_at(spec.output.path)
+    if options.shard is None and not options.overwrites:
+        end_swap(out)  # first: it decides what is gone on with
+    refuse_foreign(out, spec.output.partition_by)
+    planned = _planned_before(out)
+    if options.goes_on:
+        spec = _pinned(spec, planned, out)
+    source = open_input(spec)
+    _refuse_own_output(source, out)
+    source = identified(source, planned)
+    job = open_job(spec, source)
+    return OutputJob(spec, source, job.table, job.manifest, out, combined_output)
+
+
+def _pinned(spec: JobSpec, planned: Manifest | None, out: OutputDir) -> JobSpec:
+    """The job on the version of a table that it was begun with, until it has ended."""
+    if spec.input.version is not None or planned is None or planned.table_version is None:
+        return spec
+    if out.files.stat(out.success) is not None:
+        return spec
+    version = {"version": planned.table_version}
+    pinned = spec.model_copy(update={"input": spec.input.model_copy(update=version)})
+    if planned.input_paths == tuple(spec.input.paths) or _finds_again(pinned, planned):
+        return pinned
+    return spec
+
+
+def _finds_again(spec: JobSpec, planned: Manifest) -> bool:
+    """Whether a table that was somewhere else is the one that was planned, not another one."""
+    with suppress(JobError):
+        source = identified(open_input(spec), planned)
+        return have_common_files(planned.inputs, source.files)
+    return False
+
+
+def _planned_before(out: OutputDir) -> Manifest | None:
+    """The plan that is stored there, if there is one."""
+    with suppress(DataError):
+        return stored_manifest(out)
+    return None
+
+
+def _refuse_own_output(source: Source, out: OutputDir) -> None:
+    """Wherever links lead: starting over must not delete what is read."""
+    for file in source.files:
+        if any(out.files.holds(place, file.path) for place in (out.root, out.data)):
+            raise UsageError(
+                f"output.path: {printable(file.path)} is both input and output of this job",
+                hint="give the output a folder of its own",
+            )
+
+
+def claim_parts(job: OutputJob, options: RunOptions, *, has_fleet: bool) -> Claim | None:
+    """The claim to what a run is to make; None: the job is finished.
+
+    Raises:
+        JobError: what is there is another job's output, or is damaged.
+        NotYetError: an update with several workers.
+    """
+    generation = None
+    if options.shard is None and not options.overwrites:
+        generation = next_generation(
+            job.out, job.manifest, update=options.update, retry_errors=options.retry_errors
+        )
+    if generation is not None:
+        if has_fleet:
+            raise NotYetError("updating an output with scale.workers over 1")
+        return NextGeneration(job.out, generation)
+    retries = options.retry_errors
+    if _is_finished(job, options) and not (retries and has_errors(job.out, job.manifest)):
+        if options.update:
+            drop_generations(job.out)
+        return None
+    return WholeJob(job.out) if options.shard is None else OneShard(job.out, options.shard)
+
+
+def check_folders(job: OutputJob, resume: ResumePlan) -> None:
+    """Check, before any row runs, that the job's rows can be put into folders by their values.
+
+    Raises:
+        UsageError: as ``check_partitions``.
+    """
+    columns = job.spec.output.partition_by
+    if resume.begins or not is_partitioned(job.out, columns):
+        check_partitions(columns, job.table.kept, job.source)
+
+
+def _is_finished(job: OutputJob, options: RunOptions) -> bool:
+    """Whether the job is finished, found without a lock or the right to write.
+
+    Raises:
+        JobError: what is finished is another job, or of another input.
+    """
+    if options.overwrites or not _claims_success(job.out):
+        return False
+    todo = plan_resume(job.out, job.manifest, options.if_exists, "times").todo
+    if has_exports(job) and not is_there(job.out, job.combined_output):
+        return False
+    if not is_partitioned(job.out, job.spec.output.partition_by):
+        return False
+    return not todo and is_stored_whole(job.out)
+
+
+def _claims_success(out: OutputDir) -> bool:
+    return all(out.files.stat(path) is not None for path in (out.success, out.summary))
