@@ -89,6 +89,10 @@ def fp8_linear(
     if (x.dtype == weight.dtype) != (x_scales is not None):
         raise ValueError(f"fp8_linear: x of {x.dtype}; float8 takes x_scales, and nothing else")
     num_rows, (outputs, width) = len(x), weight.shape
+    if x.shape[1] != width or x.stride(1) != 1:
+        raise ValueError(f"fp8_linear: x of {list(x.shape)} by {x.stride()}, not rows of {width}")
+    if out.shape != (num_rows, outputs) or not out.is_contiguous():
+        raise ValueError(f"fp8_linear: out of {list(out.shape)}, not {[num_rows, outputs]}")
     if num_rows == 0:
         return
     tile = _tile(num_rows, x.element_size(), compute_capability(x.device))

@@ -41,6 +41,8 @@ def quantize_groups(
             f"quantize_groups: codes of {codes.dtype} and scales {list(scales.shape)} for rows "
             f"{list(x.shape)}; float8_e4m3fn and {[num_blocks(width), num_rows]} belong to them"
         )
+    if x.stride(1) != 1 or codes.shape != x.shape or not codes.is_contiguous():
+        raise ValueError(f"quantize_groups: rows by {x.stride()} and codes of {list(codes.shape)}")
     if num_rows == 0:
         return
     _quantize_groups_kernel[(num_rows, triton.cdiv(num_blocks(width), _GROUPS))](

@@ -200,6 +200,20 @@ def test_scales_that_do_not_belong_are_refused(interpreter: str) -> None:
         quantize_groups(**groups | {"scales": torch.ones(3, 2)})
 
 
+def test_tensors_that_do_not_lie_as_they_should_are_refused(interpreter: str) -> None:
+    arguments = build_linear(LINEAR_CASES[2], interpreter, torch.float32, rows_too=False)
+    x, out = arguments["x"], arguments["out"]
+    with pytest.raises(ValueError, match="x of"):
+        fp8_linear(**arguments | {"x": x.t().contiguous().t()})
+    with pytest.raises(ValueError, match="not rows of"):
+        fp8_linear(**arguments | {"x": x[:, 1:]})
+    with pytest.raises(ValueError, match="out of"):
+        fp8_linear(**arguments | {"out": out.t().contiguous().t()})
+    groups = build_groups(torch.ones(3, 200, device=interpreter))
+    with pytest.raises(ValueError, match="rows by"):
+        quantize_groups(**groups | {"x": torch.ones(200, 3).t()})
+
+
 def test_refuses_the_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(RuntimeError, match="fp8_linear: tensors are on 'cpu'"):

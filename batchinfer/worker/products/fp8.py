@@ -64,6 +64,8 @@ class Fp8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         rows = x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
         out = rows.new_empty(len(rows), self.out_features)
         self._multiply(rows, out, adds=False)
         return out.view(*x.shape[:-1], self.out_features)
