@@ -92,7 +92,6 @@ MODELS = {
 
 _LATENT = "by expanded keys and values, or on a CPU by its latents (`engine.latent_cache`)"
 _NOTES = {
-    "llama4": "up to 8,191 tokens: attention in chunks is not built yet",
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "kimi_k25": _LATENT,

@@ -110,7 +110,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "num_local_experts": 2,
         "intermediate_size_mlp": 48,
-        "attention_chunk_size": 300,
+        "attention_chunk_size": 32,
+        "floor_scale": 20,
+        "no_rope_layers": [1, 0, 1],
     },
     "deepseek_v3": {**_LATENT, **_LATENT_MOE},
 }

@@ -75,7 +75,7 @@ def test_greedy_equals_transformers(family: str, setup: Setup, checkpoint) -> No
         "gemma4_text",  # wider heads in full attention, layers that attend to another's KV
         "gemma3n_text",  # layers that attend to another's KV
         "mimo_v2_flash",  # fewer heads in full attention, values narrower than keys
-        "llama4_text",  # within its first chunk
+        "llama4_text",
     ],
 )
 def test_layers_that_differ_in_their_kv(family: str, setup: str, checkpoint) -> None:

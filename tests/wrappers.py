@@ -66,7 +66,12 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "glm4v_moe": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
     "internvl": {},
     "kimi_k25": _MLA,
-    "llama4": {"intermediate_size_mlp": 48, "attention_chunk_size": 300},
+    "llama4": {
+        "intermediate_size_mlp": 48,
+        "attention_chunk_size": 32,
+        "floor_scale": 20,
+        "no_rope_layers": [1, 0, 1],
+    },
     "llava": {},
     "mistral3": {},
     "molmo2": {},

@@ -17,6 +17,7 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend
 from batchinfer.worker.attention.latent import keep_latents
+from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.model.meta_model import described
@@ -74,6 +75,7 @@ def _eager(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
 def _paged(model: Any, token_ids: torch.Tensor, *, latent: bool) -> torch.Tensor:
     """[T, vocabulary] logits of the same tokens over a paged pool, in steps."""
     model.set_attn_implementation(ATTENTION_NAME)
+    temper_queries(model)
     if latent:
         keep_latents(model)
     weight = next(model.parameters())

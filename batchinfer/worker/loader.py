@@ -17,6 +17,7 @@ from batchinfer.console.phases import phase
 from batchinfer.engine.kv.layout import KVLayout, max_positions, text_config
 from batchinfer.errors import ModelError
 from batchinfer.worker.attention.latent import check_latents, keep_latents
+from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.eager_check import check_against_eager
 from batchinfer.worker.free_memory import free_host_bytes, return_freed_memory
 from batchinfer.worker.fusion.fuse import fuse
@@ -239,6 +240,7 @@ def _loaded(
     with phase("loading the model", num_bytes, "bytes") as loading:
         model = load(show_share=loading.set_share)
     return_freed_memory()
+    temper_queries(model)
     _keep_codes(model, described, quantization)
     if described.latent:
         keep_latents(model)
@@ -293,11 +295,8 @@ def choose_max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:
             f"model.max_model_len is {wanted}; it must be 2 or more, to hold a prompt and an output"
         )
     if wanted is not None and allowed is not None and wanted > allowed:
-        chunked = text_config(values).get("attention_chunk_size")
-        why = " (longer sequences are attended to in chunks, which cannot be run yet)"
         raise ModelError(
             f"model.max_model_len is {wanted}; the model's config allows at most {allowed}"
-            + (why if chunked else "")
         )
     longest = wanted if wanted is not None else allowed
     assert longest is not None

@@ -9,6 +9,7 @@ import torch
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import SamplingBatch
 from batchinfer.worker.attention.attention import ATTENTION_NAME, register
+from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.sampling.output import SampleHandle
@@ -29,6 +30,7 @@ def make_runner(family: str, num_blocks: int = 64) -> tuple[ModelRunner, StepMak
     register()
     model = tiny_model(family)
     model.set_attn_implementation(ATTENTION_NAME)
+    temper_queries(model)
     layout = KVLayout.from_config(model.config.to_dict(), block_size=4, dtype="float32")
     cache = KVCache(layout, num_blocks, torch.device("cpu"), torch.float32)
     return ModelRunner(model, cache, greedy), StepMaker(num_blocks, 4)

@@ -79,7 +79,8 @@ def layer_groups(
         stored: elements of a token that each layer stores; a layer that stores none is in no group.
         max_model_len: most tokens of a sequence.
     """
-    windows = layer_windows(config, len(stored))
+    chunks = layer_chunks(config, len(stored))  # no token sees more of them than that
+    windows = list(map(max, layer_windows(config, len(stored)), chunks))
     windows = [window if window < max_model_len else 0 for window in windows]
     storing = [layer for layer, size in enumerate(stored) if size]
     kinds = {
@@ -94,6 +95,14 @@ def layer_groups(
         for window, layers in kinds.items()
         for group in _cut(layers, stored, size)
     )
+
+
+def layer_chunks(config: Mapping[str, Any], num_layers: int) -> list[int]:
+    """Tokens of the chunks that each layer attends within (Llama 4); 0: all before it."""
+    chunk, kinds = config.get("attention_chunk_size"), config.get("layer_types") or ()
+    if not isinstance(chunk, int) or len(kinds) != num_layers:
+        return [0] * num_layers
+    return [chunk if kind == "chunked_attention" else 0 for kind in kinds]
 
 
 def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int]:

@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinfer.engine.kv.kv_shapes import KVShape, has_latent, kv_owners, kv_shapes
-from batchinfer.engine.kv.layer_groups import LayerGroup, layer_groups, most_slots
+from batchinfer.engine.kv.layer_groups import (
+    LayerGroup,
+    layer_chunks,
+    layer_groups,
+    most_slots,
+)
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by the name of the dtype."""
@@ -97,6 +102,8 @@ class KVLayout:
     """The layer that stores what each layer attends to; none: each does so itself."""
     latent: bool = False
     """Latent attention keeps its latent beside the rotary part of the keys, for all heads once."""
+    chunks: tuple[int, ...] = ()
+    """Tokens of the chunks that each layer attends within, 0: all before it; none: none does."""
 
     @classmethod
     def from_config(
@@ -151,6 +158,7 @@ class KVLayout:
             shapes=kv_shapes(text, num_layers, common),
             owners=kv_owners(text, num_layers),
             latent=latent,
+            chunks=_chunks(text, num_layers, block_size, max_model_len),
         )
         if max_model_len is None:
             return layout
@@ -253,17 +261,11 @@ def max_positions(config: Config) -> int | None:
     """Longest sequence that can be run, in tokens; None where the config sets no limit.
 
     YaRN's factor counts from the length before scaling; other scalings are in the limit already.
-    Where layers attend within chunks (Llama 4), it is the first chunk, in which they see all that
-    is before them.
     """
     text = text_config(config)
     limit = next((int(text[key]) for key in _MAX_POSITIONS if text.get(key)), None)
     if limit is None:
         return None
-    chunk: int = text.get("attention_chunk_size") or 0
-    if chunk:
-        tuned = text.get("attn_temperature_tuning")
-        return min(limit, chunk, text.get("floor_scale", chunk) - 1 if tuned else limit)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
     is_yarn = (rope.get("rope_type") or rope.get("type")) == "yarn"
@@ -333,6 +335,23 @@ def _unsupported_rope(config: Config) -> str | None:
                 "rope_parameters)"
             )
     return None
+
+
+def _chunks(
+    text: Config, num_layers: int, block_size: int, max_model_len: int | None
+) -> tuple[int, ...]:
+    """``KVLayout.chunks``; a chunk that no sequence leaves is none."""
+    chunks = layer_chunks(text, num_layers)
+    chunk = max(chunks, default=0)
+    if not chunk or (max_model_len is not None and chunk >= max_model_len):
+        return ()
+    if chunk % block_size:
+        raise ValueError(
+            f"some of its layers attend within chunks of {chunk} tokens (attention_chunk_size), "
+            f"which blocks of {block_size} tokens do not fill evenly; choose another "
+            f"engine.block_size, or model.max_model_len: {chunk}"
+        )
+    return tuple(chunks)
 
 
 def _num_kv_heads(config: Config, num_heads: int) -> int:

@@ -18,9 +18,11 @@ from transformers import AttentionInterface
 
 from batchinfer.engine.step import Step
 from batchinfer.worker.adapter_batch import StepAdapters
+from batchinfer.worker.attention.chunked import CapturedChunkedAttention, ChunkedAttention
 from batchinfer.worker.attention.fixed_order import FixedOrderAttention
 from batchinfer.worker.attention.latent import LatentProjection
 from batchinfer.worker.attention.native_cpu import NativeAttention
+from batchinfer.worker.attention.temperature import QueryTemperature
 from batchinfer.worker.attention.torch_cpu import CpuAttention
 from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.attention.variant import AttentionVariant
@@ -54,6 +56,21 @@ class AttentionBackend(Protocol):
         ...
 
 
+class CapturedBackend(AttentionBackend, Protocol):
+    """What runs a layer's attention on a CUDA device, and can be captured in a graph."""
+
+    def begin_captured(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        max_context_len: int,
+        *,
+        shares: bool,
+        max_chunks: int,
+    ) -> None:
+        """Begin a step from the device's arrays alone (see ``CudaAttention``)."""
+        ...
+
+
 def make_backend(cache: KVCache, like: ProductKernel | None = None) -> AttentionBackend:
     """Make the attention backend for the pool's device; on a CPU the C kernels where they can be
     built.
@@ -64,15 +81,20 @@ def make_backend(cache: KVCache, like: ProductKernel | None = None) -> Attention
     """
     if cache.pool.is_cuda:
         return make_cuda_backend(cache, like)
-    if cache.is_native:
-        return NativeAttention(cache, like)
-    return CpuAttention(cache)
+
+    def make() -> CpuAttention | NativeAttention:
+        return NativeAttention(cache, like) if cache.is_native else CpuAttention(cache)
+
+    return ChunkedAttention(cache, make(), make()) if cache.layout.chunks else make()
 
 
-def make_cuda_backend(cache: KVCache, like: ProductKernel | None) -> CudaAttention:
+def make_cuda_backend(cache: KVCache, like: ProductKernel | None) -> CapturedBackend:
     """Make the attention backend for a CUDA device, with ``make_backend``'s arguments."""
     keeps_row_bits = like is not None and like.keeps_row_bits
-    return FixedOrderAttention(cache) if keeps_row_bits else CudaAttention(cache)
+    make = FixedOrderAttention if keeps_row_bits else CudaAttention
+    if cache.layout.chunks:
+        return CapturedChunkedAttention(cache, make(cache), make(cache))
+    return make(cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +157,9 @@ def paged_attention_forward(
         scaling = query.shape[-1] ** -0.5
     up = getattr(module, "kv_b_proj", None)
     latent = up if isinstance(up, LatentProjection) else None
+    temperature = getattr(module, "query_temperature", None)
+    if isinstance(temperature, QueryTemperature):
+        query = temperature.of(query, context.tensors["positions"])
     queries = query[0].transpose(0, 1) if latent is None else latent.queries(query[0])
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if context.cache.layout.owner(layer) == layer:

@@ -23,6 +23,7 @@ from batchinfer.worker.attention.attention import (
     forward_context,
     make_cuda_backend,
 )
+from batchinfer.worker.attention.chunked import crosses_chunks
 from batchinfer.worker.attention.triton import shares_pieces
 from batchinfer.worker.cuda_graphs.capture import Capture, CudaCapture, Run, SyncWatch
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize, GraphSizes, Kind, all_sizes
@@ -90,6 +91,9 @@ class StepGraphs:
     def size_for(self, step: Step) -> GraphSize | None:
         """The size whose graph computes a step; None where there is none."""
         if step.num_sequences == 0 or not self._inputs.holds(step):
+            return None
+        chunks = self._cache.layout.chunks
+        if chunks and crosses_chunks(step, max(chunks)):
             return None
         num_rows = max(step.num_sequences, len(step.logits_indices))
         size = self._captured.least(kind_of(step), step.num_tokens, num_rows)

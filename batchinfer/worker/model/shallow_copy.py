@@ -21,6 +21,8 @@ from batchinfer.worker.model.quantization import is_plain
 
 _FEWEST_LAYERS, _MOST_LAYERS = 2, 8
 _SHORT_WINDOW = 7
+_SHORT_CHUNK = 8
+"""Blocks of the comparison fill it evenly."""
 _WINDOW = re.compile(r"\w*window(_size)?")
 _MOST_IDS = 4096
 """Of the vocabulary: most of a shallow model's weights would be embeddings."""
@@ -60,6 +62,8 @@ def shallow_copy(model: PreTrainedModel, max_model_len: int, free_bytes: int) ->
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     windows = _shorten_windows(text, max_model_len)
+    if getattr(text, "attention_chunk_size", None):
+        text.attention_chunk_size = _SHORT_CHUNK
     _keep_layers(text, _num_layers(model))
     _cut_vocabulary(text)
     made = build_on_meta(config, attn_implementation="eager", dtype=model.dtype)

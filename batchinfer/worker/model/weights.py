@@ -95,7 +95,6 @@ def load_weights(
         raise ModelError(f"{folder}: the weights cannot be loaded: {described(error)}") from error
     assert isinstance(model, torch.nn.Module)
     fix_longrope(model, max_model_len)
-    _leave_temperature(model)
     return model
 
 
@@ -128,14 +127,6 @@ def _read(
     own_class: Any = causal_class(config)
     read = read_text_half if is_wrapper(config) else own_class.from_pretrained
     return *read(None, config=config, state_dict=tensors, **options), empty_biases(tensors)
-
-
-def _leave_temperature(model: torch.nn.Module) -> None:
-    """Turn off what scales queries by where they stand in a packed row (Llama 4): it changes none
-    of the positions that ``max_positions`` allows."""
-    for module in model.modules():
-        if getattr(module, "attn_temperature_tuning", False):
-            module.attn_temperature_tuning = False  # type: ignore[assignment]
 
 
 def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:

@@ -19,6 +19,7 @@ from batchinfer.worker.attention.attention import (
     register,
 )
 from batchinfer.worker.attention.native_cpu import NativeAttention
+from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from tests.models import FAMILIES, VOCAB_SIZE, tiny_model
@@ -47,7 +48,9 @@ class Parity:
     ) -> None:
         register()
         num_blocks = 256
-        self.model = tiny_model(family).to(dtype)
+        self.reference, self.model = (tiny_model(family).to(dtype) for _ in range(2))
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        temper_queries(self.model)
         layout = KVLayout.from_config(
             self.model.config.to_dict(),
             block_size=block_size,
@@ -65,17 +68,15 @@ class Parity:
 
     def eager(self, sequence: HandSequence) -> torch.Tensor:
         """Logits [T, vocabulary] of every token so far."""
-        self.model.set_attn_implementation("eager")
         with torch.inference_mode():
             ids = torch.tensor([sequence.token_ids[: sequence.num_computed]])
-            return self.model(input_ids=ids, use_cache=False).logits[0]
+            return self.reference(input_ids=ids, use_cache=False).logits[0]
 
     def step(
         self, parts: list[tuple[HandSequence, int]], copies: tuple[tuple[int, int], ...] = ()
     ) -> torch.Tensor:
         """Run one step; logits of all its tokens."""
         step = self.maker.step(parts, copies=copies, every_logit=True)
-        self.model.set_attn_implementation(ATTENTION_NAME)
         return forward(self.model, self.cache, self.backend, step)
 
     def check(

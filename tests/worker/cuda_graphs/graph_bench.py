@@ -12,8 +12,8 @@ import torch
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import Step
 from batchinfer.kernels import reference
-from batchinfer.worker.attention.attention import ATTENTION_NAME, register
-from batchinfer.worker.attention.triton import CudaAttention
+from batchinfer.worker.attention.attention import ATTENTION_NAME, make_cuda_backend, register
+from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.cuda_graphs.capture import Capture, Run
 from batchinfer.worker.cuda_graphs.graph_sizes import GraphSize, GraphSizes
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs, kind_of
@@ -44,6 +44,7 @@ def _fused(family: str, changes: dict[str, Any]) -> torch.nn.Module:
     register()
     model = tiny_model(family, **changes)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    temper_queries(model)
     fuse(model, _layout(model), MAX_MODEL_LEN)
     return model
 
@@ -113,7 +114,8 @@ class Bench:
 
     def plain(self, step: Step, prev_token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Logits without graphs."""
-        return forward(self.model, self.cache, CudaAttention(self.cache), step, prev_token_ids)
+        backend = make_cuda_backend(self.cache, None)
+        return forward(self.model, self.cache, backend, step, prev_token_ids)
 
     def size_of(self, step: Step) -> GraphSize:
         """The size that a step takes when all are captured."""

@@ -115,6 +115,15 @@ def test_windows_softcaps_and_other_families_are_replayed(family: str) -> None:
     bench.compare(every_token(bench, [(40, 1), (30, 7), (2, 1)]))
 
 
+def test_layers_that_attend_within_chunks_are_replayed() -> None:
+    bench = Bench("llama4_text", num_hidden_layers=3)
+    bench.compare(bench.maker.step([(s, 1) for s in bench.prefilled([70, 3, 33, 32])]))
+    bench.compare(every_token(bench, [(40, 1), (25, 7), (64, 5)]))
+    crossing = every_token(bench, [(40, 1), (25, 8)])
+    bench.graphs.capture(bench.size_of(crossing))
+    assert bench.graphs.size_for(crossing) is None
+
+
 def test_launches_fix_nothing_that_changes_from_step_to_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

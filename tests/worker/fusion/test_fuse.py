@@ -17,6 +17,7 @@ from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import Step
 from batchinfer.kernels.cpu import native
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
+from batchinfer.worker.attention.temperature import temper_queries
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
 from batchinfer.worker.fusion.modules import FusedAttention, FusedGatedMLP, FusedRMSNorm
@@ -55,6 +56,7 @@ def layout_of(model: Any) -> KVLayout:
 def prepared(model: nn.Module) -> nn.Module:
     register()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    temper_queries(model)
     return model
 
 

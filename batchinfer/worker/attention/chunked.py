@@ -1,0 +1,159 @@
+"""Attention within chunks, by whatever attends to all that is before.
+
+A token of Llama 4's chunked layers sees the tokens of its own chunk (``attention_chunk_size``) up
+to itself. So the step is cut: what a sequence computes of one chunk is a sequence of its own,
+whose context and block table begin with the chunk. Keys were rotated before they were stored, so
+that nothing depends on where a context begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from batchinfer.engine.step import Bool, Int32, SharedPrefixes, Step
+from batchinfer.worker.attention.native_cpu import NativeAttention
+from batchinfer.worker.attention.torch_cpu import CpuAttention
+from batchinfer.worker.attention.triton import CudaAttention
+from batchinfer.worker.attention.variant import AttentionVariant
+from batchinfer.worker.kv_cache import KVCache
+from batchinfer.worker.transfer import to_device
+
+PlainAttention = CpuAttention | NativeAttention | CudaAttention
+
+
+class ChunkedAttention:
+    """Attends over the pool's blocks, in some layers within chunks.
+
+    Args:
+        cache: its layout says which layers attend so (``KVLayout.chunks``).
+        whole: attends in the other layers.
+        within: another such, for those layers.
+    """
+
+    joins_layers = False
+    """A layer in C takes the step of its layer group, not of its chunks."""
+
+    def __init__(self, cache: KVCache, whole: PlainAttention, within: PlainAttention) -> None:
+        self._cache, self._whole, self._within = cache, whole, within
+        self._chunk = max(cache.layout.chunks)
+
+    def begin_step(self, step: Step, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._whole.begin_step(step, tensors)
+        cut = cut_at_chunks(step, self._chunk, self._cache.layout.block_size)
+        self._within.begin_step(cut, to_device(_arrays(cut), self._cache.pool.device))
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [T, Hq, Dk]
+        variant: AttentionVariant,
+    ) -> torch.Tensor:
+        backend = self._within if self._cache.layout.chunks[layer] else self._whole
+        return backend.attend(layer, query, variant)
+
+
+class CapturedChunkedAttention(ChunkedAttention):
+    """The same on a CUDA device, for steps without a graph and with one."""
+
+    _whole: CudaAttention
+    _within: CudaAttention
+
+    def begin_captured(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        max_context_len: int,
+        *,
+        shares: bool,
+        max_chunks: int,
+    ) -> None:
+        """Begin a step from the device's arrays alone, as ``CudaAttention.begin_captured``.
+
+        What is replayed must be steps that ``crosses_chunks`` is not true of.
+        """
+        within = _within_chunks(tensors, self._chunk, self._cache.layout.block_size)
+        longest = min(max_context_len, self._chunk)
+        self._whole.begin_captured(tensors, max_context_len, shares=shares, max_chunks=max_chunks)
+        self._within.begin_captured(within, longest, shares=shares, max_chunks=max_chunks)
+
+
+def crosses_chunks(step: Step, chunk: int) -> bool:
+    """Whether some sequence of a step computes tokens of more than one chunk."""
+    starts = step.context_lens - np.diff(step.query_starts)
+    return bool((starts // chunk < (step.context_lens - 1) // chunk).any())
+
+
+def _within_chunks(
+    tensors: Mapping[str, torch.Tensor], chunk: int, block_size: int
+) -> dict[str, torch.Tensor]:
+    """``cut_at_chunks`` on the device, of a step that crosses none."""
+    begin = (tensors["context_lens"] - 1).clamp(min=0) // chunk * chunk
+    columns = (begin // block_size)[:, None] + torch.arange(
+        chunk // block_size, device=begin.device
+    )
+    columns = columns.clamp(max=tensors["block_tables"].shape[1] - 1)
+    others = tensors["other_tables"]
+    within = dict(tensors) | {
+        "context_lens": tensors["context_lens"] - begin,
+        "block_tables": tensors["block_tables"].gather(1, columns),
+        "other_tables": others.gather(2, columns.expand(len(others), *columns.shape)),
+    }
+    begins = begin[tensors["order"].long()]
+    shared = (tensors["shared_lens"] - begins).clamp(min=0)
+    return within | {"shared_lens": shared * (begins == begins.roll(1))}
+
+
+def cut_at_chunks(step: Step, chunk: int, block_size: int) -> Step:
+    """A step whose sequences see only the chunk that they compute tokens of.
+
+    Args:
+        step: a sequence that computes tokens of several chunks becomes one for each.
+        chunk: tokens of a chunk, a multiple of ``block_size``.
+        block_size: tokens per block.
+
+    Returns:
+        The same tokens, in the same order; block tables have the blocks of a chunk.
+    """
+    ends = step.context_lens.astype(np.int64)
+    starts = ends - np.diff(step.query_starts)
+    first, last = starts // chunk, np.maximum(ends - 1, starts) // chunk
+    pieces = last - first + 1
+    sequence = np.repeat(np.arange(len(ends)), pieces)
+    at = first[sequence] + np.arange(len(sequence)) - (np.cumsum(pieces) - pieces)[sequence]
+    begin = at * chunk
+    context = np.minimum(ends[sequence] - begin, chunk)
+    computed = context - np.maximum(starts[sequence] - begin, 0)
+    columns = (begin // block_size)[:, None] + np.arange(chunk // block_size)
+    columns = np.minimum(columns, max(step.block_tables.shape[1] - 1, 0))
+    others, shared = step.other_tables, step.shared_prefixes
+    shared = _shared_within(shared, begin) if len(sequence) == len(ends) else None
+    return replace(
+        step,
+        query_starts=np.concatenate([[0], np.cumsum(computed)]).astype(np.int32),
+        context_lens=context.astype(np.int32),
+        block_tables=step.block_tables[sequence[:, None], columns],
+        other_tables=others[:, sequence[:, None], columns] if len(others) else others,
+        shared_prefixes=shared,
+    )
+
+
+def _shared_within(shared: SharedPrefixes | None, begin: np.ndarray) -> SharedPrefixes | None:
+    """What neighbours share of the chunks that begin there, [S]."""
+    if shared is None:
+        return None
+    begins = begin[shared.order]
+    same: Bool = begins == np.roll(begins, 1)
+    left: Int32 = np.where(same, np.maximum(shared.shared_lens - begins, 0), 0).astype(np.int32)
+    return SharedPrefixes(shared.order, left)
+
+
+def _arrays(step: Step) -> dict[str, np.ndarray]:
+    names = ("query_starts", "context_lens", "block_tables", "other_tables")
+    arrays = {name: getattr(step, name) for name in names}
+    if step.shared_prefixes is not None:
+        arrays["order"] = step.shared_prefixes.order
+        arrays["shared_lens"] = step.shared_prefixes.shared_lens
+    return arrays
