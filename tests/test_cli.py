@@ -175,6 +175,7 @@ def test_it_runs_as_a_module() -> None:
 # Commands
 
 
+@pytest.mark.long
 def test_a_run_to_its_first_token_leaves_out_what_it_never_uses(tmp_path: Path) -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "start.py"
     command = [sys.executable, "-X", "importtime", script, "--child", tmp_path / "out"]

@@ -212,6 +212,7 @@ def test_what_has_openmp_bind_threads(environ: Mapping[str, str], binds: bool) -
     assert openmp_binds(environ) is binds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bound", [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}])
 def test_cores_are_no_fewer_where_openmp_binds_the_thread_that_asks(
     bound: Mapping[str, str],

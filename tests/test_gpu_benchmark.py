@@ -93,6 +93,7 @@ def test_a_task_that_takes_too_long_is_killed_and_says_so(tmp_path: Path) -> Non
     assert outcome["error"] == "killed after 0 s"
 
 
+@pytest.mark.long
 def test_a_task_that_fails_says_why_and_its_log_has_the_traceback(tmp_path: Path) -> None:
     task = gpu.Task("attention", "attention-x", ("--model", "no such model"), 60)
     outcome = gpu.run_task(task, tmp_path, 600, dry_run=True)

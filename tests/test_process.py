@@ -40,6 +40,7 @@ def test_it_comes_too_late_where_torch_is_loaded() -> None:
     assert environment_after(TORCH_LOADED + BOUND) == {}
 
 
+@pytest.mark.long
 def test_the_program_and_the_python_api_bound_it_before_they_load_torch() -> None:
     program = """
 import sys, batchinfer.cli

@@ -162,6 +162,7 @@ def test_the_readme_runs(folder: Path, run: Run) -> None:
         assert (folder / path).exists(), f"{README.name} shows {path}"
 
 
+@pytest.mark.long
 def test_the_documentation_runs(folder: Path, run: Run) -> None:
     for page in (INDEX, *(page for page in OTHERS if page != INDEX)):
         for block in blocks(page):

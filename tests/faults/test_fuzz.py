@@ -64,6 +64,7 @@ def unchecked(number: int, seed: int, folder: Path) -> str:
     return fuzz_parquet.case(number, seed, folder)
 
 
+@pytest.mark.long
 def test_the_check_sees_it_when_page_checksums_are_not_verified(tmp_path: Path) -> None:
     found = run_cases(unchecked, 100, 1, tmp_path, jobs=1)
     assert any("rows, wrong:" in violation for violation in found.violations)

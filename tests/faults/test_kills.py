@@ -46,6 +46,7 @@ def test_a_row_that_kills_the_process_is_given_up_and_no_other(
     assert 4 <= by_row["kills"] <= 2 + 6 + 2
 
 
+@pytest.mark.long
 def test_a_stop_is_exit_75_and_of_two_runs_one_wins(tmp_path: Path) -> None:
     assert found(quick.stop_and_race, tmp_path) == {"stops": 3, "races": [[0, 7], [0, 7]]}
 
@@ -65,6 +66,7 @@ def test_long_answers_go_on_after_each_kill(tmp_path: Path) -> None:
     assert long["left"] == []
 
 
+@pytest.mark.long
 def test_a_shard_goes_on_after_each_kill(tmp_path: Path) -> None:
     by_point = found(quick.kill_a_shard_at_named_points, tmp_path)
     assert by_point["jobs"] == by_point["points"] >= 8
@@ -79,6 +81,7 @@ def test_an_update_goes_on_after_each_kill(tmp_path: Path) -> None:
     assert by_point["kills"] >= len(STEPS)
 
 
+@pytest.mark.long
 def test_a_row_that_kills_a_shard_is_given_up_by_it(tmp_path: Path) -> None:
     by_row = found(quick.kill_by_a_row_of_a_shard, tmp_path)
     assert by_row["code"] == 0, "too many errors are for who ends the job to tell"

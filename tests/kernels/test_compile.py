@@ -79,6 +79,7 @@ def test_16_bit_kernels_spill_no_registers(compiled: list[Row]) -> None:
     assert spills <= KNOWN_SPILLS
 
 
+@pytest.mark.long
 def test_float8_products_are_of_warp_groups_where_there_are_such(compiled: list[Row]) -> None:
     """A warp group multiplies 64 rows by 128 columns of float8 in four instructions, a warp 16 rows
     by 8 and 32 columns."""

@@ -73,6 +73,7 @@ def other(
     product_kernels.cache_clear()
 
 
+@pytest.mark.long
 @dtypes
 @pytest.mark.parametrize("case", ODD_CASES, ids=str)
 def test_attention_over_a_pool_of_float8(case: AttentionCase, dtype: torch.dtype) -> None:

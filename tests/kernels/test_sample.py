@@ -117,6 +117,7 @@ def test_edits_that_leave_no_token(kind: str, interpreter: str) -> None:
     assert arguments["failures"].tolist() == [0] * 3 + [sample.NO_TOKEN_LEFT] * 3
 
 
+@pytest.mark.long
 def test_a_number_at_the_border_of_two_tokens_takes_the_second(interpreter: str) -> None:
     """Of 2^16 equally likely tokens, the upper 16 of the 24 random bits name one."""
     count = 600

@@ -96,6 +96,7 @@ def test_a_lane_is_as_long_as_the_time(
     assert ("again" in {piece.colour for piece in lane.pieces}) == (not ended)
 
 
+@pytest.mark.long
 def test_more_workers_than_can_be_looked_at_are_counted() -> None:
     assert "And 160 more workers." in page_of("hostile")
     assert "more workers." not in page_of("plain")

@@ -101,6 +101,7 @@ def test_a_worker_that_is_told_to_go_puts_its_rows_on_disk(tmp_path: Path) -> No
     assert tokens["recomputed"] > tokens["lost"], "others went on with the tokens of its rows"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "point", ["segments-durable", "steps-renamed", "draft-staged", "draft-told"]
 )
@@ -122,6 +123,7 @@ def test_a_worker_with_a_bug_is_replaced(tmp_path: Path) -> None:
     assert_as_of_one_process(tmp_path)
 
 
+@pytest.mark.long
 def test_a_row_that_kills_its_worker_is_given_up_and_no_other(tmp_path: Path) -> None:
     write_rows(tmp_path, 300)
     spec = fleet_job(tmp_path, errors={"max_error_rate": 0.5})
@@ -159,6 +161,7 @@ class Unreachable(ray_workers.RayWorkers):
         return Gone(worker, failure.text)
 
 
+@pytest.mark.long
 def test_what_a_frozen_worker_tells_when_it_thaws_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +199,7 @@ def test_no_worker_can_be_started(tmp_path: Path) -> None:
         run(fleet_job(tmp_path), never_built)
 
 
+@pytest.mark.long
 def test_what_is_overwritten_stays_until_a_model_is_loaded(tmp_path: Path) -> None:
     write_rows(tmp_path, ROWS)
     spec = fleet_job(tmp_path)

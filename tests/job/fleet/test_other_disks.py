@@ -67,6 +67,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path.parent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_on_other_disks_that_end_lose_nothing(
     tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals

@@ -43,6 +43,7 @@ def is_of_what_was_sent(answer: object) -> bool:
     return answer is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_lost", [tells_of_a_part, is_of_what_was_sent])
 def test_a_lost_call_loses_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: Callable[[object], bool]

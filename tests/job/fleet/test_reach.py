@@ -49,6 +49,7 @@ def test_the_clusters_place_as_the_environment_names_it(
         is_reached("auto", 0.5, Event())
 
 
+@pytest.mark.long
 def test_a_place_that_is_no_cluster(place: socket.socket) -> None:
     place.listen()
     assert is_reached(address(place), 0.5, Event())
@@ -75,6 +76,7 @@ def test_many_more_engines_than_cores_are_refused(tmp_path: Path) -> None:
         run(fleet_job(tmp_path, scale={"workers": 1000}))
 
 
+@pytest.mark.long
 def test_a_signal_ends_a_job_that_waits_for_its_cluster(
     tmp_path: Path, place: socket.socket
 ) -> None:

@@ -271,6 +271,7 @@ def test_a_run_that_was_taken_for_dead_commits_nothing_more(
     assert run(spec) is ExitCode.OK
 
 
+@pytest.mark.long
 def test_what_a_frozen_run_had_sent_off_is_not_taken_for_rows_of_the_next_job(
     spec: JobSpec, tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,6 +401,7 @@ def test_success_is_the_last_thing_written(spec: JobSpec, monkeypatch: pytest.Mo
 # Stores that do not do as they are asked
 
 
+@pytest.mark.long
 def test_a_storm_of_503_is_weathered(
     spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,6 +440,7 @@ def test_a_write_that_meets_another_is_made_again(
     assert len(met) > 15
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", [500, 503])
 def test_a_store_that_stops_answering_ends_the_run_and_keeps_its_rows(
     spec: JobSpec, address: str, monkeypatch: pytest.MonkeyPatch, status: int

@@ -174,6 +174,7 @@ def test_without_a_plan_there_is_nothing_to_verify(root: Path) -> None:
         found(root)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
 def test_a_large_part_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:
     """Of 72 MiB, which do not compress: more than is fetched beforehand."""

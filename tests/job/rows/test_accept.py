@@ -108,6 +108,7 @@ class Kept(FakeBuild):
         return built
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(
     regex=st.sampled_from(["", "^a", "b", "cc", "^$", "never"]),

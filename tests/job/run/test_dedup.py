@@ -156,6 +156,7 @@ def test_rows_share_the_error_of_the_one_that_ran(tmp_path: Path) -> None:
     assert build.ran == [0, 1]
 
 
+@pytest.mark.long
 def test_only_so_many_rows_wait_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dedup, "MAX_WAITING", 1)
     build = Build()

@@ -21,6 +21,7 @@ MARGIN = 0.2
 """Of the row: what a second job finds in memory that the first has left."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads its peak from /proc")
 @pytest.mark.parametrize(("kept", "times"), [(False, 3), (True, 4)], ids=["left out", "kept"])
 def test_a_huge_row_takes_few_times_its_size(tmp_path: Path, kept: bool, times: int) -> None:

@@ -49,6 +49,7 @@ def spec(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
     connection.connect.cache_clear()
 
 
+@pytest.mark.long
 def test_processes_beside_each_other_and_one_that_dies(
     spec: JobSpec, tmp_path: Path, server: str
 ) -> None:

@@ -150,6 +150,7 @@ def processes(
     ]
 
 
+@pytest.mark.long
 def test_one_of_four_processes_dies_and_is_run_again_alone(
     spec: JobSpec, plain: dict[str, bytes]
 ) -> None:
@@ -162,6 +163,7 @@ def test_one_of_four_processes_dies_and_is_run_again_alone(
     check_finished(spec, plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failpoint", ["out-staged:1", "out-durable:1", "stats-renamed:2"])
 def test_who_dies_while_ending_the_job_leaves_that_to_another(
     spec: JobSpec, plain: dict[str, bytes], failpoint: str

@@ -112,7 +112,13 @@ def token_files(folder: Path, name: str) -> list[Path]:
     return sorted((folder / name / "_batchinfer" / "tokens").iterdir())
 
 
-@pytest.mark.parametrize("kind", [MIXED, ACCEPTED], ids=["mixed", "accepted"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(MIXED, id="mixed"),
+        pytest.param(ACCEPTED, id="accepted", marks=pytest.mark.long),
+    ],
+)
 def test_no_token_is_drawn_twice(
     tmp_path: Path, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ def test_an_update_that_is_stopped_goes_on(tmp_path: Path, update: bool) -> None
     assert read_status(place.out, 0.0).update is None
 
 
+@pytest.mark.long
 def test_a_third_job_finds_the_rows_of_both_before(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +206,7 @@ def test_a_third_job_finds_the_rows_of_both_before(
     place.check_as_fresh()
 
 
+@pytest.mark.long
 def test_updates_that_came_to_nothing_are_swept(place: Place) -> None:
 
     def fail(*_: object, **__: object) -> None:

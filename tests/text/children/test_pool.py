@@ -175,6 +175,7 @@ def test_after_a_child_is_killed_half_as_many_go_on(make_processes: MakeProcesse
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("times", "code"), [(1, "done"), (99, "template_error")])
 def test_a_row_that_waits_is_to_blame_if_it_waits_for_longer_by_itself(
     make_processes: MakeProcesses, tmp_path: Path, times: int, code: str

@@ -36,6 +36,7 @@ def check(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 def test_replays_give_the_eager_logits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of 128 in bfloat16, as most models have them, over steps that grow and shrink."""

@@ -108,7 +108,7 @@ def test_the_first_and_the_last_mixed_size_are_met() -> None:
     assert bench.size_of(every_token(bench, full)) == sizes[0]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_windows_softcaps_and_other_families_are_replayed(family: str) -> None:
     bench = Bench(family, num_hidden_layers=2)
     bench.compare(bench.maker.step([(s, 1) for s in bench.prefilled([70, 3, 12])]))
@@ -124,6 +124,7 @@ def test_layers_that_attend_within_chunks_are_replayed() -> None:
     assert bench.graphs.size_for(crossing) is None
 
 
+@pytest.mark.long
 def test_launches_fix_nothing_that_changes_from_step_to_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

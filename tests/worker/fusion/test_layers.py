@@ -85,6 +85,7 @@ def launches(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return Counter(trace.names)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_decode_layer_is_nine_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """And `_merge_kernel` is the tenth where contexts may be longer than a piece."""
