@@ -13,7 +13,7 @@ windows (every layer reads the whole context), and how unevenly a router spreads
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,14 +118,17 @@ WELL_BUILT = Efficiency(0.8, 0.8, 0.8, 0.5, 0.75, kernels_per_layer=10, kernels_
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Costs of a token, in numbers of one model; P counts parameters."""
+    """Costs of a token, in numbers of one model; P counts parameters.
+
+    Where layers differ in the shape of their KV, a layer's numbers are the mean of all.
+    """
 
     layers: int
     hidden: int
     heads: int
-    attention_width: int
+    attention_width: float
     """Elements of a head's key and value together."""
-    attention_parameters: int
+    attention_parameters: float
     """P of a layer's attention matrices."""
     mlp_parameters: int
     """P of a layer's MLP, or of one of its experts."""
@@ -135,7 +138,7 @@ class ModelCost:
     head_parameters: int
     tied: bool
     """Whether the embedding is the head's matrix."""
-    activations: int
+    activations: float
     """Elements read and written per token and layer between the matrices."""
     element_bytes: int
     matrix_bytes: float
@@ -180,8 +183,10 @@ class ModelCost:
         inner = _first(text, "intermediate_size", "n_inner") or 4 * hidden
         if experts:
             inner = _first(text, "moe_intermediate_size") or inner
-        width = layout.key_width + layout.value_width
-        queries, keys = heads * layout.key_width, layout.num_kv_heads * width
+        shapes = [layout.shape(layer) for layer in range(layout.num_layers)]
+        width = _mean(shape.key_width + shape.value_width for shape in shapes)
+        queries = heads * _mean(shape.key_width for shape in shapes)
+        keys = _mean(layout.stored_elements)
         return cls(
             layers=layout.num_layers,
             hidden=hidden,
@@ -210,7 +215,7 @@ class ModelCost:
         return round(self.layers * self._layer_bytes(self.experts) + heads)
 
     @property
-    def active_parameters(self) -> int:
+    def active_parameters(self) -> float:
         """P of all layers that one token is multiplied with."""
         used = self.experts_per_token if self.experts else 1
         return self.layers * (self.attention_parameters + self.mlp_parameters * used)
@@ -274,7 +279,7 @@ def step_seconds(
     flops, bandwidth = device.flops[model.element_bytes], device.bandwidth
     e = efficiency
 
-    def gemm(parameters: int, rows: int, read: float) -> float:
+    def gemm(parameters: float, rows: int, read: float) -> float:
         compute = 2 * parameters * rows / (flops * e.gemm_flops)
         return max(compute, read / (bandwidth * e.gemm_bandwidth)) if rows else 0.0
 
@@ -299,6 +304,11 @@ def step_seconds(
         + passed / (bandwidth * e.activation_bandwidth)
         + kernels * device.kernel_s
     )
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers)
 
 
 def _latent_parameters(config: Config, hidden: int, heads: int) -> int:

@@ -57,6 +57,18 @@ def test_weights_are_what_transformers_makes_of_the_config(family: str) -> None:
     assert planned == pytest.approx(actual, rel=0.15 if family == "gpt2" else 0.03)
 
 
+@pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash"])
+def test_layers_of_differing_heads_are_counted_one_by_one(family: str) -> None:
+    config = tiny_config(family)
+    cost = ModelCost.from_config(config.to_dict(), "float32")
+    projections = [
+        parameter.numel()
+        for name, parameter in AutoModelForCausalLM.from_config(config).named_parameters()
+        if ".self_attn." in name and name.endswith("_proj.weight")
+    ]
+    assert cost.layers * cost.attention_parameters == sum(projections)
+
+
 def test_latents_are_less_to_read_and_more_to_compute() -> None:
     config = tiny_config("deepseek_v3").to_dict()
     expanded = ModelCost.from_config(config, "float32")
