@@ -24,6 +24,8 @@ _LATENT_FAMILIES = frozenset(
 _TWICE_IN_WINDOWS = frozenset({"mimo_v2_flash"})
 """Families whose layers with a window have twice the KV heads that the config names."""
 
+_SHAPE_KEYS = ("head_dim", "num_key_value_heads", "v_head_dim")
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -51,17 +53,37 @@ def kv_shapes(text: Mapping[str, Any], num_layers: int, common: KVShape) -> tupl
         text: the language model's config, with its family's defaults.
         num_layers: its layers.
         common: what the config names for all layers.
+
+    Raises:
+        ValueError: naming the key that says what cannot be.
     """
     shapes = [common] * num_layers
-    for layer, own in (text.get("per_layer_config") or {}).items():
+    for layer, own in _by_layer(text, num_layers).items():
         width = own.get("head_dim", common.key_width)
         heads = own.get("num_key_value_heads", common.num_kv_heads)
-        shapes[int(layer)] = KVShape(heads, width, own.get("v_head_dim", width))
+        shapes[layer] = KVShape(heads, width, own.get("v_head_dim", width))
     if text.get("model_type") in _TWICE_IN_WINDOWS:
         twice = KVShape(2 * common.num_kv_heads, common.key_width, common.value_width)
         for layer, kind in enumerate(text.get("layer_types") or ()):
             shapes[layer] = twice if kind == "sliding_attention" else common
     return () if all(shape == common for shape in shapes) else tuple(shapes)
+
+
+def _by_layer(text: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str, Any]]:
+    """What a config says of single layers, by their numbers."""
+    said = text.get("per_layer_config") or {}
+    numbers = {str(layer): layer for layer in range(num_layers)}
+    try:
+        shapes = {numbers[str(layer)]: own for layer, own in said.items()}
+        whole = all(own.get(key, 1) > 0 for own in shapes.values() for key in _SHAPE_KEYS)
+    except (AttributeError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise ValueError(
+            f"per_layer_config must give some of the layers 0 to {num_layers - 1} a head_dim, "
+            "num_key_value_heads or v_head_dim, all of them positive numbers"
+        )
+    return shapes
 
 
 def has_latent(text: Mapping[str, Any]) -> bool:
@@ -73,10 +95,18 @@ def kv_owners(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """The layer that stores what each layer attends to, where that is not itself; else nothing.
 
     The last ``num_kv_shared_layers`` attend to the KV of the last layer of their kind before them.
+
+    Raises:
+        ValueError: there is no such layer before them.
     """
     num_shared, kinds = text.get("num_kv_shared_layers") or 0, text.get("layer_types") or ()
     if not num_shared or len(kinds) != num_layers:
         return ()
-    first = num_layers - num_shared
-    last_of_kind = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    first = num_layers - num_shared if isinstance(num_shared, int) else -1
+    last_of_kind = {kind: layer for layer, kind in enumerate(kinds[: max(first, 0)])}
+    if not 0 < first < num_layers or not last_of_kind.keys() >= set(kinds[first:]):
+        raise ValueError(
+            f"num_kv_shared_layers is {num_shared!r}; of each kind that layer_types names for the "
+            f"last layers there must be one before them, among {num_layers} in all"
+        )
     return (*range(first), *(last_of_kind[kind] for kind in kinds[first:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from batchinfer.engine.kv.kv_shapes import KVShape
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.worker.kv_cache import KVCache
+from tests.models import tiny_config
 
 SLIDE, FULL = "sliding_attention", "full_attention"
 GEMMA4: dict[str, Any] = {
@@ -111,3 +113,21 @@ def test_no_two_layers_lie_in_the_same_place(
                 assert (key[:, offset] == layer + 1).all()
                 assert (value[:, offset] == -layer - 1).all()
     assert (cache.blocks[cache.null_slot] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_kv_shared_layers": 5},  # of full attention there is none before them
+        {"num_kv_shared_layers": 9},
+        {"num_kv_shared_layers": "2"},
+        {"per_layer_config": {"9": {"head_dim": 8}}},
+        {"per_layer_config": {"1": {"head_dim": "8"}}},
+        {"per_layer_config": [1]},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_named(wrong: dict[str, Any]) -> None:
+    config = tiny_config("gemma4_text").to_dict() | wrong
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        KVLayout.from_config(config, block_size=16, dtype="float32")
