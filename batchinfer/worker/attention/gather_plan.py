@@ -83,7 +83,8 @@ def make_plan(step: Step, cache: KVCache, sliding_window: int, layer: int = 0) -
         _tiles(step, cache.layout.block_size, sliding_window),
         step.tables_of(cache.group(layer)),
     )
-    block_bytes = cache.layout.bytes_per_block // cache.layout.layers_per_slot
+    token_bytes = cache.shape(layer).elements * cache.pool.element_size()
+    block_bytes = cache.layout.block_size * token_bytes
     buckets: list[Bucket] = []
     tokens, real = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
     num_queries = 0
