@@ -90,6 +90,12 @@ def build_engine(
             "multiplies by on a CUDA device does not keep a row's bits",
             hint="set engine.deterministic: false, engine.device: cpu, or no quantization",
         )
+    if engine.latent_cache and device.type == "cuda" and engine.kv_cache_dtype != "auto":
+        raise ModelError(
+            f"engine.kv_cache_dtype is {engine.kv_cache_dtype}, and on a CUDA device latents are "
+            "kept in the model's dtype",
+            hint="leave it out, or set engine.latent_cache: false",
+        )
     engine = sized_for(device.type, engine)
     threads = _set_threads(device, engine, log)
     check_config(model.name, model.revision, model.runner)

@@ -19,6 +19,7 @@ from batchinfer.kernels.fp8 import FP8
 from batchinfer.kernels.fp8_blocks import num_blocks
 from batchinfer.kernels.fp8_linear import fp8_linear
 from batchinfer.kernels.kv_write import kv_write
+from batchinfer.kernels.latent_attention import latent_attention
 from batchinfer.kernels.lora import lora_expand, lora_shrink
 from batchinfer.kernels.matmul import matmul
 from batchinfer.kernels.paged_attention import paged_attention
@@ -40,6 +41,7 @@ from tests.kernels.cases import (
     build_write,
 )
 from tests.kernels.fixed_cases import fixed_arguments
+from tests.kernels.latent_cases import LatentCase, build_latent, work_lists
 from tests.kernels.lora_cases import LoraCase, build_lora
 from tests.kernels.row_cases import (
     RotaryCase,
@@ -94,6 +96,17 @@ def _fixed(name: str, *kernels: str, fp8: bool = False, **shape: Any) -> Case:
         case = AttentionCase(name, ((1, 40), (20, 40)), **shape)
         inputs = build_attention(case, "cpu", _DTYPE, FP8 if fp8 else None)
         fixed_attention(**fixed_arguments(inputs.arguments, max_context_len=_MAX_CONTEXT))
+
+    return Case(name, kernels, launch)
+
+
+def _latent(name: str, *kernels: str, num_heads: int) -> Case:
+    """A step of a decode and a chunk over DeepSeek's latents."""
+
+    def launch() -> None:
+        case = LatentCase(name, ((1, 40), (20, 40)), num_heads, rank=512, rotary=64, num_splits=8)
+        arguments = build_latent(case, "cpu", _DTYPE)
+        latent_attention(**arguments, **work_lists(case, arguments))
 
     return Case(name, kernels, launch)
 
@@ -236,6 +249,7 @@ def _unpack_tables() -> Case:
 _DECODE, _CHUNK, _SHARED = "_decode_kernel", "_chunk_kernel", "_shared_kernel"
 _SAMPLE, _FIXED = "_sample_kernel", "_fixed_kernel"
 _MERGE, _PLAN, _PLAN_CHUNKS = "_merge_kernel", "_plan_kernel", "_plan_chunks_kernel"
+_LATENT_DECODE, _LATENT_CHUNK = "_latent_decode_kernel", "_latent_chunk_kernel"
 _D128 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 128}  # Llama-3.1-8B, Qwen3-8B
 _D64 = {"num_heads": 32, "num_kv_heads": 8, "key_width": 64}  # Llama-3.2-1B
 _D256 = {"num_heads": 16, "num_kv_heads": 8, "key_width": 256}  # Gemma 2 9B
@@ -282,6 +296,10 @@ CASES = (
         "fixed_d192_128", _FIXED, num_heads=16, num_kv_heads=16, key_width=192, value_width=128
     ),
     _fixed("fixed_d128_fp8", _FIXED, fp8=True, **_D128),
+    # DeepSeek-V3, GLM-4.7-Flash, DeepSeek-V2-Lite
+    _latent("latent_128", _LATENT_DECODE, _LATENT_CHUNK, _MERGE, num_heads=128),
+    _latent("latent_20", _LATENT_DECODE, _LATENT_CHUNK, num_heads=20),
+    _latent("latent_16", _LATENT_DECODE, num_heads=16),
     _rotary("rotary_d128", 32, 8, 128),
     _rotary("rotary_d128_norms", 32, 8, 128, norms=True),
     _rotary("rotary_d128_fp8", 32, 8, 128, fp8=True),

@@ -130,6 +130,9 @@ def _work(arguments: dict[str, Any]) -> tuple[float, str]:
     tile, rows = arguments["TILE"], arguments["ROWS"]
     if "TOKENS" in arguments:
         return tile * rows / (64 * 128), "64 keys x 128 rows"
+    if "RANK" in arguments:
+        stored = arguments["RANK"] + arguments["ROTARY"]
+        return tile * stored * arguments["cache_ptr"].element_size() / 1024, "KiB of KV"
     widths = arguments["KEY_WIDTH"] + arguments["VALUE_WIDTH"]
     return tile * widths * arguments["key_ptr"].element_size() / 1024, "KiB of KV"
 

@@ -90,7 +90,7 @@ MODELS = {
 }
 """What people know a family of transformers by."""
 
-_LATENT = "by expanded keys and values, or on a CPU by its latents (`engine.latent_cache`)"
+_LATENT = "by expanded keys and values, or by its latents (`engine.latent_cache`)"
 _NOTES = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,

@@ -55,8 +55,8 @@ class EngineConfig(Record):
     `cpu_kernels` has the project's own multiply and no latents are cached."""
     latent_cache: bool = False
     """Latent attention (DeepSeek V2 and V3, GLM 4.7-Flash, ...) keeps one latent of a token in
-    place of the keys and values of every head: 71 times fewer bytes of DeepSeek V3. On a CPU; bits
-    may then depend on what ran beside a row."""
+    place of the keys and values of every head: 71 times fewer bytes of DeepSeek V3. Bits may then
+    depend on what ran beside a row."""
     num_threads: int | None = None
     """Threads that compute on a CPU. Null: OMP_NUM_THREADS where it is set, else as many as there
     are cores for this process, fewer while other processes use them."""

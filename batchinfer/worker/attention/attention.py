@@ -21,6 +21,7 @@ from batchinfer.worker.adapter_batch import StepAdapters
 from batchinfer.worker.attention.chunked import CapturedChunkedAttention, ChunkedAttention
 from batchinfer.worker.attention.fixed_order import FixedOrderAttention
 from batchinfer.worker.attention.latent import LatentProjection
+from batchinfer.worker.attention.latent_cuda import LatentCudaAttention
 from batchinfer.worker.attention.native_cpu import NativeAttention
 from batchinfer.worker.attention.temperature import QueryTemperature
 from batchinfer.worker.attention.torch_cpu import CpuAttention
@@ -90,6 +91,8 @@ def make_backend(cache: KVCache, like: ProductKernel | None = None) -> Attention
 
 def make_cuda_backend(cache: KVCache, like: ProductKernel | None) -> CapturedBackend:
     """Make the attention backend for a CUDA device, with ``make_backend``'s arguments."""
+    if cache.layout.latent:
+        return LatentCudaAttention(cache)
     keeps_row_bits = like is not None and like.keeps_row_bits
     make = FixedOrderAttention if keeps_row_bits else CudaAttention
     if cache.layout.chunks:

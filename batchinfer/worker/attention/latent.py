@@ -69,14 +69,14 @@ def check_latents(config: Config, device_type: str, adapted: Iterable[str]) -> N
         adapted: names of the layers that its adapters change.
 
     Raises:
-        ModelError: it has none, its device has no kernels for keys so wide, or an adapter changes
-            the projection, which is not computed any more.
+        ModelError: it has none, its device has no kernels for its rank, or an adapter changes the
+            projection, which is not computed any more.
     """
-    reason = None
+    reason, rank = None, text_config(config).get("kv_lora_rank", 0)
     if not has_latent(text_config(config)):
         reason = f"models of the family {config.get('model_type')!r} keep no latents here"
-    elif device_type != "cpu":
-        reason = "latents are kept on a CPU alone, not yet on a GPU"
+    elif device_type != "cpu" and (rank < 32 or rank & (rank - 1)):
+        reason = f"kernels of a GPU take latents of 32, 64, 128, ... elements; here are {rank}"
     elif any(name.endswith(f".{_PROJECTION}") for name in adapted):
         reason = f"an adapter changes {_PROJECTION}, which is not computed then"
     if reason is not None:

@@ -99,18 +99,23 @@ class CudaAttention:
 
     def _chunk_work(self, layer: int, query: torch.Tensor) -> Any:
         """Work list of the step's chunks, made once for the layers of a shape."""
-        from batchinfer.kernels.attend import Heads
-        from batchinfer.kernels.chunk_attention import query_tile
         from batchinfer.kernels.chunk_work import plan_chunks
 
         if self._bounds["max_query_len"] <= 1:
             return None
         kind = self._kind(layer, query, window=0)
         if kind not in self._chunks:
-            tokens = query_tile(Heads.of(query, self._cache.key(layer), self._cache.value(layer)))
+            tokens = self._query_tile(layer, query)
             starts = self._tensors["query_starts"]
             self._chunks[kind] = plan_chunks(starts, tokens=tokens, **self._chunk_bounds)
         return self._chunks[kind]
+
+    def _query_tile(self, layer: int, query: torch.Tensor) -> int:
+        """Query tokens of a chunk's program."""
+        from batchinfer.kernels.attend import Heads
+        from batchinfer.kernels.chunk_attention import query_tile
+
+        return query_tile(Heads.of(query, self._cache.key(layer), self._cache.value(layer)))
 
     def _decode_work(self, layer: int, query: torch.Tensor, window: int) -> Any:
         """Work list of the step's decodes, made once for the layers of a window and a shape."""

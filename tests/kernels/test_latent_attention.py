@@ -1,0 +1,50 @@
+"""Attention to latents equals its twin, whatever the dead parts of the cache hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchinfer.kernels import decode_work
+from batchinfer.kernels.latent_attention import head_tile, latent_attention
+from tests.kernels.latent_cases import (
+    INTERPRETED_LATENT_CASES,
+    LATENT_CASES,
+    LatentCase,
+    build_latent,
+    twin,
+    work_lists,
+)
+from tests.kernels.test_paged_attention import TOLERANCE
+
+
+def check(case: LatentCase, device: str, dtype: torch.dtype) -> None:
+    arguments = build_latent(case, device, dtype)
+    got, expected = arguments["out"], torch.full_like(arguments["out"], float("nan"))
+    latent_attention(**arguments, **work_lists(case, arguments))
+    twin(**arguments | {"out": expected})
+    assert expected.isfinite().all()
+    torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", INTERPRETED_LATENT_CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_equals_its_twin(
+    case: LatentCase, dtype: torch.dtype, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", 64)
+    check(case, interpreter, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_equals_its_twin_on_a_gpu(case: LatentCase, dtype: torch.dtype, gpu: str) -> None:
+    check(case, gpu, dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tile"), [(1, 1), (16, 16), (20, 20), (64, 64), (80, 40), (96, 48), (128, 64)]
+)
+def test_tiles_divide_the_heads(heads: int, tile: int) -> None:
+    assert head_tile(heads) == tile
