@@ -124,6 +124,17 @@ _LATENT_FAMILIES: dict[str, dict[str, Any]] = {
     "youtu": _LATENT,
     "axk1": {**_LATENT, **_LATENT_MOE},
 }
+_DECODER_FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": {
+        "num_key_value_heads": 4,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "init_std": 0.3,
+        "pad_token_id": 1,
+    }
+}
+DECODER_FAMILIES = tuple(_DECODER_FAMILIES)
+"""Families whose head takes the output of a decoder within the body."""
 LATENT_FAMILIES = tuple(_LATENT_FAMILIES)
 """Families whose attention is latent; tiny checkpoints can be made of them too."""
 
@@ -133,7 +144,7 @@ FAMILIES = tuple(_FAMILIES)
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A config of 3 small layers with grouped heads; no end-of-sequence token."""
-    values = _COMMON | (_FAMILIES | _LATENT_FAMILIES)[family] | changes
+    values = _COMMON | (_FAMILIES | _LATENT_FAMILIES | _DECODER_FAMILIES)[family] | changes
     if family == "gpt2":
         unused = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         unused += ("num_key_value_heads", "max_position_embeddings")

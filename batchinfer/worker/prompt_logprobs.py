@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.step import Int32, ScoredTokens, StepResult
-from batchinfer.worker.model.body_output import body_of
+from batchinfer.worker.model.body_output import last_of_body
 from batchinfer.worker.sampling.logprobs import row_stats, token_ranks, top_logits
 from batchinfer.worker.sampling.output import SampleHandle
 from batchinfer.worker.sampling.sampler import workspace_rows
@@ -57,7 +57,7 @@ class PromptScorer:
         on = to_device(arrays, output[0].device)
         num_logprobs = np.full(len(tokens.rows), tokens.num_logprobs.max(), dtype=np.int32)
         chunks = []
-        with _body_gives(body_of(self._model), output):
+        with _body_gives(last_of_body(self._model), output):
             for start in range(0, len(tokens.rows), self._rows):
                 span = slice(start, start + self._rows)
                 logits = self._head(on["rows"][span], output[0].shape[1])

@@ -10,13 +10,13 @@ import torch
 
 from batchinfer.engine.step import ScoredTokens
 from batchinfer.worker.prompt_logprobs import PromptScorer
-from tests.models import FAMILIES, VOCAB_SIZE, tiny_model
+from tests.models import DECODER_FAMILIES, FAMILIES, VOCAB_SIZE, tiny_model
 from tests.worker.test_model_runner import make_runner
 
 TOP = 3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *DECODER_FAMILIES])
 def test_log_probabilities_are_those_of_the_models_own_logits(family: str) -> None:
     rng = np.random.default_rng(5)
     prompts = [rng.integers(2, VOCAB_SIZE, length).tolist() for length in (23, 11)]

@@ -17,10 +17,18 @@ def body_of(model: torch.nn.Module) -> torch.nn.Module:
     return body
 
 
+def last_of_body(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that the model's own ``forward`` calls for hidden states: its body, or, of OPT and
+    the like, the decoder in that."""
+    body = body_of(model)
+    decoder = getattr(body, "decoder", None)
+    return decoder if isinstance(decoder, torch.nn.Module) else body
+
+
 @contextmanager
 def recorded_output(model: torch.nn.Module, outputs: list[Any]) -> Iterator[None]:
     """Append the output of the model's body to ``outputs``, each time it is called inside."""
-    hook = body_of(model).register_forward_hook(lambda *call: outputs.append(call[2]))
+    hook = last_of_body(model).register_forward_hook(lambda *call: outputs.append(call[2]))
     try:
         yield
     finally:
