@@ -30,7 +30,9 @@ from batchinfer import (
     TokensPrompt,
 )
 from batchinfer.config import ModelConfig, sampling
+from batchinfer.config.types import parse_size
 from batchinfer.errors import NotYetError
+from batchinfer.llm.arguments import engine_config
 from tests.lora import make_adapter
 from tests.models import make_text_model
 
@@ -69,6 +71,11 @@ def run(llm: LLM, prompt: Any, params: sampling.SamplingParams, **options: Any) 
         ("structured_outputs_config", {"backend": "xgrammar"}),
         ("trust_remote_code", True),
         ("convert", "auto"),
+        ("kernel_config", {"enable_jit_warmup": False}),
+        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 3}),
+        ("limit_mm_per_prompt", {"image": 0}),
+        ("data_parallel_backend", "mp"),
+        ("model_impl", "transformers"),
     ],
 )
 def test_an_argument_without_effect_is_warned_of_by_name(
@@ -98,6 +105,15 @@ def test_arguments_without_effect_of_calls_are_warned_of_once_for_each_place(llm
     assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="SamplingParams: stream_interval has no effect"):
         run(llm, "a", replace(GREEDY, stream_interval=2))
+
+
+def test_sizes_of_the_pool_have_vllms_other_names() -> None:
+    engine = engine_config({"kv_cache_memory_bytes": 3_000_000, "num_gpu_blocks_override": 7})
+    assert engine.kv_cache_memory == "3000000B"
+    assert parse_size(engine.kv_cache_memory, "kv_cache_memory") == 3_000_000
+    assert engine.num_kv_blocks == 7
+    with pytest.raises(ValueError, match="num_gpu_blocks_override and num_kv_blocks mean the same"):
+        engine_config({"num_gpu_blocks_override": 7, "num_kv_blocks": 7})
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,10 @@ ARGUMENTS = (
     "tokenizer",
 )
 """Arguments of an ``LLM`` beside those of the engine, for messages."""
+_ENGINE_ALIASES: Mapping[str, str] = {
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_kv_blocks",
+}
 _DTYPES: Mapping[str, str] = {"half": "float16", "float": "float32"}
 """vLLM's other names."""
 
@@ -72,10 +76,24 @@ def engine_config(keys: Mapping[str, Any]) -> EngineConfig:
         TypeError, ValueError: it is unknown, of another type or out of range.
     """
     known = field_names(EngineConfig)
+    keys = _with_own_names(keys)
     others = {name: value for name, value in keys.items() if name not in known}
     settle("LLM", others, (*ARGUMENTS, *known), stacklevel=4)
     given = {name: value for name, value in keys.items() if value is not None}
     return EngineConfig(**{name: value for name, value in given.items() if name in known})
+
+
+def _with_own_names(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with vLLM's other names of the engine's keys turned into these."""
+    found = dict(keys)
+    for name, own in _ENGINE_ALIASES.items():
+        value = found.pop(name, None)
+        if value is None:
+            continue
+        if found.get(own) is not None:
+            raise ValueError(f"{name} and {own} mean the same; keep one")
+        found[own] = f"{value}B" if own == "kv_cache_memory" else value
+    return found
 
 
 def whitespace_options(
