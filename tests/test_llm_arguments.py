@@ -21,6 +21,7 @@ from batchinfer import (
     LLM,
     BeamSearchOutput,
     BeamSearchParams,
+    FlatLogprobs,
     GuidedDecodingParams,
     LoRARequest,
     RequestOutputKind,
@@ -170,6 +171,24 @@ def test_all_log_probabilities_can_be_had(llm: LLM) -> None:
         assert sorted(entry.rank for entry in found.values()) == [*range(1, 260)]
         total = sum(math.exp(entry.logprob) for entry in found.values())
         assert total == pytest.approx(1.0, abs=1e-5)
+
+
+def test_log_probabilities_can_be_flat(llm: LLM) -> None:
+    params = replace(GREEDY, max_tokens=4, logprobs=2, prompt_logprobs=3)
+    dicts = run(llm, [5, 6, 7], params)
+    flat = run(llm, [5, 6, 7], replace(params, flat_logprobs=True))
+    own, of_prompt = flat.outputs[0].logprobs, flat.prompt_logprobs
+    assert isinstance(own, FlatLogprobs)
+    assert isinstance(of_prompt, FlatLogprobs)
+    assert list(own) == dicts.outputs[0].logprobs
+    assert [entries or None for entries in of_prompt] == dicts.prompt_logprobs
+    assert own[-1] == dicts.outputs[0].logprobs[-1]
+    assert list(own[1:3]) == dicts.outputs[0].logprobs[1:3]
+    assert own[1:3].start_indices[0] == 0
+    assert len(own.token_ids) == len(own.ranks) == len(own.decoded_tokens) == own.end_indices[-1]
+    assert of_prompt.start_indices[:2] == of_prompt.end_indices[:1] * 2  # nothing of the first
+    with pytest.raises(IndexError):
+        own[4]
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
@@ -492,7 +511,6 @@ def test_what_is_not_there_says_what_to_use(llm: LLM, name: str, instead: str) -
         ({"max_tokens": 0}, ValueError, "max_tokens is 0"),
         ({"min_tokens": 4, "max_tokens": 3}, ValueError, "min_tokens is 4"),
         ({"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens is 0"),
-        ({"flat_logprobs": True}, ValueError, "not yet: flat_logprobs"),
         ({"temperature": math.nan}, ValueError, "temperature"),
         ({"repetition_penalty": math.inf}, ValueError, "repetition_penalty"),
         ({"early_stopping": True}, TypeError, "early_stopping; LLM.beam_search stops as transf"),

@@ -75,7 +75,7 @@ class _CallParams(sampling.SamplingParams):
     extra_args: Mapping[str, Any] | None = None
     """Not looked at; for programs that put something of their own beside the parameters."""
     flat_logprobs: bool = False
-    """Only False: log-probabilities are dicts by token id."""
+    """Log-probabilities come as ``FlatLogprobs``, few objects in place of a dict for each token."""
     spaces_between_special_tokens: bool = True
     """Without effect, as with vLLM's fast tokenizers."""
     skip_reading_prefix_cache: bool | None = None
@@ -107,8 +107,6 @@ class _CallParams(sampling.SamplingParams):
             )
         if self.stop and not self.detokenize:
             raise ValueError("stop needs the text: stop strings do not go with detokenize=False")
-        if self.flat_logprobs:
-            raise ValueError("not yet: flat_logprobs=True is not supported by this version")
 
     @property
     def token_limit(self) -> int:

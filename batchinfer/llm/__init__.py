@@ -12,8 +12,9 @@ from batchinfer.config.call_params import (
 )
 from batchinfer.llm.beam_outputs import BeamSearchOutput, BeamSearchSequence
 from batchinfer.llm.llm import LLM
+from batchinfer.llm.logprobs import FlatLogprobs, Logprob
 from batchinfer.llm.lora import LoRARequest
-from batchinfer.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from batchinfer.llm.outputs import CompletionOutput, RequestOutput
 from batchinfer.llm.prompts import Conversation, PromptLike, TextPrompt, TokensPrompt
 from batchinfer.llm.request_metrics import RequestMetrics
 
@@ -24,6 +25,7 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "Conversation",
+    "FlatLogprobs",
     "GuidedDecodingParams",
     "LoRARequest",
     "Logprob",

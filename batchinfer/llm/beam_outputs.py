@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from batchinfer.config.call_params import BeamSearchParams
+from batchinfer.llm.logprobs import Logprob
 from batchinfer.llm.lora import LoRARequest
-from batchinfer.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from batchinfer.llm.outputs import CompletionOutput, RequestOutput
 from batchinfer.text.tokenizer import Tokenizer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -12,27 +11,15 @@ from batchinfer.engine.request import (
     Request,
     RequestStats,
     SampleOutput,
-    TokenLogprobs,
 )
 from batchinfer.errors import RowError
+from batchinfer.llm.logprobs import Logprobs, PromptLogprobs, output_logprobs, prompt_logprobs
 from batchinfer.llm.lora import LoRARequest
 from batchinfer.llm.request_metrics import RequestMetrics, request_metrics
 from batchinfer.text.answers import Answer, AnswerReader
-from batchinfer.text.detokenize import MAX_CHAR_TOKENS, token_text
+from batchinfer.text.detokenize import MAX_CHAR_TOKENS
 from batchinfer.text.prompts import Prompt
-from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.tool_format import ToolCall, Tools
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Log-probability of a token, its rank (1 = most likely) and its text."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str | None
-    """What the token adds to the text: of a character in several tokens, the last adds all; None
-    with ``detokenize=False``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +34,7 @@ class CompletionOutput:
     stop_reason: int | str | None
     cumulative_logprob: float | None
     """Of all its tokens; None where no log-probabilities are asked for, but for beams."""
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: Logprobs | None
     score: float | None = None
     """What beams are ranked by; None without beam search."""
     reasoning: str | None = None
@@ -65,7 +52,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: PromptLogprobs | None
     """Each prompt token's, if asked for; None for the first, which nothing comes before."""
     num_cached_tokens: int
     finished: bool
@@ -117,13 +104,20 @@ def finished(
     request = completion.request
     reader = answers if asked.params.detokenize else None
     decoder = answers.tokenizer if asked.params.detokenize else None
-    samples = [_sample(sample, request, reader, asked.tools) for sample in completion.outputs]
+    samples = [_sample(sample, request, reader, asked) for sample in completion.outputs]
+    prompt_ids, prompt_tokens = (
+        request.prompt_token_ids.tolist(),
+        completion.prompt_token_logprobs(),
+    )
+    flat = asked.params.flat_logprobs
     num_tokens = sum(len(sample.token_ids) for sample in samples)
     output = RequestOutput(
         request_id=asked.request_id,
         prompt=prompt.text,
-        prompt_token_ids=request.prompt_token_ids.tolist(),
-        prompt_logprobs=_prompt_logprobs(completion, decoder),
+        prompt_token_ids=prompt_ids,
+        prompt_logprobs=None
+        if prompt_tokens is None
+        else prompt_logprobs(prompt_tokens, prompt_ids, decoder, flat=flat),
         num_cached_tokens=completion.stats.cached_tokens,
         finished=True,
         outputs=samples,
@@ -136,11 +130,11 @@ def finished(
 
 
 def _sample(
-    sample: SampleOutput, request: Request, answers: AnswerReader | None, tools: Tools | None
+    sample: SampleOutput, request: Request, answers: AnswerReader | None, asked: Asked
 ) -> CompletionOutput:
     answer = Answer("")
     if answers is not None:
-        answer = answers.read(request.prompt_token_ids, sample, request.params, tools)
+        answer = answers.read(request.prompt_token_ids, sample, request.params, asked.tools)
     token_ids = sample.token_ids.tolist()
     before = request.prompt_token_ids[-MAX_CHAR_TOKENS:].tolist()
     is_plain = sample.logprobs is None and sample.score is None
@@ -153,55 +147,17 @@ def _sample(
         cumulative_logprob=None if is_plain else sample.cumulative_logprob,
         logprobs=None
         if sample.logprobs is None
-        else _logprobs(
-            sample.logprobs, before + token_ids, None if answers is None else answers.tokenizer
+        else output_logprobs(
+            sample.logprobs,
+            before + token_ids,
+            None if answers is None else answers.tokenizer,
+            flat=asked.params.flat_logprobs,
         ),
         score=sample.score,
         reasoning=answer.reasoning,
         num_reasoning_tokens=answer.num_reasoning_tokens,
         tool_calls=answer.tool_calls,
     )
-
-
-def _prompt_logprobs(
-    completion: Completion, tokenizer: Tokenizer | None
-) -> list[dict[int, Logprob] | None] | None:
-    tokens = completion.prompt_token_logprobs()
-    if tokens is None:
-        return None
-    return [None, *_logprobs(tokens, completion.request.prompt_token_ids.tolist(), tokenizer)]
-
-
-def _logprobs(
-    tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer | None
-) -> list[dict[int, Logprob]]:
-    """Each token's alternatives, best first, and the token itself, by token id.
-
-    Args:
-        text: ids of ``tokens`` and of those before them, ``MAX_CHAR_TOKENS`` or all.
-    """
-    first = len(text) - len(tokens)
-    return [
-        _token_logprobs(token, text[max(at - MAX_CHAR_TOKENS, 0) : at], tokenizer)
-        for at, token in enumerate(tokens, start=first)
-    ]
-
-
-def _token_logprobs(
-    token: TokenLogprobs, before: list[int], tokenizer: Tokenizer | None
-) -> dict[int, Logprob]:
-    entries = {
-        token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, start=1)
-    }
-    entries.setdefault(token.token_id, (token.logprob, token.rank))
-    return {
-        token_id: Logprob(logprob, rank, _text(tokenizer, token_id, before))
-        for token_id, (logprob, rank) in entries.items()
-    }
-
-
-def _text(tokenizer: Tokenizer | None, token_id: int, before: list[int]) -> str | None:
-    return None if tokenizer is None else token_text(tokenizer, token_id, before)
 
 
 class Stats(dict[str, dict[str, float]]):

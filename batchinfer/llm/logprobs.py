@@ -1,0 +1,140 @@
+"""Log-probabilities of outputs and prompts, as vLLM returns them: dicts by token id, or flat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+from batchinfer.engine.request import TokenLogprobs
+from batchinfer.text.detokenize import MAX_CHAR_TOKENS, token_text
+from batchinfer.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of a token, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+    """What the token adds to the text: of a character in several tokens, the last adds all; None
+    with ``detokenize=False``."""
+
+
+@dataclass
+class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
+    """The log-probabilities of many positions in a few long lists, so that there are no millions of
+    objects to collect; read like a list of dicts by token id.
+
+    Names are those of vLLM's class (vllm/logprobs.py). Position i has the entries from
+    ``start_indices[i]`` to ``end_indices[i]``; the first token of a prompt has none.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    def append(self, position: Mapping[int, Logprob] | None) -> None:
+        """Add the entries of the next position; None is no entries."""
+        entries = position or {}
+        self.start_indices.append(len(self.token_ids))
+        self.token_ids += entries
+        self.logprobs += [entry.logprob for entry in entries.values()]
+        self.ranks += [entry.rank for entry in entries.values()]
+        self.decoded_tokens += [entry.decoded_token for entry in entries.values()]
+        self.end_indices.append(len(self.token_ids))
+
+    def extend(self, positions: Iterable[Mapping[int, Logprob] | None]) -> None:
+        """Add the entries of several positions."""
+        for position in positions:
+            self.append(position)
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | FlatLogprobs:
+        if isinstance(index, slice):
+            part = FlatLogprobs()
+            part.extend(self[at] for at in range(*index.indices(len(self))))
+            return part
+        span = range(self.start_indices[index], self.end_indices[index])
+        return {
+            self.token_ids[at]: Logprob(self.logprobs[at], self.ranks[at], self.decoded_tokens[at])
+            for at in span
+        }
+
+    def __iter__(self) -> Iterator[dict[int, Logprob]]:
+        return (self[at] for at in range(len(self)))
+
+
+Logprobs = list[dict[int, Logprob]] | FlatLogprobs
+"""Of each output token."""
+PromptLogprobs = list[dict[int, Logprob] | None] | FlatLogprobs
+"""Of each prompt token; the first has none."""
+
+
+def output_logprobs(
+    tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer | None, *, flat: bool
+) -> Logprobs:
+    """Each output token's alternatives, best first, and the token itself.
+
+    Args:
+        text: ids of ``tokens`` and of those before them, ``MAX_CHAR_TOKENS`` or all.
+        tokenizer: None leaves texts out.
+    """
+    positions = _positions(tokens, text, tokenizer)
+    if not flat:
+        return list(positions)
+    found = FlatLogprobs()
+    found.extend(positions)
+    return found
+
+
+def prompt_logprobs(
+    tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer | None, *, flat: bool
+) -> PromptLogprobs:
+    """The same of a prompt's tokens from the second on, after nothing of the first.
+
+    Args:
+        text: ids of the whole prompt.
+    """
+    positions = _positions(tokens, text, tokenizer)
+    if not flat:
+        return [None, *positions]
+    found = FlatLogprobs()
+    found.extend([None])
+    found.extend(positions)
+    return found
+
+
+def _positions(
+    tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer | None
+) -> Iterator[dict[int, Logprob]]:
+    first = len(text) - len(tokens)
+    for at, token in enumerate(tokens, start=first):
+        yield _entries(token, text[max(at - MAX_CHAR_TOKENS, 0) : at], tokenizer)
+
+
+def _entries(
+    token: TokenLogprobs, before: list[int], tokenizer: Tokenizer | None
+) -> dict[int, Logprob]:
+    entries = {
+        token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, start=1)
+    }
+    entries.setdefault(token.token_id, (token.logprob, token.rank))
+    return {
+        token_id: Logprob(logprob, rank, _text(tokenizer, token_id, before))
+        for token_id, (logprob, rank) in entries.items()
+    }
+
+
+def _text(tokenizer: Tokenizer | None, token_id: int, before: list[int]) -> str | None:
+    return None if tokenizer is None else token_text(tokenizer, token_id, before)
