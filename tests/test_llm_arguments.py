@@ -241,7 +241,7 @@ def test_the_length_can_be_what_fits(model: Path) -> None:
     assert llm.max_model_len == 33, "the last token is never fed back"
     output = run(llm, [5] * 20, replace(GREEDY, max_tokens=None))
     assert len(output.outputs[0].token_ids) == 13
-    with pytest.raises(ValueError, match="the prompt has 33 tokens; max_model_len 33 leaves no"):
+    with pytest.raises(ValueError, match="its 33 tokens are longer than the maximum"):
         run(llm, [5] * 33, GREEDY)
     assert LLM(model, num_kv_blocks=512, max_model_len=-1).max_model_len == 512
 
@@ -445,6 +445,47 @@ def test_a_conversation_is_ended_as_is_asked(
         assert output.prompt == tokenizer.apply_chat_template(TALK, tokenize=False, **given)
 
 
+def test_a_chat_template_may_be_the_llms(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    messages = [{"role": "user", "content": "hi"}]
+    for template in (file, str(file), file.read_text()):
+        llm = LLM(model, num_kv_blocks=16, chat_template=template)
+        assert llm.chat(messages, GREEDY, **QUIET)[0].prompt == "hi!"
+        assert llm.chat(messages, GREEDY, chat_template="{{ 1 }}", **QUIET)[0].prompt == "1"
+    for bad, error in ((3, TypeError), (tmp_path / "none.jinja", ValueError)):
+        with pytest.raises(error, match=r"^chat_template"):
+            LLM(model, chat_template=bad)
+
+
+def test_a_chat_has_priorities_as_generate_does(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.warns(UserWarning, match=r"^LLM.chat: priority has no effect here$"):
+        assert len(llm.chat([messages] * 2, GREEDY, priority=[0, 1], **QUIET)) == 2
+    with pytest.raises(ValueError, match="2 prompts, but 1 priorities"):
+        llm.chat([messages] * 2, GREEDY, priority=[0], **QUIET)
+
+
+def test_a_prompt_that_is_too_long_says_the_most_there_is(llm: LLM) -> None:
+    with pytest.raises(
+        ValueError, match=r"^prompt 1: its 600 tokens are longer than .* 512 tokens"
+    ):
+        llm.generate([[5], [5] * 600], GREEDY, **QUIET)
+
+
+def test_the_engine_can_be_looked_at_as_vllms(llm: LLM, model: Path) -> None:
+    engine = llm.llm_engine
+    assert engine.model_config is llm.model_config
+    assert engine.model_config.model == str(model)
+    assert engine.model_config.max_model_len == llm.max_model_len
+    assert engine.model_config.get_vocab_size() == llm.vocab_size
+    assert engine.vllm_config.cache_config.num_gpu_blocks == 128
+    assert engine.cache_config.enable_prefix_caching
+    assert engine.vllm_config.scheduler_config.max_num_seqs == 1024
+    assert engine.get_num_unfinished_requests() == 0
+    assert not engine.has_unfinished_requests()
+
+
 def test_a_chat_template_is_a_text(llm: LLM) -> None:
     with pytest.raises(TypeError, match="chat_template is an int; give the text of a template"):
         llm.chat(TALK[:1], GREEDY, chat_template=5, **QUIET)  # type: ignore[arg-type]
@@ -490,7 +531,6 @@ def test_methods_that_are_coming_say_so(llm: LLM, name: str) -> None:
         ("sleep", "delete the LLM"),
         ("wake_up", "make it again"),
         ("collective_rpc", "there is one process"),
-        ("llm_engine", "LLM has max_model_len"),
         ("get_metrics", r"LLM.stats\(\)"),
         ("zork", "LLM has no attribute zork"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from batchinfer.config import QUANTIZATIONS, EngineConfig, ModelConfig, field_names
@@ -94,6 +95,25 @@ def _with_own_names(keys: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} and {own} mean the same; keep one")
         found[own] = f"{value}B" if own == "kv_cache_memory" else value
     return found
+
+
+def template_text(template: str | os.PathLike[str] | None) -> str | None:
+    """The text of ``LLM(chat_template=...)``, which may name a file.
+
+    Raises:
+        TypeError, ValueError: it is neither the text of a template nor a file.
+    """
+    if template is None:
+        return None
+    if not isinstance(template, str | os.PathLike):
+        raise TypeError(f"chat_template is {reprlib.repr(template)}; give a template or its file")
+    text = os.fspath(template)
+    if isinstance(template, str) and ("{" in text or "\n" in text):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template: {text} is no file that can be read: {error}") from None
 
 
 def whitespace_options(

@@ -15,11 +15,18 @@ from batchinfer.build import build_engine
 from batchinfer.config import PromptConfig, sampling
 from batchinfer.config.call_params import BeamSearchParams, SamplingParams
 from batchinfer.errors import NotYetError, RowError
-from batchinfer.llm.arguments import FIT, engine_config, model_config, whitespace_options
+from batchinfer.llm.arguments import (
+    FIT,
+    engine_config,
+    model_config,
+    template_text,
+    whitespace_options,
+)
 from batchinfer.llm.beam_outputs import BeamSearchOutput, beam_search_output
 from batchinfer.llm.calls import Calls, OneCall
 from batchinfer.llm.compatibility import missing_attribute, settle
 from batchinfer.llm.defaults import default_sampling_params
+from batchinfer.llm.engine_view import EngineView, ModelView, engine_view
 from batchinfer.llm.lora import LoRARequest, adapters_of_each, requests_of_each
 from batchinfer.llm.outputs import RequestOutput, Stats
 from batchinfer.llm.prompts import (
@@ -85,6 +92,8 @@ class LLM:
         tool_parser: reads calls of the tools that ``chat`` is given: ``auto``, by the chat
             template, or vLLM's name of the format, like ``hermes``; ``none``: they stay in the
             text.
+        chat_template: of chats that give none: the text of a template (Jinja2), or its file;
+            default the model's.
         tensor_parallel_size: accepted for compatibility; must be 1.
         engine_keys: keys of the job file's ``engine`` section, e.g. ``block_size=32``, and vLLM's
             arguments that have no effect here, which are warned of.
@@ -116,6 +125,7 @@ class LLM:
         guided_decoding_disable_any_whitespace: bool | None = None,
         reasoning: str | Mapping[str, str] = "none",
         tool_parser: str = "none",
+        chat_template: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
         **engine_keys: Any,
     ) -> None:
@@ -136,6 +146,7 @@ class LLM:
         )
         self._adapter_paths = choice.adapters
         self._max_logprobs = max_logprobs
+        self._chat_template = template_text(chat_template)
         self._has_tokenizer = not skip_tokenizer_init
         # A revision is one of the model's repository.
         self._source = (choice.tokenizer, None) if choice.tokenizer else (choice.name, revision)
@@ -152,6 +163,7 @@ class LLM:
             fit_length=max_model_len == FIT,
         )
         self._processes.load(self._context.tokenizer)
+        self._view = engine_view(choice, engine, self._context)
         self._settings = without_secrets({"model": asdict(choice), "engine": asdict(engine)})
         self._calls = Calls(self._context)
         self._runner = CallRunner(
@@ -227,6 +239,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: ProgressBar = True,
         errors: OnError = "raise",
+        priority: int | Sequence[int] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, written out by the model's chat template.
@@ -242,6 +255,7 @@ class LLM:
                 False: open nothing.
             continue_final_message: go on with the last message.
             tools: what the model may call, as OpenAI defines it; for the template.
+            priority: without effect.
             others: as of ``generate``.
 
         Raises:
@@ -260,21 +274,23 @@ class LLM:
             raise TypeError(
                 f"chat_template is {kind_of(chat_template)}; give the text of a template, or None"
             )
+        template = self._chat_template if chat_template is None else chat_template
         rows = [{"messages": item} for item in read_conversations(given)]
+        check_priority(priority, len(rows), "LLM.chat")
         callable_tools = None if tools is None else checked_tools(tools)
         with self._one_call("chat"):
             recipe = partial(
                 PromptBuilder,
                 PromptConfig(
                     column="messages",
-                    chat_template="auto" if chat_template is None else "chat_template",
+                    chat_template="auto" if template is None else "chat_template",
                     chat_template_kwargs=chat_template_kwargs or {},
                     tools=None if callable_tools is None else tuple(callable_tools),
                 ),
                 max_model_len=_ANY_LENGTH,
                 columns=["messages"],
                 conversation_columns=["messages"],
-                chat_template_source=chat_template,
+                chat_template_source=template,
                 vocab_size=self._context.vocab_size,
                 now=datetime.now(),
                 final_message=final_message(add_generation_prompt, continue_final_message),
@@ -345,6 +361,16 @@ class LLM:
         name, revision = self._source
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, revision=revision)
         return tokenizer
+
+    @property
+    def llm_engine(self) -> EngineView:
+        """Sizes and settings of the engine under vLLM's names, to read."""
+        return self._view
+
+    @property
+    def model_config(self) -> ModelView:
+        """``llm_engine.model_config``."""
+        return self._view.model_config
 
     @property
     def max_model_len(self) -> int:

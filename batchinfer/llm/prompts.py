@@ -118,7 +118,7 @@ def check_priority(priority: int | Sequence[int] | None, count: int, call: str) 
     """
     if isinstance(priority, Sequence) and len(priority) != count:
         raise ValueError(f"{count} prompts, but {len(priority)} priorities")
-    settle(call, {"priority": priority}, (), stacklevel=5)
+    settle(call, {"priority": priority}, (), stacklevel=4)
 
 
 def params_of_each(

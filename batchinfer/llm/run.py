@@ -34,6 +34,7 @@ from batchinfer.text.tools.tool_format import ToolFormat, Tools
 
 OnError = Literal["raise", "return"]
 """What becomes of a prompt that cannot be run: the call raises, or its output has an ``error``."""
+_TOO_LONG = "prompt_too_long"
 ProgressBar = bool | Callable[..., Any]
 """Whether to show a bar, or what makes one: called as tqdm's class is."""
 
@@ -178,8 +179,17 @@ class CallRunner:
         for request in requests:
             refusal = self._engine.refusal(request)
             if refusal is not None:
-                return RowError(*refusal)
+                code, message = refusal
+                return RowError(code, self._too_long(row.prompt) if code == _TOO_LONG else message)
         return requests
+
+    def _too_long(self, prompt: Prompt) -> str:
+        """In words that programs made for vLLM look for, of three of its versions."""
+        return (
+            f"its {len(prompt.token_ids)} tokens are longer than the maximum model length leaves "
+            f"room for: the maximum context length is {self._engine.max_model_len} tokens, output "
+            "included. Please reduce the length of the prompt, or give a larger max_model_len"
+        )
 
 
 def _truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:

@@ -273,8 +273,6 @@ METHODS: Mapping[str, str] = {
     "apply_model": "the model is run by the engine alone",
     "collective_rpc": "there is one process, and no workers to call",
     "get_metrics": "LLM.stats() has tokens, throughput and the KV pool's use",
-    "llm_engine": "LLM has max_model_len, vocab_size, stats() and get_tokenizer()",
-    "model_config": "LLM has max_model_len and vocab_size",
     "preprocess_chat": "generate and chat make prompts themselves",
     "set_tokenizer": "give LLM(tokenizer=...)",
     "sleep": "delete the LLM, which frees its memory, and make it again",
