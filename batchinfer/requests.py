@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from batchinfer.config import SamplingParams
+from batchinfer.config import EMBEDDING, SamplingParams
 from batchinfer.engine.request import Request, TokenIds
 from batchinfer.errors import RowError
 from batchinfer.text.detokenize import bad_words_token_ids, make_stop_checker_factory
@@ -83,6 +83,20 @@ class PromptRow:
         if isinstance(self.prompt, RowError):
             return self
         return replace(self, prompt=replace(self.prompt, token_ids=token_ids))
+
+
+def pooling_request(row: PromptRow) -> Request:
+    """The request of a row that can run for the hidden state of its prompt's last token."""
+    assert isinstance(row.prompt, Prompt)
+    return Request(
+        row_id=row.row_id,
+        prompt_token_ids=row.prompt.token_ids,
+        params=EMBEDDING,
+        rng_key=(0, row.row_id),
+        reused_prefix_len=row.reused_prefix_len,
+        adapter=row.adapter,
+        pools=True,
+    )
 
 
 class RequestMaker:

@@ -51,6 +51,11 @@ ROOMS = [
     Room("cpus", "how many cores a process may use"),
     Room("process", "signals, garbage collector and threads of a job's process", ("errors",)),
     Room("config", "records of what a user may ask for, checked when made"),
+    Room(
+        "pooling",
+        "What a folder says of embeddings and labels, and hidden states made into them.",
+        ("config", "errors"),
+    ),
     Room("kernels", "tensors and numbers only: Triton, C, and their twins in torch"),
     Room("engine.step", "the message each way between engine and worker"),
     Room("engine.runner", "the border to the worker", ("engine.step",)),
@@ -204,7 +209,10 @@ ROOMS = [
     Room(
         "job.rows",
         "A row to a request, a completion to a row of the output, and the order rows run in.",
-        ("config", "errors", "console", "engine", "text", "requests", "resampling", "job"),
+        (
+            *("config", "errors", "console", "engine", "text", "pooling"),
+            *("requests", "resampling", "job"),
+        ),
     ),
     Room(
         "job.output",
@@ -299,6 +307,7 @@ HEAVY = {
     "console": {"torch", "transformers", "pyarrow", "polars"},
     "job": {"torch", "transformers"},
     "report": {"torch", "transformers"},
+    "pooling": {"torch", "transformers", "pyarrow", "polars"},
 }
 PLANES = ("engine", "worker", "job")
 """Their folders are rooms of their own; what stands beside the folders is a room each."""

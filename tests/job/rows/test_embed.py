@@ -21,8 +21,8 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.output.verify import verify
 from batchinfer.job.plan.plan import plan_job
-from batchinfer.job.rows.embed import Embedding
 from batchinfer.job.rows.finished_row import FinishedRow
+from batchinfer.job.rows.pooled import Pooled
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
@@ -181,16 +181,16 @@ def test_an_interrupted_job_goes_on(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = job(tmp_path, model, [f"number {row}" for row in range(9)])
-    finish, seen = Embedding.finish, []
+    finish, seen = Pooled.finish, []
 
-    def fails(self: Embedding, row: PromptRow, completions: Any) -> FinishedRow:
+    def fails(self: Pooled, row: PromptRow, completions: Any) -> FinishedRow:
         seen.append(row.row_id)
         if len(seen) == 5:
             raise KeyboardInterrupt
         return finish(self, row, completions)
 
     monkeypatch.setattr(pipeline, "_WRITES_DUE", 1)
-    monkeypatch.setattr(Embedding, "finish", fails)
+    monkeypatch.setattr(Pooled, "finish", fails)
     with pytest.raises(KeyboardInterrupt):
         run_job(spec, quiet=True)
     assert run_job(spec, quiet=True) is ExitCode.OK

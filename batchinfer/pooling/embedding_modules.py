@@ -8,17 +8,15 @@ is a plain causal model: the hidden state of the last token is the embedding.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from batchinfer.errors import ModelError, one_line
-from batchinfer.job.spec.spec import ModelSpec
+from batchinfer.pooling.model_folder import find_folder, read_json
 
 Float32 = npt.NDArray[np.float32]
 
@@ -66,16 +64,16 @@ class EmbeddingModules:
         return len(self.dense[-1].bias) if self.dense else self.hidden_size
 
 
-def read_embedding_modules(model: ModelSpec) -> EmbeddingModules:
+def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
     """Read them from a model's folder, or from the hub.
 
     Raises:
         ModelError: the folder is not there, or it asks for what cannot be run.
     """
-    folder = _folder(model)
+    folder = find_folder(name, revision, _PATTERNS)
     hidden_size = _hidden_size(folder)
-    found = _json(folder / "modules.json")
-    prompts = _json(folder / "config_sentence_transformers.json") or {}
+    found = read_json(folder / "modules.json")
+    prompts = read_json(folder / "config_sentence_transformers.json") or {}
     default_prompt = prompts.get("default_prompt_name")
     if found is None:
         return EmbeddingModules(hidden_size, default_prompt=default_prompt)
@@ -93,44 +91,13 @@ def read_embedding_modules(model: ModelSpec) -> EmbeddingModules:
                 f"{folder}/modules.json: not yet: a module {kind[:80]!r} is not supported by this "
                 "version"
             )
-    inputs = _json(folder / "sentence_bert_config.json") or {}
+    inputs = read_json(folder / "sentence_bert_config.json") or {}
     takes_messages = "message" in (inputs.get("modality_config") or {})
     return EmbeddingModules(hidden_size, pooling, tuple(dense), default_prompt, takes_messages)
 
 
-def _folder(model: ModelSpec) -> Path:
-    folder = Path(model.name)
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute():
-        raise ModelError(f"model.name: there is no folder {folder}; check the path")
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            model.name, revision=model.revision, allow_patterns=list(_PATTERNS)
-        )
-    except Exception as error:  # the hub client raises errors of several libraries
-        raise ModelError(
-            f"model.name: {model.name} is no local folder and cannot be fetched from the hub: "
-            f"{one_line(error)}",
-            hint="download it where there is a network and give the folder's path",
-        ) from error
-    return Path(found)
-
-
-def _json(path: Path) -> Any:
-    """What a JSON file holds; None where there is no such file."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {one_line(error)}") from error
-
-
 def _hidden_size(folder: Path) -> int:
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if not isinstance(config, Mapping):
         raise ModelError(f"{folder} is no model folder: it has no config.json")
     text = config.get("text_config") or config
@@ -147,7 +114,7 @@ def _hidden_size(folder: Path) -> int:
 
 
 def _pooling(path: Path) -> str:
-    config = _json(path)
+    config = read_json(path)
     if not isinstance(config, Mapping):
         raise ModelError(f"{path} is missing, which modules.json names; fetch the model again")
     modes = [name for key, name in _POOLING_MODES.items() if config.get(key)]
@@ -165,7 +132,7 @@ def _pooling(path: Path) -> str:
 
 
 def _dense(path: Path, width: int) -> Dense:
-    config, weights = _json(path / "config.json"), path / "model.safetensors"
+    config, weights = read_json(path / "config.json"), path / "model.safetensors"
     if not isinstance(config, Mapping) or not weights.is_file():
         raise ModelError(
             f"{path} lacks config.json or model.safetensors, and modules.json names a Dense layer "

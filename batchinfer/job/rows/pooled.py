@@ -1,0 +1,77 @@
+"""Rows whose last hidden state is made into their results: one request each, nothing drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.config import PromptConfig
+from batchinfer.engine.request import Completion, Request
+from batchinfer.job.rows.finished_row import FinishedRow, error_value, finished_row, seen_text
+from batchinfer.requests import PromptRow, pooling_request
+from batchinfer.text.prompts import PromptBuilder
+from batchinfer.text.tokenizer import Tokenizer
+
+Results = Callable[[npt.NDArray[np.float32]], Mapping[str, Any]]
+"""A hidden state [H] to a row's own columns."""
+
+
+class Pooled:
+    """One request a row, whose last hidden state makes its results (see ``LoadedTask``).
+
+    Args:
+        failed_results: of a row that failed.
+        include: ``output.include``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        results: Results,
+        failed_results: Mapping[str, Any],
+        include: Collection[str] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._results = results
+        self._failed_results = failed_results
+        self._include = include
+
+    def requests(self, row: PromptRow) -> list[Request]:
+        """One request: the prompt."""
+        return [pooling_request(row)]
+
+    def follow_up_requests(
+        self, row: PromptRow, completions: Sequence[Completion]
+    ) -> list[Request]:
+        """No requests: a row is computed once."""
+        return []
+
+    def finish(self, row: PromptRow, completions: Sequence[Completion]) -> FinishedRow:
+        """The row with its results."""
+        (completion,) = completions
+        error = None
+        results = dict(self._failed_results)
+        if completion.error_code is not None:
+            error = error_value(completion.error_code, completion.error_message)
+        else:
+            assert completion.hidden_state is not None
+            results |= self._results(completion.hidden_state)
+        if "prompt" in self._include:
+            results["prompt"] = seen_text(row, self._tokenizer)
+        stats = completion.stats if completion.stats.prompt_tokens else None
+        stats = stats and replace(stats, output_tokens=0, decode_ms=0.0)
+        return finished_row(row, results, error, stats)
+
+
+def plain_prompts(config: PromptConfig, tokenizer: Tokenizer, **others: Any) -> PromptBuilder:
+    """A builder of prompts that takes texts as they are: only ``messages`` go through the model's
+    chat template."""
+    default = "messages" if "messages" in others["columns"] else "prompt"
+    is_text = config.template or (config.column or default) not in others["conversation_columns"]
+    if config.chat_template == "auto" and config.messages is None and is_text:
+        config = replace(config, chat_template="none")
+    return PromptBuilder(config, tokenizer, **others)
