@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from batchinfer.config.classify import ClassifyConfig
 from batchinfer.config.embed import EMBEDDING, EmbedConfig
 from batchinfer.config.engine import QUANTIZATIONS, EngineConfig, sized_for
 from batchinfer.config.model import ModelConfig, Runner
@@ -31,6 +32,7 @@ __all__ = [
     "SAMPLING_ALIASES",
     "SCORING",
     "AcceptConfig",
+    "ClassifyConfig",
     "EmbedConfig",
     "EngineConfig",
     "ModelConfig",
@@ -50,6 +52,8 @@ def field_names(
     | type[EngineConfig]
     | type[ModelConfig]
     | type[ScoreConfig]
+    | type[EmbedConfig]
+    | type[ClassifyConfig]
     | type[AcceptConfig],
 ) -> tuple[str, ...]:
     """Names a user may write for ``record``, in order."""

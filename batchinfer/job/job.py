@@ -104,8 +104,9 @@ def open_job(
     Raises:
         JobError: the job cannot be run.
     """
-    check_prompt_columns(spec.prompt, source)
-    TASKS[spec.task].check_columns(spec, source)
+    task = TASKS[spec.task]
+    check_prompt_columns(task.prompt_config(spec), source)
+    task.check_columns(spec, source)
     table = output_table(source, spec)
     check_partition_columns(spec.output.partition_by, table)
     facts = {} if facts_of is None else fingerprint_facts(spec, facts_of(spec.model))
@@ -213,9 +214,10 @@ def _row_reader(
             tool_choices,
             takes_other_names=spec.model.served_model_name is None and not context.adapters,
         )
-    make = TASKS[spec.task].prompt_builder(spec)
+    task = TASKS[spec.task]
+    make, config = task.prompt_builder(spec), task.prompt_config(spec)
     conversations = [field.name for field in schema if is_conversation(field.type)]
-    prompts = _prompts(job, context, processes, make, spec.prompt, schema.names, conversations)
+    prompts = _prompts(job, context, processes, make, config, schema.names, conversations)
     adapters = RowAdapters(spec.prompt.adapter_column, context.adapters, spec.prompt.adapter)
     params = make_params() if spec.task_spec.draws else None
     id_column = spec.input.id_column if params and spec.sampling.key == "id" else None

@@ -38,7 +38,7 @@ class TextEncoder:
 
     def encode(self, rendered: Sequence[RenderedText]) -> list[TokenIds | RowError]:
         """Token ids of each text, or its error (``invalid_utf8``: a lone surrogate)."""
-        results: list[TokenIds | RowError | None] = [_unencodable(item.text) for item in rendered]
+        results: list[TokenIds | RowError | None] = [unencodable(item.text) for item in rendered]
         for add_special_tokens in (False, True):
             for encode, marked in ((self._encode_whole, False), (self._encode_marked, True)):
                 group = [
@@ -94,7 +94,8 @@ def _unchanged(text: str) -> str:
     return text
 
 
-def _unencodable(text: str) -> RowError | None:
+def unencodable(text: str) -> RowError | None:
+    """The error of a text with a lone surrogate, which is no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

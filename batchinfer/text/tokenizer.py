@@ -6,7 +6,7 @@ import functools
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from batchinfer.errors import RowError, one_line
 from batchinfer.text.control_tokens import ControlTokens
 
 TokenIds = npt.NDArray[np.int32]
+_Text = TypeVar("_Text", str, tuple[str, str])
 
 _MAX_CHARS_PER_CALL = 2**22
 """Texts encoded in one call: the backend needs some 200 bytes per character meanwhile."""
@@ -106,6 +107,11 @@ class Tokenizer:
         """Id of the added token, special or not, that is written ``text``, if there is one."""
         return self._added_ids.get(text)
 
+    def single_token_id(self, text: str) -> int | None:
+        """Id of the token that ``text`` is; None where it is none, or several."""
+        (ids,) = self.encode_batch([text], add_special_tokens=False, parse_special_tokens=True)
+        return int(ids[0]) if len(ids) == 1 else None
+
     @functools.cached_property
     def _added_ids(self) -> dict[str, int]:
         added = self._backend.get_added_tokens_decoder()
@@ -134,6 +140,28 @@ class Tokenizer:
         """
         backend = self._backend if parse_special_tokens else self._plain_backend
         return _encode(backend, texts, add_special_tokens)
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, parse_special_tokens: bool
+    ) -> list[TokenIds]:
+        """Token ids of pairs of texts, joined as ``tokenizer(one, other)`` does.
+
+        Args:
+            pairs: valid Unicode (no lone surrogates).
+            parse_special_tokens: as in ``encode_batch``.
+        """
+        backend = self._backend if parse_special_tokens else self._plain_backend
+        return _encode(backend, pairs, True)
+
+    def cut_pair(
+        self, pair: tuple[str, str], max_tokens: int, *, parse_special_tokens: bool
+    ) -> TokenIds:
+        """``encode_pairs`` of one, cut as transformers' ``longest_first`` does: at most
+        ``max_tokens`` ids."""
+        backend = self._backend if parse_special_tokens else self._plain_backend
+        cutting = _private_copy(backend.to_str())
+        cutting.enable_truncation(max_tokens, strategy="longest_first")
+        return _encode(cutting, [pair], True)[0]
 
     def encode_marked(
         self,
@@ -238,7 +266,7 @@ def _as_list(token_ids: Sequence[int] | TokenIds) -> list[int]:
     return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
 
 
-def _encode(backend: Backend, texts: Sequence[str], add_special_tokens: bool) -> list[TokenIds]:
+def _encode(backend: Backend, texts: Sequence[_Text], add_special_tokens: bool) -> list[TokenIds]:
     encoded: list[TokenIds] = []
     for group in _groups(texts):
         encodings = backend.encode_batch_fast(group, add_special_tokens=add_special_tokens)
@@ -246,16 +274,17 @@ def _encode(backend: Backend, texts: Sequence[str], add_special_tokens: bool) ->
     return encoded
 
 
-def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+def _groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:
     """Runs of texts, each of a bounded number of characters in all (or a single text)."""
-    group: list[str] = []
+    group: list[_Text] = []
     size = 0
     for text in texts:
-        if group and size + len(text) > _MAX_CHARS_PER_CALL:
+        length = len(text) if isinstance(text, str) else sum(map(len, text))
+        if group and size + length > _MAX_CHARS_PER_CALL:
             yield group
             group, size = [], 0
         group.append(text)
-        size += len(text)
+        size += length
     if group:
         yield group
 

@@ -143,7 +143,7 @@ def _check_yaml(block: Block) -> None:
         load_job(path, variables=variables)
         return
     merged = {**BASE, **data}
-    if data.get("task") in ("score", "embed"):
+    if data.get("task") in ("score", "embed", "classify"):
         del merged["sampling"]
     if "sampling" in data:
         merged["sampling"] = {**BASE["sampling"], **data["sampling"]}

@@ -82,6 +82,18 @@ def check_completions_column(name: str, source: Source) -> None:
         )
 
 
+def check_text_column(name: str, key: str, source: Source) -> None:
+    """Check a column of texts that ``key`` names.
+
+    Raises:
+        DataError: it is not there, or of another type.
+    """
+    require_column(name, key, source.schema.names)
+    source.require_alike([name])
+    if not _may_be_text(_type_of(source, name)):
+        raise _wrong_type(source, name, key, "string")
+
+
 def _check_tools(source: Source, name: str) -> None:
     require_column(name, "prompt.tools_column", source.schema.names)
     source.require_alike([name])

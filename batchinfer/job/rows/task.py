@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
+from batchinfer.config import PromptConfig
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.rows.finished_row import FinishedRow
@@ -41,6 +42,8 @@ class Task:
     """Values of the columns that not every task has, in a row that the engine does not run."""
     check_columns: Callable[[JobSpec, Source], None] = lambda job, source: None
     """Raises DataError where an input column that it reads beside the prompt's cannot be used."""
+    prompt_config: Callable[[JobSpec], PromptConfig] = lambda job: job.prompt
+    """Where a job's prompts come from, with what its own section says of that."""
 
 
 class LoadedTask(Protocol):

@@ -12,6 +12,8 @@ from pydantic_core import ErrorDetails
 from batchinfer.config import (
     SAMPLING_ALIASES,
     AcceptConfig,
+    ClassifyConfig,
+    EmbedConfig,
     EngineConfig,
     PromptConfig,
     ScoreConfig,
@@ -73,6 +75,8 @@ def known_keys() -> dict[str, tuple[str, ...]]:
         "sampling": (*field_names(JobSampling), *SAMPLING_ALIASES),
         "accept": field_names(AcceptConfig),
         "score": field_names(ScoreConfig),
+        "embed": field_names(EmbedConfig),
+        "classify": field_names(ClassifyConfig),
         "engine": ("preset", *field_names(EngineConfig)),
         "output": _names(OutputSpec),
         "output.reasoning": _names(ReasoningSpec),

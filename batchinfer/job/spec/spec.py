@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, model_validator
 from batchinfer.config import (
     QUANTIZATIONS,
     AcceptConfig,
+    ClassifyConfig,
     EmbedConfig,
     EngineConfig,
     ModelConfig,
@@ -334,7 +335,7 @@ class JobSpec(Section):
     """What the job is called; default: the file's name. May use {{ vars }}."""
     task: TaskName = "generate"
     """score: how likely given completions of the prompts are, or the prompts themselves. embed: a
-    vector for each prompt."""
+    vector for each prompt. classify: labels and scores, of prompts or of queries and documents."""
     vars: Mapping[str, str | None] = {}
     """Texts for {{ }} in name and paths; null: must be given with --var."""
     model: ModelSpec
@@ -342,13 +343,15 @@ class JobSpec(Section):
     prompt: Annotated[PromptConfig, AfterValidator(_check_messages)] = PromptConfig()
     sampling: Annotated[JobSampling, AfterValidator(_seeded)]
     """How the output tokens of a row are chosen. Names and meanings are vLLM's. Required, but left
-    out with task: score and task: embed, which choose none."""
+    out with the other tasks, which choose none."""
     accept: AcceptConfig | None = None
     """Which samples to keep."""
     score: ScoreConfig | None = None
     """What to score, with task: score."""
     embed: EmbedConfig | None = None
     """How embeddings are made, with task: embed."""
+    classify: ClassifyConfig | None = None
+    """What is classified, with task: classify."""
     engine: EngineConfig = EngineConfig()
     output: OutputSpec
     errors: ErrorsSpec = ErrorsSpec()

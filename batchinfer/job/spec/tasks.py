@@ -14,7 +14,9 @@ from batchinfer.config import EMBEDDING, SCORING, Runner, SamplingParams
 if TYPE_CHECKING:
     from batchinfer.job.spec.spec import JobSpec
 
-TaskName = Literal["generate", "score", "embed"]
+TaskName = Literal["generate", "score", "embed", "classify"]
+
+_NOT_OF_PAIRS = ("column", "template", "messages", "system", "token_ids_column", "tools_column")
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,43 @@ def _embed_results(include: Collection[str]) -> tuple[str, ...]:
 
 
 def _check_embed(job: JobSpec) -> None:
-    if job.input.format == "openai-batch":
-        raise ValueError("not yet: task: embed with input.format: openai-batch")
-    _check_draws_nothing(job)
-    if others := [name for name in job.output.include if name != "prompt"]:
-        raise ValueError(f"output.include: {others[0]} does not go with task: embed; leave it out")
+    _check_pools(job)
     if job.prompt.on_too_long == "truncate_right":
         raise ValueError(
             "not yet: prompt.on_too_long: truncate_right with task: embed would cut off the token "
             "that ends a prompt; set it to error or truncate_left"
+        )
+
+
+def _classify_results(include: Collection[str]) -> tuple[str, ...]:
+    return ("label", "score", "scores", "num_prompt_tokens", "truncated")
+
+
+def _check_classify(job: JobSpec) -> None:
+    _check_pools(job)
+    if job.classify is None or not job.classify.has_pairs:
+        return
+    for name in _NOT_OF_PAIRS:
+        if getattr(job.prompt, name) is not None:
+            raise ValueError(
+                f"prompt.{name}: with classify.query_column, prompts are made of the query and the "
+                "document; leave it out"
+            )
+    if job.prompt.on_too_long == "truncate_left":
+        raise ValueError(
+            "prompt.on_too_long: truncate_left would cut off the query; set it to error or "
+            "truncate_right"
+        )
+
+
+def _check_pools(job: JobSpec) -> None:
+    """Check the keys of tasks that take a hidden state of each prompt."""
+    if job.input.format == "openai-batch":
+        raise ValueError(f"not yet: task: {job.task} with input.format: openai-batch")
+    _check_draws_nothing(job)
+    if others := [name for name in job.output.include if name != "prompt"]:
+        raise ValueError(
+            f"output.include: {others[0]} does not go with task: {job.task}; leave it out"
         )
 
 
@@ -130,7 +160,17 @@ EMBED = TaskSpec(
     section="embed",
     runner="pooling",
 )
-TASK_SPECS: Mapping[str, TaskSpec] = {task.name: task for task in (GENERATE, SCORE, EMBED)}
+CLASSIFY = TaskSpec(
+    "classify",
+    _classify_results,
+    _check_classify,
+    sampling=EMBEDDING,
+    section="classify",
+    runner="pooling",
+)
+TASK_SPECS: Mapping[str, TaskSpec] = {
+    task.name: task for task in (GENERATE, SCORE, EMBED, CLASSIFY)
+}
 
 
 def check_task(job: JobSpec) -> None:

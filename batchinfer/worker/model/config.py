@@ -24,9 +24,9 @@ from batchinfer.worker.model.config_values import (
 from batchinfer.worker.model.meta_model import blame
 from batchinfer.worker.model.quiet import quiet_transformers
 from batchinfer.worker.model.text_half import (
-    body_name,
     causal_class,
     changed_logits,
+    headless_names,
     saved_class,
 )
 
@@ -45,8 +45,8 @@ def check_config(name: str, revision: str | None, runner: Runner = "generate") -
 def load_config(folder: Path, runner: Runner = "generate") -> PreTrainedConfig:
     """The folder's config, of a family that can be run.
 
-    A body that was saved without an output head is taken with ``pooling`` alone, as if its head
-    was its embeddings: what it gives means nothing then.
+    A body that was saved without an output head, or with one that classifies, is taken with
+    ``pooling`` alone, as if its head was its embeddings: what it gives means nothing then.
 
     Raises:
         ModelError: naming config.json: it is missing or broken, or the family cannot be run.
@@ -107,11 +107,12 @@ def _check_class(folder: Path, config: PreTrainedConfig, runner: Runner) -> None
     if key := changed_logits(config):
         raise ModelError(f"{family} cannot be run: they change their logits ({key})")
     saved = config.architectures or [whole_class.__name__]
-    if whole_class.__name__ not in saved and saved[0] == body_name(config):
+    task = headless_names(config).get(saved[0])
+    if whole_class.__name__ not in saved and task is not None:
         if runner != "pooling":
             raise ModelError(
                 f"{folder}/config.json: architectures names a {saved[0]!r}, which has no output "
-                "head and writes no text; with task: embed it can be run"
+                f"head and writes no text; with task: {task} it can be run"
             )
         config.tie_word_embeddings = True
     elif whole_class.__name__ not in saved:

@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
 )
 
@@ -78,11 +79,14 @@ def saved_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return next((one for one in classes if one.__name__ in named), next(iter(classes), None))
 
 
-def body_name(config: PreTrainedConfig) -> str | None:
-    """Name of transformers' class of a config's body alone, without an output head; None for
-    wrappers and families that have none."""
-    listed = None if is_wrapper(config) else MODEL_MAPPING.get(type(config), None)
-    return None if listed is None else str(listed.__name__)
+def headless_names(config: PreTrainedConfig) -> dict[str, str]:
+    """Names of transformers' classes of a config's body without an output head, each with the task
+    that it is for: the body alone, and with a head that classifies. None of wrappers."""
+    if is_wrapper(config):
+        return {}
+    tasks = {"embed": MODEL_MAPPING, "classify": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
+    listed = {task: mapping.get(type(config), None) for task, mapping in tasks.items()}
+    return {one.__name__: task for task, one in listed.items() if one is not None}
 
 
 def text_half(config: PreTrainedConfig) -> PreTrainedConfig:

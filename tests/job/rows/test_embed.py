@@ -22,7 +22,7 @@ from batchinfer.job.output.resume import plan_of
 from batchinfer.job.output.verify import verify
 from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.rows.finished_row import FinishedRow
-from batchinfer.job.rows.pooled import Pooled
+from batchinfer.job.rows.pooling.pooled import Pooled
 from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
@@ -221,7 +221,7 @@ def test_a_plan_says_what_the_run_does(tmp_path: Path, model: Path) -> None:
         (JOB + "sampling: {max_tokens: 8}", "sampling has no part in task: embed"),
         (JOB.replace("task: embed", "embed: {}\nsampling: {max_tokens: 1}"), "needs task: embed"),
         (JOB + "embed: {dimensions: 0}", "dimensions is 0; it must be 1 or more"),
-        (JOB + "embed: {pooling: mean}", "not yet: embed: pooling: mean"),
+        (JOB + "embed: {pooling: mean}", "not yet: embed.pooling: mean"),
         (JOB + "accept: {min_tokens: 1}", "accept has no part in task: embed"),
         (JOB.replace("out}", "out, include: [logprobs]}"), "logprobs does not go with task: embed"),
         (JOB + "prompt: {on_too_long: truncate_right}", "not yet: prompt.on_too_long"),

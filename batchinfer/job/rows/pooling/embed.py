@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from batchinfer.config import EmbedConfig
 from batchinfer.errors import UsageError
-from batchinfer.job.rows.pooled import Pooled, plain_prompts
+from batchinfer.job.rows.pooling.pooled import Pooled, plain_prompts
 from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import EMBED

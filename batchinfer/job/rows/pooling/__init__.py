@@ -1,0 +1,1 @@
+"""Tasks that make rows' results of hidden states: ``embed``, ``classify``."""

@@ -1,0 +1,109 @@
+"""``task: classify``: labels and scores, from the hidden state of a prompt's last token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchinfer.config import ClassifyConfig, PromptConfig
+from batchinfer.job.input.dataset import Source
+from batchinfer.job.rows.column_checks import check_text_column
+from batchinfer.job.rows.pooling.pooled import Pooled, plain_prompts
+from batchinfer.job.rows.task import LoadedTask, Task
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.tasks import CLASSIFY
+from batchinfer.pooling.classifier import Classifier, asks_questions, read_classifier
+from batchinfer.text.children.child import Recipe
+from batchinfer.text.grammar import GrammarCompiler
+from batchinfer.text.pairs.joined import PairBuilder
+from batchinfer.text.pairs.questions import QuestionBuilder, with_both_columns, with_question
+
+if TYPE_CHECKING:
+    from batchinfer.build import EngineContext
+
+_FAILED: Mapping[str, Any] = {"label": None, "score": None, "scores": None}
+_TYPES: Mapping[str, pa.DataType] = {
+    "label": pa.string(),
+    "score": pa.float32(),
+    "scores": pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())])),
+}
+
+
+def classification(hidden_state: npt.NDArray[np.float32], classifier: Classifier) -> dict[str, Any]:
+    """The results of a row: every label's score, and of the highest both again."""
+    scores = classifier(hidden_state)
+    best = int(scores.argmax())
+    every = zip(classifier.labels, scores.tolist(), strict=True)
+    return {
+        "label": classifier.labels[best],
+        "score": float(scores[best]),
+        "scores": [{"label": label, "score": score} for label, score in every],
+    }
+
+
+def _config(job: JobSpec) -> ClassifyConfig:
+    return job.classify or ClassifyConfig()
+
+
+def _asks_questions(job: JobSpec) -> bool:
+    return asks_questions(job.model.name, job.model.revision, _config(job))
+
+
+def _prompt_config(job: JobSpec) -> PromptConfig:
+    config = _config(job)
+    if not config.has_pairs:
+        return job.prompt
+    return (with_question if _asks_questions(job) else with_both_columns)(job.prompt, config)
+
+
+def _prompt_builder(job: JobSpec) -> Recipe:
+    config = _config(job)
+    if config.query_column is None or config.document_column is None:
+        return plain_prompts
+    columns = (config.query_column, config.document_column)
+    return partial(QuestionBuilder if _asks_questions(job) else PairBuilder, pair_columns=columns)
+
+
+def _check_columns(job: JobSpec, source: Source) -> None:
+    config = _config(job)
+    for key, name in (("query", config.query_column), ("document", config.document_column)):
+        if name is not None:
+            check_text_column(name, f"classify.{key}_column", source)
+
+
+def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> LoadedTask:
+    classifier = read_classifier(
+        job.model.name, job.model.revision, _config(job), context.tokenizer.single_token_id
+    )
+    return Pooled(
+        context.tokenizer,
+        lambda hidden_state: classification(hidden_state, classifier),
+        _FAILED,
+        job.output.include,
+    )
+
+
+def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The highest label and its score."""
+    facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
+    if row["label"] is None:
+        return None, facts
+    return f"{row['label']}: {row['score']:.4f}", facts
+
+
+CLASSIFY_TASK = Task(
+    CLASSIFY,
+    lambda job: _TYPES,
+    _prompt_builder,
+    _load,
+    _summarise,
+    ("label", "score"),
+    _FAILED,
+    _check_columns,
+    _prompt_config,
+)

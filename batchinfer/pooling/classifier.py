@@ -1,0 +1,256 @@
+"""Heads that make labels and scores of a hidden state.
+
+Of a model with a head that classifies (transformers' ``...ForSequenceClassification``,
+GenericForSequenceClassification in modeling_layers.py) it is the linear layer ``score``. Of a
+reranker that answers yes or no (Qwen3-Reranker) it is those tokens' rows of the output head, as in
+vLLM's conversion of it (vllm/model_executor/models/adapters.py) and in sentence-transformers'
+``LogitScore`` (sentence_transformers/cross_encoder/modules/logit_score.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.config import ClassifyConfig
+from batchinfer.errors import ModelError, UsageError
+from batchinfer.pooling.embedding_modules import Dense
+from batchinfer.pooling.model_folder import find_folder, read_json
+from batchinfer.pooling.tensors import Float32, StoredTensor, find_tensor
+
+_CONFIG_PATTERNS = ("*.json", "[0-9]*_*/config.json")
+_RERANKERS = ("qwen3", "qwen3_moe")
+"""Model types of Qwen3-Reranker, whose folders look like those of plain models."""
+_CHANGED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+_ST_ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+_PROBLEMS = {
+    "regression": "none",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+
+TokenId = Callable[[str], int | None]
+"""The id of a text that is a single token, else None."""
+
+
+def softmax(logits: Float32) -> Float32:
+    """float32 [L] to float32 [L] that come to 1."""
+    powers = np.exp(logits.astype(np.float64) - logits.max())
+    shares: Float32 = (powers / powers.sum()).astype(np.float32)
+    return shares
+
+
+def sigmoid(logits: Float32) -> Float32:
+    """float32 [L] to float32 [L], each between 0 and 1."""
+    tanh = np.tanh(logits.astype(np.float64) / 2)  # without the overflow of exp
+    return ((1 + tanh) / 2).astype(np.float32)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Float32], Float32]] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "none": lambda logits: logits,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """What makes scores of a model's hidden states."""
+
+    labels: tuple[str, ...]
+    layers: tuple[Dense, ...]
+    """The last gives a score for each label."""
+
+    def __call__(self, hidden_state: Float32) -> Float32:
+        """A hidden state, float32 [H], to the labels' scores, float32 [L]."""
+        values = hidden_state
+        for dense in self.layers:
+            values = dense(values)
+        return values
+
+
+def read_classifier(
+    name: str, revision: str | None, config: ClassifyConfig, token_id: TokenId
+) -> Classifier:
+    """Read the head of a model (folder or hub id).
+
+    Raises:
+        ModelError: it has none, or it cannot be read.
+        UsageError: ``config.tokens`` are no tokens of the model.
+    """
+    folder = find_folder(name, revision, (*_CONFIG_PATTERNS, "*.safetensors"))
+    values = _config_values(folder)
+    tokens = _head_tokens(folder, values, config)
+    if tokens is not None:
+        return _of_tokens(folder, values, config, tokens, token_id)
+    return _of_labels(folder, values, config)
+
+
+def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> bool:
+    """Whether a model (folder or hub id) is asked of pairs in the words of Qwen3-Reranker; else
+    it takes them as its tokenizer joins them.
+
+    Raises:
+        ModelError: it cannot be read, has no head, or nothing says how it takes pairs.
+    """
+    folder = find_folder(name, revision, _CONFIG_PATTERNS)
+    values = _config_values(folder)
+    tokens = _head_tokens(folder, values, config)
+    if tokens is None:
+        return False
+    if values.get("model_type") not in _RERANKERS or tokens[0] is None:
+        raise ModelError(
+            f"{folder}: not yet: nothing known here says how this model takes a query and a "
+            "document",
+            hint="write its template in prompt.template, with both columns, in place of "
+            "classify.query_column and document_column",
+        )
+    return True
+
+
+def _config_values(folder: Path) -> Mapping[str, Any]:
+    values = read_json(folder / "config.json")
+    if not isinstance(values, Mapping):
+        raise ModelError(f"{folder} is no model folder: it has no config.json")
+    return values
+
+
+def _head_tokens(
+    folder: Path, values: Mapping[str, Any], config: ClassifyConfig
+) -> Sequence[str | int | None] | None:
+    """The tokens whose logits are the labels', by text or id, of a pair the second the label's and
+    the first what it is held against, if there is one; None for a model with a head of its own.
+
+    Args:
+        values: of its config.json.
+
+    Raises:
+        ModelError: nothing says what its labels are.
+    """
+    if config.tokens is not None:
+        return config.tokens
+    if _class_name(values).endswith("ForSequenceClassification"):
+        return None
+    saved = _logit_score(folder)
+    if saved is not None:
+        return saved
+    if config.has_pairs and values.get("model_type") in _RERANKERS:
+        return ("no", "yes")
+    raise ModelError(
+        f"{folder}/config.json: architectures names a {_class_name(values)[:80]!r}, which has no "
+        "head that classifies",
+        hint="take a model ...ForSequenceClassification, a reranker with classify.query_column and "
+        "document_column, or name tokens as labels in classify.tokens",
+    )
+
+
+def _class_name(values: Mapping[str, Any]) -> str:
+    names = values.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def _logit_score(folder: Path) -> tuple[int | None, int] | None:
+    """Token ids of sentence-transformers' ``LogitScore``: what is held against, and the label."""
+    for module in read_json(folder / "modules.json") or ():
+        if str(module.get("type", "")).rpartition(".")[2] == "LogitScore":
+            path = folder / str(module.get("path", "")) / "config.json"
+            ids = read_json(path)
+            if not isinstance(ids, Mapping) or type(ids.get("true_token_id")) is not int:
+                raise ModelError(f"{path} has no true_token_id; fetch the model again")
+            return ids.get("false_token_id"), ids["true_token_id"]
+    return None
+
+
+def _of_labels(folder: Path, values: Mapping[str, Any], config: ClassifyConfig) -> Classifier:
+    stored = find_tensor(folder, "score.weight")
+    if stored is None:
+        raise ModelError(
+            f"{folder}: the weight files have no tensor score.weight, the head that "
+            f"{_class_name(values)[:80]} has; fetch the model again"
+        )
+    weight = stored.read()
+    labels = _labels(folder, values, len(weight))
+    bias = find_tensor(folder, "score.bias")
+    offset = np.zeros(len(weight), np.float32) if bias is None else bias.read()
+    kind: str = config.activation
+    if kind == "auto":
+        kind = _own_activation(folder, values) or ("sigmoid" if len(labels) == 1 else "softmax")
+    return Classifier(labels, (Dense(weight, offset, _ACTIVATIONS[kind]),))
+
+
+def _labels(folder: Path, values: Mapping[str, Any], count: int) -> tuple[str, ...]:
+    names = values.get("id2label")
+    if not isinstance(names, Mapping):
+        return tuple(f"LABEL_{at}" for at in range(count))  # as transformers names them
+    try:
+        return tuple(str(names[str(at)]) for at in range(max(count, len(names))))[:count]
+    except KeyError:
+        raise ModelError(
+            f"{folder}/config.json: id2label has {len(names)} labels and the head {count}; take "
+            "both from the same model"
+        ) from None
+
+
+def _own_activation(folder: Path, values: Mapping[str, Any]) -> str | None:
+    """What a model's files say of its activation."""
+    saved = read_json(folder / "config_sentence_transformers.json") or {}
+    own = values.get("sentence_transformers") or {}
+    named = (
+        own.get("activation_fn")
+        or values.get("sbert_ce_default_activation_function")
+        or saved.get("activation_fn")
+    )
+    if named is None:
+        return _PROBLEMS.get(str(values.get("problem_type")))
+    kind = _ST_ACTIVATIONS.get(str(named).rpartition(".")[2])
+    if kind is None:
+        raise ModelError(
+            f"{folder}: not yet: the activation {str(named)[:80]} is not supported by this version",
+            hint="set classify.activation",
+        )
+    return kind
+
+
+def _of_tokens(
+    folder: Path,
+    values: Mapping[str, Any],
+    config: ClassifyConfig,
+    tokens: Sequence[str | int | None],
+    token_id: TokenId,
+) -> Classifier:
+    for part in (values, values.get("text_config") or {}):
+        if key := next((key for key in _CHANGED_LOGITS if part.get(key)), None):
+            raise ModelError(f"{folder}/config.json: not yet: labels of changed logits ({key})")
+    stored = find_tensor(
+        folder, "lm_head.weight", "embed_out.weight", "embed_tokens.weight", "wte.weight"
+    )
+    if stored is None:
+        raise ModelError(f"{folder}: the weight files have no output head and no embeddings")
+    rows = [_row(stored, token, token_id) for token in tokens]
+    weight = stored.read([row for row in rows if row is not None])
+    is_one = config.has_pairs or config.tokens is None  # a reranker's
+    if is_one:
+        weight = weight[-1:] - weight[:-1].sum(0, keepdims=True)
+    names = [str(token) for token in (tokens[-1:] if is_one else tokens)]
+    if is_one and not isinstance(tokens[-1], str):
+        names = ["yes"]
+    kind: str = config.activation
+    if kind == "auto":
+        own = _own_activation(folder, {}) if config.tokens is None else None
+        kind = own or ("sigmoid" if is_one else "softmax")
+    dense = Dense(weight, np.zeros(len(weight), np.float32), _ACTIVATIONS[kind])
+    return Classifier(tuple(names), (dense,))
+
+
+def _row(stored: StoredTensor, token: str | int | None, token_id: TokenId) -> int | None:
+    """The row of the output head that is a token's; None of no token."""
+    found = token_id(token) if isinstance(token, str) else token
+    if found is None and token is not None:
+        raise UsageError(f"classify.tokens: {token!r} is not a single token of the model")
+    if found is not None and not 0 <= found < stored.shape[0]:
+        raise ModelError(f"{stored.path}: {stored.name} has no row {found}, a label's token")
+    return found

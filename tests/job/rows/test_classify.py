@@ -1,0 +1,321 @@
+"""Jobs that classify: next to transformers, heads and pairs of all kinds, bad rows, interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from batchinfer.errors import ExitCode, JobError, ModelError, UsageError
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.resume import plan_of
+from batchinfer.job.output.verify import verify
+from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.rows.finished_row import FinishedRow
+from batchinfer.job.rows.pooling.pooled import Pooled
+from batchinfer.job.rows.tasks import TASKS
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.load import load_job
+from batchinfer.report.examples import find_examples
+from batchinfer.requests import PromptRow
+from tests.job.datasets import write_parquet
+from tests.job.job_files import write_job
+from tests.models import make_text_model, tiny_config
+
+PROMPTS = ["is it so?", "x", "a long text about nothing at all, which fills some blocks and ends"]
+QUERIES = ["who?", "why is it <|im_end|> so?", "x"]
+DOCUMENTS = ["he did", "because", "a document that is longer than its query by far"]
+LABELS = {"id2label": {0: "bad", 1: "so-so", 2: "good"}}
+TEXT_IDS = {"bos_token_id": 0, "eos_token_id": 2, "vocab_size": 259}
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama that writes text, with its tokenizer."""
+    return make_text_model(tmp_path_factory.mktemp("text"))
+
+
+def make_classifier(path: Path, text_model: Path, family: str = "llama", **changes: Any) -> Path:
+    """A tiny random sequence classifier with the byte tokenizer, which joins pairs by ``<s>``."""
+    torch.manual_seed(0)
+    config = tiny_config(family, **{**TEXT_IDS, **changes})
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    model.to(changes.get("dtype", torch.float32)).save_pretrained(path)
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(text_model)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A:0 <s> $B:1", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def job(tmp_path: Path, model: Path, columns: dict[str, Any], more: str = "") -> Any:
+    write_parquet(tmp_path / "rows.parquet", columns)
+    text = f"""\
+task: classify
+model: {{name: {model}, dtype: float32}}
+input: {{path: rows.parquet}}
+engine: {{device: cpu, num_kv_blocks: 200, block_size: 4, max_num_batched_tokens: 7}}
+output: {{path: out, rows_per_part: 2}}
+errors: {{max_error_rate: 1.0}}
+{more}"""
+    return load_job(write_job(tmp_path, text))
+
+
+def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for path in sorted((tmp_path / "out" / "data").iterdir()):
+        rows += pq.read_table(path).to_pylist()
+    return rows
+
+
+def run(tmp_path: Path, model: Path, columns: dict[str, Any], more: str = "") -> Any:
+    assert run_job(job(tmp_path, model, columns, more), quiet=True) is ExitCode.OK
+    return rows_of(tmp_path)
+
+
+def logits(model: Path, *texts: str) -> torch.Tensor:
+    """transformers' own, of one row."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reference = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        found: torch.Tensor = reference(**tokenizer(*texts, return_tensors="pt")).logits[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "activation"),
+    [
+        ("llama", LABELS, "softmax"),
+        ("qwen3", {"num_labels": 1}, "sigmoid"),
+        ("qwen2", {"num_labels": 1, "problem_type": "regression"}, "none"),
+        ("gemma2", {**LABELS, "problem_type": "multi_label_classification"}, "sigmoid"),
+        ("mistral", {**LABELS, "dtype": torch.bfloat16}, "softmax"),
+    ],
+)
+def test_scores_are_those_of_transformers(
+    tmp_path: Path, text_model: Path, family: str, changes: dict[str, Any], activation: str
+) -> None:
+    model = make_classifier(tmp_path / "model", text_model, family, **changes)
+    rows = run(tmp_path, model, {"prompt": PROMPTS})
+    names = ("label", "score", "scores", "num_prompt_tokens", "truncated", "status", "error")
+    assert tuple(rows[0]) == ("prompt", "row_id", *names)
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        expected = logits(model, prompt)
+        if activation != "none":
+            expected = expected.softmax(-1) if activation == "softmax" else expected.sigmoid()
+        assert [one["score"] for one in row["scores"]] == pytest.approx(expected.tolist(), abs=1e-4)
+        best = int(expected.argmax())
+        known = LABELS["id2label"] if "id2label" in changes else {}
+        assert row["label"] == known.get(best, f"LABEL_{best}") == row["scores"][best]["label"]
+        assert row["score"] == row["scores"][best]["score"]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["tokens"]["output"] == 0
+
+
+PAIRS = "classify: {query_column: q, document_column: d}\n"
+
+
+def test_pairs_are_joined_as_the_tokenizer_does(tmp_path: Path, text_model: Path) -> None:
+    model = make_classifier(tmp_path / "model", text_model, num_labels=1)
+    rows = run(tmp_path, model, {"q": QUERIES, "d": DOCUMENTS}, PAIRS)
+    for at in (0, 2):  # the other query has a control token's text, which stays text
+        expected = float(logits(model, QUERIES[at], DOCUMENTS[at]).sigmoid())
+        assert rows[at]["score"] == pytest.approx(expected, abs=1e-4)
+    tokens = len(QUERIES[1]) + len(DOCUMENTS[1]) + 2
+    assert rows[1]["num_prompt_tokens"] == tokens, "a byte each, and two <s>"
+
+
+def test_a_long_pair_is_cut_as_transformers_does(tmp_path: Path, text_model: Path) -> None:
+    model = make_classifier(tmp_path / "model", text_model, num_labels=1)
+    pair = ("a query", "word " * 200)
+    more = PAIRS + "prompt: {on_too_long: truncate_right}\n"
+    (row,) = run(tmp_path, model, {"q": pair[:1], "d": pair[1:]}, more)
+    assert (row["num_prompt_tokens"], row["truncated"]) == (511, True)
+    kept = 511 - 2 - len(pair[0])
+    expected = float(logits(model, pair[0], pair[1][:kept]).sigmoid())
+    assert row["score"] == pytest.approx(expected, abs=1e-4)
+
+
+QUESTION = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: {what}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+
+
+def make_reranker(path: Path, text_model: Path) -> tuple[Path, list[int]]:
+    """A tiny Qwen3 that answers with one of two tokens, which are given."""
+    torch.manual_seed(0)
+    config = tiny_config("qwen3", **{**TEXT_IDS, "vocab_size": 261})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(text_model)
+    tokenizer.add_tokens(["no", "yes"])
+    tokenizer.save_pretrained(path)
+    return path, tokenizer.convert_tokens_to_ids(["no", "yes"])
+
+
+def probability(model: Path, prompt: str, ids: list[int]) -> float:
+    """transformers' own, of the second token against the first."""
+    inputs = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        return float(reference(**inputs).logits[0, -1, ids].softmax(-1)[1])
+
+
+def test_a_reranker_answers_yes_or_no(tmp_path: Path, text_model: Path) -> None:
+    model, ids = make_reranker(tmp_path / "model", text_model)
+    told = 'Say "so" {{ x }}'
+    more = f"classify: {{query_column: q, document_column: d, instruction: '{told}'}}\n"
+    rows = run(tmp_path, model, {"q": QUERIES, "d": DOCUMENTS}, more)
+    for at in (0, 2):
+        prompt = QUESTION.format(what=told, query=QUERIES[at], document=DOCUMENTS[at])
+        assert rows[at]["label"] == "yes"
+        expected = probability(model, prompt, ids)
+        assert rows[at]["score"] == pytest.approx(expected, abs=1e-5)
+    assert len({row["score"] for row in rows}) == 3
+    (tmp_path / "again").mkdir()
+    prompt = QUESTION.format(what=told, query=QUERIES[0], document=DOCUMENTS[0])
+    more = "classify: {tokens: [no, yes]}\nprompt: {parse_special_tokens: true}\n"
+    (row,) = run(tmp_path / "again", model, {"prompt": [prompt]}, more)
+    assert [one["label"] for one in row["scores"]] == ["no", "yes"]
+    assert row["scores"][1]["score"] == pytest.approx(rows[0]["score"], abs=1e-5)
+
+
+def test_sentence_transformers_says_by_which_token(tmp_path: Path, text_model: Path) -> None:
+    model, ids = make_reranker(tmp_path / "model", text_model)
+    (model / "1_LogitScore").mkdir()
+    kind = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+    (model / "modules.json").write_text(json.dumps([{"path": "1_LogitScore", "type": kind}]))
+    saved = {"true_token_id": ids[0], "false_token_id": ids[1]}
+    (model / "1_LogitScore" / "config.json").write_text(json.dumps(saved))
+    activation = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    (model / "config_sentence_transformers.json").write_text(json.dumps(activation))
+    (row,) = run(tmp_path, model, {"prompt": ["x"]})
+    expected = probability(model, "x", ids[::-1])
+    assert 1 / (1 + np.exp(-row["score"])) == pytest.approx(expected, abs=1e-5)
+
+
+def test_rows_that_cannot_run_have_no_label(tmp_path: Path, text_model: Path) -> None:
+    model = make_classifier(tmp_path / "model", text_model, num_labels=1)
+    columns = {"q": ["good", None, "x", "x"], "d": ["good", "x", " ", "x" * 600]}
+    rows = run(tmp_path, model, columns, PAIRS)
+    codes = [row["error"] and row["error"]["code"] for row in rows]
+    assert codes == [None, "empty_prompt", "empty_prompt", "prompt_too_long"]
+    assert [row["label"] for row in rows] == ["LABEL_0", None, None, None]
+    assert [row["scores"] is None for row in rows] == [False, True, True, True]
+    out = OutputDir(tmp_path / "out")
+    records = [(part, out.finished(part)) for part in plan_of(out).parts()]
+    good, bad, *_ = find_examples(out, records, TASKS["classify"])
+    assert good.answer is not None
+    assert good.answer.startswith("LABEL_0: 0.")
+    assert (bad.answer, bad.facts) == (None, "0 tokens in")
+
+
+def test_an_interrupted_job_goes_on(
+    tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_classifier(tmp_path / "model", text_model, **LABELS)
+    spec = job(tmp_path, model, {"prompt": [f"number {row}" for row in range(7)]})
+    finish, seen = Pooled.finish, []
+
+    def fails(self: Pooled, row: PromptRow, completions: Any) -> FinishedRow:
+        seen.append(row.row_id)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+        return finish(self, row, completions)
+
+    monkeypatch.setattr(pipeline, "_WRITES_DUE", 1)
+    monkeypatch.setattr(Pooled, "finish", fails)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(spec, quiet=True)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    rows = rows_of(tmp_path)
+    assert [row["row_id"] for row in rows] == list(range(7))
+    expected = logits(model, "number 6").softmax(-1).max()
+    assert rows[6]["score"] == pytest.approx(float(expected), abs=1e-4)
+    assert len(seen) == 8, "what was finished was not computed again"
+    assert verify(OutputDir(tmp_path / "out")).problems == []
+    plan = plan_job(spec)
+    tokens = json.loads((tmp_path / "out" / "summary.json").read_bytes())["tokens"]
+    assert plan["prompt_tokens"] == tokens["prompt"]
+    assert plan["output_tokens"] == 0
+
+
+def test_only_equal_heads_and_rows_are_reused(tmp_path: Path, text_model: Path) -> None:
+    model = make_classifier(tmp_path / "model", text_model, **LABELS)
+    run(tmp_path, model, {"prompt": PROMPTS})
+    for name, more, reused in (
+        ("same", "", 3),
+        ("other", "classify: {activation: none}\n", 0),
+    ):
+        (tmp_path / name).mkdir()
+        spec = job(tmp_path / name, model, {"prompt": PROMPTS}, more)
+        update = {"output": spec.output.model_copy(update={"reuse": (str(tmp_path / "out"),)})}
+        assert run_job(spec.model_copy(update=update), quiet=True) is ExitCode.OK
+        summary = json.loads((tmp_path / name / "out" / "summary.json").read_bytes())
+        assert summary["rows"]["reused"] == reused
+
+
+JOB = "task: classify\nmodel: {name: m}\ninput: {path: rows.parquet}\noutput: {path: out}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (JOB + "sampling: {max_tokens: 8}", "sampling has no part in task: classify"),
+        (JOB + "classify: {query_column: q}", "query_column needs document_column"),
+        (JOB + PAIRS + "prompt: {column: q}", "prompt.column: with classify.query_column"),
+        (JOB + PAIRS + "prompt: {on_too_long: truncate_left}", "would cut off the query"),
+        (JOB + "classify: {instruction: x}", "instruction needs query_column"),
+        (JOB + "classify: {tokens: [yes]}", "must be two or more tokens"),
+        (JOB + "classify: {labels: 3}", "labels"),
+        (JOB.replace("out}", "out, include: [logprobs]}"), "does not go with task: classify"),
+        (JOB.replace("task: classify", "task: embed\nclassify: {}"), "needs task: classify"),
+    ],
+)
+def test_a_job_file_is_checked(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_job(write_job(tmp_path, text))
+    assert message in str(caught.value)
+
+
+def test_a_model_is_checked(tmp_path: Path, text_model: Path) -> None:
+    rows = {"prompt": ["x"], "q": ["x"], "d": ["x"], "n": [1]}
+    with pytest.raises(ModelError, match="no head that classifies"):
+        run_job(job(tmp_path, text_model, rows), quiet=True)
+    for keys, message in (
+        ("tokens: [a, perhaps]", "'perhaps' is not a single token"),
+        ("query_column: q, document_column: d, tokens: [a, b]", "how this model takes a query"),
+    ):
+        with pytest.raises(JobError, match=message):
+            run_job(job(tmp_path, text_model, rows, f"classify: {{{keys}}}\n"), quiet=True)
+    model = make_classifier(tmp_path / "model", text_model, **LABELS)
+    with pytest.raises(JobError, match=r"classify.document_column: .* column n is int64"):
+        run_job(job(tmp_path, model, rows, PAIRS.replace(": d", ": n")), quiet=True)
+    spec = job(tmp_path, model, rows)
+    text = (tmp_path / "job.yaml").read_text()
+    changed = text.replace("task: classify", "sampling: {max_tokens: 3}")
+    assert spec.task == "classify"
+    with pytest.raises(JobError, match="writes no text; with task: classify it can be run"):
+        run_job(load_job(write_job(tmp_path, changed)), quiet=True)
+    config = json.loads((model / "config.json").read_bytes())
+    config["id2label"].pop("1")
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(JobError, match="id2label"):
+        run_job(job(tmp_path, model, rows), quiet=True)
