@@ -72,13 +72,13 @@ def kv_shapes(text: Mapping[str, Any], num_layers: int, common: KVShape) -> tupl
 def _by_layer(text: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str, Any]]:
     """What a config says of single layers, by their numbers."""
     said = text.get("per_layer_config") or {}
-    numbers = {str(layer): layer for layer in range(num_layers)}
     try:
-        shapes = {numbers[str(layer)]: own for layer, own in said.items()}
-        whole = all(own.get(key, 1) > 0 for own in shapes.values() for key in _SHAPE_KEYS)
-    except (AttributeError, KeyError, TypeError):
-        whole = False
-    if not whole:
+        shapes = {int(layer): own for layer, own in said.items()}  # transformers writes "05"
+        right = all(own.get(key, 1) > 0 for own in shapes.values() for key in _SHAPE_KEYS)
+        right = right and shapes.keys() <= set(range(num_layers))
+    except (AttributeError, TypeError, ValueError):
+        right = False
+    if not right:
         raise ValueError(
             f"per_layer_config must give some of the layers 0 to {num_layers - 1} a head_dim, "
             "num_key_value_heads or v_head_dim, all of them positive numbers"
