@@ -71,6 +71,7 @@ def test_every_stage_runs_with_few_packages_and_leaves_results_when_it_ends(
     assert "bench: tiny W3" in (out / "logs" / "bench-tiny.log").read_text()
 
 
+@pytest.mark.long
 def test_a_killed_run_leaves_its_cells_and_the_next_one_adds_to_them(tmp_path: Path) -> None:
     Results(tmp_path).add("parity", "tokens", {"ok": True})
     chosen = ("--stages", "bench", "--workloads", "W2")

@@ -83,6 +83,7 @@ def trees(draw: st.DrawFn) -> SharedCase:
     return SharedCase(attention, tuple(order), tuple(lens))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("short_pieces", "interpreter")
 def test_equals_its_twin_on_random_trees() -> None:
     @settings(deadline=None, max_examples=25, derandomize=True)

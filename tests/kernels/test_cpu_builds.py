@@ -49,7 +49,13 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 pools = pytest.mark.parametrize("fp8", [False, True])
 
 
-@pytest.fixture(scope="module", params=_FLAGS.values(), ids=_FLAGS.keys())
+_BUILDS = [
+    pytest.param(flags, id=name, marks=[] if name == "lanes_8" else [pytest.mark.long])
+    for name, flags in _FLAGS.items()
+]
+
+
+@pytest.fixture(scope="module", params=_BUILDS)
 def other(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:

@@ -24,7 +24,10 @@ GEMMA4: dict[str, Any] = {
     "hidden_size": 2048,
     "sliding_window": 512,
     "layer_types": [*[SLIDE] * 5, FULL] * 2,
-    "per_layer_config": {"05": {"head_dim": 512, "num_key_value_heads": 1}, "11": {"head_dim": 512}},
+    "per_layer_config": {
+        "05": {"head_dim": 512, "num_key_value_heads": 1},
+        "11": {"head_dim": 512},
+    },
 }
 
 

@@ -206,6 +206,7 @@ def test_rows_that_wait_for_one_that_dies_run_again(tmp_path: Path) -> None:
     assert summary(tmp_path / "out")["sharing"]["deduplicated_rows"] == 29
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["stop", "die"])
 def test_rows_that_wait_are_not_lost_with_a_run(tmp_path: Path, end: str) -> None:
     """Those that wait count as in flight: what kills the process is likely in all of them."""

@@ -385,6 +385,7 @@ def test_overwriting_shards_delete_once_and_go_on_until_the_job_is_finished(
     assert len(data(spec)) == 2, "a finished job is begun afresh"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [1, 2, 4])
 def test_an_overwriting_shard_that_dies_leaves_that_to_another(
     spec: JobSpec, plain: dict[str, bytes], tmp_path: Path, times: int

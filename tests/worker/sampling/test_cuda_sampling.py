@@ -152,6 +152,7 @@ def test_launches(
     assert not syncs.seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("samples", [PLAIN, EDITED], ids=["plain", "edited"])
 def test_takes_no_more_memory_than_is_planned(
     samples: list[Sample], monkeypatch: pytest.MonkeyPatch
