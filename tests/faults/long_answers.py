@@ -14,6 +14,7 @@ from typing import Any
 
 from batchinfer.engine.output_tracker import OutputIncrement
 from batchinfer.engine.stats import StepStats
+from batchinfer.job.output.recovery.quarantine import crash_history_from
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.stats.recorder import Recorder
 from batchinfer.job.tokens.token_files import TokenFiles
@@ -84,6 +85,8 @@ class TokensAgain:
     """Of each run: in files of tokens."""
     most_bytes: int = 0
     """Ever in files of tokens."""
+    of_suspects: int = 0
+    """Kills of runs that began with suspects."""
 
     @property
     def num_drawn(self) -> int:
@@ -158,6 +161,8 @@ class LongKiller(Killer):
             self.outcome.kills += 1
             self.again.tokens.append(again)
             self.again.seconds.append(ended - (since or ended))
+            history = self.output.files().get("_batchinfer/suspects.json", b"")
+            self.again.of_suspects += bool(crash_history_from(history).groups)
 
 
 def _tell_drawn(path: Path) -> None:

@@ -71,7 +71,8 @@ def long_answers(
     again, drawn, seconds = killer.again, killer.again.num_drawn, killer.again.seconds_drawn
     worst = max(again.seconds)
     return (
-        f"{killer.outcome.kills} kills in {killer.outcome.jobs} jobs of long "
+        f"{killer.outcome.kills} kills ({again.of_suspects} with suspects) in "
+        f"{killer.outcome.jobs} jobs of long "
         + ("searches" if searches else "answers")
         + f", flushed every {every_s:g} s",
         f"bytes of an unbroken run; {sum(again.tokens) / len(again.tokens):,.0f} tokens again a "

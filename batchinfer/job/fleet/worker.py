@@ -204,6 +204,7 @@ class FleetWorker:
         new = set(assignment.tokens) - self._tokens_read
         self._tokens_read |= new
         self._tokens.add(self._token_files.read(new))
+        self._tokens.is_row_alone = assignment.lease.num_rows == 1
         return LeaseRun(
             self._job,
             assignment,

@@ -154,7 +154,7 @@ class EngineLoop:
         for completion in outcome.completions:
             done += self._finished_by(completion)
         self._tell(Counts(rows=len(done), tokens=outcome.output_tokens), outcome.stats)
-        tokens = self._take_tokens() if self.tokens.are_due else None
+        tokens = self._take_tokens() if self.tokens.are_due(outcome.output_tokens) else None
         return TurnResult(done, outcome.stats, outcome.recovered, tokens)
 
     def _take_tokens(self) -> list[OutputIncrement]:

@@ -164,6 +164,7 @@ class RowPipeline:
         """Run the rows in ``ranges``; whether they are all finished."""
         spec, context, task = self.job.spec, self.loaded.context, self.loaded.task
         ending, starved, cut_short = Event(), Event(), Event()
+        self.tokens.is_row_alone = sum(map(len, ranges)) == 1
         loop = EngineLoop(
             context.engine,
             task,

@@ -15,6 +15,11 @@ from batchinfer.job.tokens.request_key import request_key
 _TAKEN_AFTER = 0.8
 """Share of the seconds of which tokens may be lost: the rest is for the step that runs when they
 are due, and for writing them."""
+ALONE_S = 1.0
+"""The same of a row that runs alone, from the first token that was not taken on: it is suspected of
+the deaths of earlier runs, or may be, and what it has kept tells that it was not this row that its
+run died of. It is not taken at once: of a row that kills with its next step each run would keep a
+token more, and it would be given up after as many deaths as it has tokens."""
 
 
 class TokensInFlight:
@@ -36,12 +41,21 @@ class TokensInFlight:
         self._kept = {} if kept is None else kept
         self._clock = clock
         self._taken_at = clock()
+        self._drawn_at: float | None = None
+        """When the first token was drawn that was not taken."""
+        self.is_row_alone = False
+        """Whether the rows that run are one."""
         self._tracker = OutputTracker()
 
-    @property
-    def are_due(self) -> bool:
-        """Whether some seconds have passed since they were taken."""
-        return self._clock() - self._taken_at >= self._every_s
+    def are_due(self, num_drawn: int) -> bool:
+        """Whether to take tokens after a step that has drawn so many."""
+        now = self._clock()
+        if num_drawn and self._drawn_at is None:
+            self._drawn_at = now
+        if self.is_row_alone:
+            every_s = min(self._every_s, ALONE_S)
+            return self._drawn_at is not None and now - self._drawn_at >= every_s
+        return now - self._taken_at >= self._every_s
 
     def add(self, kept: dict[bytes, KeptOutput]) -> None:
         """Add what others have left, by ``request_key``; called before its requests come."""
@@ -58,5 +72,5 @@ class TokensInFlight:
         self, states: Iterable[RequestState], completions: Iterable[Completion]
     ) -> list[OutputIncrement]:
         """What was drawn since the last time; see ``OutputTracker``."""
-        self._taken_at = self._clock()
+        self._taken_at, self._drawn_at = self._clock(), None
         return self._tracker.take(states, completions)

@@ -12,7 +12,9 @@ long as rows finish between one and the next, or their tokens go to disk
 (``batchinfer.job.tokens``), which a row that kills beside long answers does not keep these from: so
 tokens alone count for ``MOST_FRUITLESS`` deaths. Two deaths without that make the rows in flight at
 both suspects. Suspects run by halves with nothing beside them; a half that dies is halved again.
-A row is given up only when the process has died twice while it ran alone.
+A row is given up only when the process has died twice while it ran alone and kept none of its
+tokens. A row that runs alone keeps them every second (``TokensInFlight``): it is not given up for
+kills from outside where each run lives that long after its first token.
 """
 
 from __future__ import annotations

@@ -1,0 +1,111 @@
+"""Jobs that are killed before a flush is due: only rows that kill by themselves are given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.errors import ExitCode
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.tokens.in_flight import TokensInFlight
+from tests.job.datasets import write_parquet
+from tests.job.fakes import AtOnce, FakeBuild, drawn_at_length, job
+
+STEP_S = 0.1
+MOST_TOKENS = 30
+
+
+class Killed(BaseException):
+    """What no part of the program expects."""
+
+
+class SlowBuild(FakeBuild):
+    """Engines whose steps take a while by a clock of their own, and that may be killed."""
+
+    def __init__(self) -> None:
+        super().__init__(next_token=self._next_token)
+        self.now = 0.0
+        self.most_steps = 1_000_000
+        self.poison: tuple[int, int] | None = None
+        """A row, and which of its tokens kills."""
+        self.before_step = self._before_step
+
+    def _before_step(self, step: int) -> None:
+        self.now += STEP_S
+        if step >= self.most_steps:
+            raise Killed
+
+    def _next_token(self, context: bytes, stream: int, sample: int, position: int) -> int:
+        if (stream, position) == self.poison:
+            raise Killed
+        return drawn_at_length(context, stream, sample, position)
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> SlowBuild:
+    """Runs in whose time a flush is due after five seconds, as it is in earnest."""
+    build = SlowBuild()
+    timed = partial(TokensInFlight, clock=lambda: build.now)
+    monkeypatch.setattr(pipeline, "TokensInFlight", timed)
+    monkeypatch.setattr(pipeline, "BackgroundConsumer", AtOnce)
+    return build
+
+
+def long_job(folder: Path, num_rows: int) -> JobSpec:
+    prompts = [f"{row} asks" for row in range(num_rows)]
+    write_parquet(folder / "in" / "x.parquet", {"prompt": prompts})
+    sampling = {"temperature": 1.0, "seed": 7, "ignore_eos": True, "max_tokens": MOST_TOKENS}
+    return job(folder, sampling=sampling, errors={"max_error_rate": 1.0})
+
+
+def errors_of(folder: Path) -> dict[int, str]:
+    table = pq.read_table(sorted((folder / "out" / "data").iterdir()))
+    return {row["row_id"]: row["error"]["code"] for row in table.to_pylist() if row["error"]}
+
+
+def kills_until_done(run: Callable[[], ExitCode], most: int) -> int:
+    for kills in range(most):
+        try:
+            assert run() is ExitCode.OK
+        except Killed:
+            continue
+        return kills
+    raise AssertionError(f"still dies after {most} runs")
+
+
+def test_rows_that_are_killed_from_outside_are_not_given_up(
+    tmp_path: Path, build: SlowBuild
+) -> None:
+    """However early, as long as each run lives a second after its first token; two rows, since one
+    would be ready before it has died often enough."""
+    spec = long_job(tmp_path, num_rows=2)
+    build.most_steps = 14
+    kills = kills_until_done(lambda: run_job(spec, build=build, quiet=True), 100)
+    assert kills >= 2 + 1 + 2, "two, halves, two: as many as a row that kills needs"
+    assert errors_of(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens"),
+    [
+        (1, 12),
+        pytest.param(1, 0, marks=pytest.mark.long),
+        pytest.param(1, 11, marks=pytest.mark.long),
+        pytest.param(1, 29, marks=pytest.mark.long),
+        pytest.param(4, 12, marks=pytest.mark.long),
+    ],
+)
+def test_a_row_that_kills_after_some_tokens_is_given_up(
+    tmp_path: Path, build: SlowBuild, num_rows: int, num_tokens: int
+) -> None:
+    spec = long_job(tmp_path, num_rows)
+    build.poison = (0, num_tokens)
+    kills = kills_until_done(lambda: run_job(spec, build=build, quiet=True), 100)
+    assert kills <= 2 + 2 + 2 + 1, "two, halves, two; and one that was the nearer to the token"
+    assert errors_of(tmp_path) == {0: "crashed_engine"}
