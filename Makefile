@@ -53,7 +53,7 @@ compile-report: setup .venv/triton-3.6
 .venv/triton-3.6:
 	.venv/bin/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
 
-# An hour: jobs killed and stopped, files fuzzed, crash states. OPTIONS="--kills 20 --named 0"
+# Hours: jobs killed and stopped, files fuzzed, crash states. OPTIONS="kills updates --kills 20"
 .PHONY: faults
 faults: setup
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 .venv/bin/python -m tests.faults $(OPTIONS)

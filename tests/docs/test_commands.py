@@ -31,7 +31,11 @@ LIMIT = ("--limit", "16")
 MODEL = "jobs/quickstart/model"
 PROGRAM = ".venv/bin/batchinfer"
 PYTHON = ".venv/bin/python"
-COMPARED_ELSEWHERE = {"make test": ".ci/run", "make gpu": "tests/test_gpu_benchmark.py"}
+COMPARED_ELSEWHERE = {
+    "make test": ".ci/run",
+    "make gpu": "tests/test_gpu_benchmark.py",
+    "make faults": "tests/faults/__main__.py",
+}
 BASE: dict[str, Any] = {
     "model": MODEL,
     "input": {"path": "x"},

@@ -94,6 +94,9 @@ def _new(folder: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument(
+        "stages", nargs="*", choices=_COUNTS, metavar="STAGE", help="run these alone; else all"
+    )
     for name, (count, what) in _COUNTS.items():
         parser.add_argument(f"--{name}", type=int, default=count, help=what)
     parser.add_argument(
@@ -106,6 +109,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of all that is random")
     parser.add_argument("--jobs", type=int, default=2, help="processes, where there are several")
     options = parser.parse_args()
+    for name in _COUNTS.keys() - (options.stages or _COUNTS):
+        setattr(options, name.replace("-", "_"), 0)
     print(f"seed {options.seed}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     import_model_code()
