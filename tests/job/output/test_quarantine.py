@@ -192,3 +192,19 @@ def test_histories_of_writers_are_put_together_once(out: OutputDir) -> None:
     merged = CrashHistory(groups=((1,), (2, 3), (5, 6)), deaths=1, given_up=(7,))
     assert attribute_crashes(out, ALL) == merged
     assert attribute_crashes(out, ALL) == merged
+
+
+def test_what_shards_have_found_out_since_counts_for_who_goes_on_alone(out: OutputDir) -> None:
+    """They took up what was there: the row that a run had died of once got on in theirs."""
+    one = for_writer(out, "s0000of2")
+    out.write(out.suspects, CrashHistory(groups=((1,), (2,)), deaths=1).to_json())
+    assert attribute_crashes(one, FIRST).deaths == 1
+    one.write(one.suspects, CrashHistory(groups=((1,), (2,))).to_json())
+    assert attribute_crashes(out, ALL) == CrashHistory(groups=((1,), (2,)))
+
+
+def test_deaths_of_a_row_that_was_given_up_since_are_no_other_rows(out: OutputDir) -> None:
+    one, two = for_writer(out, "s0000of2"), for_writer(out, "s0001of2")
+    one.write(one.suspects, CrashHistory(given_up=(1,)).to_json())
+    two.write(two.suspects, CrashHistory(groups=((1,), (5,)), deaths=1).to_json())
+    assert attribute_crashes(out, ALL) == CrashHistory(groups=((5,),), given_up=(1,))

@@ -237,7 +237,8 @@ def _left_to(out: OutputDir) -> tuple[list[PurePath], list[PurePath]]:
         return files, logs
     if out.writer:
         return [out.suspects], [log for log in logs if _is_own(out, log)]
-    return [out.suspects, *(path for path in files if path != out.suspects)], logs
+    # Those of several writers have taken up what was known before, and know more.
+    return [*(path for path in files if path != out.suspects), out.suspects], logs
 
 
 def _suspects_files(out: OutputDir) -> list[PurePath]:
@@ -255,14 +256,18 @@ def _merged(histories: Sequence[CrashHistory]) -> CrashHistory:
         return histories[0]
     known = {row for history in histories for row in history.given_up}
     given_up, groups = tuple(sorted(known)), list[Group]()
+    deaths = {
+        history.groups[0]: history.deaths for history in reversed(histories) if history.groups
+    }
     for group in (group for history in histories for group in history.groups):
         groups.append(tuple(row for row in group if row not in known))
         known.update(group)
+    groups = [group for group in groups if group]
     return CrashHistory(
         crashes=max((history.crashes for history in histories), default=0),
         in_flight=tuple(sorted({row for history in histories for row in history.in_flight})),
-        groups=tuple(group for group in groups if group),
-        deaths=next((history.deaths for history in histories if history.groups), 0),
+        groups=tuple(groups),
+        deaths=deaths.get(groups[0], 0) if groups else 0,
         given_up=given_up,
         last_run=" ".join(filter(None, (history.last_run for history in histories))),
         fruitless=max((history.fruitless for history in histories), default=0),
