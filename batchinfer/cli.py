@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from batchinfer.console.commands import Commands
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.options import BatchOptions, BenchOptions
 from batchinfer.program import crash_directory, log_as_json, print_stdout, run_program, to_json
@@ -36,6 +37,7 @@ class LogFormat(StrEnum):
 
 
 app = typer.Typer(
+    cls=Commands,
     help="Run a language model over a whole Parquet dataset.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},

@@ -79,6 +79,12 @@ class BatchOptions:
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start afresh, whatever was answered before.")
     ] = False
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Answer the requests again that failed.")
+    ] = False
+    update: Annotated[
+        bool, typer.Option("--update", help="Answer anew what differs from the answers there are.")
+    ] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False
 
     def chat_template_kwargs(self) -> dict[str, Any] | None:

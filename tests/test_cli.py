@@ -339,7 +339,11 @@ def test_a_bug_is_one_line_and_a_log_in_the_output(
         (["plan", "x.yaml", "--device", "zork"], "no such device; known: h200, h100, a100-80g"),
         (["plan", "x.yaml", "--expect-output-tokens", "0"], "--expect-output-tokens"),
         (["paln", "x.yaml"], "Did you mean 'plan'?"),
-        (["plan", "x.yaml", "--devise", "cpu"], "--device"),
+        (
+            ["plan", "x.yaml", "--devise", "cpu"],
+            "No such option '--devise'. Did you mean '--device'?",
+        ),
+        (["--versio"], "No such option '--versio'. Did you mean '--version'?"),
         (["status", "out", "--every", "1"], "--every is for --watch"),
         (["run-batch", "-i", "a", "-o", "a", "--model", "m"], "the output file is the input"),
         (

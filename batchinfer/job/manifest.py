@@ -76,14 +76,14 @@ class Manifest:
         if changes:
             raise LockedError(
                 f"{output} holds the output of another job. What differs: {changes}",
-                hint=f"{self._way_back(other)}use --update to make anew what differs, --output for "
-                "another directory, or --overwrite to start over",
+                hint=f"{self._way_back(other)}use --update to make anew what differs, --output "
+                "(run-batch: -o) for another place, or --overwrite to start over",
             )
         for problem in file_differences(self.inputs, other.inputs):
             raise DataError(
                 f"the input has changed since this output was begun: {problem}",
                 hint="use --update to make anew what differs, or put the input back, or use "
-                "--output for another directory, or --overwrite to start over",
+                "--output (run-batch: -o) for another place, or --overwrite to start over",
             )
 
     def _other_paths(self, other: Manifest) -> str:

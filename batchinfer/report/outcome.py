@@ -75,7 +75,8 @@ def _ended(found: Findings) -> Outcome:
         f": {share} of {rows}, {allowed}",
         "bad",
         "All rows are written, but there is no _SUCCESS. Run the failed ones again with "
-        "--retry-errors, or raise errors.max_error_rate and run again.",
+        "--retry-errors, or raise errors.max_error_rate (run-batch: --max-error-rate) and run "
+        "again.",
     )
 
 

@@ -151,5 +151,7 @@ def _part_text(part: object, where: str) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
+        problem = f"{where}: a part of type text has no text in its field text"
+        raise RowError("unsupported_content", problem)
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise RowError("unsupported_content", f"{where}: a part of type {kind}; only text is supported")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,13 @@ from batchinfer.text.prompts import Prompt
 
 _COLUMNS = {"tools": ("messages", "tools")}
 """Columns of prompts, where they are not the one that has the name of their kind."""
+_FIELDS = {
+    "column messages": "body.messages",
+    "column prompt": "body.prompt",
+    "column token_ids": "body.prompt",
+    "column tools": "body.tools",
+}
+"""What errors call the columns of prompts, and what requests call them."""
 MakeBuilder = Callable[[PromptConfig, Sequence[str]], Prompts]
 TEMPLATE_VARIABLES = "chat_template_kwargs"
 """The column of a conversation's variables for the chat template."""
@@ -127,11 +135,20 @@ class OpenAIReader:
             )
 
     def _row(self, row_id: int, prompt: Prompt | RowError, request: ParsedRequest) -> PromptRow:
+        if isinstance(prompt, RowError):
+            return PromptRow(row_id, _in_words_of_requests(prompt))
         adapter = self._adapters.get(request.model or "", BASE_MODEL)
         sampling: RowSampling | RowError | None = self._params.of(to_json(request.sampling))
         if self._tool_choices is not None:
             sampling = self._tool_choices.applied(sampling, request.tools)
         return row_or_error(row_id, prompt, sampling, adapter, tools=request.tools)
+
+
+def _in_words_of_requests(error: RowError) -> RowError:
+    for column, name in _FIELDS.items():
+        if re.match(rf"{column}\b", error.message):
+            return RowError(error.code, name + error.message.removeprefix(column))
+    return error
 
 
 def _values(

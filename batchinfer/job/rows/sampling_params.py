@@ -15,9 +15,9 @@ from batchinfer.config import SAMPLING_ALIASES, SamplingParams, field_names
 from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.errors import RowError, UsageError
 from batchinfer.job.input.format import SAMPLING_COLUMN
-from batchinfer.job.spec.document import dotted
 from batchinfer.job.spec.errors import expectation, is_unknown_key
 from batchinfer.job.spec.load import check_token_keys
+from batchinfer.job.spec.yaml import dotted
 from batchinfer.requests import RowSampling
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.structured.grammar_source import GrammarError

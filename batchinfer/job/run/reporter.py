@@ -117,7 +117,7 @@ def too_many_errors(rows: dict[str, Any], max_error_rate: float, output: PurePat
         f"errors.max_error_rate {max_error_rate:g} allows: {_counts(rows['error_codes'])}\n"
         f"all rows are written to {printable(str(output))}; see their error column. There is no "
         "_SUCCESS; to run the failed rows again, use --retry-errors; to accept them, raise "
-        "errors.max_error_rate and run again"
+        "errors.max_error_rate (run-batch: --max-error-rate) and run again"
     )
 
 

@@ -92,6 +92,8 @@ def run_batch(options: BatchOptions) -> ExitCode:
     return run_job(
         job,
         overwrite=options.overwrite,
+        retry_errors=options.retry_errors,
+        update=options.update,
         quiet=options.quiet,
         combined_output=output,
         display=TextDisplay(quiet=options.quiet, result_on_stdout=not is_open_file(output)),

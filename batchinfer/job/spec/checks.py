@@ -15,9 +15,9 @@ from pathlib import Path, PurePath, PurePosixPath
 from batchinfer.config import PromptConfig
 from batchinfer.console.format import did_you_mean, format_value, listed, printable
 from batchinfer.errors import UsageError
-from batchinfer.job.spec.document import JobDocument, dotted
+from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.yaml import KeyPath
+from batchinfer.job.spec.yaml import KeyPath, dotted
 from batchinfer.job.storage.urls import StorePath, fixed_part, is_url
 from batchinfer.text.chat import compile_chat_template
 from batchinfer.text.grammar import check_structured_outputs

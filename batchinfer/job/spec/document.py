@@ -8,18 +8,12 @@ from typing import Any
 from batchinfer.config import SAMPLING_ALIASES
 from batchinfer.console.format import printable
 from batchinfer.errors import UsageError
-from batchinfer.job.spec.yaml import KeyPath, YamlText, parse_yaml, plain_scalar
+from batchinfer.job.spec.yaml import KeyPath, YamlText, dotted, parse_yaml, plain_scalar
 
 _MISSING = object()
 _NAMED_BY = {"model": "name", "input": "path"}
 """Sections that may be given as the one key they need."""
 _JINJA = ("{{", "{%", "{#")
-
-
-def dotted(path: KeyPath) -> str:
-    """A key path as messages and ``--set`` write it: ``sampling.stop[0]``."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return printable(text.removeprefix("."), 120)
 
 
 class JobDocument:

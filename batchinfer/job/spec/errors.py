@@ -21,7 +21,7 @@ from batchinfer.config import (
 )
 from batchinfer.console.format import format_value, listed, near_name, nearest, printable
 from batchinfer.errors import NotYetError, UsageError
-from batchinfer.job.spec.document import JobDocument, dotted
+from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.on_end import HIDDEN, OnEndSpec
 from batchinfer.job.spec.sampling import JobSampling
 from batchinfer.job.spec.spec import (
@@ -34,7 +34,7 @@ from batchinfer.job.spec.spec import (
     ScaleSpec,
     StatsSpec,
 )
-from batchinfer.job.spec.yaml import KeyPath
+from batchinfer.job.spec.yaml import KeyPath, dotted
 
 _MOST_SHOWN = 8
 _BRANCHES = (ReasoningSpec.__name__,)

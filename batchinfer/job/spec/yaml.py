@@ -55,6 +55,12 @@ KeyPath = tuple[str | int, ...]
 _T = TypeVar("_T")
 
 
+def dotted(path: KeyPath) -> str:
+    """A key path as messages and ``--set`` write it: ``sampling.stop[0]``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return printable(text.removeprefix("."), 120)
+
+
 def plain_scalar(text: str) -> Scalar:
     """The value that ``text``, written without quotes, stands for.
 
@@ -198,7 +204,7 @@ class _Builder:
                 event, f"tags such as {printable(str(tag), 40)} are not read; leave it out"
             )
         if isinstance(event, ScalarEvent):
-            node = self._scalar(event)
+            node = self._scalar(event, path)
         elif len(path) >= MAX_DEPTH:
             raise self._error(event, f"nested more than {MAX_DEPTH} deep")
         elif isinstance(event, SequenceStartEvent):
@@ -253,16 +259,18 @@ class _Builder:
         self._grow(event, 1 + len(event.value))
         return self._value(event, valid_text)
 
-    def _scalar(self, event: ScalarEvent) -> _Node:
+    def _scalar(self, event: ScalarEvent, path: KeyPath) -> _Node:
         size = 1 + len(event.value)
         self._grow(event, size)
-        return _Node(self._value(event, plain_scalar if event.implicit[0] else valid_text), size, 0)
+        read: Callable[[str], Scalar] = plain_scalar if event.implicit[0] else valid_text
+        return _Node(self._value(event, read, path), size, 0)
 
-    def _value(self, event: ScalarEvent, read: Callable[[str], _T]) -> _T:
+    def _value(self, event: ScalarEvent, read: Callable[[str], _T], path: KeyPath = ()) -> _T:
         try:
             return read(event.value)
         except ValueError as error:
-            raise self._error(event, str(error)) from None
+            name = f"{dotted(path)}: " if path else ""
+            raise self._error(event, f"{name}{error}") from None
 
     def _grow(self, event: NodeEvent, size: int) -> None:
         self._size += size

@@ -139,7 +139,10 @@ def _found(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
         pattern = PurePosixPath(entry)
         return {(at, file) for at, file in matches if not _is_hidden(PurePosixPath(at), pattern)}
     if kind == "other":
-        raise DataError(f"input.path: {entry} is neither a file nor a folder; give one of them")
+        raise DataError(
+            f"input.path: {entry} is neither a file nor a folder, but a pipe, a socket or a device",
+            hint="input is read more than once, and again by a run that goes on: save it as a file",
+        )
     raise DataError(
         f"input.path: {entry} does not exist",
         hint="check the path; in a job file it is relative to the file's folder",

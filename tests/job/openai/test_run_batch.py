@@ -96,6 +96,38 @@ def test_too_many_failed_requests_end_in_exit_code_3() -> None:
     assert run_batch(ask(BAD, max_error_rate=0.5, overwrite=True)) is ExitCode.OK
 
 
+def test_what_its_messages_advise_can_be_done() -> None:
+    assert run_batch(ask(BAD[:2], max_error_rate=0)) is ExitCode.TOO_MANY_ROW_ERRORS
+    with pytest.raises(DataError, match="has changed since") as caught:
+        run_batch(ask(GOOD[:1]))
+    assert "use --update" in str(caught.value)
+    assert run_batch(ask([("a", {"prompt": "new"}), ("b", {})], update=True)) is ExitCode.OK
+    assert {name: texts(line) for name, line in answers().items()} == {"a": ["new"], "b": ["hi"]}
+    with pytest.raises(UsageError, match="--retry-errors keeps the good rows"):
+        run_batch(ask(GOOD, retry_errors=True, overwrite=True))
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "says"),
+    [
+        ("completions", {"prompt": " "}, "body.prompt is empty or whitespace only"),
+        ("completions", {"prompt": []}, "body.prompt holds no token ids"),
+        ("chat/completions", {"messages": []}, "body.messages: the conversation is empty"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "body.messages, message 0: a part of type text has no text in its field text",
+        ),
+    ],
+)
+def test_errors_have_the_words_of_requests(url: str, body: dict[str, Any], says: str) -> None:
+    options = ask([("a", {})])
+    line = {"custom_id": "a", "method": "POST", "url": f"/v1/{url}", "body": body}
+    Path("in.jsonl").write_text(json.dumps(line))
+    assert run_batch(options) is ExitCode.OK
+    assert answers()["a"]["response"]["body"]["error"]["message"] == says
+
+
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_an_empty_file_gives_an_empty_file(content: str) -> None:
     options = ask([])

@@ -73,6 +73,11 @@ def test_an_alias_is_a_copy() -> None:
     assert data["a"]["k"] is not data["b"]["k"]
 
 
+def test_a_value_that_cannot_be_names_its_key() -> None:
+    with pytest.raises(UsageError, match=r"job\.yaml, line 2: errors\.min_rows: 9+ is too large"):
+        parse_yaml(f"errors:\n  min_rows: {'9' * 30}", "job.yaml")
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
 def test_an_empty_text_is_null(text: str) -> None:
     assert parse_yaml(text, "job.yaml").data is None
