@@ -27,6 +27,8 @@ class RowSampling:
     params: SamplingParams
     own_seed: bool
     """The row brought a seed: its samples depend on that seed alone, not on the row id."""
+    spans_thinking: bool = False
+    """Its structured output is of the whole sample, thinking included, not of the answer alone."""
 
     def rng_key(self, stream: int) -> tuple[int, int]:
         """Seed and random stream of a row whose stream is ``stream`` unless it has its own seed."""
@@ -137,17 +139,20 @@ class RequestMaker:
             eos_token_ids=self._eos_token_ids,
             bad_words_token_ids=self._bad_words(params.bad_words),
             make_stop_checker=make_stop_checker_factory(self._tokenizer, params),
-            grammar=self._grammar(params, row.prompt.token_ids),
+            grammar=self._grammar(row.sampling, row.prompt.token_ids),
             reused_prefix_len=row.reused_prefix_len,
             adapter=row.adapter,
         )
 
     def _grammar(
-        self, params: SamplingParams, prompt_token_ids: TokenIds
+        self, sampling: RowSampling, prompt_token_ids: TokenIds
     ) -> CompiledGrammar | ReasoningGrammar | None:
+        params = sampling.params
         structure, budget = params.structured_outputs, params.max_reasoning_tokens
         answer = None if structure is None else self._grammars.compile(structure)
         if self._reasoning is None or (answer is None and budget is None):
+            return answer
+        if sampling.spans_thinking:
             return answer
         return ReasoningGrammar(
             self._reasoning,

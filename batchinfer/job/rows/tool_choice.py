@@ -42,6 +42,12 @@ class ToolChoices:
         if sampling.params.structured_outputs is not None:
             problem = "structured_outputs does not go with a tool_choice that asks for a call"
             return RowError("bad_sampling_params", problem)
+        if self._format.spans_thinking and sampling.params.max_reasoning_tokens is not None:
+            problem = (
+                "max_reasoning_tokens does not go with a tool_choice that asks for a call, as this "
+                "model writes them"
+            )
+            return RowError("bad_sampling_params", problem)
         try:
             return self._with_grammar(sampling, self._grammar(tools))
         except GrammarError as error:
@@ -55,7 +61,8 @@ class ToolChoices:
             params = replace(sampling.params, structured_outputs={"grammar": grammar})
             if len(self._made) >= _KEPT:
                 self._made.clear()
-            known = sampling, replace(sampling, params=params)
+            spans_thinking = self._format.spans_thinking
+            known = sampling, replace(sampling, params=params, spans_thinking=spans_thinking)
             self._made[id(sampling), grammar] = known
         return known[1]
 

@@ -26,7 +26,7 @@ from batchinfer.config import (
     ScoreConfig,
     field_names,
 )
-from batchinfer.console.format import near_name, printable
+from batchinfer.console.format import did_you_mean, printable
 from batchinfer.job.spec.on_end import OnEndSpec
 from batchinfer.job.spec.sampling import JobSampling
 from batchinfer.job.spec.section import Section
@@ -214,8 +214,9 @@ class OutputSpec(Section):
     tool_parser: Text | None = None
     """How the model writes calls of tools, which go to the column tool_calls. auto: as its chat
     template says. none: they stay in the text. Else vLLM's name of the format: hermes, qwen3_coder,
-    glm45, mistral, llama3_json, pythonic, granite, phi4_mini_json, deepseek_v3 or openai. null:
-    auto where prompt has tools, else none."""
+    seed_oss, minimax_m2, glm45, mistral, llama3_json, pythonic, olmo3, lfm2, granite,
+    phi4_mini_json, deepseek_v3, deepseek_v31, kimi_k2 or openai. null: auto where prompt has tools,
+    else none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -224,8 +225,7 @@ class OutputSpec(Section):
             _check_place("output.reuse", path, STORES)
         known, name = ("auto", "none", *FORMATS), self.tool_parser
         if name is not None and name not in known:
-            guess = near_name(name, known)
-            raise ValueError(f"tool_parser must be one of {', '.join(known)}{guess}")
+            raise ValueError(f"tool_parser {name!r} is not known{did_you_mean(name, known)}")
         if len(set(self.include)) < len(self.include):
             raise ValueError("include names something twice")
         if len(set(self.rename.values())) < len(self.rename):

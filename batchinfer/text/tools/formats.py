@@ -9,16 +9,13 @@ from batchinfer.errors import UsageError
 from batchinfer.text.tools.json_formats import (
     DeepSeekFormat,
     HermesFormat,
+    KimiFormat,
     ListFormat,
     LlamaJsonFormat,
     MistralFormat,
 )
-from batchinfer.text.tools.text_formats import (
-    GlmFormat,
-    HarmonyCalls,
-    PythonicFormat,
-    QwenXmlFormat,
-)
+from batchinfer.text.tools.tag_formats import GlmFormat, TagFormat
+from batchinfer.text.tools.text_formats import HarmonyCalls, PythonicFormat
 from batchinfer.text.tools.tool_format import ToolFormat
 
 if TYPE_CHECKING:
@@ -26,22 +23,37 @@ if TYPE_CHECKING:
 
 FORMATS: Mapping[str, ToolFormat] = {
     "hermes": HermesFormat(),
-    "qwen3_coder": QwenXmlFormat(),
+    "qwen3_coder": TagFormat("tool_call", "<function=", "<parameter=", ">", is_around_all=False),
+    "seed_oss": TagFormat("seed:tool_call", "<function=", "<parameter=", ">", is_around_all=False),
+    "minimax_m2": TagFormat(
+        "minimax:tool_call", '<invoke name="', '<parameter name="', '">', is_around_all=True
+    ),
     "glm45": GlmFormat(),
     "mistral": MistralFormat(),
     "llama3_json": LlamaJsonFormat(),
-    "pythonic": PythonicFormat(),
+    "pythonic": PythonicFormat("<|python_start|>", "<|python_end|>", may_be_bare=True),
+    "olmo3": PythonicFormat("<function_calls>", "</function_calls>", has_lines=True),
+    "lfm2": PythonicFormat("<|tool_call_start|>", "<|tool_call_end|>"),
     "granite": ListFormat("<|tool_call|>"),
     "phi4_mini_json": ListFormat("functools"),
-    "deepseek_v3": DeepSeekFormat(),
+    "deepseek_v3": DeepSeekFormat(fenced=True),
+    "deepseek_v31": DeepSeekFormat(fenced=False),
+    "kimi_k2": KimiFormat(),
     "openai": HarmonyCalls(),
 }
-"""By vLLM's names of ``--tool-call-parser``."""
+"""By vLLM's names of ``--tool-call-parser``; ``lfm2`` is SGLang's."""
 
-_SIGNS = (
+_SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<|channel|>", "<|message|>"), "openai"),
     (("[TOOL_CALLS]",), "mistral"),
-    (("<｜tool▁calls▁begin｜>",), "deepseek_v3"),  # noqa: RUF001
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),  # noqa: RUF001
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),  # noqa: RUF001
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("minimax:tool_call", '<invoke name="'), "minimax_m2"),
+    (("<invoke name=",), None),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<function_calls>",), "olmo3"),
+    (("<seed:tool_call>", "<function="), "seed_oss"),
     (("<arg_key>",), "glm45"),
     (("<function=", "<parameter="), "qwen3_coder"),
     (("<tool_call>",), "hermes"),
@@ -51,7 +63,8 @@ _SIGNS = (
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters": dictionary',), "llama3_json"),
 )
-"""What a chat template holds that asks for a format; the first that is found."""
+"""What a chat template holds that asks for a format; the first that is found. None: one that no
+other is to be taken for."""
 
 
 def find_tool_format(
@@ -74,8 +87,11 @@ def find_tool_format(
         return FORMATS[asked]
     template = chat_template or tokenizer.chat_template or ""
     for signs, name in _SIGNS:
-        if all(sign in template for sign in signs):
-            return FORMATS[name]
+        if not all(sign in template for sign in signs):
+            continue
+        if name is None:
+            break
+        return FORMATS[name]
     raise UsageError(
         "tool_parser is auto, but the chat template has the signs of no format of calls that is "
         "known",

@@ -1,6 +1,7 @@
 """Formats in which a call is a JSON object.
 
-Facts are those of vLLM's parsers (vllm/tool_parsers: hermes, mistral, llama, granite, deepseekv31).
+Facts are those of vLLM's parsers (vllm/tool_parsers: hermes, mistral, llama, granite, deepseekv3,
+deepseekv31, kimi_k2).
 """
 
 from __future__ import annotations
@@ -10,14 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.text.tools.tool_format import (
-    ParsedCalls,
-    ToolCall,
-    Tools,
-    call_grammar,
-    json_arguments,
-    marker,
-)
+from batchinfer.text.tools.call_grammar import marker, named_grammar, object_grammar, quoted
+from batchinfer.text.tools.tool_format import ParsedCalls, ToolCall, Tools, json_arguments
 
 if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
@@ -51,26 +46,37 @@ class HermesFormat:
     The last call may lack its end marker, as where that is a stop string.
     """
 
-    _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+    spans_thinking = False
+    _BEGIN, _END = "<tool_call>", "</tool_call>"
 
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
-        bodies = self._CALL.findall(text)
-        try:
-            values = [json.loads(body) for body in bodies]
-        except ValueError:
-            return None
-        return _parsed(text.partition("<tool_call>")[0], values)
+        content, *rests = text.partition(self._BEGIN)
+        values, rest = list[Any](), "".join(rests)
+        while rest:
+            body = rest.removeprefix(self._BEGIN).lstrip()
+            try:
+                value, end = _DECODER.raw_decode(body)  # which may have markers in its texts
+            except ValueError:
+                return None
+            values.append(value)
+            after = body[end:].lstrip()
+            if after and not after.startswith((self._BEGIN, self._END)):
+                return None
+            rest = "".join(after.partition(self._BEGIN)[1:])
+        return _parsed(content, values)
 
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
         begin, end = marker(tokenizer, "<tool_call>"), marker(tokenizer, "</tool_call>")
         more = r' ("\n" one)*' if several else ""
         body = f'start: one{more}\none: {begin} "\\n" call "\\n" {end}'
-        return call_grammar(tools, _NAMES, body)
+        return object_grammar(tools, _NAMES, body)
 
 
 class ListFormat:
     """A marker and a JSON list of calls: ``<|tool_call|>[...]`` of Granite 3, ``functools[...]`` of
     Phi 4 mini."""
+
+    spans_thinking = False
 
     def __init__(self, begin: str) -> None:
         self._begin = begin
@@ -85,7 +91,7 @@ class ListFormat:
 
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
         more = r' (", " call)*' if several else ""
-        return call_grammar(
+        return object_grammar(
             tools, _NAMES, f'start: {marker(tokenizer, self._begin)} "[" call{more} "]"'
         )
 
@@ -94,6 +100,7 @@ class MistralFormat:
     """``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, and from version 11 of its tokenizers on
     ``[TOOL_CALLS]name[ARGS]{...}``, once for each call."""
 
+    spans_thinking = False
     _BEGIN = "[TOOL_CALLS]"
     _CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?(?=\s*\{)")
 
@@ -121,18 +128,27 @@ class MistralFormat:
         begin = marker(tokenizer, self._BEGIN)
         if tokenizer.added_token_id("[ARGS]") is None:
             more = r' (", " call)*' if several else ""
-            return call_grammar(tools, _NAMES, f'start: {begin} "[" call{more} "]"')
-        return None
+            return object_grammar(tools, _NAMES, f'start: {begin} "[" call{more} "]"')
+        arguments = marker(tokenizer, "[ARGS]")
+        return named_grammar(
+            tools,
+            f"start: one{'+' if several else ''}\none: {begin} call",
+            lambda name, rule: f"{quoted(name)} {arguments} {rule}",
+        )
 
 
 class LlamaJsonFormat:
     """``{"name": ..., "parameters": {...}}``, one or several with ``;`` between them, behind
-    ``<|python_tag|>`` or nothing: Llama 3.1 to 3.3."""
+    ``<|python_tag|>`` or nothing: Llama 3.1 to 3.3, and 4, which has other markers around it."""
+
+    spans_thinking = False
+    _BEGIN = re.compile(r"<\|python_(?:tag|start)\|>")
 
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
-        content, found, body = text.partition("<|python_tag|>")
-        if not found:
-            content, body = "", text
+        content, *bodies = self._BEGIN.split(text, maxsplit=1)
+        if not bodies:
+            content, bodies = "", [text]
+        body = bodies[0].replace("<|python_end|>", "")
         values: list[Any] = []
         body = body.strip()
         while body:
@@ -146,19 +162,29 @@ class LlamaJsonFormat:
 
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
         more = r' ("; " call)*' if several else ""
-        return call_grammar(tools, _LLAMA_NAMES, f"start: call{more}")
+        return object_grammar(tools, _LLAMA_NAMES, f"start: call{more}")
 
 
 class DeepSeekFormat:
-    """DeepSeek V3.1's name and arguments between markers, and V3's, which has ``function`` before
-    the separator, and the arguments in a fenced block behind the name."""
+    """Names and arguments between markers: V3.1's as they are, V3's and R1's with ``function``
+    before the separator, and the arguments in a fenced block behind the name.
 
-    _BEGIN = "<｜tool▁calls▁begin｜>"  # noqa: RUF001
-    _CALL = re.compile(
-        r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>",  # noqa: RUF001
-        re.DOTALL,
+    Args:
+        fenced: write them as V3 does; both are read.
+    """
+
+    spans_thinking = False
+    _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
+    _ONE, _SEPARATOR, _ONE_END = (
+        "<｜tool▁call▁begin｜>",  # noqa: RUF001
+        "<｜tool▁sep｜>",  # noqa: RUF001
+        "<｜tool▁call▁end｜>",  # noqa: RUF001
     )
+    _CALL = re.compile(f"{_ONE}(.*?){_SEPARATOR}(.*?){_ONE_END}", re.DOTALL)
     _FENCED = re.compile(r"(.*?)\n```json\n(.*)\n```\s*", re.DOTALL)
+
+    def __init__(self, *, fenced: bool) -> None:
+        self._is_fenced = fenced
 
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
         values = []
@@ -169,4 +195,46 @@ class DeepSeekFormat:
         return _parsed(text.partition(self._BEGIN)[0], values)
 
     def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        return None
+        begin, end, one, separator, one_end = (
+            marker(tokenizer, text)
+            for text in (self._BEGIN, self._END, self._ONE, self._SEPARATOR, self._ONE_END)
+        )
+        between = r'"\n" ' if self._is_fenced else ""
+        more = f" ({between}call)*" if several else ""
+
+        def call(name: str, rule: str) -> str:
+            if not self._is_fenced:
+                return f"{one} {quoted(name)} {separator} {rule} {one_end}"
+            head = quoted(f"{name}\n```json\n")
+            return f'{one} "function" {separator} {head} {rule} "\\n```" {one_end}'
+
+        return named_grammar(tools, f"start: {begin} call{more} {end}", call)
+
+
+class KimiFormat:
+    """``functions.name:0`` and arguments between markers: Kimi K2."""
+
+    spans_thinking = False
+    _BEGIN, _END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    _MARKERS = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    _CALL = re.compile(r"(.*?)".join(map(re.escape, _MARKERS)), re.DOTALL)
+    _ID = re.compile(r"\s*(?:functions\.)?(.+?)(?::\d+)?\s*", re.DOTALL)
+
+    def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
+        values = []
+        for written, arguments in self._CALL.findall(text):
+            id_ = self._ID.fullmatch(written)
+            values.append({"name": id_ and id_[1], "arguments": arguments})
+        return _parsed(text.partition(self._BEGIN)[0], values)
+
+    def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
+        begin, arguments, end = (marker(tokenizer, text) for text in self._MARKERS)
+        sides = marker(tokenizer, self._BEGIN), marker(tokenizer, self._END)
+        number = "/[0-9]{1,2}/" if several else '"0"'
+        return named_grammar(
+            tools,
+            f"start: {sides[0]} call{'+' if several else ''} {sides[1]}\nnumber: {number}",
+            lambda name, rule: (
+                f"{begin} {quoted(f'functions.{name}:')} number {arguments} {rule} {end}"
+            ),
+        )

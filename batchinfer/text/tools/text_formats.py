@@ -1,6 +1,7 @@
-"""Formats in which a call is no JSON object: XML, Python, messages.
+"""Formats in which a call is Python, or a message.
 
-Facts are those of vLLM's parsers (vllm/tool_parsers: qwen3coder, glm4_moe, pythonic, openai).
+Facts are those of vLLM's parsers (vllm/tool_parsers: pythonic, olmo3, openai) and SGLang's
+(python/sglang/srt/function_call/lfm2_detector.py).
 """
 
 from __future__ import annotations
@@ -8,89 +9,82 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from batchinfer.text.tools.call_grammar import (
+    ANY_TEXT,
+    Parameter,
+    marker,
+    named_grammar,
+    parameter_grammar,
+    quoted,
+)
 from batchinfer.text.tools.tool_format import (
     ParsedCalls,
     ToolCall,
     Tools,
     json_arguments,
-    parameters_of,
-    typed_value,
 )
 
 if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
 
 
-class _WithoutGrammar:
-    def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
-        return None
+class PythonicFormat:
+    """``[name(key="value"), ...]``, the whole text: Llama 3.2 and 4, Gemma 3.
 
+    Args:
+        begin, end: markers around the calls; they may be missing.
+        may_be_bare: a model whose tokenizer does not have the markers writes none.
+        has_lines: the calls are lines, and no list: OLMo 3.
+    """
 
-class QwenXmlFormat(_WithoutGrammar):
-    """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``:
-    Qwen3-Coder, Nemotron 3."""
+    spans_thinking = False
 
-    _CALL = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|$)", re.DOTALL)
-    _PARAMETER = re.compile(
-        r"<parameter=([^>]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL
-    )
-
-    def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
-        calls = []
-        for written, body in self._CALL.findall(text):
-            name = written.strip()
-            schema = parameters_of(tools, name)
-            values = {
-                key.strip(): typed_value(_without_breaks(value), schema, key.strip())
-                for key, value in self._PARAMETER.findall(body)
-            }
-            calls.append(ToolCall(name, json.dumps(values, ensure_ascii=False)))
-        begin = "<tool_call>" if "<tool_call>" in text else "<function="
-        return ParsedCalls(text.partition(begin)[0].strip(), tuple(calls)) if calls else None
-
-
-def _without_breaks(value: str) -> str:
-    return value.removeprefix("\n").removesuffix("\n")
-
-
-class GlmFormat(_WithoutGrammar):
-    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``: GLM 4.5
-    and later."""
-
-    _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-    _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+    def __init__(
+        self, begin: str, end: str, *, may_be_bare: bool = False, has_lines: bool = False
+    ) -> None:
+        self._begin, self._end = begin, end
+        self._may_be_bare = may_be_bare
+        self._has_lines = has_lines
 
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
-        calls = []
-        for body in self._CALL.findall(text):
-            name = body.partition("<arg_key>")[0].strip()
-            if not name:
-                return None
-            schema = parameters_of(tools, name)
-            values = {
-                key.strip(): typed_value(value, schema, key.strip())
-                for key, value in self._ARGUMENT.findall(body)
-            }
-            calls.append(ToolCall(name, json.dumps(values, ensure_ascii=False)))
-        content = text.partition("<tool_call>")[0].strip()
-        return ParsedCalls(content, tuple(calls)) if calls else None
-
-
-class PythonicFormat(_WithoutGrammar):
-    """``[name(key="value"), ...]``, the whole text: Llama 3.2 and 4, Gemma, OLMo 3."""
-
-    def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
+        content, found, body = text.partition(self._begin)
+        if not found:
+            content, body = "", text
+        body = body.partition(self._end)[0].strip()
+        if self._has_lines and found:
+            body = f"[{', '.join(filter(None, map(str.strip, body.splitlines())))}]"
         try:
-            tree = ast.parse(text.strip(), mode="eval")
+            with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+                tree = ast.parse(body, mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
         if not isinstance(tree.body, ast.List) or not tree.body.elts:
             return None
         calls = [_python_call(one) for one in tree.body.elts]
         whole = tuple(call for call in calls if call is not None)
-        return ParsedCalls("", whole) if len(whole) == len(calls) else None
+        return ParsedCalls(content.strip(), whole) if len(whole) == len(calls) else None
+
+    def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
+        between = '"\\n"' if self._has_lines else '", "'
+        calls = f"call ({between} call)*" if several else "call"
+        if not self._has_lines:
+            calls = f'"[" {calls} "]"'
+        if not self._may_be_bare or tokenizer.added_token_id(self._begin) is not None:
+            calls = f"{marker(tokenizer, self._begin)} {calls} {marker(tokenizer, self._end)}"
+        return parameter_grammar(tools, f"start: {calls}", _python_rule)
+
+
+class _JsonNames(ast.NodeTransformer):
+    """JSON's names of values to Python's."""
+
+    _VALUES = {"true": True, "false": False, "null": None}  # noqa: RUF012
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._VALUES[node.id]) if node.id in self._VALUES else node
 
 
 def _python_call(node: ast.expr) -> ToolCall | None:
@@ -98,17 +92,40 @@ def _python_call(node: ast.expr) -> ToolCall | None:
     if not isinstance(node, ast.Call) or node.args:
         return None
     try:
-        values = {str(one.arg): ast.literal_eval(one.value) for one in node.keywords if one.arg}
-        arguments = json.dumps(values, ensure_ascii=False)
+        values = {
+            str(one.arg): ast.literal_eval(_JsonNames().visit(one.value))
+            for one in node.keywords
+            if one.arg
+        }
+        # By way of escapes, which are joined where they are halves of a pair.
+        arguments = json.dumps(json.loads(json.dumps(values)), ensure_ascii=False)
     except (ValueError, TypeError):
         return None
     is_whole = len(values) == len(node.keywords)
     return ToolCall(ast.unparse(node.func), arguments) if is_whole else None
 
 
-class HarmonyCalls(_WithoutGrammar):
+def _python_rule(name: str, parameters: Sequence[Parameter]) -> str:
+    """A call with its values as JSON, in the parameters' order."""
+    written = [f"{quoted(f'{one.name}=')} {one.rule}" for one in parameters]
+    firsts = []
+    for at, one in enumerate(parameters):  # each that may be the first
+        rest = (
+            f'(", " {rule}){"" if later.is_required else "?"}'
+            for rule, later in zip(written[at + 1 :], parameters[at + 1 :], strict=True)
+        )
+        firsts.append(" ".join([written[at], *rest]))
+        if one.is_required:
+            break
+    else:
+        firsts.append('""')
+    return f'{quoted(f"{name}(")} ({" | ".join(firsts)}) ")"'
+
+
+class HarmonyCalls:
     """gpt-oss' messages to ``functions.name``; what it says is in its other messages."""
 
+    spans_thinking = True
     _BETWEEN = re.compile(r"<\|(?:start|end|call|return)\|>")
     _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
@@ -118,10 +135,24 @@ class HarmonyCalls(_WithoutGrammar):
             head, found, body = message.partition("<|message|>")
             recipient = self._RECIPIENT.search(head)
             if recipient is None:
-                said += [body.strip()] if found and "analysis" not in head else []
+                is_said = found and "analysis" not in head and "to=" not in head
+                said += [body.strip()] if is_said else []
                 continue
             arguments = json_arguments(body.strip())
             if arguments is None:
                 return None
             calls.append(ToolCall(recipient[1], arguments))
         return ParsedCalls("\n".join(said), tuple(calls)) if calls else None
+
+    def grammar(self, tools: Tools, tokenizer: Tokenizer, *, several: bool) -> str | None:
+        start, channel, message, end, constrain = (
+            marker(tokenizer, f"<|{name}|>")
+            for name in ("start", "channel", "message", "end", "constrain")
+        )
+        thought = f'{channel} "analysis" {message} ANY_TEXT {end} {start} "assistant"'
+
+        def call(name: str, rule: str) -> str:
+            recipient = quoted(f"commentary to=functions.{name} ")
+            return f'{channel} {recipient} {constrain} "json" {message} {rule}'
+
+        return named_grammar(tools, f"start: thought* call\nthought: {thought}\n{ANY_TEXT}", call)

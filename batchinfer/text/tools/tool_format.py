@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchinfer.text.structured.json_schema import exact_schema, widened_schema
-
 if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
 
-
-_DEFINITIONS = ("$defs", "definitions")
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As json.dumps has it, and so the conversations that models are trained on."""
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI's definitions: ``{"type": "function", "function": {"name", "parameters", ...}}``."""
 
@@ -52,6 +46,9 @@ class ParsedCalls:
 
 class ToolFormat(Protocol):
     """A way in which models write calls."""
+
+    spans_thinking: bool
+    """Whether its grammar is of the whole sample, and has a place for the thinking."""
 
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
         """The calls in a text, special tokens included; None where there is none, or one that is
@@ -125,38 +122,3 @@ def typed_value(text: str, schema: Mapping[str, Any], name: str) -> Any:
         if kind == "boolean" and word in ("true", "false"):
             return word == "true"
         return None if word in ("null", "none") and kind is not None else text
-
-
-def call_grammar(tools: Tools, names: Mapping[str, str], body: str) -> str:
-    """Rules of a grammar: ``call`` is any tool's, as JSON of its name and its arguments.
-
-    Args:
-        names: what the keys of name and arguments are called.
-        body: the rules of ``start``.
-    """
-    rules = list[str]()
-    for tool in tools:
-        function = tool["function"]
-        parameters = parameters_of(tools, function["name"]) or {"type": "object"}
-        parameters = widened_schema(exact_schema(parameters))
-        schema = {
-            "type": "object",
-            "properties": {
-                names["name"]: {"const": function["name"]},
-                names["arguments"]: parameters,
-            },
-            "required": [names["name"], names["arguments"]],
-            "additionalProperties": False,
-            # References in parameters are from the root.
-            **{key: parameters[key] for key in _DEFINITIONS if key in parameters},
-            "x-guidance": _SPACING,
-        }
-        rules.append(f"call{len(rules)}: %json {json.dumps(schema)}")
-    choice = " | ".join(f"call{at}" for at in range(len(rules)))
-    return "\n".join([body, f"call: {choice}", *rules, ""])
-
-
-def marker(tokenizer: Tokenizer, text: str) -> str:
-    """A marker in a grammar: by its token, if it is one."""
-    token_id = tokenizer.added_token_id(text)
-    return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"

@@ -11,6 +11,7 @@ import pytest
 
 from batchinfer.errors import RowError, UsageError
 from batchinfer.text.grammar import GrammarCompiler, check_structured_outputs
+from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.formats import FORMATS, find_tool_format
 from batchinfer.text.tools.row_tools import RowTools, checked_tools, row_tools
 from batchinfer.text.tools.tool_format import ToolCall, calls_in
@@ -74,6 +75,30 @@ CASES = {
         "<tool_call><function=weather><parameter=city>8000</parameter></function></tool_call>",
         calls=[("weather", {"city": "8000"})],
     ),
+    "hermes, markers in an argument": Case(
+        "hermes",
+        '<tool_call>{"name": "stop", "arguments": {"now": "</tool_call><tool_call>"}}</tool_call>',
+        calls=[("stop", {"now": "</tool_call><tool_call>"})],
+    ),
+    "qwen3 coder, its own end left out": Case(
+        "qwen3_coder",
+        "<tool_call><function=stop><parameter=now>true</parameter></tool_call>",
+        calls=[STOP_CALL],
+    ),
+    "seed": Case(
+        "seed_oss",
+        "I look.<seed:tool_call>\n<function=stop>\n<parameter=now>true</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        calls=[STOP_CALL],
+        content="I look.",
+    ),
+    "minimax": Case(
+        "minimax_m2",
+        'I look.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Zürich'
+        '</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n<invoke name="stop">\n'
+        '<parameter name="now">true</parameter>\n</invoke>\n</minimax:tool_call>',
+        content="I look.",
+    ),
     "glm 4.5": Case(
         "glm45",
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
@@ -89,8 +114,39 @@ CASES = {
         "llama3_json",
         f"<|python_tag|>{WEATHER}; {STOP}".replace('"arguments"', '"parameters"'),
     ),
+    "llama 4, as JSON": Case(
+        "llama3_json", f"<|python_start|>{STOP}<|python_end|>", calls=[STOP_CALL]
+    ),
     "llama 3, bare": Case("llama3_json", f"\n{STOP}", calls=[STOP_CALL]),
     "pythonic": Case("pythonic", "[weather(city='Zürich', days=2), stop(now=True)]"),
+    "pythonic, JSON's words": Case(
+        "pythonic",
+        r'[stop(now=true, why=[null, "\ud83d\ude00", "a\/b"], at=-1)]',
+        calls=[("stop", {"now": True, "why": [None, "😀", r"a\/b"], "at": -1})],
+    ),
+    "llama 4": Case(
+        "pythonic",
+        'I look.<|python_start|>[weather(city="Zürich", days=2), stop(now=True)]<|python_end|>',
+        content="I look.",
+    ),
+    "olmo 3": Case(
+        "olmo3",
+        'I look.<function_calls>\nweather(city="Zürich", days=2)\n\nstop(now=true)\n'
+        "</function_calls>",
+        content="I look.",
+    ),
+    "lfm 2": Case(
+        "lfm2",
+        '<|tool_call_start|>[weather(city="Zürich", days=2), stop(now=True)]<|tool_call_end|>Now.',
+    ),
+    "kimi k2": Case(
+        "kimi_k2",
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        f"<|tool_call_argument_begin|>{ARGUMENTS[0]}<|tool_call_end|><|tool_call_begin|>functions."
+        f"stop:1<|tool_call_argument_begin|>{ARGUMENTS[1]}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        content="I look.",
+    ),
     "granite": Case("granite", f"<|tool_call|>[{WEATHER}, {STOP}]"),
     "phi 4 mini": Case("phi4_mini_json", f"functools[{WEATHER}, {STOP}]"),
     "deepseek v3": Case(
@@ -127,14 +183,27 @@ def test_calls_are_read(case: Case) -> None:
 
 MALFORMED = {
     "hermes": ['<tool_call>{"name": "stop", </tool_call>', "<tool_call>[1]</tool_call>"],
-    "qwen3_coder": ["<tool_call></tool_call>"],
-    "glm45": ["<tool_call></tool_call>"],
+    "qwen3_coder": [
+        "<tool_call></tool_call>",
+        "<tool_call><function=weather><parameter=city>Zür",
+        "<tool_call><function=stop>",
+    ],
+    "seed_oss": ["<seed:tool_call><function=weather>\n<parameter=city>Zür"],
+    "minimax_m2": ['<minimax:tool_call><invoke name="weather"><parameter name="city">Zür'],
+    "glm45": ["<tool_call></tool_call>", "<tool_call>weath", "<tool_call>weather\n<arg_key>ci"],
     "mistral": ["[TOOL_CALLS][{]", "[TOOL_CALLS]weather", "[TOOL_CALLS]5", "[TOOL_CALLS]"],
     "llama3_json": ['{"city": "Z"}', "{", '{"name": 5, "parameters": {}}', "5"],
     "pythonic": ["[weather('Z')]", "[f(x=open('y'))]", "[]", "f(", "[1]", "[f(**{})]"],
+    "olmo3": ["<function_calls>\nf(\n</function_calls>", "<function_calls></function_calls>"],
+    "lfm2": ["<|tool_call_start|>[f(x"],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"
+        "<|tool_call_end|>"
+    ],
     "granite": ["<|tool_call|>{}", "<|tool_call|>["],
     "phi4_mini_json": ["functools[5]"],
     "deepseek_v3": [V31.format("weather", "{")],
+    "deepseek_v31": [V31.format("", "{}")],
     "openai": ["<|channel|>commentary to=functions.f<|message|>{<|call|>"],
 }
 
@@ -173,7 +242,14 @@ TEMPLATES = {
     "mistral": "{{ '[TOOL_CALLS]' }}",
     "openai": "<|start|>assistant<|channel|>commentary<|message|>",
     "llama3_json": "{{ '<|python_tag|>' }}",
-    "deepseek_v3": "<｜tool▁calls▁begin｜>",  # noqa: RUF001
+    "deepseek_v3": "<｜tool▁calls▁begin｜>...\n```json\n",  # noqa: RUF001
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",  # noqa: RUF001
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    "seed_oss": "<seed:tool_call>\n<function=example>\n<parameter=one>",
+    "minimax_m2": '{% set begin = "<minimax:tool_call>" %}<invoke name="',
+    "olmo3": "<function_calls>",
+    "lfm2": "<|tool_call_start|>",
+    "pythonic": "[func_name1(params)] between <|python_start|> and <|python_end|>",
     "granite": "<|tool_call|>",
 }
 
@@ -186,51 +262,187 @@ def test_the_chat_template_tells_the_format(name: str) -> None:
     assert find_tool_format("none", tokenizer) is None
 
 
-def test_a_format_that_is_not_known_has_to_be_named() -> None:
+@pytest.mark.parametrize("template", ["{{ messages }}", "]<]minimax[>[<tool_call><invoke name="])
+def test_a_format_that_is_not_known_has_to_be_named(template: str) -> None:
     with pytest.raises(UsageError, match="tool_parser is auto, but the chat template"):
-        find_tool_format("auto", byte_tokenizer(chat_template="{{ messages }}"))
+        find_tool_format("auto", byte_tokenizer(chat_template=template))
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+HERMES = "<tool_call>\n{}\n</tool_call>"
+ODD_CITY = "Zürich\n</b>"
+DEEP = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
+TAGS = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\n{}\n</parameter>\n<parameter=days>\n"
+        "{}\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=stop>\n<parameter=now>\n{}\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "glm45": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>days"
+        "</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+        "<tool_call>stop\n<arg_key>now</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    ),
+    "minimax_m2": (
+        '<invoke name="weather">\n<parameter name="city">\n{}\n</parameter>\n'
+        '<parameter name="days">\n{}\n</parameter>\n</invoke>\n',
+        '<invoke name="stop">\n<parameter name="now">\n{}\n</parameter>\n</invoke>\n',
+    ),
+}
+TWO_TAGS = {
+    name: f"{weather.format(ODD_CITY, 2)}\n{stop.format('true')}"
+    for name, (weather, stop) in TAGS.items()
+}
+ODD_CALLS = [("weather", {"city": ODD_CITY, "days": 2}), STOP_CALL]
+KIMI = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+KIMI_SIDES = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+THOUGHT = "<|channel|>analysis<|message|>hm {x<|end|><|start|>assistant"
 
 
 def _as_parameters(call: str) -> str:
     return call.replace('"arguments"', '"parameters"')
 
 
-NAMED = {"type": "function", "function": {"name": "weather"}}
-HERMES = "<tool_call>\n{}\n</tool_call>"
+GRAMMAR_CASES: dict[str, tuple[str, Any, str, list[Any]]] = {
+    "hermes": ("hermes", "required", f"{HERMES.format(WEATHER)}\n{HERMES.format(STOP)}", BOTH),
+    "hermes, one": ("hermes", NAMED, HERMES.format(WEATHER), [WEATHER_CALL]),
+    "mistral": ("mistral", "required", f"[TOOL_CALLS][{WEATHER}, {STOP}]", BOTH),
+    "mistral, one": ("mistral", NAMED, f"[TOOL_CALLS][{WEATHER}]", [WEATHER_CALL]),
+    "llama": ("llama3_json", "required", _as_parameters(f"{WEATHER}; {STOP}"), BOTH),
+    "llama, one": ("llama3_json", NAMED, _as_parameters(WEATHER), [WEATHER_CALL]),
+    "granite": ("granite", "required", f"<|tool_call|>[{STOP}]", [STOP_CALL]),
+    "phi": ("phi4_mini_json", "required", f"functools[{WEATHER}, {STOP}]", BOTH),
+    "qwen3 coder": ("qwen3_coder", "required", TWO_TAGS["qwen3_coder"], ODD_CALLS),
+    "seed": (
+        *("seed_oss", "required"),
+        TWO_TAGS["qwen3_coder"].replace("tool_call", "seed:tool_call"),
+        ODD_CALLS,
+    ),
+    "glm": ("glm45", "required", TWO_TAGS["glm45"], ODD_CALLS),
+    "minimax": (
+        *("minimax_m2", "required"),
+        "<minimax:tool_call>\n"
+        + TWO_TAGS["minimax_m2"].replace("</invoke>\n\n", "</invoke>\n")
+        + "</minimax:tool_call>",
+        ODD_CALLS,
+    ),
+    "pythonic": ("pythonic", "required", '[weather(city="Zürich", days=2), stop(now=true)]', BOTH),
+    "olmo": (
+        *("olmo3", "required"),
+        '<function_calls>weather(city="Zürich", days=2)\nstop(now=true)</function_calls>',
+        BOTH,
+    ),
+    "lfm": (
+        "lfm2",
+        "required",
+        "<|tool_call_start|>[stop(now=true)]<|tool_call_end|>",
+        [STOP_CALL],
+    ),
+    "deepseek v3": (
+        *("deepseek_v3", "required"),
+        DEEP[0]
+        + V3.replace("{}", "weather", 1).replace("{}", ARGUMENTS[0])
+        + "\n"
+        + V3.replace("{}", "stop", 1).replace("{}", ARGUMENTS[1])
+        + DEEP[1],
+        BOTH,
+    ),
+    "deepseek v3.1": (
+        *("deepseek_v31", NAMED),
+        V31.format("weather", ARGUMENTS[0]).join(DEEP),
+        [WEATHER_CALL],
+    ),
+    "kimi": (
+        *("kimi_k2", "required"),
+        "".join(
+            KIMI.format(f"{name}:{at}", arguments)
+            for at, (name, arguments) in enumerate(zip(["weather", "stop"], ARGUMENTS, strict=True))
+        ).join(KIMI_SIDES),
+        BOTH,
+    ),
+    "gpt-oss": (
+        *("openai", NAMED),
+        f"{THOUGHT}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        f"{ARGUMENTS[0]}",
+        [WEATHER_CALL],
+    ),
+}
+HARMONY = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "constrain")]
 
 
-@pytest.mark.parametrize(
-    ("name", "choice", "text"),
-    [
-        ("hermes", "required", f"{HERMES.format(WEATHER)}\n{HERMES.format(STOP)}"),
-        ("hermes", NAMED, HERMES.format(WEATHER)),
-        ("mistral", "required", f"[TOOL_CALLS][{WEATHER}, {STOP}]"),
-        ("mistral", NAMED, f"[TOOL_CALLS][{WEATHER}]"),
-        ("llama3_json", "required", _as_parameters(f"{WEATHER}; {STOP}")),
-        ("llama3_json", NAMED, _as_parameters(WEATHER)),
-        ("granite", "required", f"<|tool_call|>[{STOP}]"),
-    ],
-)
-def test_a_grammar_takes_what_the_parser_reads(name: str, choice: Any, text: str) -> None:
+@pytest.mark.parametrize("case", GRAMMAR_CASES.values(), ids=GRAMMAR_CASES)
+@pytest.mark.parametrize("are_special", [True, False], ids=["special", "added"])
+def test_a_grammar_takes_what_the_parser_reads(
+    case: tuple[str, Any, str, list[Any]], are_special: bool
+) -> None:
+    name, choice, text, calls = case
+    arguments = ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</parameter>"]
+    added = ["<tool_call>", "</tool_call>", *(arguments if are_special else [])]
+    special = ["[TOOL_CALLS]", "<|tool_call|>", *HARMONY, *KIMI_SIDES]
     tokenizer = byte_tokenizer(
-        added=["<tool_call>", "</tool_call>"], special=["[TOOL_CALLS]", "<|tool_call|>"]
+        added=[] if are_special else [*added, *arguments],
+        special=[*special, *(added if are_special else [])],
     )
-    (eos,) = encode(tokenizer, EOS).tolist()
-    compiler = GrammarCompiler(tokenizer, frozenset({eos}), 300)
+    found = FORMATS[name].parse(text, TOOLS)
+    assert found is not None
+    assert [(call.name, json.loads(call.arguments)) for call in found.calls] == calls
     grammar = RowTools(TOOLS, choice).grammar(FORMATS[name], tokenizer)
     assert grammar is not None
-    compiled = compiler.compile({"grammar": grammar})
+    assert follows(grammar, tokenizer, text)
+    assert not follows(grammar, tokenizer, "Hello.")
+    assert not follows(grammar, tokenizer, text.replace("stop", "weather", 1).replace("days", "x"))
+
+
+def follows(grammar: str, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text, token by token, is all that a grammar allows to be a sample."""
+    (eos,) = encode(tokenizer, EOS).tolist()
+    compiled = GrammarCompiler(tokenizer, frozenset({eos}), 320).compile({"grammar": grammar})
     state, forced = compiled.begin(), list[int]()
-    for at, token_id in enumerate(encode(tokenizer, text).tolist()):
+    for token_id in [*encode(tokenizer, text).tolist(), eos]:
         if forced:
-            assert token_id == forced.pop(0)
+            if token_id != forced.pop(0):
+                return False
             continue
         (mask,) = compiled.masks([state])
-        assert np.unpackbits(mask.view(np.uint8), bitorder="little")[token_id], text[at:]
-        forced = state.take(token_id)
-    (mask,) = compiled.masks([state])
-    assert forced == [eos] or np.unpackbits(mask.view(np.uint8), bitorder="little")[eos]
+        if not np.unpackbits(mask.view(np.uint8), bitorder="little")[token_id]:
+            return False
+        if token_id != eos:
+            forced = state.take(token_id)
     assert state.error is None
+    return True
+
+
+OPTIONAL = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "integer"}, "c": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize("required", [[], ["b"]])
+@pytest.mark.parametrize("given", [[], ["a"], ["b"], ["c"], ["a", "b"], ["b", "c"], ["a", "c"]])
+def test_parameters_may_be_left_out(required: list[str], given: list[str]) -> None:
+    parameters = {**OPTIONAL, "required": required}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    tokenizer = byte_tokenizer()
+    values = {"a": '"x"', "b": "1", "c": '"z"'}
+    python = f"[f({', '.join(f'{name}={values[name]}' for name in given)})]"
+    tags = "".join(
+        f"<arg_key>{name}</arg_key>\n<arg_value>{values[name].strip(chr(34))}</arg_value>\n"
+        for name in given
+    )
+    is_whole = set(required) <= set(given)
+    for name, text in (("pythonic", python), ("glm45", f"<tool_call>f\n{tags}</tool_call>")):
+        grammar = RowTools(tools, "required").grammar(FORMATS[name], tokenizer)
+        assert grammar is not None
+        assert follows(grammar, tokenizer, text) is is_whole, text
+
+
+def test_parameters_that_are_not_listed_cannot_be_written_one_by_one() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [{}]}}}]
+    with pytest.raises(ValueError, match='not yet: tool_choice "required" with calls as'):
+        RowTools(tools, "required").grammar(FORMATS["pythonic"], byte_tokenizer())
+    assert RowTools(tools, "required").grammar(FORMATS["kimi_k2"], byte_tokenizer()) is not None
+    assert RowTools(tools).grammar(FORMATS["pythonic"], byte_tokenizer()) is None
 
 
 def test_parameters_may_refer_to_definitions_of_their_own() -> None:
@@ -245,12 +457,6 @@ def test_parameters_may_refer_to_definitions_of_their_own() -> None:
     grammar = RowTools(tools, "required").grammar(FORMATS["llama3_json"], byte_tokenizer())
     assert grammar is not None
     check_structured_outputs({"grammar": grammar})
-
-
-def test_no_grammar_insists_on_every_format() -> None:
-    with pytest.raises(ValueError, match='not yet: tool_choice "required" with calls as'):
-        RowTools(TOOLS, "required").grammar(FORMATS["pythonic"], byte_tokenizer())
-    assert RowTools(TOOLS).grammar(FORMATS["pythonic"], byte_tokenizer()) is None
 
 
 def test_tools_of_a_row() -> None:
