@@ -179,8 +179,11 @@ class MarkerFormat:
 
     def _phase_after(self, prompt: TokenIds) -> Phase:
         start, end = self._start.end_in_prompt(prompt), self._end.end_in_prompt(prompt)
+        special = self._tokenizer.special_token_ids
         if start > end:
-            return Phase.THINKING
+            # Behind a special token another turn has begun: somebody's text has the marker.
+            is_open = special.isdisjoint(prompt[start:].tolist())
+            return Phase.THINKING if is_open else Phase.BEFORE
         rest = prompt[end:]
         if end and len(rest) <= _SPACES:
             told = self._tokenizer.decode(rest, skip_special_tokens=False)

@@ -49,6 +49,9 @@ CASES = {
     "a turn that was thought over": Case(
         QWEN, "<think>a</think>b hi", "<think>c</think>d", "c", "d", 3
     ),
+    "a user's question about the marker": Case(
+        QWEN, f"what is <think>?{EOS}", "A marker.", None, "A marker.", 0
+    ),
     "thinking that is continued": Case(QWEN, "<think>ab", "c</think>d", "c", "d", 2),
     "magistral": Case(MISTRAL, "hi", "[THINK]hm[/THINK]Yes.", "hm", "Yes.", 4),
     "gemma 4": Case(GEMMA, "hi", "<|channel>thought\nhm<channel|>Yes.", "hm", "Yes.", 12),
