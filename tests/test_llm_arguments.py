@@ -9,6 +9,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,6 +362,17 @@ def test_whitespace_in_json_can_be_left_out_of_all_texts(model: Path) -> None:
     )
 
 
+def test_schemas_have_what_the_llm_was_told_of_them(model: Path) -> None:
+    wanted = ("disable_any_whitespace", "disable_additional_properties")
+    config = SimpleNamespace(backend="auto", **dict.fromkeys(wanted, True))
+    with pytest.warns(UserWarning, match="structured_outputs_backend has no effect"):
+        llm = LLM(model, num_kv_blocks=32, structured_outputs_config=config)
+    objects = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+    params = SamplingParams(structured_outputs={"json": objects}, max_tokens=32)
+    for seed in range(4):
+        assert run(llm, "a", replace(params, seed=seed)).outputs[0].text == '{"a":null}'
+
+
 def test_an_adapter_is_asked_for_by_name_or_by_place(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     make_adapter(AutoModelForCausalLM.from_pretrained(model), folder, seed=3)
@@ -549,7 +561,12 @@ def test_what_is_not_there_says_what_to_use(llm: LLM, name: str, instead: str) -
         ({"logprobs": -2}, ValueError, "logprobs is -2; it must be 0 or more, or -1"),
         ({"prompt_logprobs": -2}, ValueError, "prompt_logprobs is -2"),
         ({"max_tokens": 0}, ValueError, "max_tokens is 0"),
-        ({"min_tokens": 4, "max_tokens": 3}, ValueError, "min_tokens is 4"),
+        (
+            {"min_tokens": 4, "max_tokens": 3},
+            ValueError,
+            "min_tokens is 4; min_tokens must be less",
+        ),
+        ({"min_tokens": -1}, ValueError, "min_tokens is -1; min_tokens must be greater"),
         ({"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens is 0"),
         ({"temperature": math.nan}, ValueError, "temperature"),
         ({"repetition_penalty": math.inf}, ValueError, "repetition_penalty"),

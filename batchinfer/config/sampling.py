@@ -127,7 +127,7 @@ class SamplingParams:
             raise ValueError("ignore_eos does not go with max_reasoning_tokens; leave one out")
         self._require("max_tokens", 1 <= self.token_limit < 2**31, "1 to 2**31 - 1")
         self._require("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
-        self._require("min_tokens", 0 <= self.min_tokens <= self.token_limit, "0 to max_tokens")
+        self._check_min_tokens()
         self._require("temperature", 0.0 <= self.temperature <= HUGE, f"0 to {HUGE:g}")
         self._require("top_p", 0.0 < self.top_p <= 1.0, "over 0 and at most 1")
         self._require("top_k", -1 <= self.top_k < 2**31, "-1, 0 or more, below 2**31")
@@ -165,6 +165,15 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
             self._require(name, wanted is None or 0 <= wanted <= MAX_LOGPROBS, "0 to 20")
+
+    def _check_min_tokens(self) -> None:
+        problem = ""
+        if self.min_tokens < 0:
+            problem = "greater than or equal to 0"
+        elif self.min_tokens > self.token_limit:
+            problem = f"less than or equal to max_tokens, {self.token_limit}"
+        if problem:
+            raise ValueError(f"min_tokens is {self.min_tokens}; min_tokens must be {problem}")
 
     def _check_beams(self) -> None:
         width, penalty = self.beam_width, self.length_penalty

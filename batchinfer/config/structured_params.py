@@ -51,7 +51,7 @@ class StructuredOutputsParams:
         if self.disable_any_whitespace and ("json" in found or "json_object" in found):
             found["disable_any_whitespace"] = True
         if self.disable_additional_properties and isinstance(found.get("json"), Mapping):
-            found["json"] = _closed(found["json"])
+            found["json"] = closed_schema(found["json"])
         return found
 
 
@@ -71,13 +71,13 @@ class GuidedDecodingParams(StructuredOutputsParams):
         return GuidedDecodingParams(**kept) if any(kind in kept for kind in KINDS) else None
 
 
-def _closed(schema: Any) -> Any:
+def closed_schema(schema: Any) -> Any:
     """A schema whose objects have no properties but those that it names, unless it says so."""
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return [closed_schema(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed = {key: _closed(value) for key, value in schema.items()}
+    closed = {key: closed_schema(value) for key, value in schema.items()}
     if "properties" in closed or "patternProperties" in closed:
         closed.setdefault("additionalProperties", False)
     return closed

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchinfer.config import QUANTIZATIONS, EngineConfig, ModelConfig, field_names
+from batchinfer.config.structured_params import closed_schema
 from batchinfer.errors import NotYetError
 from batchinfer.llm.compatibility import settle
 
@@ -27,6 +30,12 @@ ARGUMENTS = (
 _ENGINE_ALIASES: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_kv_blocks",
+}
+_WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
+_SCHEMA_DEFAULTS = ("disable_any_whitespace", "disable_additional_properties")
+_OF_CONFIG: Mapping[str, str] = {
+    name: f"structured_outputs_{name}"
+    for name in ("backend", "disable_fallback", "enable_in_reasoning")
 }
 _DTYPES: Mapping[str, str] = {"half": "float16", "float": "float32"}
 """vLLM's other names."""
@@ -116,19 +125,38 @@ def template_text(template: str | os.PathLike[str] | None) -> str | None:
         raise ValueError(f"chat_template: {text} is no file that can be read: {error}") from None
 
 
-def whitespace_options(
-    structured_outputs_config: Mapping[str, Any] | None, disable_any_whitespace: bool | None
-) -> dict[str, Any]:
-    """What every schema gets beside it that says nothing of whitespace itself.
+@dataclass(frozen=True, slots=True)
+class SchemaDefaults:
+    """What holds for the schemas of all calls that say nothing of it."""
+
+    disable_any_whitespace: bool
+    disable_additional_properties: bool
+
+    def of(self, structure: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``structured_outputs`` of a call with what it leaves open."""
+        found = dict(structure)
+        if "json" in found and self.disable_additional_properties:
+            found["json"] = closed_schema(json.loads(found["json"]))
+        is_json = "json" in found or "json_object" in found
+        if is_json and self.disable_any_whitespace and not {*_WHITESPACE} & {*found}:
+            found["disable_any_whitespace"] = True
+        return found
+
+
+def schema_defaults(
+    structured_outputs_config: object, disable_any_whitespace: bool | None
+) -> SchemaDefaults:
+    """What ``LLM`` was told of schemas.
 
     Args:
-        structured_outputs_config: vLLM's, of which that is the only key with an effect.
+        structured_outputs_config: vLLM's ``StructuredOutputsConfig``, or a dict of its fields; all
+            but two are without effect.
         disable_any_whitespace: its earlier argument for the same.
     """
-    config = dict(structured_outputs_config or {})
-    for name in ("backend", "disable_fallback", "enable_in_reasoning"):
-        if name in config:
-            config[f"structured_outputs_{name}"] = config.pop(name)
-    wanted = config.pop("disable_any_whitespace", False) or disable_any_whitespace
-    settle("LLM", config, ("disable_any_whitespace",), stacklevel=4)
-    return {"disable_any_whitespace": True} if wanted else {}
+    given = structured_outputs_config
+    config = dict(given if isinstance(given, Mapping) else getattr(given, "__dict__", {}))
+    whitespace = config.pop("disable_any_whitespace", False) or disable_any_whitespace
+    properties = config.pop("disable_additional_properties", False)
+    others = {_OF_CONFIG.get(name, name): value for name, value in config.items() if value}
+    settle("LLM", others, _SCHEMA_DEFAULTS, stacklevel=4)
+    return SchemaDefaults(bool(whitespace), bool(properties))

@@ -19,8 +19,8 @@ from batchinfer.llm.arguments import (
     FIT,
     engine_config,
     model_config,
+    schema_defaults,
     template_text,
-    whitespace_options,
 )
 from batchinfer.llm.beam_outputs import BeamSearchOutput, beam_search_output
 from batchinfer.llm.calls import Calls, OneCall
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("batchinfer.llm")
 _ANY_LENGTH = 2**31
 """Of conversations written out: the engine says which are too long."""
-_WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
 _KNOWN = ("sampling_params", "adapter", "lora_request", "use_tqdm", "errors")
 
 
@@ -84,8 +83,8 @@ class LLM:
         generation_config: where ``get_default_sampling_params`` are from: ``auto`` the model's
             folder, ``vllm`` nowhere, or another folder.
         override_generation_config: keys of ``generation_config.json``, which win.
-        structured_outputs_config: vLLM's; its ``disable_any_whitespace`` is for schemas that say
-            nothing of whitespace.
+        structured_outputs_config: vLLM's, or a dict; ``disable_any_whitespace`` and
+            ``disable_additional_properties`` are for schemas that say nothing of these.
         guided_decoding_disable_any_whitespace: the same, by its earlier name.
         reasoning: splits what the model thinks from its ``text``, in all outputs: ``auto`` by the
             markers of its chat template, or ``{"start": text, "end": text}``.
@@ -121,7 +120,7 @@ class LLM:
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
-        structured_outputs_config: Mapping[str, Any] | None = None,
+        structured_outputs_config: Any = None,
         guided_decoding_disable_any_whitespace: bool | None = None,
         reasoning: str | Mapping[str, str] = "none",
         tool_parser: str = "none",
@@ -132,7 +131,7 @@ class LLM:
         if tensor_parallel_size != 1:
             raise NotYetError(f"LLM(tensor_parallel_size={tensor_parallel_size})")
         engine = engine_config(engine_keys)
-        self._schema_options = whitespace_options(
+        self._schema_defaults = schema_defaults(
             structured_outputs_config, guided_decoding_disable_any_whitespace
         )
         choice = model_config(
@@ -464,11 +463,9 @@ class LLM:
                     "skip_tokenizer_init out"
                 )
             return replace(params, detokenize=False)
-        is_json = structure is not None and ("json" in structure or "json_object" in structure)
-        if self._schema_options and is_json and not {*_WHITESPACE} & {*(structure or ())}:
-            together = {**(structure or {}), **self._schema_options}
-            return replace(params, structured_outputs=together)
-        return params
+        if structure is None:
+            return params
+        return replace(params, structured_outputs=self._schema_defaults.of(structure))
 
 
 def _check_errors(errors: object) -> None:

@@ -29,12 +29,12 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None = None
     """``stop``, ``length`` or ``error``."""
-    stop_reason: int | str | None
-    cumulative_logprob: float | None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
     """Of all its tokens; None where no log-probabilities are asked for, but for beams."""
-    logprobs: Logprobs | None
+    logprobs: Logprobs | None = None
     score: float | None = None
     """What beams are ranked by; None without beam search."""
     reasoning: str | None = None

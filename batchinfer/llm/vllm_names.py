@@ -202,7 +202,6 @@ NOT_YET: Mapping[str, object] = {
     "decode_context_parallel_size": 1,
     "default_mm_loras": None,
     "diffusion_config": None,
-    "disable_additional_properties": False,
     "disable_sliding_window": False,
     "ec_transfer_config": None,
     "enable_elastic_ep": False,

@@ -187,7 +187,7 @@ def test_a_mistake_in_keys_that_may_be_a_word_names_them(
         ('logit_bias: {"5": 100, "05": -100}', 'sampling.logit_bias has the key "05"'),
         ("logit_bias: {5: 100, +5: -100}", 'sampling.logit_bias has the key "+5"'),
         ("logit_bias: {5: x}", 'sampling.logit_bias.5 is "x"; it must be a number'),
-        ("min_tokens: 9", "sampling.min_tokens is 9; it must be 0 to max_tokens"),
+        ("min_tokens: 9", "sampling.min_tokens is 9; min_tokens must be less than or equal"),
         ("max_new_tokens: 3", "sampling.max_new_tokens means max_tokens, which is given too"),
     ],
 )
