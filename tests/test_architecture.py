@@ -283,7 +283,7 @@ ROOMS = [
         "llm",
         "The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.",
         (
-            *("config", "errors", "process", "console", "engine", "text"),
+            *("config", "errors", "process", "console", "engine", "text", "pooling"),
             *("requests", "resampling", "build", "report"),
         ),
     ),

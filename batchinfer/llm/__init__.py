@@ -1,6 +1,7 @@
 """The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.
 
-May import: config, errors, process, console, engine, text, requests, resampling, build, report.
+May import: config, errors, process, console, engine, text, pooling, requests, resampling, build,
+report.
 """
 
 from batchinfer.config.call_params import (
@@ -15,6 +16,13 @@ from batchinfer.llm.llm import LLM
 from batchinfer.llm.logprobs import FlatLogprobs, Logprob
 from batchinfer.llm.lora import LoRARequest
 from batchinfer.llm.outputs import CompletionOutput, RequestOutput
+from batchinfer.llm.pooling.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from batchinfer.llm.pooling.params import PoolingParams
 from batchinfer.llm.prompts import Conversation, PromptLike, TextPrompt, TokensPrompt
 from batchinfer.llm.request_metrics import RequestMetrics
 
@@ -23,17 +31,22 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "Conversation",
+    "EmbeddingRequestOutput",
     "FlatLogprobs",
     "GuidedDecodingParams",
     "LoRARequest",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptLike",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

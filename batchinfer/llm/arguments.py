@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.config import QUANTIZATIONS, EngineConfig, ModelConfig, field_names
+from batchinfer.config import QUANTIZATIONS, EngineConfig, ModelConfig, Runner, field_names
 from batchinfer.config.structured_params import closed_schema
 from batchinfer.errors import NotYetError
 from batchinfer.llm.compatibility import settle
@@ -50,6 +50,7 @@ def model_config(
     max_model_len: Any,
     quantization: Any,
     adapters: Any,
+    runner: Runner = "generate",
 ) -> ModelConfig:
     """The model's configuration, from arguments that may be paths.
 
@@ -67,7 +68,7 @@ def model_config(
     if isinstance(adapters, Mapping):
         adapters = {adapter: _as_text(path) for adapter, path in adapters.items()}
     config = ModelConfig(
-        name, revision, _as_text(tokenizer), dtype, max_model_len, quantization, adapters
+        *(name, revision, _as_text(tokenizer), dtype, max_model_len, quantization, adapters, runner)
     )
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise NotYetError(f"LLM(quantization={quantization!r})")

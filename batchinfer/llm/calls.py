@@ -79,9 +79,14 @@ class Calls:
 
 
 class OneCall:
-    """Lets calls in one after another, from whatever thread they come."""
+    """Lets calls in one after another, from whatever thread they come.
 
-    def __init__(self) -> None:
+    Args:
+        refused: calls that the model is not loaded for, and why.
+    """
+
+    def __init__(self, refused: Mapping[str, str] | None = None) -> None:
+        self._refused = refused or {}
         self._lock = threading.Lock()
         self._caller: int | None = None
 
@@ -91,7 +96,10 @@ class OneCall:
 
         Raises:
             RuntimeError: the call that runs is this thread's own, so that it would wait for ever.
+            ValueError: the model is not loaded for it.
         """
+        if name in self._refused:
+            raise ValueError(f"LLM.{name}: {self._refused[name]}")
         thread = threading.get_ident()
         if self._caller == thread:
             raise RuntimeError(

@@ -29,6 +29,9 @@ from batchinfer.llm.defaults import default_sampling_params
 from batchinfer.llm.engine_view import EngineView, ModelView, engine_view
 from batchinfer.llm.lora import LoRARequest, adapters_of_each, requests_of_each
 from batchinfer.llm.outputs import RequestOutput, Stats
+from batchinfer.llm.pooling.calls import PoolingCalls
+from batchinfer.llm.pooling.choose import choose_runner, classifier_tokens, refused_calls
+from batchinfer.llm.pooling.runner import PoolingRunner
 from batchinfer.llm.prompts import (
     Conversation,
     PromptLike,
@@ -58,7 +61,7 @@ _ANY_LENGTH = 2**31
 _KNOWN = ("sampling_params", "adapter", "lora_request", "use_tqdm", "errors")
 
 
-class LLM:
+class LLM(PoolingCalls):
     """A model, loaded once and run on as many prompts as are given.
 
     Calls may come from several threads: one runs at a time, the others wait for it. Give all
@@ -93,6 +96,10 @@ class LLM:
             text.
         chat_template: of chats that give none: the text of a template (Jinja2), or its file;
             default the model's.
+        runner: ``generate``, to write text; ``pooling``, for ``embed``, ``classify`` and ``score``
+            alone; ``auto``: as the model's class says.
+        task: the same, by its earlier name: ``generate``, ``embed``, ``classify`` or ``score``.
+        hf_overrides: ``classifier_from_token``, what a reranker answers with: ``["no", "yes"]``.
         tensor_parallel_size: accepted for compatibility; must be 1.
         engine_keys: keys of the job file's ``engine`` section, e.g. ``block_size=32``, and vLLM's
             arguments that have no effect here, which are warned of.
@@ -125,12 +132,16 @@ class LLM:
         reasoning: str | Mapping[str, str] = "none",
         tool_parser: str = "none",
         chat_template: str | os.PathLike[str] | None = None,
+        runner: str = "auto",
+        task: str | None = None,
+        hf_overrides: Mapping[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         **engine_keys: Any,
     ) -> None:
         if tensor_parallel_size != 1:
             raise NotYetError(f"LLM(tensor_parallel_size={tensor_parallel_size})")
         engine = engine_config(engine_keys)
+        tokens = classifier_tokens(hf_overrides)
         self._schema_defaults = schema_defaults(
             structured_outputs_config, guided_decoding_disable_any_whitespace
         )
@@ -142,6 +153,7 @@ class LLM:
             max_model_len=max_model_len,
             quantization=quantization,
             adapters=adapters or {},
+            runner=choose_runner(runner, task, os.fspath(model), revision),
         )
         self._adapter_paths = choice.adapters
         self._max_logprobs = max_logprobs
@@ -170,7 +182,8 @@ class LLM:
             find_reasoning_format(checked_reasoning(reasoning), self._context.tokenizer),
             find_tool_format(tool_parser, self._context.tokenizer),
         )
-        self._one_call = OneCall()
+        self._pooling = PoolingRunner(choice, self._context, self._calls, tokens)
+        self._one_call = OneCall(refused_calls(choice.runner))
 
     if not TYPE_CHECKING:
 

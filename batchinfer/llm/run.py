@@ -104,7 +104,7 @@ class CallRunner:
         parts: dict[int, list[Completion]] = {}
         meter = Meter(len(rows))
         with (
-            _progress(len(rows), use_tqdm) as bar,
+            progress(len(rows), use_tqdm) as bar,
             closing(self._calls.run(requests, meter)) as completions,
             gc_frozen(),
         ):
@@ -140,7 +140,7 @@ class CallRunner:
         if isinstance(item.prompt, RowError):
             return PromptRow(at, item.prompt)
         longest = self._engine.max_model_len
-        prompt = _truncated(item.prompt, item.params.truncate_prompt_tokens, longest)
+        prompt = truncated(item.prompt, item.params.truncate_prompt_tokens, longest)
         length = len(prompt.token_ids)
         key = (id(item.params), length if item.params.max_tokens is None else None)
         if key not in made:
@@ -192,7 +192,7 @@ class CallRunner:
         )
 
 
-def _truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
+def truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
     """The prompt with as many of its last tokens as ``truncate_prompt_tokens`` keeps."""
     if kept is None:
         return prompt
@@ -207,7 +207,7 @@ def _truncated(prompt: Prompt, kept: int | None, max_model_len: int) -> Prompt:
 
 
 @contextmanager
-def _progress(count: int, use_tqdm: ProgressBar) -> Iterator[Any]:
+def progress(count: int, use_tqdm: ProgressBar) -> Iterator[Any]:
     """A progress bar over ``count`` prompts."""
     if callable(use_tqdm):
         bar = use_tqdm(total=count, desc="prompts", dynamic_ncols=True)

@@ -130,7 +130,6 @@ NO_EFFECT: Mapping[str, tuple[object, ...]] = {
     "pt_load_map_location": (),
     "ray_workers_use_nsight": (),
     "renderer_num_workers": (),
-    "runner": ("auto", "generate"),
     "scheduler_reserve_full_isl": (),
     "scheduling_policy": (),
     "served_model_name": (),
@@ -150,7 +149,6 @@ NO_EFFECT: Mapping[str, tuple[object, ...]] = {
     "structured_outputs_disable_fallback": (),
     "structured_outputs_enable_in_reasoning": (),
     "swa_bounded_replay": (),
-    "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf", "slow"),
     "tokenizer_pool_size": (),
     "trust_remote_code": (True,),
@@ -212,7 +210,6 @@ NOT_YET: Mapping[str, object] = {
     "enable_trace_replay": False,
     "guided_decoding_disable_additional_properties": False,
     "hf_config_path": None,
-    "hf_overrides": None,
     "io_processor_plugin": None,
     "kv_cache_dtype_skip_layers": None,
     "kv_transfer_config": None,
@@ -265,7 +262,7 @@ ELSEWHERE: Mapping[str, str] = {
 }
 """Arguments for what is had in another way."""
 
-METHODS_NOT_YET = ("classify", "embed", "encode", "reward", "score")
+METHODS_NOT_YET = ("reward",)
 """Methods of vLLM's ``LLM`` that are not built."""
 
 METHODS: Mapping[str, str] = {

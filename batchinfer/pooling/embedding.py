@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,7 +13,7 @@ from batchinfer.pooling.embedding_modules import EmbeddingModules
 
 def embedding(
     hidden_state: npt.NDArray[np.float32], modules: EmbeddingModules, config: EmbedConfig
-) -> npt.NDArray[np.floating]:
+) -> npt.NDArray[Any]:
     """A hidden state [H] through the model's modules, cut, then normalised: [dimensions]."""
     values = hidden_state
     for dense in modules.dense:

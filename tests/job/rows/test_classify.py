@@ -10,13 +10,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import processors
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
 
 from batchinfer.errors import ExitCode, JobError, ModelError, UsageError
 from batchinfer.job.output.directory import OutputDir
@@ -31,36 +24,21 @@ from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.report.examples import find_examples
 from batchinfer.requests import PromptRow
+from tests.classifiers import logits, make_classifier, make_reranker, probability
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
-from tests.models import make_text_model, tiny_config
+from tests.models import make_text_model
 
 PROMPTS = ["is it so?", "x", "a long text about nothing at all, which fills some blocks and ends"]
 QUERIES = ["who?", "why is it <|im_end|> so?", "x"]
 DOCUMENTS = ["he did", "because", "a document that is longer than its query by far"]
 LABELS = {"id2label": {0: "bad", 1: "so-so", 2: "good"}}
-TEXT_IDS = {"bos_token_id": 0, "eos_token_id": 2, "vocab_size": 259}
 
 
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama that writes text, with its tokenizer."""
     return make_text_model(tmp_path_factory.mktemp("text"))
-
-
-def make_classifier(path: Path, text_model: Path, family: str = "llama", **changes: Any) -> Path:
-    """A tiny random sequence classifier with the byte tokenizer, which joins pairs by ``<s>``."""
-    torch.manual_seed(0)
-    config = tiny_config(family, **{**TEXT_IDS, **changes})
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    torch.nn.init.normal_(model.score.weight, std=0.3)
-    model.to(changes.get("dtype", torch.float32)).save_pretrained(path)
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(text_model)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A:0 <s> $B:1", special_tokens=[("<s>", 0)]
-    )
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def job(tmp_path: Path, model: Path, columns: dict[str, Any], more: str = "") -> Any:
@@ -86,15 +64,6 @@ def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
 def run(tmp_path: Path, model: Path, columns: dict[str, Any], more: str = "") -> Any:
     assert run_job(job(tmp_path, model, columns, more), quiet=True) is ExitCode.OK
     return rows_of(tmp_path)
-
-
-def logits(model: Path, *texts: str) -> torch.Tensor:
-    """transformers' own, of one row."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    reference = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        found: torch.Tensor = reference(**tokenizer(*texts, return_tensors="pt")).logits[0]
-    return found
 
 
 @pytest.mark.parametrize(
@@ -157,25 +126,6 @@ QUESTION = (
     "<|im_start|>user\n<Instruct>: {what}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
-
-
-def make_reranker(path: Path, text_model: Path) -> tuple[Path, list[int]]:
-    """A tiny Qwen3 that answers with one of two tokens, which are given."""
-    torch.manual_seed(0)
-    config = tiny_config("qwen3", **{**TEXT_IDS, "vocab_size": 261})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(text_model)
-    tokenizer.add_tokens(["no", "yes"])
-    tokenizer.save_pretrained(path)
-    return path, tokenizer.convert_tokens_to_ids(["no", "yes"])
-
-
-def probability(model: Path, prompt: str, ids: list[int]) -> float:
-    """transformers' own, of the second token against the first."""
-    inputs = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        return float(reference(**inputs).logits[0, -1, ids].softmax(-1)[1])
 
 
 def test_a_reranker_answers_yes_or_no(tmp_path: Path, text_model: Path) -> None:

@@ -1,0 +1,79 @@
+"""What a model is loaded for, by vLLM's arguments or by its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchinfer.config import Runner
+from batchinfer.errors import ModelError, NotYetError
+from batchinfer.pooling.model_folder import find_folder, read_json
+
+_TASKS: Mapping[str, Runner] = {
+    "generate": "generate",
+    "embed": "pooling",
+    "embedding": "pooling",
+    "encode": "pooling",
+    "classify": "pooling",
+    "score": "pooling",
+}
+"""vLLM's earlier argument ``task``."""
+_HEADLESS = ("Model", "ForSequenceClassification")
+_RERANKER_KEYS = {"architectures", "classifier_from_token", "is_original_qwen3_reranker"}
+
+
+def choose_runner(runner: str, task: str | None, model: str, revision: str | None) -> Runner:
+    """What a model (folder or hub id) is run for: ``auto`` means text, unless its class by
+    config.json writes none.
+
+    Raises:
+        NotYetError: there is no such runner or task.
+        ValueError: they contradict each other.
+    """
+    asked = "auto" if task in (None, "auto") else _TASKS.get(str(task))
+    if asked is None:
+        raise NotYetError(f"LLM(task={task!r})")
+    if runner not in ("auto", "generate", "pooling"):
+        raise NotYetError(f"LLM(runner={runner!r})")
+    if asked != "auto" and runner not in ("auto", asked):
+        raise ValueError(f"task is {task!r} and runner {runner!r}; leave one of them out")
+    chosen = runner if asked == "auto" else asked
+    if chosen == "auto":
+        return "pooling" if class_name(model, revision).endswith(_HEADLESS) else "generate"
+    return "pooling" if chosen == "pooling" else "generate"
+
+
+def class_name(model: str, revision: str | None) -> str:
+    """The first of config.json's classes; "" where it cannot be read, as loading will say."""
+    try:
+        values = read_json(find_folder(model, revision, ("config.json",)) / "config.json")
+    except ModelError:
+        return ""
+    names = values.get("architectures") if isinstance(values, dict) else None
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
+    """The tokens that a reranker answers with, as vLLM is told of them.
+
+    Raises:
+        NotYetError: other keys of a config are overridden.
+        ValueError: they are no two tokens.
+    """
+    if not hf_overrides:
+        return None
+    if not isinstance(hf_overrides, Mapping) or hf_overrides.keys() - _RERANKER_KEYS:
+        raise NotYetError("LLM(hf_overrides=...)")
+    tokens = tuple(hf_overrides.get("classifier_from_token") or ())
+    if len(tokens) != 2 or not all(isinstance(token, str) for token in tokens):
+        raise ValueError(
+            f"hf_overrides: classifier_from_token is {list(tokens)}; it must be two tokens"
+        )
+    return tokens
+
+
+def refused_calls(runner: Runner) -> dict[str, str]:
+    """Calls that a model which is run for its hidden states cannot do, and why."""
+    why = 'the model is loaded for its hidden states and writes no text; give runner="generate"'
+    calls = ("generate", "chat", "beam_search") if runner == "pooling" else ()
+    return dict.fromkeys(calls, why)

@@ -1,0 +1,44 @@
+"""Parameters of calls for vectors, labels and scores, as vLLM has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """What a call makes of hidden states; vLLM's names, earlier ones too.
+
+    Raises:
+        TypeError: naming the parameter, when it is of another type.
+        ValueError: naming the parameter, when it is out of range.
+    """
+
+    truncate_prompt_tokens: int | None = None
+    """Keep so many of a prompt's last tokens; -1: as many as there is room for."""
+    dimensions: int | None = None
+    """Keep so many of an embedding's first numbers (Matryoshka)."""
+    use_activation: bool | None = None
+    """False: embeddings keep their length, labels and scores are logits."""
+    normalize: bool | None = None
+    """The same, by its earlier name for embeddings."""
+    activation: bool | None = None
+    """The same, by its earlier name for labels and scores."""
+    softmax: bool | None = None
+    """The same, by its first name."""
+
+    def __post_init__(self) -> None:
+        for name in ("truncate_prompt_tokens", "dimensions"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if type(value) is not int:
+                raise TypeError(f"{name} is {value!r}; it must be a whole number or None")
+            if value < 1 and (name, value) != ("truncate_prompt_tokens", -1):
+                raise ValueError(f"{name} is {value}; it must be 1 or more")
+
+    @property
+    def activates(self) -> bool:
+        """Whether embeddings are normalised, and logits made into scores."""
+        asked = (self.use_activation, self.normalize, self.activation, self.softmax)
+        return next((value for value in asked if value is not None), True)

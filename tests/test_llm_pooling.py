@@ -1,0 +1,167 @@
+"""``LLM.embed``, ``classify``, ``score`` and ``encode``, next to transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from batchinfer import LLM, PoolingParams
+from batchinfer.errors import ModelError, NotYetError
+from batchinfer.llm import LoRARequest
+from tests.classifiers import logits, make_classifier, make_reranker, probability
+from tests.models import make_text_model
+
+PROMPTS = ["is it so?", "a long text about nothing at all, which fills some blocks"]
+ENGINE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A body saved without an output head, as embedding models are."""
+    folder = make_text_model(tmp_path_factory.mktemp("body"), tie_word_embeddings=False)
+    AutoModel.from_pretrained(folder).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, **ENGINE)
+
+
+def hidden_state(model: Path, prompt: str) -> np.ndarray[Any, Any]:
+    reference = AutoModel.from_pretrained(model, dtype=torch.float32)
+    inputs = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")
+    with torch.no_grad():
+        found: np.ndarray[Any, Any] = reference(**inputs).last_hidden_state[0, -1].numpy()
+    return found
+
+
+def unit(vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return vector / np.linalg.norm(vector)
+
+
+def test_embeddings_are_those_of_transformers(llm: LLM, model: Path) -> None:
+    ids = llm.get_tokenizer()(PROMPTS[1])["input_ids"]
+    for output, prompt in zip(llm.embed([PROMPTS[0], ids], use_tqdm=False), PROMPTS, strict=True):
+        assert output.outputs is not None
+        expected = unit(hidden_state(model, prompt))
+        assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
+        assert output.outputs.hidden_size == len(expected)
+        assert output.finished
+    assert output.prompt_token_ids == ids
+    for name in ("normalize", "use_activation"):
+        params = PoolingParams(dimensions=5, **{name: False})
+        (cut,) = llm.embed(PROMPTS[0], pooling_params=params, use_tqdm=False)
+        assert cut.outputs is not None
+        wanted = hidden_state(model, PROMPTS[0])[:5]
+        assert cut.outputs.embedding == pytest.approx(wanted.tolist(), abs=1e-4)
+    (tensor,) = llm.encode(PROMPTS[0], use_tqdm=False)
+    assert tensor.outputs is not None
+    assert tensor.outputs.data.shape == (len(expected),)
+    last = PoolingParams(truncate_prompt_tokens=4)
+    (cut,) = llm.embed(PROMPTS[1], pooling_params=last, use_tqdm=False)
+    assert cut.prompt_token_ids == ids[-4:]
+
+
+def test_texts_are_as_alike_as_their_vectors(llm: LLM, model: Path) -> None:
+    one, *others = PROMPTS[0], PROMPTS[1], PROMPTS[0]
+    scored = llm.score(one, others, use_tqdm=False)
+    expected = [
+        float(unit(hidden_state(model, one)) @ unit(hidden_state(model, o))) for o in others
+    ]
+    assert [output.outputs and output.outputs.score for output in scored] == pytest.approx(
+        expected, abs=1e-5
+    )
+    assert len(llm.score(others, others, use_tqdm=False)) == 2
+
+
+def test_a_prompt_that_cannot_run_is_named(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="prompt 1: the prompt has 600 tokens"):
+        llm.embed(["a", [5] * 600], use_tqdm=False)
+    fine, failed = llm.embed(["a", [5] * 600], use_tqdm=False, errors="return")
+    assert fine.error is None
+    assert failed.outputs is None
+    assert failed.error is not None
+    assert failed.error.code == "prompt_too_long"
+    pair = llm.score("a", ["b", "x" * 600], use_tqdm=False, errors="return")
+    assert [one.error and one.error.code for one in pair] == [None, "prompt_too_long"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda llm: llm.generate("a"), ValueError, 'give runner="generate"'),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}]), ValueError, "writes no text"),
+        (lambda llm: llm.classify("a"), ModelError, "no head that classifies"),
+        (lambda llm: llm.embed("a", PoolingParams()), TypeError, "positional"),
+        (lambda llm: llm.embed("a", pooling_params={}), TypeError, "a dict; give PoolingParams"),
+        (lambda llm: llm.embed("a", pooling_param=1), TypeError, "did you mean pooling_params"),
+        (
+            lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=99)),
+            ValueError,
+            "dimensions is 99; the model's embeddings have 32",
+        ),
+        (lambda llm: llm.embed("a", adapter="x"), ValueError, "no adapter 'x'"),
+        (
+            lambda llm: llm.embed("a", lora_request=LoRARequest("x", 1, "/x")),
+            ValueError,
+            "x",
+        ),
+        (lambda llm: llm.encode("a", pooling_task="token_embed"), NotYetError, "token_embed"),
+        (lambda llm: llm.score(["a", "b"], ["c"]), ValueError, "data_1 has 2 texts and data_2 1"),
+        (lambda llm: llm.score("a", [7]), TypeError, "data_2: 0 is an int; give a text"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(llm: LLM, call: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(llm)
+
+
+@pytest.mark.parametrize("values", [{"dimensions": 0}, {"truncate_prompt_tokens": -2}])
+def test_parameters_are_checked(values: Any) -> None:
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        PoolingParams(**values)
+
+
+def test_classes_are_those_of_transformers(tmp_path: Path, model: Path) -> None:
+    folder = make_classifier(tmp_path / "three", model, num_labels=3)
+    llm = LLM(folder, **ENGINE)
+    for output, prompt in zip(llm.classify(PROMPTS, use_tqdm=False), PROMPTS, strict=True):
+        assert output.outputs is not None
+        expected = logits(folder, prompt).softmax(-1).tolist()
+        assert output.outputs.probs == pytest.approx(expected, abs=1e-5)
+        assert output.outputs.num_classes == 3
+    raw = PoolingParams(activation=False)
+    (output,) = llm.classify(prompt, pooling_params=raw, use_tqdm=False)
+    assert output.outputs is not None
+    assert output.outputs.probs == pytest.approx(logits(folder, prompt).tolist(), abs=1e-4)
+    with pytest.raises(ValueError, match="needs a model with one label; this one has 3"):
+        llm.score("a", "b")
+
+
+def test_pairs_are_scored_by_a_head(tmp_path: Path, model: Path) -> None:
+    folder = make_classifier(tmp_path / "one", model, num_labels=1)
+    scored = LLM(folder, task="score", **ENGINE).score("who?", PROMPTS, use_tqdm=False)
+    expected = [float(logits(folder, "who?", prompt).sigmoid()) for prompt in PROMPTS]
+    found = [output.outputs and output.outputs.score for output in scored]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_reranker_is_told_of_as_to_vllm(tmp_path: Path, model: Path) -> None:
+    folder, ids = make_reranker(tmp_path / "model", model)
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["no", "yes"],
+        "is_original_qwen3_reranker": True,
+    }
+    llm = LLM(folder, hf_overrides=overrides, **ENGINE)
+    (output,) = llm.score("<|im_start|>who?\n", "he did<|im_end|>", use_tqdm=False)
+    assert output.outputs is not None
+    expected = probability(folder, "<|im_start|>who?\nhe did<|im_end|>", ids)
+    assert output.outputs.score == pytest.approx(expected, abs=1e-5)
+    assert len(llm.generate("x", use_tqdm=False)) == 1, "a model with a head still writes"
