@@ -199,30 +199,49 @@ def _row_reader(
     if tool_format is not None:
         tool_choices = ToolChoices(tool_format, context.tokenizer, grammars)
     if job.source.format.holds_requests:
-        from batchinfer.job.openai.reader import TEMPLATE_VARIABLES, OpenAIReader
-
-        make_builder = partial(PromptBuilder, variables_column=TEMPLATE_VARIABLES)
-
-        return OpenAIReader(
-            spec.prompt,
-            lambda config, columns: _prompts(
-                job, context, processes, make_builder, config, columns
-            ),
-            make_params(where="body", keeps_logprobs="logprobs" in spec.output.written),
-            spec.model.served_names,
-            context.adapters,
-            tool_choices,
-            takes_other_names=spec.model.served_model_name is None and not context.adapters,
-        )
+        kept = "logprobs" in spec.output.written
+        params = make_params(where="body", keeps_logprobs=kept) if spec.task_spec.draws else None
+        return _request_reader(job, context, processes, params, tool_choices)
     task = TASKS[spec.task]
     make, config = task.prompt_builder(spec), task.prompt_config(spec)
     conversations = [field.name for field in schema if is_conversation(field.type)]
     prompts = _prompts(job, context, processes, make, config, schema.names, conversations)
     adapters = RowAdapters(spec.prompt.adapter_column, context.adapters, spec.prompt.adapter)
-    params = make_params() if spec.task_spec.draws else None
-    id_column = spec.input.id_column if params and spec.sampling.key == "id" else None
+    row_params = make_params() if spec.task_spec.draws else None
+    id_column = spec.input.id_column if row_params and spec.sampling.key == "id" else None
     tools = RowToolsReader(spec.prompt) if spec.prompt.has_tools else None
-    return ColumnReader(prompts, params, adapters, schema.names, id_column, tools, tool_choices)
+    return ColumnReader(prompts, row_params, adapters, schema.names, id_column, tools, tool_choices)
+
+
+def _request_reader(
+    job: Job,
+    context: EngineContext,
+    processes: TextProcesses,
+    params: RowParams | None,
+    tool_choices: ToolChoices | None,
+) -> RowReader:
+    """The reader of an OpenAI batch file: of requests for answers, or for embeddings."""
+    from batchinfer.job.openai.embeddings import parse_embedding
+    from batchinfer.job.openai.reader import TEMPLATE_VARIABLES, OpenAIReader
+    from batchinfer.job.openai.request import ParsedRequest, parse_request
+
+    spec = job.spec
+    make: Recipe = partial(PromptBuilder, variables_column=TEMPLATE_VARIABLES)
+    parse: Callable[..., ParsedRequest] = parse_request
+    if params is None:
+        make = TASKS[spec.task].prompt_builder(spec)
+        width = job.table.generated_schema.field("embedding").type.list_size
+        parse = partial(parse_embedding, width=width)
+    return OpenAIReader(
+        spec.prompt,
+        lambda config, columns: _prompts(job, context, processes, make, config, columns),
+        params,
+        spec.model.served_names,
+        context.adapters,
+        tool_choices,
+        takes_other_names=spec.model.served_model_name is None and not context.adapters,
+        parse=parse,
+    )
 
 
 def _params_check(spec: JobSpec, processes: TextProcesses) -> Callable[[SamplingParams], None]:

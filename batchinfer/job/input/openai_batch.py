@@ -7,6 +7,7 @@ A request with several prompts is several rows, one for each, with the prompt's 
 from __future__ import annotations
 
 import hashlib
+import os.path
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -18,11 +19,12 @@ import pyarrow as pa
 from pydantic_core import from_json, to_json
 
 from batchinfer.console.format import format_value
-from batchinfer.errors import DataError, RowError
+from batchinfer.errors import DataError, JobError, RowError
 from batchinfer.job.input.format import InputFile, ReadRequest, Row, Rows
-from batchinfer.job.input.formats.text_file import batched
+from batchinfer.job.input.formats.text_file import batched, opened
 from batchinfer.job.input.json_columns import json_text
 from batchinfer.job.input.jsonl import JsonlFormat, Line, split_lines
+from batchinfer.job.storage.urls import is_url
 
 _BYTES = 16
 
@@ -30,6 +32,8 @@ SCHEMA = pa.schema(
     [*((name, pa.string()) for name in ("custom_id", "method", "url")), json_text("body")]
 )
 _TEXTS = ("custom_id", "method", "url")
+EMBEDDINGS = "/v1/embeddings"
+"""The ``url`` of requests for embeddings."""
 
 
 class CustomIds:
@@ -118,10 +122,12 @@ class OpenAIFormat(JsonlFormat):
 
 
 def _one_prompt_each(line: Line) -> Iterator[Line]:
-    """A line that asks for the completions of several prompts as one line for each."""
+    """A line that asks for the completions of several prompts, or for the embeddings of several
+    texts, as one line for each."""
     number, text = line
-    body = _beginning(text).get("body") if b'"prompt"' in text else None
-    prompts = body.get("prompt") if isinstance(body, dict) else None
+    row = _beginning(text) if b'"prompt"' in text or b'"input"' in text else {}
+    body, key = row.get("body"), "input" if row.get("url") == EMBEDDINGS else "prompt"
+    prompts = body.get(key) if isinstance(body, dict) else None
     prompts = prompts if isinstance(prompts, list) and len(prompts) > 1 else []
     if not prompts or not all(isinstance(prompt, str | list) for prompt in prompts):
         yield line
@@ -132,8 +138,20 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
         yield line
         return
     for index, prompt in enumerate(prompts):
-        one = {**request["body"], "prompt": prompt, "prompt_index": index}
+        one = {**request["body"], key: prompt, "prompt_index": index}
         yield number, to_json({**request, "body": one})
+
+
+def first_url(path: str) -> str | None:
+    """What the first request of a file is made to; None where that cannot be read."""
+    if not is_url(path) and not os.path.isfile(path):  # what is read from a pipe is gone
+        return None
+    try:
+        with opened(path) as chunks:
+            _, text = next(split_lines(chunks), (0, b""))
+    except (JobError, OSError):
+        return None
+    return _text(_beginning(text).get("url"))
 
 
 def prompt_index(body: object) -> int:

@@ -28,8 +28,11 @@ from batchinfer.job.spec.spec import ModelSpec
 from batchinfer.job.storage.filesystem import publish, storage_errors
 from batchinfer.text.detokenize import token_text
 
-_GENERATED = ("row_id", "outputs", "num_prompt_tokens", "num_output_tokens", "error")
-_OPTIONAL = ("num_reasoning_tokens", "prompt_logprobs")
+_GENERATED = ("row_id", "num_prompt_tokens", "error")
+_OPTIONAL = (
+    *("outputs", "num_output_tokens", "num_reasoning_tokens", "prompt_logprobs"),
+    "embedding",
+)
 
 
 def export(
@@ -179,6 +182,7 @@ def _responses(manifest: Manifest, model: ModelSpec) -> Responses:
         _created(manifest),
         model.served_names[0],
         _token_texts(model),
+        normalizes=(manifest.job.get("embed") or {}).get("normalize", True),
     )
 
 

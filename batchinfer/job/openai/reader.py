@@ -46,11 +46,12 @@ class OpenAIReader:
         config: the job's ``prompt``.
         make_builder: makes a builder of prompts: how, and of which columns; one of them may be
             ``TEMPLATE_VARIABLES``.
-        params: makes the sampling parameters.
+        params: makes the sampling parameters; None: nothing is drawn.
         served_names: what a request may call the model.
         adapters: numbers of those that a request may name in its place.
         tool_choices: hold requests to calls that they must make; None: they have no tools.
         takes_other_names: answer requests for other models too; a few are warned of.
+        parse: reads a line, as ``parse_request``.
     """
 
     columns: tuple[str, ...] = ("custom_id", "method", "url", "body")
@@ -59,12 +60,13 @@ class OpenAIReader:
         self,
         config: PromptConfig,
         make_builder: MakeBuilder,
-        params: RowParams,
+        params: RowParams | None,
         served_names: Sequence[str],
         adapters: Mapping[str, int],
         tool_choices: ToolChoices | None = None,
         *,
         takes_other_names: bool = False,
+        parse: Callable[..., ParsedRequest] = parse_request,
     ) -> None:
         raw = replace(config, system=None, chat_template="none", chat_template_kwargs={})
         talks = replace(config, column="messages")
@@ -86,6 +88,7 @@ class OpenAIReader:
         self._adapters = adapters
         self._tool_choices = tool_choices
         self._takes_other_names = takes_other_names
+        self._parse = parse
         self._other_names: set[str] = set()
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
@@ -114,8 +117,8 @@ class OpenAIReader:
             has_tools = self._tool_choices is not None
             if self._takes_other_names:
                 self._warn_of(row)
-                return parse_request(row, None, has_tools=has_tools)
-            return parse_request(row, self._served_names, self._adapters, has_tools=has_tools)
+                return self._parse(row, None, has_tools=has_tools)
+            return self._parse(row, self._served_names, self._adapters, has_tools=has_tools)
         except RowError as error:
             return error
 
@@ -138,7 +141,9 @@ class OpenAIReader:
         if isinstance(prompt, RowError):
             return PromptRow(row_id, _in_words_of_requests(prompt))
         adapter = self._adapters.get(request.model or "", BASE_MODEL)
-        sampling: RowSampling | RowError | None = self._params.of(to_json(request.sampling))
+        sampling: RowSampling | RowError | None = None
+        if self._params is not None:
+            sampling = self._params.of(to_json(request.sampling))
         if self._tool_choices is not None:
             sampling = self._tool_choices.applied(sampling, request.tools)
         return row_or_error(row_id, prompt, sampling, adapter, tools=request.tools)

@@ -92,8 +92,8 @@ def parse_request(
         RowError: ``invalid_request``, ``unknown_model``, ``unsupported_parameter``,
             ``bad_sampling_params``, ``empty_prompt``, ``unsupported_content``.
     """
-    body = _checked_body(line)
-    _check_model(body.get("model"), served_names, adapters)
+    body = checked_body(line)
+    check_model(body.get("model"), served_names, adapters)
     given = {name: value for name, value in body.items() if value is not None}
     is_chat = line["url"] == CHAT
     source, value = _messages(given) if is_chat else _prompt(given)
@@ -130,29 +130,39 @@ def is_served(model: str, served_names: Sequence[str]) -> bool:
     )
 
 
-def _checked_body(line: Mapping[str, Any]) -> Mapping[str, Any]:
+def checked_body(
+    line: Mapping[str, Any], urls: Sequence[str] = (CHAT, COMPLETIONS)
+) -> Mapping[str, Any]:
+    """The body of a line that is a request to one of ``urls``.
+
+    Raises:
+        RowError: ``invalid_request``.
+    """
     for name in line:
         if name not in _LINE:
-            raise _invalid(f"unknown field {format_value(name)}{did_you_mean(name, _LINE)}")
+            raise invalid(f"unknown field {format_value(name)}{did_you_mean(name, _LINE)}")
     body = line.get("body")
     if line.get("method") != "POST":
-        raise _invalid(f"method is {format_value(line.get('method'))}; it must be POST")
-    if line.get("url") not in (CHAT, COMPLETIONS):
-        raise _invalid(
-            f"url is {format_value(line.get('url'))}; it must be {CHAT} or {COMPLETIONS}"
-        )
+        raise invalid(f"method is {format_value(line.get('method'))}; it must be POST")
+    if line.get("url") not in urls:
+        raise invalid(f"url is {format_value(line.get('url'))}; it must be {' or '.join(urls)}")
     if not isinstance(body, Mapping):
-        raise _invalid(f"body is {format_value(body)}; it must be an object")
+        raise invalid(f"body is {format_value(body)}; it must be an object")
     return body
 
 
-def _check_model(
+def check_model(
     model: object, served_names: Sequence[str] | None, adapters: Collection[str]
 ) -> None:
+    """Check the ``model`` of a body, as ``parse_request`` says.
+
+    Raises:
+        RowError: ``invalid_request``, ``unknown_model``.
+    """
     if model is None:
         return
     if not isinstance(model, str):
-        raise _invalid(f"body.model is {format_value(model)}; it must be a text")
+        raise invalid(f"body.model is {format_value(model)}; it must be a text")
     if served_names is None:
         return
     if model not in adapters and not is_served(model, served_names):
@@ -166,16 +176,16 @@ def _check_model(
 
 def _messages(body: Mapping[str, Any]) -> tuple[str, Any]:
     if "prompt" in body:
-        raise _invalid(f"body.prompt is not for {CHAT}; give messages")
+        raise invalid(f"body.prompt is not for {CHAT}; give messages")
     messages = body.get("messages")
     if not isinstance(messages, list):
-        raise _invalid(f"body.messages is {format_value(messages)}; it must be a list of messages")
+        raise invalid(f"body.messages is {format_value(messages)}; it must be a list of messages")
     return "messages", messages
 
 
 def _prompt(body: Mapping[str, Any]) -> tuple[str, Any]:
     if "messages" in body:
-        raise _invalid(f"body.messages is not for {COMPLETIONS}; give a prompt")
+        raise invalid(f"body.messages is not for {COMPLETIONS}; give a prompt")
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -183,7 +193,7 @@ def _prompt(body: Mapping[str, Any]) -> tuple[str, Any]:
         return "prompt", prompt
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return "token_ids", prompt
-    raise _invalid(
+    raise invalid(
         f"body.prompt is {format_value(prompt)}; it must be a text or a list of token ids, or a "
         "list of such"
     )
@@ -215,7 +225,7 @@ def _tools(body: Mapping[str, Any], *, is_chat: bool, has_tools: bool) -> RowToo
     try:
         tools = row_tools(body.get("tools") or [], body.get("tool_choice"), "body")
     except RowError as error:
-        raise _invalid(error.message) from None
+        raise invalid(error.message) from None
     several = body.get("parallel_tool_calls", True)
     return None if tools is None else replace(tools, several=several)
 
@@ -262,19 +272,17 @@ def _template_variables(body: Mapping[str, Any], *, is_chat: bool) -> Mapping[st
     variables = body.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping):
         what = f"chat_template_kwargs is {format_value(variables)}"
-        raise _invalid(f"body.{what}; it must be an object")
+        raise invalid(f"body.{what}; it must be an object")
     if taken := sorted(RESERVED_KWARGS & set(variables)):
-        raise _invalid(
+        raise invalid(
             f"body.chat_template_kwargs cannot hold {listed(taken)}, which are set for each request"
         )
     effort = body.get("reasoning_effort")
     if effort is not None and not isinstance(effort, str):
-        raise _invalid(f"body.reasoning_effort is {format_value(effort)}; it must be a text")
+        raise invalid(f"body.reasoning_effort is {format_value(effort)}; it must be a text")
     found = {**variables, **({} if effort is None else {"reasoning_effort": effort})}
     if found and not is_chat:
-        raise _invalid(
-            f"body.{next(iter(found))} is for {CHAT}: {COMPLETIONS} has no chat template"
-        )
+        raise invalid(f"body.{next(iter(found))} is for {CHAT}: {COMPLETIONS} has no chat template")
     return found
 
 
@@ -298,7 +306,8 @@ def _completion_logprobs(body: Mapping[str, Any]) -> Any:
     return wanted
 
 
-def _invalid(message: str) -> RowError:
+def invalid(message: str) -> RowError:
+    """The error of a line that is no request."""
     return RowError("invalid_request", message)
 
 

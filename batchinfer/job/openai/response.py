@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from batchinfer.job.input.openai_batch import EMBEDDINGS
 from batchinfer.job.openai.echo import Echo, tokens_before
+from batchinfer.job.openai.embeddings import embeddings_body
 from batchinfer.job.openai.request import CHAT
 
 _NOT_FOUND, _BAD_REQUEST = 404, 400
@@ -39,6 +41,8 @@ class Responses:
     """The model's name in answers to requests that name none."""
     token_text: Callable[[int, Sequence[int]], str]
     """Text that a token adds to the tokens before it."""
+    normalizes: bool = True
+    """Whether embeddings have length 1."""
 
     def line(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The line of a request.
@@ -65,6 +69,10 @@ class Responses:
 
     def _body(self, rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
         first = rows[0]
+        model = (first["body"] or {}).get("model") or self.model
+        if first["url"] == EMBEDDINGS:
+            facts = {"id": f"embd-{key}", "created": self.created, "model": model}
+            return embeddings_body(rows, normalizes=self.normalizes, **facts)
         is_chat = first["url"] == CHAT
         prompt, output = (
             sum(row[f"num_{kind}_tokens"] for row in rows) for kind in ("prompt", "output")
@@ -78,7 +86,7 @@ class Responses:
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": self.created,
-            "model": (first["body"] or {}).get("model") or self.model,
+            "model": model,
             "choices": [{**choice, "index": at} for at, choice in enumerate(choices)],
             "usage": {
                 "prompt_tokens": prompt,

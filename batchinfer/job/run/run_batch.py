@@ -13,11 +13,13 @@ from typing import Any
 from batchinfer.console.display import TextDisplay
 from batchinfer.console.format import printable
 from batchinfer.errors import ExitCode, UsageError
+from batchinfer.job.input.openai_batch import EMBEDDINGS, first_url
 from batchinfer.job.output.export_record import is_open_file
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.load import checked_job
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.job.spec.tasks import EMBED
 from batchinfer.job.spec.yaml import YamlText
 from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.options import BATCH_ENGINE_KEYS, MODEL_KEYS, BatchOptions, given
@@ -70,7 +72,7 @@ def _keys(options: BatchOptions) -> dict[str, Any]:
         },
         "input": {"path": options.input_file, "format": "openai-batch"},
         "prompt": {name: value for name, value in prompt.items() if value is not None},
-        "sampling": {"max_tokens": options.max_tokens or _TO_THE_END, "seed": options.seed},
+        **_task(options),
         "engine": given(options, BATCH_ENGINE_KEYS),
         "output": {
             "path": state_directory(options),
@@ -80,6 +82,13 @@ def _keys(options: BatchOptions) -> dict[str, Any]:
         },
         "errors": {"max_error_rate": options.max_error_rate},
     }
+
+
+def _task(options: BatchOptions) -> dict[str, Any]:
+    """What is done with the requests: one thing with all, as OpenAI has it."""
+    if first_url(options.input_file) == EMBEDDINGS:
+        return {"task": EMBED.name}
+    return {"sampling": {"max_tokens": options.max_tokens or _TO_THE_END, "seed": options.seed}}
 
 
 def run_batch(options: BatchOptions) -> ExitCode:

@@ -111,6 +111,8 @@ def _classify_results(include: Collection[str]) -> tuple[str, ...]:
 
 
 def _check_classify(job: JobSpec) -> None:
+    if job.input.format == "openai-batch":
+        raise ValueError("not yet: task: classify with input.format: openai-batch")
     _check_pools(job)
     if job.classify is None or not job.classify.has_pairs:
         return
@@ -129,8 +131,6 @@ def _check_classify(job: JobSpec) -> None:
 
 def _check_pools(job: JobSpec) -> None:
     """Check the keys of tasks that take a hidden state of each prompt."""
-    if job.input.format == "openai-batch":
-        raise ValueError(f"not yet: task: {job.task} with input.format: openai-batch")
     _check_draws_nothing(job)
     if others := [name for name in job.output.include if name != "prompt"]:
         raise ValueError(
