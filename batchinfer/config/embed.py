@@ -24,6 +24,10 @@ class EmbedConfig(Record):
     pooling: Literal["auto", "lasttoken", "mean", "cls"] = "auto"
     """Which hidden states make the embedding. auto: as the model folder's 1_Pooling/config.json
     says, else lasttoken: that of the prompt's last token. mean and cls: not yet."""
+    prompt_name: str | None = None
+    """Name of the prompt that is put before each text, by the model's
+    config_sentence_transformers.json. null: the one that it names as its default, if it does and
+    prompt.template is not given; "": none."""
     normalize: bool = True
     """Make every embedding of length 1."""
     dimensions: int | None = None

@@ -9,7 +9,7 @@ is a plain causal model: the hidden state of the last token is the embedding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +53,12 @@ class EmbeddingModules:
     """Width of the hidden states."""
     pooling: str = "lasttoken"
     dense: tuple[Dense, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """What is put before a text, by names."""
     default_prompt: str | None = None
-    """Name of what sentence-transformers puts before a text that is given without a prompt."""
+    """Name of the one that sentence-transformers puts before a text that is given without."""
+    max_seq_length: int | None = None
+    """Most tokens that the model is given, by ``sentence_bert_config.json``."""
     takes_messages: bool = False
     """Whether it writes texts through the chat template (``sentence_bert_config.json``)."""
 
@@ -73,10 +77,9 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
     folder = find_folder(name, revision, _PATTERNS)
     hidden_size = _hidden_size(folder)
     found = read_json(folder / "modules.json")
-    prompts = read_json(folder / "config_sentence_transformers.json") or {}
-    default_prompt = prompts.get("default_prompt_name")
+    prompts, default_prompt = _prompts(folder / "config_sentence_transformers.json")
     if found is None:
-        return EmbeddingModules(hidden_size, default_prompt=default_prompt)
+        return EmbeddingModules(hidden_size, prompts=prompts, default_prompt=default_prompt)
     pooling, dense, width = "lasttoken", [], hidden_size
     for module in found:
         kind = str(module.get("type", "")).rpartition(".")[2]
@@ -92,8 +95,30 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
                 "version"
             )
     inputs = read_json(folder / "sentence_bert_config.json") or {}
-    takes_messages = "message" in (inputs.get("modality_config") or {})
-    return EmbeddingModules(hidden_size, pooling, tuple(dense), default_prompt, takes_messages)
+    longest = inputs.get("max_seq_length")
+    return EmbeddingModules(
+        hidden_size,
+        pooling,
+        tuple(dense),
+        prompts,
+        default_prompt,
+        longest if type(longest) is int and longest > 0 else None,
+        takes_messages="message" in (inputs.get("modality_config") or {}),
+    )
+
+
+def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
+    """Prompts by their names, and the name of the default one."""
+    values = read_json(path) or {}
+    prompts = values.get("prompts") or {}
+    if not isinstance(prompts, Mapping) or not all(isinstance(p, str) for p in prompts.values()):
+        raise ModelError(f"{path}: prompts must be texts by their names; fetch the model again")
+    default = values.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise ModelError(
+            f"{path}: default_prompt_name is {str(default)[:80]!r}, no name in prompts"
+        )
+    return dict(prompts), default
 
 
 def _hidden_size(folder: Path) -> int:

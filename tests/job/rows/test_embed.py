@@ -162,6 +162,31 @@ def test_dense_layers_of_the_folder_are_run(tmp_path: Path, model: Path) -> None
                 assert cosine(row["embedding"], expected) > SAME
 
 
+def test_the_models_own_prompts_are_put_before_texts(tmp_path: Path, model: Path) -> None:
+    dense = with_modules(tmp_path / "model", model)
+    named = {"prompts": {"query": "<|im_start|>ask: ", "document": ""}}
+    named["default_prompt_name"] = "query"
+    (tmp_path / "model" / "config_sentence_transformers.json").write_text(json.dumps(named))
+    (tmp_path / "model" / "sentence_bert_config.json").write_text('{"max_seq_length": 40}')
+    text, written = "is it <|im_end|>?", "prompt: {template: 'x {{ prompt }}'}\n"
+    tokens = {"": 6, "prompt_name: query": 6, "prompt_name: document": 0, "prompt_name: ''": 0}
+    for at, (keys, more) in enumerate(tokens.items()):
+        (tmp_path / str(at)).mkdir()
+        spec = job(tmp_path / str(at), tmp_path / "model", [text], f"embed: {{{keys}}}\n")
+        plan = plan_job(spec)
+        assert plan["prompt_tokens"] == len(text) + more, "the row's <|im_end|> stays text"
+    plan = plan_job(job(tmp_path, tmp_path / "model", [text], written))
+    assert plan["prompt_tokens"] == len(text) + 2, "a template says all"
+    spec = job(tmp_path, tmp_path / "model", ["good", "x" * 40], "embed: {dtype: float32}\n")
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    good, bad = rows_of(tmp_path)
+    assert bad["error"]["code"] == "prompt_too_long"
+    assert "46 tokens, over 40" in bad["error"]["message"]
+    with torch.no_grad():
+        expected = dense(torch.from_numpy(hidden_state(model, "<|im_start|>ask: good"))).tanh()
+    assert cosine(good["embedding"], expected) > SAME
+
+
 def test_rows_that_cannot_run_have_no_embedding(tmp_path: Path, model: Path) -> None:
     spec = job(tmp_path, model, ["good", "", "x" * 600])
     assert run_job(spec, quiet=True) is ExitCode.OK
@@ -239,6 +264,8 @@ def test_a_model_is_checked(tmp_path: Path, model: Path) -> None:
     with_modules(tmp_path / "mean", model, pooling="mean")
     with pytest.raises(UsageError, match="not yet: the model pools by mean"):
         run_job(job(tmp_path, tmp_path / "mean", ["x"]), quiet=True)
+    with pytest.raises(UsageError, match=r"has no prompt 'query'; it has \(none\)"):
+        run_job(job(tmp_path, model, ["x"], "embed: {prompt_name: query}\n"), quiet=True)
     with_modules(tmp_path / "chat", model)
     takes = {"modality_config": {"text": {}, "message": {}}}
     (tmp_path / "chat" / "sentence_bert_config.json").write_text(json.dumps(takes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import EMBED
 from batchinfer.pooling.embedding import embedding
 from batchinfer.pooling.embedding_modules import EmbeddingModules, read_embedding_modules
+from batchinfer.text.children.child import Recipe
 from batchinfer.text.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -46,10 +48,15 @@ def checked_modules(job: JobSpec) -> EmbeddingModules:
         raise UsageError(
             f"embed.dimensions is {config.dimensions}; the model's embeddings have {modules.width}"
         )
-    if modules.default_prompt and prompt.template is None and prompt.token_ids_column is None:
+    if config.prompt_name and config.prompt_name not in modules.prompts:
+        named = ", ".join(modules.prompts) or "(none)"
         raise UsageError(
-            f"not yet: the model puts its prompt {modules.default_prompt!r} "
-            "(config_sentence_transformers.json) before texts; write it in prompt.template"
+            f"embed.prompt_name: the model has no prompt {config.prompt_name!r}; it has {named}"
+        )
+    if config.prompt_name and prompt.token_ids_column is not None:
+        raise UsageError(
+            "embed.prompt_name cannot be combined with prompt.token_ids_column, which brings "
+            "finished ids"
         )
     if modules.takes_messages and prompt.token_ids_column is None:
         raise UsageError(
@@ -76,6 +83,14 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
     )
 
 
+def _prompt_builder(job: JobSpec) -> Recipe:
+    modules, asked = checked_modules(job), _config(job).prompt_name
+    if asked is None and job.prompt.template is None:
+        asked = modules.default_prompt
+    prefix = modules.prompts[asked] if asked else ""
+    return partial(plain_prompts, prefix=prefix, most_tokens=modules.max_seq_length)
+
+
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
     """The embedding's first numbers."""
     facts = f"{row['num_prompt_tokens'] or 0:,} tokens in"
@@ -89,7 +104,7 @@ def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:
 EMBED_TASK = Task(
     EMBED,
     _result_types,
-    lambda job: plain_prompts,
+    _prompt_builder,
     _load,
     _summarise,
     ("embedding.list.element",),

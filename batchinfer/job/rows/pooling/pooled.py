@@ -12,7 +12,9 @@ import numpy.typing as npt
 from batchinfer.config import PromptConfig
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.rows.finished_row import FinishedRow, error_value, finished_row, seen_text
+from batchinfer.job.rows.pooling.prefixed import PrefixedPrompts
 from batchinfer.requests import PromptRow, pooling_request
+from batchinfer.text.children.child import Builder
 from batchinfer.text.prompts import PromptBuilder
 from batchinfer.text.tokenizer import Tokenizer
 
@@ -67,11 +69,26 @@ class Pooled:
         return finished_row(row, results, error, stats)
 
 
-def plain_prompts(config: PromptConfig, tokenizer: Tokenizer, **others: Any) -> PromptBuilder:
+def plain_prompts(
+    config: PromptConfig,
+    tokenizer: Tokenizer,
+    *,
+    prefix: str = "",
+    most_tokens: int | None = None,
+    **others: Any,
+) -> Builder:
     """A builder of prompts that takes texts as they are: only ``messages`` go through the model's
-    chat template."""
+    chat template.
+
+    Args:
+        prefix: what texts begin with.
+        most_tokens: of a prompt; None: as many as the model's length leaves.
+    """
     default = "messages" if "messages" in others["columns"] else "prompt"
     is_text = config.template or (config.column or default) not in others["conversation_columns"]
     if config.chat_template == "auto" and config.messages is None and is_text:
         config = replace(config, chat_template="none")
-    return PromptBuilder(config, tokenizer, **others)
+    if most_tokens is not None:  # and one that is drawn, as ever
+        others["max_model_len"] = min(others["max_model_len"], most_tokens + 1)
+    prompts = PromptBuilder(config, tokenizer, **others)
+    return PrefixedPrompts(prompts, prefix) if prefix else prompts
