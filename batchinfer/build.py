@@ -13,6 +13,8 @@ import torch
 from batchinfer.config import EngineConfig, ModelConfig, sized_for
 from batchinfer.console.phases import phase
 from batchinfer.cpus import cpu_limits
+from batchinfer.engine.encoder_engine import EncoderEngine
+from batchinfer.engine.encoder_step import EncoderRunner
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.kv.block_pool import BlockPool
 from batchinfer.engine.kv.layout import KVLayout
@@ -24,6 +26,9 @@ from batchinfer.errors import DeviceError, ModelError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.attention.kernel_name import ATTENTION, attention_kernel
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
+from batchinfer.worker.encoder.description import EncoderDescription, is_run_as_encoder
+from batchinfer.worker.encoder.loader import load_encoder
+from batchinfer.worker.encoder.runner import GovernedEncoder, ModelEncoder
 from batchinfer.worker.free_memory import device_memory
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, ModelDescription, load_model
@@ -43,7 +48,7 @@ from batchinfer.worker.threads.threads import TORCH_THREADS, ThreadCount, choose
 class EngineContext:
     """An engine with a model behind it, and what its users need to know of them."""
 
-    engine: Engine
+    engine: Engine | EncoderEngine
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     max_model_len: int
@@ -59,6 +64,9 @@ class EngineContext:
     """What multiplies by the weights, by their dtype, and what attends."""
     device_bytes: Callable[[], int]
     """Memory in use on the device now."""
+    shares_prefixes: bool = True
+    """Whether what a prompt begins with can be reused; else prompts of a length run best side by
+    side."""
 
 
 def build_engine(
@@ -84,6 +92,8 @@ def build_engine(
         DeviceError: the device is missing or too small.
     """
     device = choose_device(engine.device)
+    if is_run_as_encoder(model):
+        return _build_encoder(model, engine, device, log, kernels_before or {}, tokenizer)
     if engine.deterministic and device.type == "cuda" and model.quantization is not None:
         raise ModelError(
             f"engine.deterministic is true, and what model.quantization: {model.quantization} "
@@ -165,6 +175,46 @@ def build_engine(
     )
 
 
+def _build_encoder(
+    model: ModelConfig,
+    engine: EngineConfig,
+    device: torch.device,
+    log: Callable[[str], None],
+    kernels_before: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+) -> EngineContext:
+    """Load a model that reads texts whole; there is no KV pool."""
+    engine = sized_for(device.type, engine)
+    threads = _set_threads(device, engine, log)
+    if tokenizer is None:
+        with phase("loading the tokenizer"):
+            tokenizer = make_tokenizer(model)
+    wish = KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before)
+    loaded = load_encoder(model, device=device, kernels=wish)
+    log(str(loaded.kernels))
+    runner: EncoderRunner = ModelEncoder(loaded.encoder, device)
+    if threads is not None:
+        kernel = loaded.kernels.kernel
+        governed = not threads.pinned and threads.count > 1 and kernel and kernel.keeps_row_bits
+        governor = ThreadGovernor(threads.count) if governed else None
+        runner = GovernedEncoder(runner, threads.count, governor)
+    longest = loaded.description.max_model_len
+    return EngineContext(
+        engine=EncoderEngine(
+            runner,
+            max_model_len=longest,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+        ),
+        tokenizer=tokenizer,
+        **encoder_fields(loaded.description),
+        device=describe(device),
+        model_facts=loaded.facts,
+        kernels=loaded.kernel_names,
+        device_bytes=lambda: int(loaded.facts["weight_bytes"]),
+    )
+
+
 def _longest_that_fits(pool: BlockPool, most: int, step_tokens: int) -> int:
     """Tokens of the longest sequence that the pool has room for, up to ``most``.
 
@@ -188,6 +238,21 @@ class ContextFields(TypedDict):
     block_size: int
     num_blocks: int
     bytes_per_block: int
+    shares_prefixes: bool
+
+
+def encoder_fields(description: EncoderDescription) -> ContextFields:
+    """The fields of ``EngineContext`` that follow from a model without a pool."""
+    return {
+        "eos_token_ids": frozenset(),
+        "max_model_len": description.max_model_len,
+        "vocab_size": description.vocab_size,
+        "adapters": {},
+        "block_size": 0,
+        "num_blocks": 0,
+        "bytes_per_block": 0,
+        "shares_prefixes": False,
+    }
 
 
 def context_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan) -> ContextFields:
@@ -200,6 +265,7 @@ def context_fields(model: ModelDescription, layout: KVLayout, memory: MemoryPlan
         "block_size": layout.block_size,
         "num_blocks": memory.num_blocks,
         "bytes_per_block": layout.bytes_per_block,
+        "shares_prefixes": True,
     }
 
 

@@ -8,23 +8,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchinfer.build import EngineContext, choose_device, context_fields, describe, make_tokenizer
+from batchinfer.build import (
+    EngineContext,
+    choose_device,
+    context_fields,
+    describe,
+    encoder_fields,
+    make_tokenizer,
+)
 from batchinfer.config import EngineConfig, ModelConfig, sized_for
 from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.simulate.dry_encoder import DryEncoder, encoder_cost, make_dry_encoder
 from batchinfer.engine.simulate.dry_run import DryRunner, make_dry_engine
 from batchinfer.engine.simulate.roofline import DEVICES, Device, ModelCost
 from batchinfer.errors import DeviceError, UsageError
+from batchinfer.worker.encoder.description import describe_encoder, is_run_as_encoder
 from batchinfer.worker.free_memory import free_host_bytes
 from batchinfer.worker.loader import describe_model
 from batchinfer.worker.memory import DeviceMemory, fit_memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SimulatedEngine(EngineContext):
     """A simulated engine in the place of a real one: its runner computes nothing."""
 
-    runner: DryRunner
+    runner: DryRunner | DryEncoder
     num_host_blocks: int
+    simulated_share: float
+    """Of the pool's blocks: more than sequences can fill are not simulated."""
 
 
 def build_dry_engine(
@@ -44,6 +55,8 @@ def build_dry_engine(
         DeviceError: the model or the pool does not fit the device.
     """
     engine = sized_for("cuda" if device.is_gpu else "cpu", engine)
+    if is_run_as_encoder(model):
+        return _build_dry_encoder(model, engine, device)
     device_type = "cuda" if device.is_gpu else "cpu"
     described = describe_model(model, device_type, latent=engine.latent_cache)
     config, longest = described.config, described.max_model_len
@@ -66,11 +79,12 @@ def build_dry_engine(
         max_model_len=longest,
         adapter_bytes=adapter_bytes,
     )
+    num_blocks = min(memory.num_blocks, _most_blocks(engine, layout, longest))
     dry, runner = make_dry_engine(
         engine,
         cost,
         device,
-        num_blocks=min(memory.num_blocks, _most_blocks(engine, layout, longest)),
+        num_blocks=num_blocks,
         num_host_blocks=memory.num_host_blocks,
         max_model_len=longest,
         end_after=end_after,
@@ -90,6 +104,31 @@ def build_dry_engine(
         kernels={},
         device_bytes=lambda: weight_bytes + memory.pool_bytes,
         num_host_blocks=memory.num_host_blocks,
+        simulated_share=num_blocks / memory.num_blocks,
+        runner=runner,
+    )
+
+
+def _build_dry_encoder(model: ModelConfig, engine: EngineConfig, device: Device) -> SimulatedEngine:
+    """Make the simulated engine for a model that reads texts whole; there is no KV pool."""
+    described = describe_encoder(model)
+    cost = encoder_cost(described.config, described.dtype)
+    dry, runner = make_dry_encoder(engine, cost, device, max_model_len=described.max_model_len)
+    return SimulatedEngine(
+        engine=dry,
+        tokenizer=make_tokenizer(model),
+        **encoder_fields(described),
+        device=device.name,
+        model_facts={
+            "name": model.name,
+            "dtype": described.dtype,
+            "weight_bytes": cost.weight_bytes,
+            "adapter_bytes": 0,
+        },
+        kernels={},
+        device_bytes=lambda: cost.weight_bytes,
+        num_host_blocks=0,
+        simulated_share=1.0,
         runner=runner,
     )
 

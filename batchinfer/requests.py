@@ -87,8 +87,12 @@ class PromptRow:
         return replace(self, prompt=replace(self.prompt, token_ids=token_ids))
 
 
-def pooling_request(row: PromptRow) -> Request:
-    """The request of a row that can run for the hidden state of its prompt's last token."""
+def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -> Request:
+    """The request of a row that can run for the hidden states of its prompt.
+
+    Args:
+        pooling: as ``Request.pooling``.
+    """
     assert isinstance(row.prompt, Prompt)
     return Request(
         row_id=row.row_id,
@@ -98,6 +102,7 @@ def pooling_request(row: PromptRow) -> Request:
         reused_prefix_len=row.reused_prefix_len,
         adapter=row.adapter,
         pools=True,
+        pooling=pooling,
     )
 
 

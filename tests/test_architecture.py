@@ -51,13 +51,9 @@ ROOMS = [
     Room("cpus", "how many cores a process may use"),
     Room("process", "signals, garbage collector and threads of a job's process", ("errors",)),
     Room("config", "records of what a user may ask for, checked when made"),
-    Room(
-        "pooling",
-        "What a folder says of embeddings and labels, and hidden states made into them.",
-        ("config", "errors"),
-    ),
     Room("kernels", "tensors and numbers only: Triton, C, and their twins in torch"),
     Room("engine.step", "the message each way between engine and worker"),
+    Room("engine.encoder_step", "the message of a worker that reads texts whole", ("engine.step",)),
     Room("engine.runner", "the border to the worker", ("engine.step",)),
     Room("engine.prompt_logprobs", "log-probabilities of a prompt's tokens", ("engine.step",)),
     Room("engine.request", "what is asked of the engine", ("config", "protocols", "engine")),
@@ -88,6 +84,7 @@ ROOMS = [
     ),
     Room("engine.oom_recovery", "less at a time after the device was full", ("errors", "engine")),
     Room("engine.engine", "schedule, submit, process", ("engine",)),
+    Room("engine.encoder_engine", "whole texts, without a pool", ("errors", "engine")),
     Room(
         "engine.simulate",
         "An engine that computes nothing, on a clock that a roofline sets.",
@@ -102,6 +99,11 @@ ROOMS = [
         "text",
         "Text plane: templates, tokenizing, detokenizing, stop strings. No torch, no files.",
         ("config", "cpus", "errors", "protocols"),
+    ),
+    Room(
+        "pooling",
+        "What a folder says of embeddings and labels, and hidden states made into them.",
+        ("config", "errors", "text"),
     ),
     Room(
         "requests",
@@ -170,6 +172,11 @@ ROOMS = [
     ),
     Room("worker.memory", "where a device's memory goes", ("config", "errors", "engine", "worker")),
     Room("worker.free_memory", "memory that is left", ("worker.memory",)),
+    Room(
+        "worker.encoder",
+        "Models that read texts whole and attend both ways: loaded, run packed, pooled.",
+        ("config", "errors", "console", "engine", "worker"),
+    ),
     Room(
         "worker.loader",
         "a model, made ready",

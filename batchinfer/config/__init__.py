@@ -9,6 +9,7 @@ from dataclasses import fields
 
 from batchinfer.config.classify import ClassifyConfig
 from batchinfer.config.embed import EMBEDDING, EmbedConfig
+from batchinfer.config.encoder import attends_both_ways, is_encoder, position_offset
 from batchinfer.config.engine import QUANTIZATIONS, EngineConfig, sized_for
 from batchinfer.config.model import ModelConfig, Runner
 from batchinfer.config.prompt import SCORING, AcceptConfig, PromptConfig, ScoreConfig
@@ -40,8 +41,11 @@ __all__ = [
     "Runner",
     "SamplingParams",
     "ScoreConfig",
+    "attends_both_ways",
     "field_names",
+    "is_encoder",
     "parse_size",
+    "position_offset",
     "sized_for",
 ]
 

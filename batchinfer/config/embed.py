@@ -12,6 +12,9 @@ EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=
 """Sampling of an embed job's requests: the one token that is drawn means nothing."""
 
 
+Pooling = Literal["auto", "lasttoken", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean"]
+
+
 @dataclass(frozen=True)
 class EmbedConfig(Record):
     """What ``task: embed`` makes of a prompt's hidden states.
@@ -21,9 +24,10 @@ class EmbedConfig(Record):
         ValueError: naming the field, when it cannot be used.
     """
 
-    pooling: Literal["auto", "lasttoken", "mean", "cls"] = "auto"
-    """Which hidden states make the embedding. auto: as the model folder's 1_Pooling/config.json
-    says, else lasttoken: that of the prompt's last token. mean and cls: not yet."""
+    pooling: Pooling = "auto"
+    """How hidden states make the embedding. auto: as the model folder's 1_Pooling/config.json says,
+    else mean for a model that attends both ways and lasttoken for one that does not, which
+    takes no other. cls: that of the first token; the others as sentence-transformers has them."""
     prompt_name: str | None = None
     """Name of the prompt that is put before each text, by the model's
     config_sentence_transformers.json. null: the one that it names as its default, if it does and
@@ -37,7 +41,5 @@ class EmbedConfig(Record):
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        if self.pooling in ("mean", "cls"):
-            raise ValueError(f"not yet: pooling: {self.pooling} is not supported by this version")
         if self.dimensions is not None:
             self._require("dimensions", self.dimensions >= 1, "1 or more")

@@ -134,7 +134,7 @@ class Meter:
     @property
     def pool(self) -> float:
         """Used share of the KV blocks."""
-        return self.step.kv_blocks_used / self.step.kv_blocks_total if self.step else 0.0
+        return self.step.kv_blocks_used / max(1, self.step.kv_blocks_total) if self.step else 0.0
 
     @property
     def shared(self) -> float:

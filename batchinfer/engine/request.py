@@ -51,6 +51,10 @@ class Request:
     """Number of the adapter that the row runs through; 0 = the base model alone."""
     pools: bool = False
     """Whether the hidden state of its last prompt token is wanted; its output means nothing."""
+    pooling: tuple[str, ...] = ("lasttoken",)
+    """With ``pools``: how hidden states become a vector; others are an ``EncoderEngine``'s."""
+    first_segment: int | None = None
+    """Of a pair of texts that an encoder reads: prompt tokens of the first; None: there is one."""
     logits_processors: tuple[LogitsProcessor, ...] = ()
     """What a caller does to the logits before all else, one after another."""
     partial_output: PartialOutput | None = None
@@ -225,7 +229,8 @@ class Completion:
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities from ``request.scored_from`` on, if asked for and nothing failed."""
     hidden_state: Float32 | None = None
-    """[H] of the last prompt token, after the body's final norm; with ``request.pools``."""
+    """[H] of the last prompt token, after the body's final norm, or pooled as ``request.pooling``
+    says; with ``request.pools``."""
 
     def prompt_token_logprobs(self) -> list[TokenLogprobs] | None:
         """Log-probabilities of the prompt's tokens, from ``scored_from`` on, each with its token;

@@ -64,6 +64,8 @@ class Classifier:
     labels: tuple[str, ...]
     layers: tuple[Dense, ...]
     """The last gives a score for each label."""
+    pooling: tuple[str, ...] = ("lasttoken",)
+    """How the hidden state is made of a prompt's."""
 
     def __call__(self, hidden_state: Float32) -> Float32:
         """A hidden state, float32 [H], to the labels' scores, float32 [L]."""

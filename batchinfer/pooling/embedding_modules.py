@@ -3,7 +3,8 @@
 ``modules.json`` lists what follows the transformer: ``1_Pooling/config.json`` says which hidden
 states are taken, ``2_Dense`` holds a linear layer with an activation
 (sentence_transformers/models/Pooling.py, Dense.py, Normalize.py). A folder without ``modules.json``
-is a plain causal model: the hidden state of the last token is the embedding.
+is a plain model: the hidden state of the last token is the embedding, or of a model that attends
+both ways the mean of all.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.config import attends_both_ways
 from batchinfer.errors import ModelError, one_line
 from batchinfer.pooling.model_folder import find_folder, read_json
 
 Float32 = npt.NDArray[np.float32]
 
 _PATTERNS = ("*.json", "*_Dense/*.safetensors")
-_POOLING_MODES = {
-    "pooling_mode_lasttoken": "lasttoken",
-    "pooling_mode_mean_tokens": "mean",
+_POOLING_MODES = {  # in the order that several are put side by side
     "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
 }
 _ACTIVATIONS: Mapping[str, Callable[[Float32], Float32]] = {
     "Identity": lambda values: values,
@@ -40,6 +45,11 @@ class Dense:
     bias: Float32  # [D]
     activation: Callable[[Float32], Float32]
 
+    @property
+    def width(self) -> int:
+        """D, the numbers that it gives."""
+        return len(self.bias)
+
     def __call__(self, values: Float32) -> Float32:
         """float32 [H] to float32 [D]."""
         return self.activation(self.weight @ values + self.bias)
@@ -51,7 +61,8 @@ class EmbeddingModules:
 
     hidden_size: int
     """Width of the hidden states."""
-    pooling: str = "lasttoken"
+    pooling: tuple[str, ...] = ("lasttoken",)
+    """Modes whose vectors are put side by side."""
     dense: tuple[Dense, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     """What is put before a text, by names."""
@@ -59,13 +70,20 @@ class EmbeddingModules:
     """Name of the one that sentence-transformers puts before a text that is given without."""
     max_seq_length: int | None = None
     """Most tokens that the model is given, by ``sentence_bert_config.json``."""
+    attends_both_ways: bool = False
+    """Whether tokens see those after them, so that texts are read whole, without a KV pool."""
     takes_messages: bool = False
     """Whether it writes texts through the chat template (``sentence_bert_config.json``)."""
 
     @property
+    def can_pool(self) -> bool:
+        """Whether its way of pooling is built: of causal models the last token alone."""
+        return self.attends_both_ways or self.pooling == ("lasttoken",)
+
+    @property
     def width(self) -> int:
         """Numbers of an embedding."""
-        return len(self.dense[-1].bias) if self.dense else self.hidden_size
+        return self.dense[-1].width if self.dense else self.hidden_size * len(self.pooling)
 
 
 def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
@@ -75,20 +93,28 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
         ModelError: the folder is not there, or it asks for what cannot be run.
     """
     folder = find_folder(name, revision, _PATTERNS)
-    hidden_size = _hidden_size(folder)
+    hidden_size, both_ways = _hidden_size(folder)
+    pooling: tuple[str, ...] = ("mean",) if both_ways else ("lasttoken",)
     found = read_json(folder / "modules.json")
     prompts, default_prompt = _prompts(folder / "config_sentence_transformers.json")
     if found is None:
-        return EmbeddingModules(hidden_size, prompts=prompts, default_prompt=default_prompt)
-    pooling, dense, width = "lasttoken", [], hidden_size
+        return EmbeddingModules(
+            hidden_size,
+            pooling,
+            prompts=prompts,
+            default_prompt=default_prompt,
+            attends_both_ways=both_ways,
+        )
+    dense, width = list[Dense](), hidden_size
     for module in found:
         kind = str(module.get("type", "")).rpartition(".")[2]
         path = folder / str(module.get("path", ""))
         if kind == "Pooling":
             pooling = _pooling(path / "config.json")
+            width = hidden_size * len(pooling)
         elif kind == "Dense":
             dense.append(_dense(path, width))
-            width = len(dense[-1].bias)
+            width = dense[-1].width
         elif kind not in ("Transformer", "Normalize"):
             raise ModelError(
                 f"{folder}/modules.json: not yet: a module {kind[:80]!r} is not supported by this "
@@ -103,6 +129,7 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
         prompts,
         default_prompt,
         longest if type(longest) is int and longest > 0 else None,
+        attends_both_ways=both_ways,
         takes_messages="message" in (inputs.get("modality_config") or {}),
     )
 
@@ -121,24 +148,19 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
     return dict(prompts), default
 
 
-def _hidden_size(folder: Path) -> int:
+def _hidden_size(folder: Path) -> tuple[int, bool]:
+    """The width of the model's hidden states, and whether it attends both ways."""
     config = read_json(folder / "config.json")
     if not isinstance(config, Mapping):
         raise ModelError(f"{folder} is no model folder: it has no config.json")
     text = config.get("text_config") or config
-    both_ways = text.get("use_bidirectional_attention") or text.get("is_causal") is False
-    if both_ways:
-        raise ModelError(
-            f"{folder}/config.json: not yet: task: embed runs causal models, and this one attends "
-            "both ways (use_bidirectional_attention, is_causal)"
-        )
-    size = text.get("hidden_size", text.get("n_embd"))
+    size = text.get("hidden_size", text.get("n_embd", text.get("dim")))
     if type(size) is not int or size < 1:
         raise ModelError(f"{folder}/config.json has no hidden_size; task: embed needs it")
-    return size
+    return size, attends_both_ways(config)
 
 
-def _pooling(path: Path) -> str:
+def _pooling(path: Path) -> tuple[str, ...]:
     config = read_json(path)
     if not isinstance(config, Mapping):
         raise ModelError(f"{path} is missing, which modules.json names; fetch the model again")
@@ -149,11 +171,18 @@ def _pooling(path: Path) -> str:
         if key.startswith("pooling_mode_") and value is True and key not in _POOLING_MODES
     ]
     named = config.get("pooling_mode")
-    modes += [named] if isinstance(named, str) else list(named or ())
-    if others or len(modes) != 1:
-        asked = ", ".join([*modes, *others]) or "none"
+    if named:
+        modes = [named] if isinstance(named, str) else list(named)
+    others += [str(mode) for mode in modes if mode not in _POOLING_MODES.values()]
+    if others or not modes:
+        asked = ", ".join(dict.fromkeys(others)) or "none"
         raise ModelError(f"{path}: not yet: pooling by {asked} is not supported by this version")
-    return str(modes[0])
+    if config.get("include_prompt") is False:
+        raise ModelError(
+            f"{path}: not yet: include_prompt: false, which leaves a prompt's tokens out of the "
+            "embedding, is not supported by this version"
+        )
+    return tuple(map(str, modes))
 
 
 def _dense(path: Path, width: int) -> Dense:

@@ -68,6 +68,8 @@ def pool(found: Findings) -> str:
     if not found.kv:
         return ""
     blocks, block_bytes = found.kv["num_blocks"], found.kv["bytes_per_block"]
+    if not blocks:
+        return "no KV pool: the model reads texts whole"
     return (
         f"a pool of {size(blocks * block_bytes)}{_on_a_worker(found)}: {blocks:,} blocks of "
         f"{found.kv['block_size']} tokens, {size(block_bytes)} each"

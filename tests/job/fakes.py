@@ -81,6 +81,7 @@ class FakeBuilt:
     device: str = "fake"
     model_facts: dict[str, Any] = field(default_factory=lambda: {"name": "echo"})
     kernels: dict[str, str] = field(default_factory=dict)
+    shares_prefixes: bool = True
 
     def device_bytes(self) -> int:
         return 12345

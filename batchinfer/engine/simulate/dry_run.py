@@ -70,7 +70,8 @@ class DryRunner:
     def submit(self, step: Step) -> Pending:
         """Add the step's time and draw its tokens."""
         work = StepWork.of(step)
-        self.seconds += self._step_seconds(work)
+        computing = step_seconds(self._model, self._device, work, WELL_BUILT)
+        self.seconds += host_seconds(work, self._device, computing)
         self.seconds += self._block_copy_s * (len(step.swap_outs) + len(step.swap_ins))
         self.bound_s += step_seconds(self._model, self._device, work, PERFECT)
         self.samples_drawn += step.num_samples
@@ -89,14 +90,6 @@ class DryRunner:
             )
         )
 
-    def _step_seconds(self, work: StepWork) -> float:
-        host = _HOST_STEP_S + work.chunks * _HOST_CHUNK_S
-        computing = step_seconds(self._model, self._device, work, WELL_BUILT)
-        if self._device.is_gpu:
-            return max(host, computing)
-        beside = work.logits_rows * _CPU_SAMPLE_S + work.tokens * _CPU_TOKEN_S
-        return host + computing + beside
-
     def _tokens(self, step: Step) -> Int32:
         """[K] token ids; equal prompts do not go on alike, so that no output is shared."""
         batch = step.sampling
@@ -106,6 +99,19 @@ class DryRunner:
         if self._end_after is not None:
             tokens[batch.position >= self._end_after - 1] = END_TOKEN
         return tokens
+
+
+def host_seconds(work: StepWork, device: Device, computing: float) -> float:
+    """Seconds of a step, the host's own time included.
+
+    Args:
+        computing: seconds that the device computes.
+    """
+    host = _HOST_STEP_S + work.chunks * _HOST_CHUNK_S
+    if device.is_gpu:
+        return max(host, computing)
+    beside = work.logits_rows * _CPU_SAMPLE_S + work.tokens * _CPU_TOKEN_S
+    return host + computing + beside
 
 
 def _scored(step: Step) -> StepResult | None:

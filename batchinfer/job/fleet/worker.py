@@ -238,6 +238,7 @@ class FleetWorker:
             lease.parts,
             spec.engine.order_window,
             by_prefix=spec.engine.order == "prefix",
+            by_length=spec.engine.order == "prefix" and not self._loaded.context.shares_prefixes,
             make_store=partial(TokenStore, self._job.out.scratch),
             is_starved=starved.is_set,
         )

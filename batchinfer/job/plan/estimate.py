@@ -42,7 +42,6 @@ class Outcome:
         output = census.output_tokens - simulation.refused_output_tokens
         of_steps = scale / self._simulated
         cached = tokens["prompt_cached"] if self.complete else prompt * kv["prefix_hit_rate"]
-        simulated = self.context.engine.scheduler.pool.num_blocks
         errors = census.errors + simulation.refused
         return {
             "rows": num_rows,
@@ -58,7 +57,7 @@ class Outcome:
             "bytes_per_block": self.context.bytes_per_block,
             "num_blocks": self.context.num_blocks,
             "peak_used_blocks": kv["peak_used_blocks"],
-            "mean_utilization": kv["mean_utilization"] * simulated / self.context.num_blocks,
+            "mean_utilization": kv["mean_utilization"] * self.context.simulated_share,
             "mean_waste": kv["mean_waste"],
             "contiguous_waste": kv["contiguous_waste"],
             "sharing_saving": kv["sharing_saving"],
@@ -153,6 +152,11 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
     pool, swap = (
         plan[name] * plan["bytes_per_block"] / 2**30 for name in ("num_blocks", "num_host_blocks")
     )
+    if not plan["num_blocks"]:
+        about = f" weights {weights:,.2f} GiB; no KV pool: texts are read whole"
+        yield SummaryLine("device", f"{plan['device']}:", about)
+        yield from _costs(plan, currency)
+        return
     yield SummaryLine(
         "device",
         f"{plan['device']}:",
@@ -177,6 +181,11 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
         f"; {plan['prefix_hit_rate']:.1%} of the prompt tokens are there already, "
         f"of {plan['sharing']['planned_rate']:.1%} that rows have in common",
     )
+    yield from _costs(plan, currency)
+
+
+def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
+    """What a run takes, and what there is to note."""
     yield SummaryLine(
         "time",
         f"about {duration(plan['time_s'])}",

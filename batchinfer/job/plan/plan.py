@@ -89,7 +89,9 @@ def plan_job(
         lengths = _lengths(spec, context, task, expect_output_tokens)
         census = Census(lengths)
         most_waiting = 2 * spec.engine.max_num_seqs
-        simulation = Simulation(context.engine, context.runner, lengths, most_waiting)
+        simulation = Simulation(
+            context.engine, context.runner, context.block_size, lengths, most_waiting
+        )
         batches: Iterator[list[PromptRow]] = iter(())
         if loaded is not None:
             batches = _rows(job, loaded, census, reuse)
@@ -155,6 +157,7 @@ def _rows(
         parts,
         window,
         by_prefix=job.spec.engine.order == "prefix",
+        by_length=job.spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
         make_store=lambda: TokenStore(None),
     )
     yield from census.count_distinct(batch.with_token_ids() for batch in batches)

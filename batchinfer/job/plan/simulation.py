@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from batchinfer.config import SamplingParams
+from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.metrics import MetricsCollector
 from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.simulate.dry_encoder import DryEncoder
 from batchinfer.engine.simulate.dry_run import END_TOKEN, DryRunner
 from batchinfer.errors import RowError
 from batchinfer.job.rows.task import LoadedTask
@@ -118,14 +120,16 @@ def _plain(
 class Simulation:
     """A job's steps on an engine that computes nothing, or the first ``MAX_STEPS`` of them."""
 
-    engine: Engine
-    runner: DryRunner
+    engine: Engine | EncoderEngine
+    runner: DryRunner | DryEncoder
+    block_size: int
+    """Tokens per block of its pool; 0 where it has none."""
     lengths: ExpectedLengths
     max_waiting: int
     """Rows queued in the engine, as the job's own loop does it."""
 
     def __post_init__(self) -> None:
-        self.measured = MetricsCollector(self.engine.scheduler.pool.block_size)
+        self.measured = MetricsCollector(self.block_size)
         """Steps, and rows that were finished."""
         self.deduplicated = 0
         """Rows that were not run, because an equal one was."""

@@ -7,7 +7,8 @@ Either way each row is told what a later one of its window begins with as well.
 
 Nothing of a window could run before all of it is read. So when the engine has nothing left to
 take, it gets a head start: in input order all rows read so far, by prefix the lowest sixteenth of
-the new ones. The rest of the window then begins at the lowest again, with the prefixes that these
+the new ones. Longest first is the order of models that share no prefixes: nothing is told of any.
+The rest of the window then begins at the lowest again, with the prefixes that these
 have left in the pool: a head start shares what the rest does as far as the pool still holds it.
 
 What rows have in common: their token ids are sorted. Of two rows, the longest common prefix (LCP)
@@ -104,6 +105,7 @@ def plan_windows(
     window_rows: int,
     *,
     by_prefix: bool,
+    by_length: bool = False,
     make_store: Callable[[], TokenStore],
     is_starved: Callable[[], bool] = lambda: False,
 ) -> Iterator[RowBatch]:
@@ -114,6 +116,7 @@ def plan_windows(
         parts: the parts they belong to, in order.
         window_rows: rows are planned among about so many.
         by_prefix: reorder them by their token ids.
+        by_length: reorder them by their lengths, the longest first; nothing is shared.
         make_store: makes a window's place for token ids.
         is_starved: whether all rows handed over are taken and more could run.
 
@@ -124,7 +127,7 @@ def plan_windows(
     per_window = max(1, window_rows // max(1, parts[0].num_rows))
     window_starts = [part.rows.start for part in parts[::per_window]]
     for _, of_window in groupby(batches, key=lambda r: bisect_right(window_starts, r[0].row_id)):
-        window = _Window(by_prefix, make_store())
+        window = _Window(by_prefix, by_length, make_store())
         try:
             for batch in of_window:
                 window.add(batch)
@@ -139,8 +142,9 @@ def plan_windows(
 class _Window:
     """Rows that are planned together."""
 
-    def __init__(self, by_prefix: bool, store: TokenStore) -> None:
+    def __init__(self, by_prefix: bool, by_length: bool, store: TokenStore) -> None:
         self._by_prefix = by_prefix
+        self._by_length = by_length
         self._store = store
         self._rows: list[PromptRow] = []
         self._handed_over: list[int] = []
@@ -162,7 +166,8 @@ class _Window:
     def warm_up(self) -> Iterator[RowBatch]:
         """Rows to begin with, before the window is complete."""
         new = len(self._rows) - self._num_planned
-        return self._hand_over(int(new * _WARM_UP) if self._by_prefix else new)
+        reorders = self._by_prefix or self._by_length
+        return self._hand_over(int(new * _WARM_UP) if reorders else new)
 
     def rest(self) -> Iterator[RowBatch]:
         """The rows that are not handed over yet."""
@@ -170,6 +175,26 @@ class _Window:
 
     def _hand_over(self, count: int) -> Iterator[RowBatch]:
         """The next ``count`` rows, planned among all that are there."""
+        if self._by_length:
+            return self._longest(count)
+        return self._sharing(count)
+
+    def _longest(self, count: int) -> Iterator[RowBatch]:
+        rows, keys = self._rows, self._store.rows()
+        lengths = np.array([len(key) for key in keys], np.int64)
+        lengths[self._handed_over] = -1  # they are last, and stay
+        to_run = np.argsort(-lengths, kind="stable")[:count].tolist()
+        self._handed_over += to_run
+        self._num_planned = len(rows)
+        for start in range(0, count, BATCH_ROWS):
+            batch = to_run[start : start + BATCH_ROWS]
+            planned = [
+                replace(rows[row], distinct_tokens=rows[row].num_tokens_after + len(keys[row]))
+                for row in batch
+            ]
+            yield RowBatch(planned, [keys[row] for row in batch])
+
+    def _sharing(self, count: int) -> Iterator[RowBatch]:
         rows, keys = self._rows, self._store.rows()
         order = prefix_order(self._store.as_arrow())
         order.sort(key=lambda row: rows[row].adapter)  # it keeps the order of equals

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from batchinfer.console.meter import Counts
 from batchinfer.console.progress import Progress
+from batchinfer.engine.encoder_engine import EncoderEngine
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.oom_recovery import Recovered
 from batchinfer.engine.output_tracker import OutputIncrement
@@ -71,7 +72,7 @@ class TurnResult:
 class EngineLoop:
     """Keeps the engine fed until every row is finished."""
 
-    engine: Engine
+    engine: Engine | EncoderEngine
     task: LoadedTask
     """Makes a row's requests, and those that follow from what came of the others."""
     progress: Progress

@@ -264,6 +264,7 @@ class RowPipeline:
             parts,
             spec.engine.order_window,
             by_prefix=spec.engine.order == "prefix",
+            by_length=spec.engine.order == "prefix" and not loaded.context.shares_prefixes,
             make_store=partial(TokenStore, self.job.out.scratch),
             is_starved=is_starved,
         )

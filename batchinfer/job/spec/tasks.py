@@ -99,11 +99,6 @@ def _embed_results(include: Collection[str]) -> tuple[str, ...]:
 
 def _check_embed(job: JobSpec) -> None:
     _check_pools(job)
-    if job.prompt.on_too_long == "truncate_right":
-        raise ValueError(
-            "not yet: prompt.on_too_long: truncate_right with task: embed would cut off the token "
-            "that ends a prompt; set it to error or truncate_left"
-        )
 
 
 def _classify_results(include: Collection[str]) -> tuple[str, ...]:

@@ -188,7 +188,7 @@ def _peaks(runs: Iterable[Run]) -> dict[str, float]:
     return {
         "peak_used_blocks": max((run.peak_used_blocks for run in loaded), default=0),
         "peak_utilization": max(
-            (run.peak_used_blocks / run.kv["num_blocks"] for run in loaded), default=0.0
+            (run.peak_used_blocks / (run.kv["num_blocks"] or 1) for run in loaded), default=0.0
         ),
     }
 

@@ -86,6 +86,6 @@ def _worker(out: OutputDir, run: Run, now: float) -> Worker:
         state="running" if runs else "ended" if run.ended else "stopped",
         rows=run.rows,
         rows_per_s=run.rows / run.engine_s if run.rows and run.engine_s else None,
-        pool_use=run.used_blocks / run.kv["num_blocks"] if run.kv and runs else None,
+        pool_use=run.used_blocks / (run.kv["num_blocks"] or 1) if run.kv and runs else None,
         saved_at=run.saved_at,
     )

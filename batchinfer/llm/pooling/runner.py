@@ -59,6 +59,15 @@ class PoolingRunner:
         name = class_name(self._model.name, self._model.revision)
         return self._tokens is not None or name.endswith("ForSequenceClassification")
 
+    @cached_property
+    def pooling(self) -> tuple[str, ...]:
+        """As ``Request.pooling``."""
+        return (
+            self.classifier(PoolingParams()).pooling
+            if self.is_classifier
+            else self._modules.pooling
+        )
+
     def embedder(self, params: PoolingParams) -> Callable[[Float32], Float32]:
         """What makes an embedding, float32 [D], of a hidden state [H].
 
@@ -68,8 +77,9 @@ class PoolingRunner:
         """
         modules = self._modules
         config = EmbedConfig(normalize=params.activates, dimensions=params.dimensions)
-        if modules.pooling != "lasttoken":
-            raise NotYetError(f"LLM.embed with a model that pools by {modules.pooling}")
+        if modules.pooling != self.pooling or not modules.can_pool:
+            by = ", ".join(modules.pooling)
+            raise NotYetError(f"LLM.embed with a causal model or a classifier that pools by {by}")
         if (params.dimensions or 1) > modules.width:
             raise ValueError(
                 f"dimensions is {params.dimensions}; the model's embeddings have {modules.width}"
@@ -106,7 +116,7 @@ class PoolingRunner:
         if errors and on_error == "raise":
             first = min(errors)
             raise ValueError(f"prompt {first}: {errors[first].message}")
-        requests = [pooling_request(row) for row in rows if row.row_id not in errors]
+        requests = [pooling_request(row, self.pooling) for row in rows if row.row_id not in errors]
         names = [str(next(self._numbers)) for _ in rows]
         outputs: dict[int, PoolingRequestOutput[_Result]] = {
             at: PoolingRequestOutput(names[at], None, [], 0, error=error)

@@ -25,7 +25,7 @@ from batchinfer.worker.model.text_half import causal_class, is_wrapper, read_tex
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _NAMES_SHOWN = 3
-_BUFFER = re.compile(r"\b(attn|attention)\.(masked_)?bias$|\binv_freq$")
+_BUFFER = re.compile(r"\b(attn|attention)\.(masked_)?bias$|\b(inv_freq|position_ids)$")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -78,7 +78,7 @@ def load_weights(
     try:
         with quiet_transformers(show_share):
             model, found, spare = _read(folder, config, dtype, saved_as)
-        _check_complete(folder, found, _misplaced(model, found["unexpected_keys"] - spare))
+        check_loaded(folder, model, found, spare)
         if quantization in TORCHAO_METHODS:
             quantize(model, quantization, device)
         model = model.to(device).eval().requires_grad_(False)
@@ -153,6 +153,24 @@ def _misplaced(model: PreTrainedModel, unused: Collection[str]) -> list[str]:
         )
 
     return [name for name in unused if not is_spare(name)]
+
+
+def check_loaded(
+    folder: Path,
+    model: PreTrainedModel,
+    found: Mapping[str, Any],
+    spare: Collection[str] = (),
+) -> None:
+    """Check that a model was filled from its files, and nothing of it is left over.
+
+    Args:
+        found: what transformers says of loading it (``output_loading_info``).
+        spare: tensors that it may leave out.
+
+    Raises:
+        ModelError: naming tensors.
+    """
+    _check_complete(folder, found, _misplaced(model, set(found["unexpected_keys"]) - set(spare)))
 
 
 def _check_complete(folder: Path, found: Mapping[str, Any], unused: Collection[str]) -> None:

@@ -246,10 +246,9 @@ def test_a_plan_says_what_the_run_does(tmp_path: Path, model: Path) -> None:
         (JOB + "sampling: {max_tokens: 8}", "sampling has no part in task: embed"),
         (JOB.replace("task: embed", "embed: {}\nsampling: {max_tokens: 1}"), "needs task: embed"),
         (JOB + "embed: {dimensions: 0}", "dimensions is 0; it must be 1 or more"),
-        (JOB + "embed: {pooling: mean}", "not yet: embed.pooling: mean"),
+        (JOB + "embed: {pooling: sum}", 'embed.pooling is "sum"; it must be'),
         (JOB + "accept: {min_tokens: 1}", "accept has no part in task: embed"),
         (JOB.replace("out}", "out, include: [logprobs]}"), "logprobs does not go with task: embed"),
-        (JOB + "prompt: {on_too_long: truncate_right}", "not yet: prompt.on_too_long"),
     ],
 )
 def test_a_job_file_is_checked(tmp_path: Path, text: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""``task: embed``: a vector for each row, from the hidden state of its prompt's last token."""
+"""``task: embed``: a vector for each row, from the hidden states of its prompt."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def _config(job: JobSpec) -> EmbedConfig:
     return job.embed or EmbedConfig()
 
 
+def chosen_pooling(modules: EmbeddingModules, config: EmbedConfig) -> tuple[str, ...]:
+    """What ``embed.pooling`` means for a model."""
+    return modules.pooling if config.pooling == "auto" else (config.pooling,)
+
+
 def checked_modules(job: JobSpec) -> EmbeddingModules:
     """The modules of a job's model, which go with its keys.
 
@@ -38,11 +43,15 @@ def checked_modules(job: JobSpec) -> EmbeddingModules:
     """
     modules = read_embedding_modules(job.model.name, job.model.revision)
     config, prompt = _config(job), job.prompt
-    pooling = modules.pooling if config.pooling == "auto" else config.pooling
-    if pooling != "lasttoken":
+    pooling = chosen_pooling(modules, config)
+    if not modules.attends_both_ways and pooling != ("lasttoken",):
         raise UsageError(
-            f"embed.pooling: not yet: the model pools by {pooling}, and this version only by "
-            "lasttoken"
+            f"embed.pooling: not yet: the model pools by {', '.join(pooling)}, and this version "
+            "pools what a causal model gives by lasttoken alone"
+        )
+    if config.pooling != "auto" and len(modules.pooling) > 1:
+        raise UsageError(
+            f"embed.pooling: the model puts {' and '.join(modules.pooling)} side by side; set auto"
         )
     if (config.dimensions or 1) > modules.width:
         raise UsageError(
@@ -80,6 +89,7 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
         lambda hidden_state: {"embedding": embedding(hidden_state, modules, config)},
         _FAILED,
         job.output.include,
+        chosen_pooling(modules, config),
     )
 
 
@@ -88,7 +98,12 @@ def _prompt_builder(job: JobSpec) -> Recipe:
     if asked is None and job.prompt.template is None:
         asked = modules.default_prompt
     prefix = modules.prompts[asked] if asked else ""
-    return partial(plain_prompts, prefix=prefix, most_tokens=modules.max_seq_length)
+    return partial(
+        plain_prompts,
+        leaves_room=not modules.attends_both_ways,
+        prefix=prefix,
+        most_tokens=modules.max_seq_length,
+    )
 
 
 def _summarise(row: Mapping[str, Any]) -> tuple[str | None, str]:

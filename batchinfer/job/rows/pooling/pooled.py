@@ -13,9 +13,9 @@ from batchinfer.config import PromptConfig
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.rows.finished_row import FinishedRow, error_value, finished_row, seen_text
 from batchinfer.job.rows.pooling.prefixed import PrefixedPrompts
+from batchinfer.pooling.framed_prompts import FramedPromptBuilder
 from batchinfer.requests import PromptRow, pooling_request
 from batchinfer.text.children.child import Builder
-from batchinfer.text.prompts import PromptBuilder
 from batchinfer.text.tokenizer import Tokenizer
 
 Results = Callable[[npt.NDArray[np.float32]], Mapping[str, Any]]
@@ -28,6 +28,7 @@ class Pooled:
     Args:
         failed_results: of a row that failed.
         include: ``output.include``.
+        pooling: as ``Request.pooling``.
     """
 
     def __init__(
@@ -36,15 +37,17 @@ class Pooled:
         results: Results,
         failed_results: Mapping[str, Any],
         include: Collection[str] = (),
+        pooling: tuple[str, ...] = ("lasttoken",),
     ) -> None:
         self._tokenizer = tokenizer
         self._results = results
         self._failed_results = failed_results
         self._include = include
+        self._pooling = pooling
 
     def requests(self, row: PromptRow) -> list[Request]:
         """One request: the prompt."""
-        return [pooling_request(row)]
+        return [pooling_request(row, self._pooling)]
 
     def follow_up_requests(
         self, row: PromptRow, completions: Sequence[Completion]
@@ -73,6 +76,7 @@ def plain_prompts(
     config: PromptConfig,
     tokenizer: Tokenizer,
     *,
+    leaves_room: bool = True,
     prefix: str = "",
     most_tokens: int | None = None,
     **others: Any,
@@ -81,6 +85,7 @@ def plain_prompts(
     chat template.
 
     Args:
+        leaves_room: as ``FramedPromptBuilder``.
         prefix: what texts begin with.
         most_tokens: of a prompt; None: as many as the model's length leaves.
     """
@@ -88,7 +93,8 @@ def plain_prompts(
     is_text = config.template or (config.column or default) not in others["conversation_columns"]
     if config.chat_template == "auto" and config.messages is None and is_text:
         config = replace(config, chat_template="none")
-    if most_tokens is not None:  # and one that is drawn, as ever
-        others["max_model_len"] = min(others["max_model_len"], most_tokens + 1)
-    prompts = PromptBuilder(config, tokenizer, **others)
+    if most_tokens is not None:  # and one that is drawn, if one is
+        room = most_tokens + leaves_room
+        others["max_model_len"] = min(others["max_model_len"], room)
+    prompts = FramedPromptBuilder(config, tokenizer, leaves_room=leaves_room, **others)
     return PrefixedPrompts(prompts, prefix) if prefix else prompts

@@ -1,0 +1,217 @@
+"""An engine for models that read a text whole: no KV pool, no blocks, no prefixes.
+
+Every token of an encoder sees those after it, so that nothing of a text can be kept for another
+one, and a text is computed in one step. Texts of about the same length run side by side: those that
+wait are sorted, the longest first, and cut into steps by their tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from batchinfer.engine.encoder_step import EncoderRunner, EncoderStep
+from batchinfer.engine.engine import StepOutcome
+from batchinfer.engine.oom_recovery import Recovered
+from batchinfer.engine.request import Completion, Request, RequestStats
+from batchinfer.engine.runner import OutOfMemory
+from batchinfer.engine.sequence import RequestState
+from batchinfer.engine.stats import StepStats
+from batchinfer.engine.step import Float32
+from batchinfer.errors import DeviceError
+
+
+class EncoderEngine:
+    """Runs requests that pool over a runner of whole sequences; called as ``Engine`` is.
+
+    Args:
+        max_model_len: longest text, in tokens.
+        max_num_batched_tokens: most tokens of a step, but for a single text that is longer.
+        max_num_seqs: most texts of a step.
+        clock: seconds, for statistics only.
+    """
+
+    def __init__(
+        self,
+        runner: EncoderRunner,
+        *,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self._runner = runner
+        self._max_tokens = max_num_batched_tokens
+        self._max_seqs = max_num_seqs
+        self._clock = clock
+        self._arrived: list[tuple[Request, float]] = []
+        """Requests and when they came, since texts were sorted."""
+        self._sorted: deque[tuple[Request, float]] = deque()
+        self._refused: list[Completion] = []
+        self._num_steps = 0
+        self._first_step_at: float | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._arrived) + len(self._sorted)
+
+    @property
+    def num_running(self) -> int:
+        """No sequence runs between steps."""
+        return 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests added and not yet handed back."""
+        return self.num_waiting + len(self._refused)
+
+    @property
+    def states(self) -> Collection[RequestState]:
+        """No states: a request is untouched, or done."""
+        return ()
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. One that can never run is handed back by the next step, as an error."""
+        refusal = self.refusal(request)
+        if refusal is None:
+            self._arrived.append((request, self._clock()))
+        else:
+            self._refused.append(Completion(request, [], *refusal))
+
+    def refusal(self, request: Request) -> tuple[str, str] | None:
+        """Error code and message of a request that can never run; None: it can."""
+        length = request.num_prompt_tokens
+        if length == 0:
+            return "empty_prompt", "the prompt has no tokens"
+        if length > self.max_model_len:
+            return "prompt_too_long", f"the prompt has {length} tokens, over {self.max_model_len}"
+        return None
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing is kept of a text."""
+
+    def abort_all(self) -> None:
+        """Forget every unfinished request."""
+        self._arrived.clear()
+        self._sorted.clear()
+        self._refused.clear()
+
+    def step(self) -> StepOutcome:
+        """Compute the next texts.
+
+        A step that the device has no memory for is computed again, in smaller ones.
+
+        Raises:
+            DeviceError: there is no memory for a single text.
+        """
+        outcome = StepOutcome(self._refused)
+        self._refused = []
+        texts = self._next_texts()
+        if not texts:
+            return outcome
+        began = self._clock()
+        if self._first_step_at is None:
+            self._first_step_at = began
+        requests = [request for request, _ in texts]
+        try:
+            vectors = self._runner.encode(_step_of(requests))
+        except OutOfMemory as error:
+            self._sorted.extendleft(reversed(texts))
+            outcome.recovered = self._recovered(requests, error)
+            return outcome
+        ended = self._clock()
+        for (request, arrived), vector in zip(texts, vectors, strict=True):
+            stats = _request_stats(request, arrived, began, ended)
+            outcome.completions.append(_completion(request, vector, stats))
+        outcome.stats = self._step_stats(requests, began, ended)
+        return outcome
+
+    def _next_texts(self) -> list[tuple[Request, float]]:
+        """The next ones of those that are sorted, as many as a step takes."""
+        if not self._sorted:
+            self._arrived.sort(key=lambda one: (one[0].pooling, -one[0].num_prompt_tokens))
+            self._sorted.extend(self._arrived)
+            self._arrived.clear()
+        texts: list[tuple[Request, float]] = []
+        room = self._max_tokens
+        while self._sorted and len(texts) < self._max_seqs:
+            request, _ = self._sorted[0]
+            fits = request.num_prompt_tokens <= room
+            if texts and (not fits or request.pooling != texts[0][0].pooling):
+                break
+            texts.append(self._sorted.popleft())
+            room -= request.num_prompt_tokens
+        return texts
+
+    def _recovered(self, requests: list[Request], error: OutOfMemory) -> Recovered:
+        """Halve the tokens of a step."""
+        if len(requests) == 1:
+            raise DeviceError(
+                "the device has no memory for the smallest step, one text of "
+                f"{requests[0].num_prompt_tokens} tokens: {error}",
+                hint="free memory that other processes use, then run again",
+            )
+        tokens = sum(request.num_prompt_tokens for request in requests)
+        self._max_tokens = max(1, tokens // 2)
+        return Recovered(str(error), 0, self._max_tokens)
+
+    def _step_stats(self, requests: list[Request], began: float, ended: float) -> StepStats:
+        assert self._first_step_at is not None
+        self._num_steps += 1
+        return StepStats(
+            step=self._num_steps - 1,
+            t_s=ended - self._first_step_at,
+            step_ms=(ended - began) * 1e3,
+            num_running=len(requests),
+            num_waiting=self.num_waiting,
+            prefill_tokens=sum(request.num_prompt_tokens for request in requests),
+            **dict.fromkeys(_NOTHING, 0),
+        )
+
+
+_NOTHING = (
+    *("num_swapped", "num_preempted", "decode_tokens", "recomputed_tokens", "cached_tokens"),
+    *("kv_blocks_total", "kv_blocks_used", "kv_blocks_shared", "kv_blocks_cached"),
+    *("kv_tokens_live", "kv_waste", "kv_logical_blocks", "kv_tokens_logical"),
+    *("contiguous_blocks", "cow_copies", "swapped_in_blocks", "swapped_out_blocks"),
+)
+"""Statistics of a step that are of a KV pool, or of tokens that are drawn."""
+
+
+def _step_of(requests: list[Request]) -> EncoderStep:
+    lengths = np.array([request.num_prompt_tokens for request in requests], np.int32)
+    return EncoderStep(
+        token_ids=np.concatenate([request.prompt_token_ids for request in requests]),
+        lengths=lengths,
+        first_segments=np.array(
+            [
+                request.num_prompt_tokens
+                if request.first_segment is None
+                else request.first_segment
+                for request in requests
+            ],
+            np.int32,
+        ),
+        pooling=requests[0].pooling,
+    )
+
+
+def _request_stats(request: Request, arrived: float, began: float, ended: float) -> RequestStats:
+    return RequestStats(
+        prompt_tokens=request.num_prompt_tokens,
+        queue_ms=(began - arrived) * 1e3,
+        prefill_ms=(ended - began) * 1e3,
+        latency_ms=(ended - arrived) * 1e3,
+    )
+
+
+def _completion(request: Request, vector: Float32, stats: RequestStats) -> Completion:
+    if not np.isfinite(vector).all():
+        message = "the model's hidden states held NaN or infinity"
+        return Completion(request, [], "nan_logits", message, stats)
+    return Completion(request, [], stats=stats, hidden_state=vector)

@@ -1,0 +1,62 @@
+"""Prompts of models that pool: cut inside the special tokens around a text, as tokenizers do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from batchinfer.config import PromptConfig
+from batchinfer.errors import RowError
+from batchinfer.text.prompts import Prompt, PromptBuilder
+from batchinfer.text.tokenizer import Tokenizer
+
+
+class FramedPromptBuilder(PromptBuilder):
+    """A builder that keeps what the tokenizer puts around a text ([CLS], [SEP], an end of text)
+    when the text is cut; rows that bring token ids are cut as they are.
+
+    Args:
+        leaves_room: for an output token, which a causal model draws.
+    """
+
+    def __init__(
+        self,
+        config: PromptConfig,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        leaves_room: bool,
+        **others: Any,
+    ) -> None:
+        room = max_model_len if leaves_room else max_model_len + 1
+        super().__init__(config, tokenizer, max_model_len=room, **others)
+        self._frame = _frame(tokenizer)
+
+    def _fitted(self, prompt: Prompt | RowError) -> Prompt | RowError:
+        fitted = super()._fitted(prompt)
+        if isinstance(fitted, RowError) or isinstance(prompt, RowError) or not fitted.truncated:
+            return fitted
+        before, after = self._frame
+        most, room = len(fitted.token_ids), len(fitted.token_ids) - before - after
+        if prompt.text is None or room < 1:
+            return fitted
+        ids, end = prompt.token_ids, len(prompt.token_ids) - after
+        left = self._on_too_long == "truncate_left"
+        kept = ids[end - room : end] if left else ids[before : before + room]
+        whole = np.concatenate([ids[:before], kept, ids[end:]])
+        assert len(whole) == most
+        return replace(fitted, token_ids=whole)
+
+
+def _frame(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Special tokens that the tokenizer puts before and after a text."""
+    framed, plain = (
+        tokenizer.encode_batch(["a"], add_special_tokens=with_them, parse_special_tokens=False)[0]
+        for with_them in (True, False)
+    )
+    for before in range(len(framed) - len(plain) + 1):
+        if len(plain) and np.array_equal(framed[before : before + len(plain)], plain):
+            return before, len(framed) - before - len(plain)
+    return 0, 0

@@ -1,0 +1,146 @@
+"""An encoder as its folder describes it: config, longest text, dtype. No weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from batchinfer.config import ModelConfig, attends_both_ways, position_offset
+from batchinfer.engine.kv.layout import text_config
+from batchinfer.errors import ModelError, one_line
+from batchinfer.worker.model.checkpoint import (
+    ALL_FILES,
+    CONFIG_FILES,
+    check_weights,
+    read_config,
+    read_json,
+    resolve_folder,
+)
+from batchinfer.worker.model.quiet import quiet_transformers
+from batchinfer.worker.model.tokenizer import num_tokenizer_ids
+from batchinfer.worker.model.weights import choose_dtype
+
+
+@dataclass(frozen=True)
+class EncoderDescription:
+    """What is known of an encoder before its weights are read."""
+
+    folder: Path
+    pretrained: PreTrainedConfig
+    config: Mapping[str, Any]
+    """The config with its family's defaults filled in."""
+    max_model_len: int
+    """Longest text, in tokens."""
+    dtype: str
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(text_config(self.config)["vocab_size"])
+
+
+def is_run_as_encoder(model: ModelConfig) -> bool:
+    """Whether a model reads texts whole, and is run for its hidden states.
+
+    Raises:
+        ModelError: it is not there, or its config.json cannot be read.
+    """
+    if model.runner != "pooling":
+        return False
+    return attends_both_ways(read_config(_folder(model, CONFIG_FILES)))
+
+
+def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> EncoderDescription:
+    """Read and check a folder (or hub id) of which ``is_run_as_encoder`` holds.
+
+    Args:
+        weights_too: fetch them and check their headers.
+
+    Raises:
+        ModelError: naming the file or the key.
+    """
+    folder = _folder(model, ALL_FILES if weights_too else CONFIG_FILES)
+    pretrained = _config(folder)
+    values = pretrained.to_dict()
+    _check_keys(model)
+    rows = int(text_config(values)["vocab_size"])
+    if num_tokenizer_ids(folder) > rows:
+        raise ModelError(
+            f"{folder}: the tokenizer has ids up to {num_tokenizer_ids(folder) - 1} and the model "
+            f"{rows} embeddings (vocab_size in config.json); they do not belong together"
+        )
+    saved = check_weights(folder) if weights_too else {}
+    return EncoderDescription(
+        folder,
+        pretrained,
+        values,
+        _longest_text(folder, values, model.max_model_len),
+        choose_dtype(model.dtype, values, saved),
+    )
+
+
+def _folder(model: ModelConfig, patterns: tuple[str, ...]) -> Path:
+    return resolve_folder(model.name, model.revision, patterns)
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    raw = read_config(folder)
+    family = raw.get("model_type")
+    if family not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{folder}/config.json: transformers {transformers.__version__} has no model of the "
+            f"model_type {str(family)[:80]!r}; a later version may"
+        )
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+    except Exception as error:  # a config's own validation raises errors of several libraries
+        raise ModelError(f"{folder}/config.json: {one_line(error, 200)}") from error
+    if type(config) not in MODEL_MAPPING:
+        raise ModelError(
+            f"{folder}/config.json: models of the family {family!r} have no hidden states to embed"
+        )
+    return config
+
+
+def _check_keys(model: ModelConfig) -> None:
+    """Refuse what of the model section does not go with an encoder yet."""
+    for key in ("adapters", "quantization"):
+        if getattr(model, key):
+            raise ModelError(
+                f"not yet: model.{key} with a model that attends both ways; leave it out"
+            )
+
+
+def _longest_text(folder: Path, values: Mapping[str, Any], wanted: int | None) -> int:
+    """``wanted``, or else what sentence-transformers cuts texts to: ``max_seq_length`` of
+    sentence_bert_config.json, else the least of the model's positions and its tokenizer's
+    ``model_max_length``.
+
+    Raises:
+        ModelError: more is wanted than the model has positions.
+    """
+    positions = text_config(values).get("max_position_embeddings")
+    allowed = None if positions is None else int(positions) - position_offset(values)
+    if wanted is not None:
+        if allowed is not None and wanted > allowed:
+            raise ModelError(
+                f"model.max_model_len is {wanted}; the model's config allows at most {allowed}"
+            )
+        return wanted
+    named = (read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
+    if named is None:
+        named = (read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
+    lengths = [value for value in (named, allowed) if isinstance(value, int | float) and value > 0]
+    if not lengths:
+        raise ModelError("the model's config sets no longest text; give model.max_model_len")
+    return int(min(lengths))

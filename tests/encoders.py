@@ -1,0 +1,91 @@
+"""Tiny random models that read texts whole, one of each family, and transformers' own states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+
+_WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz", "of", "the", "and"]
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": len(_WORDS),
+    "max_position_embeddings": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+_OFFSET = {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 50}
+_GROUPS = {"num_key_value_heads": 2}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "bert": {},
+    "roberta": _OFFSET,
+    "xlm-roberta": _OFFSET,
+    "camembert": _OFFSET,
+    "electra": {"embedding_size": 16},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+    "modernbert": {
+        "local_attention": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+        **{"cls_token_id": 2, "sep_token_id": 3},
+    },
+    "nomic_bert": {},
+    "eurobert": _GROUPS,
+    "gemma3_text": {
+        **_GROUPS,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "use_bidirectional_attention": True,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "qwen2": {**_GROUPS, "is_causal": False},
+    "llama": {**_GROUPS, "is_causal": False},
+}
+"""Keys of the config of each ``model_type`` beside those of all."""
+_RENAMED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
+def make_encoder(folder: Path, family: str, max_length: int = 40) -> Path:
+    """Save a tiny random model of a family with a tokenizer of letters."""
+    keys = {**_SIZES, **FAMILIES[family]}
+    if family == "distilbert":
+        keys = {key: value for key, value in keys.items() if key not in _RENAMED}
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model(family, **keys))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    _tokenizer(max_length).save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({w: at for at, w in enumerate(_WORDS)}, "[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=max_length, **names)
+
+
+def reference_states(
+    folder: Path, sequences: Sequence[Sequence[int]]
+) -> list[npt.NDArray[np.float32]]:
+    """transformers' own hidden states [L, H] of each sequence, alone."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in sequences]

@@ -1,0 +1,157 @@
+"""Jobs that embed by models that read texts whole: right, cut, interrupted, planned."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from batchinfer.errors import ExitCode, ModelError, UsageError
+from batchinfer.job.output.directory import OutputDir
+from batchinfer.job.output.verify import verify
+from batchinfer.job.plan.plan import plan_job
+from batchinfer.job.rows.finished_row import FinishedRow
+from batchinfer.job.rows.pooling.pooled import Pooled
+from batchinfer.job.run import pipeline
+from batchinfer.job.run.run import run_job
+from batchinfer.job.spec.load import load_job
+from batchinfer.report.write import write_report
+from batchinfer.requests import PromptRow
+from tests.encoders import make_encoder, reference_states
+from tests.job.datasets import write_parquet
+from tests.job.job_files import write_job
+
+SAME = 0.99999
+TEXTS = ["a b c", "of", "z y x of the and a", "the " * 60, "b", "c d e f g h i j k l m n", "q r s"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"), "bert", max_length=20)
+
+
+def job(tmp_path: Path, model: Path, texts: list[str] = TEXTS, more: str = "") -> Any:
+    write_parquet(tmp_path / "rows.parquet", {"prompt": texts})
+    return load_job(
+        write_job(
+            tmp_path,
+            f"""\
+task: embed
+model: {{name: {model}, dtype: float32}}
+input: {{path: rows.parquet}}
+prompt: {{on_too_long: truncate_right}}
+engine: {{device: cpu, max_num_seqs: 2}}
+output: {{path: out, rows_per_part: 2}}
+errors: {{max_error_rate: 1.0}}
+{more}""",
+        )
+    )
+
+
+def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for path in sorted((tmp_path / "out" / "data").iterdir()):
+        rows += pq.read_table(path).to_pylist()
+    return rows
+
+
+def expected(model: Path, texts: list[str], cut: int = 20) -> list[Any]:
+    """transformers' mean hidden states, of texts cut by its own tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(texts, truncation=True, max_length=cut)["input_ids"]
+    return [states.mean(0) for states in reference_states(model, ids)]
+
+
+def assert_embeddings(rows: list[dict[str, Any]], vectors: list[Any]) -> None:
+    for row, vector in zip(rows, vectors, strict=True):
+        cosine = np.dot(row["embedding"], vector) / np.linalg.norm(vector)
+        assert cosine > SAME
+
+
+def test_texts_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path, model: Path) -> None:
+    assert run_job(job(tmp_path, model), quiet=True) is ExitCode.OK
+    rows = rows_of(tmp_path)
+    assert_embeddings(rows, expected(model, TEXTS))
+    assert [row["truncated"] for row in rows] == [len(text) > 100 for text in TEXTS]
+    assert [row["row_id"] for row in rows] == list(range(len(TEXTS)))
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert summary["kv"]["num_blocks"] == 0
+    assert summary["tokens"]["prompt"] == sum(row["num_prompt_tokens"] for row in rows)
+    write_report(OutputDir(tmp_path / "out"), time.time())
+    assert "no KV pool" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_an_interrupted_job_goes_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, finish, seen = job(tmp_path, model), Pooled.finish, list[int]()
+
+    def fails(self: Pooled, row: PromptRow, completions: Any) -> FinishedRow:
+        seen.append(row.row_id)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return finish(self, row, completions)
+
+    monkeypatch.setattr(pipeline, "_WRITES_DUE", 1)
+    monkeypatch.setattr(Pooled, "finish", fails)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(spec, quiet=True)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    assert len(seen) == len(TEXTS) + 1, "what was finished was not computed again"
+    assert_embeddings(rows_of(tmp_path), expected(model, TEXTS))
+    found = verify(OutputDir(tmp_path / "out"))
+    assert (found.complete, found.problems) == (True, [])
+
+
+def test_a_plan_says_what_the_run_does(tmp_path: Path, model: Path) -> None:
+    spec = job(tmp_path, model)
+    plan = plan_job(spec)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    tokens = json.loads((tmp_path / "out" / "summary.json").read_bytes())["tokens"]
+    assert plan["prompt_tokens"] == plan["prompt_computed"] == tokens["prompt_computed"]
+    assert (plan["num_blocks"], plan["truncated"], plan["output_tokens"]) == (0, 1, 0)
+    assert plan["time_s"] > plan["bound_s"] > 0
+
+
+def with_pooling(folder: Path, model: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    module = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+    (folder / "modules.json").write_text(json.dumps([module]))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_poolings_of_the_folder_are_put_side_by_side(tmp_path: Path, model: Path) -> None:
+    legacy = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}
+    folder = with_pooling(tmp_path / "model", model, legacy)
+    assert run_job(job(tmp_path, folder, TEXTS[:2]), quiet=True) is ExitCode.OK
+    ids = AutoTokenizer.from_pretrained(model)(TEXTS[:2])["input_ids"]
+    states = reference_states(model, ids)
+    assert_embeddings(rows_of(tmp_path), [np.concatenate([s[0], s.mean(0)]) for s in states])
+    with pytest.raises(UsageError, match="puts cls and mean side by side; set auto"):
+        run_job(job(tmp_path, folder, TEXTS, "embed: {pooling: cls}\n"), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"pooling_mode": ["mean", "sparse"]}, "not yet: pooling by sparse"),
+        ({"pooling_mode": []}, "not yet: pooling by none"),
+        ({"pooling_mode": "mean", "include_prompt": False}, "not yet: include_prompt: false"),
+    ],
+)
+def test_what_cannot_be_pooled_is_refused(
+    tmp_path: Path, model: Path, config: dict[str, Any], message: str
+) -> None:
+    folder = with_pooling(tmp_path / "model", model, config)
+    with pytest.raises(ModelError, match=message):
+        run_job(job(tmp_path, folder), quiet=True)

@@ -1,0 +1,135 @@
+"""Encoders run packed: hidden states of each family next to transformers' own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.config import ModelConfig
+from batchinfer.config.encoder import ENCODER_FAMILIES
+from batchinfer.engine.encoder_step import EncoderStep
+from batchinfer.errors import ModelError
+from batchinfer.worker.encoder.description import describe_encoder, is_run_as_encoder
+from batchinfer.worker.encoder.loader import load_encoder
+from batchinfer.worker.encoder.pooling import POOLING
+from batchinfer.worker.encoder.runner import ModelEncoder
+from tests.encoders import FAMILIES, make_encoder, reference_states
+
+SAME = 0.99999
+CPU = torch.device("cpu")
+LENGTHS = [40, 17, 17, 9, 9, 9, 2]
+
+
+def sequences(lengths: list[int] = LENGTHS) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [[2, *random.integers(4, 30, length - 2).tolist(), 3] for length in lengths]
+
+
+def step(rows: list[list[int]], *pooling: str) -> EncoderStep:
+    lengths = np.array([len(row) for row in rows], np.int32)
+    token_ids = np.concatenate([np.array(row, np.int32) for row in rows])
+    return EncoderStep(token_ids, lengths, lengths, pooling)
+
+
+def runner(folder: Path, dtype: Any = "float32") -> ModelEncoder:
+    config = ModelConfig(str(folder), dtype=dtype, runner="pooling")
+    assert is_run_as_encoder(config)
+    return ModelEncoder(load_encoder(config, device=CPU).encoder, CPU)
+
+
+def cosines(one: Any, other: Any) -> Any:
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    return (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
+
+
+def test_all_encoders_are_tried() -> None:
+    assert set(ENCODER_FAMILIES) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    folder, rows = make_encoder(tmp_path / "model", family), sequences()
+    states = reference_states(folder, rows)
+    encoder = runner(folder)
+    assert cosines(encoder.encode(step(rows, "mean")), [s.mean(0) for s in states]).min() > SAME
+    both = encoder.encode(step(rows, "cls", "lasttoken"))
+    expected = [np.concatenate([s[0], s[-1]]) for s in states]
+    assert cosines(both, expected).min() > SAME
+
+
+def test_poolings_are_those_of_their_definitions(tmp_path: Path) -> None:
+    folder, rows = make_encoder(tmp_path / "model", "bert"), sequences()
+    encoder, states = runner(folder), reference_states(folder, rows)
+    expected = {
+        "cls": [s[0] for s in states],
+        "lasttoken": [s[-1] for s in states],
+        "max": [s.max(0) for s in states],
+        "mean": [s.mean(0) for s in states],
+        "mean_sqrt_len_tokens": [s.sum(0) / len(s) ** 0.5 for s in states],
+        "weightedmean": [np.average(s, axis=0, weights=np.arange(1, len(s) + 1)) for s in states],
+    }
+    assert set(expected) == set(POOLING)
+    for mode, vectors in expected.items():
+        np.testing.assert_allclose(encoder.encode(step(rows, mode)), vectors, rtol=1e-4, atol=1e-5)
+
+
+def test_second_segments_have_their_own_embedding(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model", "bert")
+    (row,) = sequences([12])
+    pair = step([row], "mean")
+    pair = EncoderStep(pair.token_ids, pair.lengths, np.array([5], np.int32), pair.pooling)
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    segments = torch.tensor([[0] * 5 + [1] * 7])
+    with torch.no_grad():
+        states = model(torch.tensor([row]), token_type_ids=segments).last_hidden_state
+    encoder = runner(folder)
+    assert cosines(encoder.encode(pair), states.mean(1)).min() > SAME
+    assert cosines(encoder.encode(step([row], "mean")), states.mean(1)).max() < SAME
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_a_text_has_the_same_bits_in_any_company(tmp_path: Path, family: str) -> None:
+    folder, rows = make_encoder(tmp_path / "model", family), sequences()
+    encoder = runner(folder)
+    together = encoder.encode(step(rows, "mean"))
+    for at, row in enumerate(rows):
+        np.testing.assert_array_equal(encoder.encode(step([row], "mean"))[0], together[at])
+
+
+def test_bfloat16_is_near(tmp_path: Path) -> None:
+    folder, rows = make_encoder(tmp_path / "model", "bert"), sequences()
+    exact = runner(folder).encode(step(rows, "mean"))
+    rounded = runner(folder, "bfloat16").encode(step(rows, "mean"))
+    assert cosines(rounded, exact).min() > 0.999
+
+
+def test_the_longest_text_is_what_sentence_transformers_cuts_to(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model", "roberta", max_length=45)
+    config = ModelConfig(str(folder), runner="pooling")
+    assert describe_encoder(config).max_model_len == 45
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 1000}))
+    assert describe_encoder(config).max_model_len == 48, "positions 2 to 49"
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 7}))
+    assert describe_encoder(config).max_model_len == 7
+    wanted = ModelConfig(str(folder), runner="pooling", max_model_len=49)
+    with pytest.raises(ModelError, match="max_model_len is 49; the model's config allows at most"):
+        describe_encoder(wanted)
+
+
+def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model", "bert")
+    for keys in ({"quantization": "int8"}, {"adapters": {"one": "folder"}}):
+        config = ModelConfig(str(folder), runner="pooling", **keys)  # type: ignore[arg-type]
+        with pytest.raises(ModelError, match=r"not yet: model\."):
+            describe_encoder(config)
+    saved = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(saved | {"num_hidden_layers": 3}))
+    with pytest.raises(ModelError, match="tensors are missing from the weight files"):
+        runner(folder)
