@@ -103,6 +103,7 @@ def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -
         adapter=row.adapter,
         pools=True,
         pooling=pooling,
+        first_segment=row.prompt.first_segment,
     )
 
 

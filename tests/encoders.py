@@ -54,22 +54,26 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 _RENAMED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
+def encoder_config(family: str) -> dict[str, Any]:
+    """Keys of a family's tiny config."""
+    keys = {**_SIZES, **FAMILIES[family]}
+    return {k: v for k, v in keys.items() if family != "distilbert" or k not in _RENAMED}
+
+
 def make_encoder(folder: Path, family: str, max_length: int = 40) -> Path:
     """Save a tiny random model of a family with a tokenizer of letters."""
-    keys = {**_SIZES, **FAMILIES[family]}
-    if family == "distilbert":
-        keys = {key: value for key, value in keys.items() if key not in _RENAMED}
     torch.manual_seed(0)
-    model = AutoModel.from_config(AutoConfig.for_model(family, **keys))
+    model = AutoModel.from_config(AutoConfig.for_model(family, **encoder_config(family)))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
-    _tokenizer(max_length).save_pretrained(folder)
+    save_tokenizer(folder, max_length)
     return folder
 
 
-def _tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+def save_tokenizer(folder: Path, max_length: int) -> None:
+    """Save a tokenizer of letters, BERT's way, that cuts texts at so many tokens."""
     backend = Tokenizer(models.WordLevel({w: at for at, w in enumerate(_WORDS)}, "[UNK]"))
     backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -79,7 +83,9 @@ def _tokenizer(max_length: int) -> PreTrainedTokenizerFast:
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=max_length, **names)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, model_max_length=max_length, **names
+    ).save_pretrained(folder)
 
 
 def reference_states(

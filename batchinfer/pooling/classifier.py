@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.config import ClassifyConfig
+from batchinfer.config import ClassifyConfig, attends_both_ways
 from batchinfer.errors import ModelError, UsageError
 from batchinfer.pooling.embedding_modules import Dense
+from batchinfer.pooling.encoder_heads import Layer, encoder_head
 from batchinfer.pooling.model_folder import find_folder, read_json
 from batchinfer.pooling.tensors import Float32, StoredTensor, find_tensor
 
@@ -62,7 +63,7 @@ class Classifier:
     """What makes scores of a model's hidden states."""
 
     labels: tuple[str, ...]
-    layers: tuple[Dense, ...]
+    layers: tuple[Layer, ...]
     """The last gives a score for each label."""
     pooling: tuple[str, ...] = ("lasttoken",)
     """How the hidden state is made of a prompt's."""
@@ -90,6 +91,15 @@ def read_classifier(
     if tokens is not None:
         return _of_tokens(folder, values, config, tokens, token_id)
     return _of_labels(folder, values, config)
+
+
+def reads_whole_texts(name: str, revision: str | None) -> bool:
+    """Whether a model (folder or hub id) is one whose tokens see those after them.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    return attends_both_ways(_config_values(find_folder(name, revision, _CONFIG_PATTERNS)))
 
 
 def asks_questions(name: str, revision: str | None, config: ClassifyConfig) -> bool:
@@ -168,6 +178,8 @@ def _logit_score(folder: Path) -> tuple[int | None, int] | None:
 
 
 def _of_labels(folder: Path, values: Mapping[str, Any], config: ClassifyConfig) -> Classifier:
+    if attends_both_ways(values):
+        return _of_encoder(folder, values, config)
     stored = find_tensor(folder, "score.weight")
     if stored is None:
         raise ModelError(
@@ -178,10 +190,26 @@ def _of_labels(folder: Path, values: Mapping[str, Any], config: ClassifyConfig) 
     labels = _labels(folder, values, len(weight))
     bias = find_tensor(folder, "score.bias")
     offset = np.zeros(len(weight), np.float32) if bias is None else bias.read()
+    activation = _activation(folder, values, config, len(labels))
+    return Classifier(labels, (Dense(weight, offset, activation),))
+
+
+def _of_encoder(folder: Path, values: Mapping[str, Any], config: ClassifyConfig) -> Classifier:
+    pooling, layers, count = encoder_head(
+        folder, values, lambda logits: _activation(folder, values, config, len(logits))(logits)
+    )
+    _activation(folder, values, config, count)  # an unknown one is told of now
+    return Classifier(_labels(folder, values, count), layers, pooling)
+
+
+def _activation(
+    folder: Path, values: Mapping[str, Any], config: ClassifyConfig, count: int
+) -> Layer:
+    """What makes scores of the logits of ``count`` labels."""
     kind: str = config.activation
     if kind == "auto":
-        kind = _own_activation(folder, values) or ("sigmoid" if len(labels) == 1 else "softmax")
-    return Classifier(labels, (Dense(weight, offset, _ACTIVATIONS[kind]),))
+        kind = _own_activation(folder, values) or ("sigmoid" if count == 1 else "softmax")
+    return _ACTIVATIONS[kind]
 
 
 def _labels(folder: Path, values: Mapping[str, Any], count: int) -> tuple[str, ...]:

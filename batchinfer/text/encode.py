@@ -11,6 +11,7 @@ from batchinfer.text.control_tokens import Marks
 from batchinfer.text.tokenizer import TokenIds, Tokenizer
 
 _Text = TypeVar("_Text")
+_Encoded = TypeVar("_Encoded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,8 @@ def unencodable(text: str) -> RowError | None:
 
 
 def each_apart_if_needed(
-    encode: Callable[[Sequence[_Text]], list[TokenIds]], group: Sequence[_Text]
-) -> Sequence[TokenIds | RowError]:
+    encode: Callable[[Sequence[_Text]], Sequence[_Encoded]], group: Sequence[_Text]
+) -> Sequence[_Encoded | RowError]:
     """Encode ``group`` in one go; where the tokenizer refuses a text, find out which."""
     if not group:
         return []

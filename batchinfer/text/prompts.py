@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Protocol, TypeVar
 
@@ -32,6 +32,8 @@ class Prompt:
     truncated: bool
     has_control_text: bool
     """The row's text held a control token's text, which was kept plain text."""
+    first_segment: int | None = field(default=None, kw_only=True)
+    """Of a pair of texts: tokens that the tokenizer counts to the first; None: there is one."""
 
     @property
     def num_tokens_after(self) -> int:

@@ -143,25 +143,26 @@ class Tokenizer:
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, parse_special_tokens: bool
-    ) -> list[TokenIds]:
-        """Token ids of pairs of texts, joined as ``tokenizer(one, other)`` does.
+    ) -> list[tuple[TokenIds, int]]:
+        """Token ids of pairs of texts, joined as ``tokenizer(one, other)`` does, and how many of
+        them the tokenizer counts to the first.
 
         Args:
             pairs: valid Unicode (no lone surrogates).
             parse_special_tokens: as in ``encode_batch``.
         """
         backend = self._backend if parse_special_tokens else self._plain_backend
-        return _encode(backend, pairs, True)
+        return _encode_pairs(backend, pairs)
 
     def cut_pair(
         self, pair: tuple[str, str], max_tokens: int, *, parse_special_tokens: bool
-    ) -> TokenIds:
+    ) -> tuple[TokenIds, int]:
         """``encode_pairs`` of one, cut as transformers' ``longest_first`` does: at most
         ``max_tokens`` ids."""
         backend = self._backend if parse_special_tokens else self._plain_backend
         cutting = _private_copy(backend.to_str())
         cutting.enable_truncation(max_tokens, strategy="longest_first")
-        return _encode(cutting, [pair], True)[0]
+        return _encode_pairs(cutting, [pair])[0]
 
     def encode_marked(
         self,
@@ -272,6 +273,14 @@ def _encode(backend: Backend, texts: Sequence[_Text], add_special_tokens: bool) 
         encodings = backend.encode_batch_fast(group, add_special_tokens=add_special_tokens)
         encoded += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
     return encoded
+
+
+def _encode_pairs(backend: Backend, pairs: Sequence[tuple[str, str]]) -> list[tuple[TokenIds, int]]:
+    return [
+        (np.array(encoding.ids, dtype=np.int32), len(encoding.ids) - sum(encoding.type_ids))
+        for group in _groups(pairs)
+        for encoding in backend.encode_batch_fast(group, add_special_tokens=True)
+    ]
 
 
 def _groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:

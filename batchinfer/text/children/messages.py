@@ -149,6 +149,7 @@ def packed(results: Sequence[Result]) -> tuple[list[tuple[Any, ...]], bytes]:
                     result.truncated,
                     result.has_control_text,
                     list(map(len, completions)) if isinstance(result, ScoredPrompt) else None,
+                    result.first_segment,
                 )
             )
     return entries, b"".join(ids)
@@ -165,12 +166,12 @@ def unpacked(entries: Sequence[tuple[Any, ...]], ids: bytes) -> list[Result]:
         elif len(entry) == 3:
             results.append(PromptTooLongError(*entry))
         else:
-            length, text, truncated, has_control_text, completion_lengths = entry
+            length, text, truncated, has_control_text, completion_lengths, first_segment = entry
             # Copies: a view would keep the token ids of all in memory.
             prompt = all_ids[at : at + length].copy(), text, truncated, has_control_text
             at += length
             if completion_lengths is None:
-                results.append(Prompt(*prompt))
+                results.append(Prompt(*prompt, first_segment=first_segment))
                 continue
             completions = []
             for length in completion_lengths:

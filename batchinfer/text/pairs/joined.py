@@ -25,6 +25,7 @@ class PairBuilder:
         pair_columns: of the query and of the document.
         max_model_len: most tokens of prompt and output together.
         columns: of the data.
+        leaves_room: for an output token, which a causal model draws.
         others: of ``PromptBuilder``; they play no part.
 
     Raises:
@@ -39,12 +40,13 @@ class PairBuilder:
         pair_columns: Pair,
         max_model_len: int,
         columns: Sequence[str],
+        leaves_room: bool = True,
         **others: Any,
     ) -> None:
         for name, key in zip(pair_columns, ("query_column", "document_column"), strict=True):
             require_column(name, f"classify.{key}", columns)
         self._tokenizer = tokenizer
-        self._max_tokens = max_model_len - 1
+        self._max_tokens = max_model_len - leaves_room
         self._cuts = config.on_too_long == "truncate_right"
         self._parse_special_tokens = config.parse_special_tokens
         self.columns = tuple(dict.fromkeys(pair_columns))
@@ -71,13 +73,14 @@ class PairBuilder:
     def _pair(self, row: RowValues) -> Pair:
         return read_pair(row, self._pair_columns)
 
-    def _encode(self, pairs: Sequence[Pair]) -> list[TokenIds]:
+    def _encode(self, pairs: Sequence[Pair]) -> list[tuple[TokenIds, int]]:
         parses = self._parse_special_tokens
         return self._tokenizer.encode_pairs(pairs, parse_special_tokens=parses)
 
-    def _prompt(self, pair: Pair, ids: TokenIds | RowError) -> Prompt | RowError:
-        if isinstance(ids, RowError):
-            return ids
+    def _prompt(self, pair: Pair, encoded: tuple[TokenIds, int] | RowError) -> Prompt | RowError:
+        if isinstance(encoded, RowError):
+            return encoded
+        ids, first_segment = encoded
         if len(ids) == 0:
             return RowError("empty_prompt", "the query and the document have no tokens")
         most, parses = self._max_tokens, self._parse_special_tokens
@@ -85,6 +88,6 @@ class PairBuilder:
         if is_long and not self._cuts:
             return PromptTooLongError(len(ids), most, "the query and the document have")
         if is_long:
-            ids = self._tokenizer.cut_pair(pair, most, parse_special_tokens=parses)
+            ids, first_segment = self._tokenizer.cut_pair(pair, most, parse_special_tokens=parses)
         has_control = not parses and any(map(self._tokenizer.control.occur_in, pair))
-        return Prompt(ids, "\n".join(pair), is_long, has_control)
+        return Prompt(ids, "\n".join(pair), is_long, has_control, first_segment=first_segment)

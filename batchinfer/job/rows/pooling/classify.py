@@ -17,7 +17,12 @@ from batchinfer.job.rows.pooling.pooled import Pooled, plain_prompts
 from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import CLASSIFY
-from batchinfer.pooling.classifier import Classifier, asks_questions, read_classifier
+from batchinfer.pooling.classifier import (
+    Classifier,
+    asks_questions,
+    read_classifier,
+    reads_whole_texts,
+)
 from batchinfer.text.children.child import Recipe
 from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.pairs.joined import PairBuilder
@@ -63,10 +68,13 @@ def _prompt_config(job: JobSpec) -> PromptConfig:
 
 def _prompt_builder(job: JobSpec) -> Recipe:
     config = _config(job)
+    leaves_room = not reads_whole_texts(job.model.name, job.model.revision)
     if config.query_column is None or config.document_column is None:
-        return plain_prompts
+        return partial(plain_prompts, leaves_room=leaves_room)
     columns = (config.query_column, config.document_column)
-    return partial(QuestionBuilder if _asks_questions(job) else PairBuilder, pair_columns=columns)
+    if _asks_questions(job):
+        return partial(QuestionBuilder, pair_columns=columns)
+    return partial(PairBuilder, pair_columns=columns, leaves_room=leaves_room)
 
 
 def _check_columns(job: JobSpec, source: Source) -> None:
@@ -85,6 +93,7 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
         lambda hidden_state: classification(hidden_state, classifier),
         _FAILED,
         job.output.include,
+        classifier.pooling,
     )
 
 
