@@ -90,4 +90,5 @@ def _norm(folder: Path, name: str, eps: float) -> Layer:
 def _gelu(values: Float32) -> Float32:
     """GELU by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
     errors = np.array([math.erf(value) for value in values / math.sqrt(2)])
-    return (values * 0.5 * (1 + errors)).astype(np.float32)
+    result: Float32 = (values * 0.5 * (1 + errors)).astype(np.float32)
+    return result
