@@ -1,11 +1,12 @@
 """The rows that a fleet's workers may have died of, which run apart from all others.
 
-Every row in flight when a worker dies may be what it died of. A row that two deaths have in common
-is a suspect: suspects run apart, by halves, each half alone on one worker while the others go on
-(``output/recovery/quarantine.py``, whose histories these are). A row is given up when two workers
-have died while it ran alone and kept none of its tokens (``batchinfer.job.tokens``), and another
-row was finished since the first of them: where nothing is finished, the machine is at fault, and
-the job ends before rows are given up for that.
+Every row in flight when a worker dies may be what it died of, but for those that it has kept tokens
+of (``batchinfer.job.tokens``): if one of them kills, whoever has it next begins nearer to where it
+does, until nothing is kept. A row that two deaths have in common is a suspect: suspects run apart,
+by halves, each half alone on one worker while the others go on (``output/recovery/quarantine.py``,
+whose histories these are). A row is given up when two workers have died while it ran alone and kept
+none of its tokens, and another row was finished since the first of them: where nothing is finished,
+the machine is at fault, and the job ends before rows are given up for that.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Suspects:
         self._ledger = ledger
         self._cases: deque[Case] = deque()
         self._marked: set[int] = set()
-        """Rows in flight at one death."""
+        """Rows in flight at one death, without tokens."""
         self._progress = 0
         """Counts up whenever a row was finished."""
         self._alone: dict[int, tuple[int, int]] = {}
@@ -125,7 +126,9 @@ class Suspects:
         if case is not None and case.fence is not None:
             self._blame(case, in_flight, finished, with_tokens)
         else:
-            self._suspect({*in_flight.tolist()})
+            got_on = {*with_tokens.tolist()}
+            self._marked -= got_on
+            self._suspect({*in_flight.tolist()} - got_on)
 
     def _suspect(self, in_flight: set[int]) -> None:
         suspects = in_flight & self._marked

@@ -350,6 +350,23 @@ def test_a_row_alone_that_keeps_tokens_gets_on() -> None:
     assert dispatcher.suspects.given_up == {2}
 
 
+def test_rows_that_keep_tokens_are_no_suspects() -> None:
+    """However often their workers are lost; those that keep none twice in a row are."""
+    dispatcher = Dispatcher(LeaseLedger(make_parts(8, 4), {}, 8))
+    rows = sorted_row_ids([0, 1, 2])
+
+    def lose_worker(number: int, *with_tokens: int) -> CrashHistory:
+        dispatcher.ready(f"w{number}", 0.0)
+        dispatcher.died(f"w{number}", rows, NO_ROWS, sorted_row_ids(with_tokens))
+        return dispatcher.suspects.history
+
+    for number in range(4):
+        assert lose_worker(number, 0, 1, 2) == CrashHistory()
+    assert lose_worker(4, 0).in_flight == (1, 2)
+    history = lose_worker(5, 0, 1)
+    assert (history.groups, history.in_flight) == (((2,),), ())
+
+
 def test_workers_that_keep_tokens_may_be_lost_more_often() -> None:
     rows = sorted_row_ids(range(4))
     for with_tokens, most in ((NO_ROWS, 4), (rows, 4 + MOST_FRUITLESS)):
