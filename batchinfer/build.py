@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -31,7 +32,8 @@ from batchinfer.worker.encoder.loader import load_encoder
 from batchinfer.worker.encoder.runner import GovernedEncoder, ModelEncoder
 from batchinfer.worker.free_memory import device_memory
 from batchinfer.worker.kv_cache import KVCache
-from batchinfer.worker.loader import LoadedModel, ModelDescription, load_model
+from batchinfer.worker.loader import LoadedModel, ModelDescription, check_adapter, load_model
+from batchinfer.worker.lora.loading import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, fit_memory, model_bytes
 from batchinfer.worker.model.config import check_config
 from batchinfer.worker.model.tokenizer import load_tokenizer
@@ -67,6 +69,8 @@ class EngineContext:
     shares_prefixes: bool = True
     """Whether what a prompt begins with can be reused; else prompts of a length run best side by
     side."""
+    load_adapter: Callable[[str, str], None] | None = field(default=None, kw_only=True)
+    """Adds one between steps, by its name and folder; None: the model was not built for it."""
 
 
 def build_engine(
@@ -77,6 +81,7 @@ def build_engine(
     kernels_before: Mapping[str, str] | None = None,
     tokenizer: Tokenizer | None = None,
     fit_length: bool = False,
+    more_adapters: bool = False,
 ) -> EngineContext:
     """Load a model and make the engine that runs it.
 
@@ -86,6 +91,7 @@ def build_engine(
         kernels_before: ``EngineContext.kernels`` of the runs whose work this one goes on with.
         tokenizer: in place of the model's, which is not looked at then.
         fit_length: make sequences no longer than the KV pool has room for.
+        more_adapters: be able to add adapters to the model later.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or run.
@@ -113,7 +119,13 @@ def build_engine(
         with phase("loading the tokenizer"):
             tokenizer = make_tokenizer(model)
     wish = KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before or {})
-    loaded = load_model(model, device=device, kernels=wish, latent=engine.latent_cache)
+    loaded = load_model(
+        model,
+        device=device,
+        kernels=wish,
+        latent=engine.latent_cache,
+        more_adapters=more_adapters,
+    )
     log(str(loaded.kernels))
     for kind in loaded.kernel_names.keys() & {"int8", "int4", "fp8"}:
         log(f"products of the layers by {loaded.kernel_names[kind]}")
@@ -137,10 +149,20 @@ def build_engine(
     dtype, host_blocks = getattr(torch, loaded.dtype), memory.num_host_blocks
     with phase("allocating the KV pool"):
         cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
-    graphs = _graphs(loaded, cache, engine, memory, log)
+    capture = partial(_graphs, loaded, cache, engine, memory, log)
+    graphs = capture(len(loaded.adapters))
     attention = attention_kernel(cache.pool, loaded.kernels.kernel, latent=layout.latent)
     log(attention.line(kernels_before or {}))
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel)
+    adapters = AdapterLoader(
+        loaded.model,
+        loaded.pretrained,
+        layout,
+        numbers=loaded.adapters,
+        check=partial(check_adapter, loaded, device.type),
+        added=lambda count: runner.use_graphs(capture(count)),
+        kernel=loaded.kernels.kernel,
+    )
     pool = BlockPool(
         memory.num_blocks,
         engine.block_size,
@@ -159,6 +181,8 @@ def build_engine(
         if host_blocks
         else PreemptionPolicy()
     )
+    fields = context_fields(loaded, layout, memory)
+    fields["adapters"] = adapters.numbers
     return EngineContext(
         engine=Engine(
             Scheduler(pool, table, engine.max_num_batched_tokens, preemption_policy),
@@ -167,7 +191,8 @@ def build_engine(
             runs_ahead=device.type == "cuda",
         ),
         tokenizer=tokenizer,
-        **context_fields(loaded, layout, memory),
+        **fields,
+        load_adapter=adapters.load if more_adapters else None,
         device=describe(device),
         model_facts=loaded.facts,
         kernels={**loaded.kernel_names, ATTENTION: attention.name},
@@ -295,6 +320,7 @@ def _graphs(
     engine: EngineConfig,
     memory: MemoryPlan,
     log: Callable[[str], None],
+    num_adapters: int,
 ) -> StepGraphs | None:
     """Graphs of steps of every size, captured, on CUDA."""
     if not cache.pool.is_cuda:
@@ -305,7 +331,7 @@ def _graphs(
         max_num_seqs=engine.max_num_seqs,
         max_graph_tokens=memory.max_graph_tokens,
         max_model_len=loaded.max_model_len,
-        num_adapters=len(loaded.adapters),
+        num_adapters=num_adapters,
         kernel=loaded.kernels.kernel,
     )
     with phase("capturing CUDA graphs", len(graphs.sizes)) as capturing:

@@ -33,7 +33,7 @@ from batchinfer import (
 )
 from batchinfer.config import ModelConfig, sampling
 from batchinfer.config.types import parse_size
-from batchinfer.errors import NotYetError
+from batchinfer.errors import ModelError, NotYetError
 from batchinfer.llm.arguments import engine_config
 from tests.lora import make_adapter
 from tests.models import make_text_model
@@ -67,7 +67,6 @@ def run(llm: LLM, prompt: Any, params: sampling.SamplingParams, **options: Any) 
         ("disable_log_stats", False),
         ("enable_chunked_prefill", True),
         ("download_dir", "/tmp"),
-        ("enable_lora", True),
         ("structured_outputs_config", {"backend": "xgrammar"}),
         ("trust_remote_code", True),
         ("convert", "auto"),
@@ -170,6 +169,19 @@ def test_all_log_probabilities_can_be_had(llm: LLM) -> None:
         assert sorted(entry.rank for entry in found.values()) == [*range(1, 260)]
         total = sum(math.exp(entry.logprob) for entry in found.values())
         assert total == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_token_itself_comes_before_its_alternatives(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, temperature=2.0, seed=3, logprobs=3, ignore_eos=True)
+    sample = run(llm, "a", params).outputs[0]
+    assert [next(iter(entries)) for entries in sample.logprobs] == sample.token_ids
+    assert (
+        max(entries[at].rank for entries, at in zip(sample.logprobs, sample.token_ids, strict=True))
+        > 3
+    )
+    for token_id, entries in zip(sample.token_ids, sample.logprobs, strict=True):
+        others = [entry.rank for other, entry in entries.items() if other != token_id]
+        assert others == sorted(others)
 
 
 def test_log_probabilities_can_be_flat(llm: LLM) -> None:
@@ -392,12 +404,38 @@ def test_an_adapter_is_asked_for_by_name_or_by_place(model: Path, tmp_path: Path
     assert own.lora_request == LoRARequest("sql")
     (chat,) = llm.chat([{"role": "user", "content": "a"}], GREEDY, lora_request=own.lora_request)
     assert chat.lora_request == own.lora_request
-    with pytest.raises(ValueError, match=r"'x' is not loaded; .*LLM\(..., adapters={'x': '/nope'}"):
+    with pytest.raises(ValueError, match=r"'x' is not loaded; .*LLM\(..., .*enable_lora"):
         run(llm, "a", GREEDY, lora_request=LoRARequest("x", 3, "/nope"))
     with pytest.raises(ValueError, match="mean the same; keep one"):
         run(llm, "a", GREEDY, lora_request=LoRARequest("sql"), adapter="sql")
     with pytest.raises(ValueError, match="1 prompts, but 2 lora_requests"):
         run(llm, "a", GREEDY, lora_request=[None, None])
+
+
+def test_an_adapter_that_a_call_brings_is_loaded(model: Path, tmp_path: Path) -> None:
+    places = {name: tmp_path / name for name in ("sql", "chess", "broken")}
+    for seed, name in enumerate(("sql", "chess")):
+        base = AutoModelForCausalLM.from_pretrained(model)
+        make_adapter(base, places[name], seed=seed, r=4, target_modules=["q_proj", "down_proj"])
+    with_both = LLM(model, num_kv_blocks=32, adapters={"a": places["sql"], "b": places["chess"]})
+    expected = [run(with_both, "a", GREEDY, adapter=name).outputs[0].token_ids for name in "ab"]
+    plain = run(with_both, "a", GREEDY).outputs[0].token_ids
+
+    llm = LLM(model, num_kv_blocks=32, enable_lora=True)
+    sql, chess = (LoRARequest(name, 1, str(places[name])) for name in ("sql", "chess"))
+    assert run(llm, "a", GREEDY).outputs[0].token_ids == plain
+    outputs = llm.generate(["a"] * 4, GREEDY, lora_request=[sql, None, chess, sql], **QUIET)
+    found = [output.outputs[0].token_ids for output in outputs]
+    assert found == [expected[0], plain, expected[1], expected[0]]
+    assert run(llm, "a", GREEDY, adapter="chess").outputs[0].token_ids == expected[1]
+    # The same name of another place is another adapter; one of a place is loaded once.
+    again = LoRARequest("sql", 7, lora_local_path=str(places["chess"]))
+    assert run(llm, "a", GREEDY, lora_request=again).outputs[0].token_ids == expected[1]
+    with pytest.raises(ModelError, match=r"model.adapters.broken"):
+        run(llm, "a", GREEDY, lora_request=LoRARequest("broken", 3, str(places["broken"])))
+    with pytest.raises(ValueError, match="has no lora_path"):
+        run(llm, "a", GREEDY, lora_request=LoRARequest("other"))
+    assert run(llm, "a", GREEDY, lora_request=sql).outputs[0].token_ids == expected[0]
 
 
 def test_beams_are_returned_as_vllm_does_besides(llm: LLM, model: Path) -> None:

@@ -27,7 +27,7 @@ from batchinfer.llm.calls import Calls, OneCall
 from batchinfer.llm.compatibility import missing_attribute, settle
 from batchinfer.llm.defaults import default_sampling_params
 from batchinfer.llm.engine_view import EngineView, ModelView, engine_view
-from batchinfer.llm.lora import LoRARequest, adapters_of_each, requests_of_each
+from batchinfer.llm.lora import Adapters, LoRARequest, requests_of_each
 from batchinfer.llm.outputs import RequestOutput, Stats
 from batchinfer.llm.pooling.calls import PoolingCalls
 from batchinfer.llm.pooling.choose import choose_runner, classifier_tokens, refused_calls
@@ -83,6 +83,8 @@ class LLM(PoolingCalls):
         quantization: ``int8``, ``int4``, ``fp8``, ``int8_weight_only`` or
             ``int4_weight_only``; default as saved.
         adapters: LoRA adapters as peft saves them: folder or hub id by name.
+        enable_lora: calls may bring adapters of their own, as ``LoRARequest``, which are loaded
+            when they are first asked for.
         generation_config: where ``get_default_sampling_params`` are from: ``auto`` the model's
             folder, ``vllm`` nowhere, or another folder.
         override_generation_config: keys of ``generation_config.json``, which win.
@@ -125,6 +127,7 @@ class LLM(PoolingCalls):
         seed: int | None = None,
         quantization: str | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        enable_lora: bool = False,
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
         structured_outputs_config: Any = None,
@@ -155,7 +158,6 @@ class LLM(PoolingCalls):
             adapters=adapters or {},
             runner=choose_runner(runner, task, os.fspath(model), revision),
         )
-        self._adapter_paths = choice.adapters
         self._max_logprobs = max_logprobs
         self._chat_template = template_text(chat_template)
         self._has_tokenizer = not skip_tokenizer_init
@@ -172,8 +174,10 @@ class LLM(PoolingCalls):
             log=_LOG.info,
             tokenizer=None if self._has_tokenizer else no_tokenizer(),
             fit_length=max_model_len == FIT,
+            more_adapters=enable_lora,
         )
         self._processes.load(self._context.tokenizer)
+        self._adapters = Adapters(choice.adapters, self._context)
         self._view = engine_view(choice, engine, self._context)
         self._settings = without_secrets({"model": asdict(choice), "engine": asdict(engine)})
         self._calls = Calls(self._context)
@@ -457,9 +461,7 @@ class LLM(PoolingCalls):
             self.vocab_size,
             self._max_logprobs,
         )
-        numbers = adapters_of_each(
-            adapter, lora_request, count, self._context.adapters, self._adapter_paths
-        )
+        numbers = self._adapters.of_each(adapter, lora_request, count)
         distinct = {id(one): one for one in params}
         completed = {name: self._completed(one) for name, one in distinct.items()}
         params = [completed[id(one)] for one in params]

@@ -84,7 +84,7 @@ PromptLogprobs = list[dict[int, Logprob] | None] | FlatLogprobs
 def output_logprobs(
     tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer | None, *, flat: bool
 ) -> Logprobs:
-    """Each output token's alternatives, best first, and the token itself.
+    """Each output token, and after it its alternatives, best first.
 
     Args:
         text: ids of ``tokens`` and of those before them, ``MAX_CHAR_TOKENS`` or all.
@@ -126,10 +126,10 @@ def _positions(
 def _entries(
     token: TokenLogprobs, before: list[int], tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
-    entries = {
+    entries = {token.token_id: (token.logprob, token.rank)}
+    entries |= {
         token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, start=1)
     }
-    entries.setdefault(token.token_id, (token.logprob, token.rank))
     return {
         token_id: Logprob(logprob, rank, _text(tokenizer, token_id, before))
         for token_id, (logprob, rank) in entries.items()

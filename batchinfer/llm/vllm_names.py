@@ -52,7 +52,6 @@ NO_EFFECT: Mapping[str, tuple[object, ...]] = {
     "enable_layerwise_nvtx_tracing": (),
     "enable_log_requests": (),
     "enable_logging_iteration_details": (),
-    "enable_lora": (),
     "enable_mamba_cache_stochastic_rounding": (),
     "enable_mamba_shared_prefix_checkpoint": (),
     "enable_mfu_metrics": (),

@@ -152,18 +152,26 @@ def describe_model(
     )
 
 
+def check_adapter(model: ModelDescription, device_type: str, adapter: Adapter) -> None:
+    """Raise ModelError for an adapter that does not go with how the model's KV is kept."""
+    if model.latent:
+        check_latents(model.config, device_type, (target.module for target in adapter.targets))
+
+
 def load_model(
     choice: ModelConfig,
     *,
     device: torch.device,
     kernels: KernelWish = _ANY_KERNELS,
     latent: bool = False,
+    more_adapters: bool = False,
 ) -> LoadedModel:
     """Check a model folder (or hub id), load its weights and try a few tokens.
 
     Args:
         kernels: what is to multiply.
         latent: ``engine.latent_cache``.
+        more_adapters: leave layers apart, so that adapters can be added later.
 
     Raises:
         ModelError: in one line with what to do; nothing from the folder is executed.
@@ -204,7 +212,7 @@ def load_model(
             pack_products(model, product.kernel, torch_dtype)
         torch.cuda.empty_cache()  # merged and quantised weights left holes of their size
     weight_bytes = model_bytes(model)
-    if described.lora:
+    if described.lora or more_adapters:
         add_adapters(model, layout, described.lora, product.kernel)
     elif device.type == "cpu":
         join_native_layers(model, layout)

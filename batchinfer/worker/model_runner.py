@@ -51,6 +51,10 @@ class ModelRunner:
         self._graphs = graphs
         self._scorer = PromptScorer(model)
 
+    def use_graphs(self, graphs: StepGraphs | None) -> None:
+        """Replay these from the next step on."""
+        self._graphs = graphs
+
     def submit(self, step: Step) -> Pending:
         """Start one step. A step that samples nothing gives an empty result.
 

@@ -15,7 +15,7 @@ from batchinfer.config import PromptConfig
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.llm.calls import OneCall
 from batchinfer.llm.compatibility import settle
-from batchinfer.llm.lora import LoRARequest, adapters_of_each
+from batchinfer.llm.lora import Adapters, LoRARequest
 from batchinfer.llm.pooling.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -32,7 +32,7 @@ from batchinfer.text.pairs.joined import PairBuilder
 from batchinfer.text.prompts import Prompt
 
 Float32 = npt.NDArray[np.float32]
-Adapters = str | Sequence[str | None] | None
+AdapterNames = str | Sequence[str | None] | None
 Requests = LoRARequest | Sequence[LoRARequest | None] | None
 _Result = TypeVar("_Result")
 
@@ -49,7 +49,7 @@ class PoolingCalls:
     _pooling: PoolingRunner
     _processes: TextProcesses
     _has_tokenizer: bool
-    _adapter_paths: Mapping[str, str]
+    _adapters: Adapters
     _prompts: Callable[[Sequence[str | Prompt]], list[Prompt | RowError]]
 
     def embed(
@@ -57,7 +57,7 @@ class PoolingCalls:
         prompts: PromptLike | Sequence[PromptLike],
         *,
         pooling_params: PoolingParams | None = None,
-        adapter: Adapters = None,
+        adapter: AdapterNames = None,
         lora_request: Requests = None,
         use_tqdm: ProgressBar = True,
         errors: OnError = "raise",
@@ -92,7 +92,7 @@ class PoolingCalls:
         prompts: PromptLike | Sequence[PromptLike],
         *,
         pooling_params: PoolingParams | None = None,
-        adapter: Adapters = None,
+        adapter: AdapterNames = None,
         lora_request: Requests = None,
         use_tqdm: ProgressBar = True,
         errors: OnError = "raise",
@@ -126,7 +126,7 @@ class PoolingCalls:
         pooling_params: PoolingParams | None = None,
         *,
         pooling_task: str | None = None,
-        adapter: Adapters = None,
+        adapter: AdapterNames = None,
         lora_request: Requests = None,
         use_tqdm: ProgressBar = True,
         errors: OnError = "raise",
@@ -169,7 +169,7 @@ class PoolingCalls:
         /,
         *,
         pooling_params: PoolingParams | None = None,
-        adapter: Adapters = None,
+        adapter: AdapterNames = None,
         lora_request: Requests = None,
         use_tqdm: ProgressBar = True,
         errors: OnError = "raise",
@@ -253,13 +253,12 @@ class PoolingCalls:
         prompts: Sequence[Prompt | RowError],
         result: Callable[[Float32], _Result],
         params: PoolingParams,
-        adapter: Adapters,
+        adapter: AdapterNames,
         lora_request: Requests,
         errors: OnError,
         use_tqdm: ProgressBar,
     ) -> list[PoolingRequestOutput[_Result]]:
-        loaded = (self._context.adapters, self._adapter_paths)
-        numbers = adapters_of_each(adapter, lora_request, len(prompts), *loaded)
+        numbers = self._adapters.of_each(adapter, lora_request, len(prompts))
         return self._pooling.run(prompts, numbers, params, result, errors, use_tqdm)
 
 

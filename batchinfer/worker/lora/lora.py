@@ -118,8 +118,10 @@ def add_adapters(
     layout: KVLayout,
     adapters: Sequence[Adapter],
     kernel: ProductKernel | None = None,
+    *,
+    first: int = 1,
 ) -> None:
-    """Read the adapters' weights and let rows of a step run through them, numbered from 1.
+    """Read the adapters' weights and let rows of a step run through them, numbered from ``first``.
 
     Args:
         model: loaded, its layers fused or not.
@@ -133,7 +135,7 @@ def add_adapters(
     """
     _split_native_layers(model)
     weight = next(model.parameters())
-    for number, adapter in enumerate(adapters, start=1):
+    for number, adapter in enumerate(adapters, start=first):
         try:
             _add_adapter(model, number, adapter, weight, kernel)
             _check_called(model, layout, number, adapter)
