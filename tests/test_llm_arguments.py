@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import time
 import warnings
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -339,8 +341,8 @@ def test_structured_outputs_are_one_thing_of_several_names(llm: LLM) -> None:
         StructuredOutputsParams()
     with pytest.raises(ValueError, match="has regex and grammar; give one"):
         GuidedDecodingParams(regex="a", grammar="b")
-    with pytest.raises(ValueError, match="not yet: structural_tag"):
-        StructuredOutputsParams(structural_tag="{}")
+    with pytest.raises(ValueError, match="has regex and structural_tag; give one"):
+        StructuredOutputsParams(regex="a", structural_tag="{}")
     assert GuidedDecodingParams.from_optional(regex=None) is None
     assert SamplingParams(thinking_token_budget=8) == SamplingParams(max_reasoning_tokens=8)
     assert SamplingParams(thinking_token_budget=-1) == SamplingParams()
@@ -353,6 +355,79 @@ def test_structured_outputs_are_one_thing_of_several_names(llm: LLM) -> None:
     )
     assert output.error is not None
     assert (output.error.code, output.prompt) == ("invalid_structured_output", "a")
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+TAGS = [
+    {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"},
+    {"begin": "<f=b>", "content": {"type": "any_text"}, "end": "</f>"},
+]
+TRIGGERED = {"type": "triggered_tags", "tags": TAGS, "triggers": ["<f="]}
+
+
+@pytest.mark.parametrize(
+    ("tag", "right", "wrong"),
+    [
+        (
+            {"structures": [{**TAGS[0], "schema": SCHEMA}], "triggers": ["<f="]},
+            ["free text", 'so <f=a>{"n":7}</f> and <f=a>{"n": 7}</f>.'],
+            ["<f=b>", '<f=a>{"n":8}', "<f=a>x"],
+        ),
+        (
+            {"format": TRIGGERED},
+            ["", "< f", 'x<f=b>any < text</f>y<f=a>{"n":7}</f>'],
+            ["<f=c>", "<f=a>{}"],
+        ),
+        (
+            {"format": {**TRIGGERED, "at_least_one": True, "stop_after_first": True}},
+            ["x<f=b>y</f>"],
+            ["", "free text", "<f=b>y</f>z"],
+        ),
+    ],
+)
+def test_structural_tags_are_grammars(
+    tag: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    params = StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", **tag}))
+    tokenizer = LLTokenizer("byte")
+    grammar = LLMatcher.grammar_from_lark(params.mapping()["grammar"])
+    for texts, fits in ((right, True), (wrong, False)):
+        for text in texts:
+            matcher = LLMatcher(tokenizer, grammar)
+            assert not matcher.get_error()
+            taken = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+            assert taken == fits, text
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [
+        ("[", "structural_tag is not JSON"),
+        ({"type": "x"}, "its type must be structural_tag"),
+        ({"type": "structural_tag", "format": {"type": "or"}}, 'not yet: .* format "or"'),
+        ({"type": "structural_tag", "format": {**TRIGGERED, "triggers": ["<g"]}}, "begin must be"),
+        ({"type": "structural_tag", "format": {**TRIGGERED, "tags": []}}, "must have tags"),
+    ],
+)
+def test_a_bad_structural_tag_is_named(tag: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tag))
+
+
+def test_a_structural_tag_holds_for_samples(llm: LLM) -> None:
+    form = {**TRIGGERED, "at_least_one": True, "stop_after_first": True, "tags": TAGS[:1]}
+    tag = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
+    trigger = llm.get_tokenizer().convert_tokens_to_ids(list("<f="))
+
+    def trigger_first(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output_token_ids) < len(trigger):
+            logits[trigger[len(output_token_ids)]] += 1000.0
+        return logits
+
+    params = SamplingParams(
+        structured_outputs=tag, logits_processors=[trigger_first], max_tokens=128, seed=1
+    )
+    assert re.fullmatch(r'<f=a>\{\s*"n"\s*:\s*7\s*\}</f>', run(llm, "a", params).outputs[0].text)
 
 
 def test_grammars_may_be_in_gbnf(llm: LLM) -> None:

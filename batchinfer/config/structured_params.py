@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchinfer.config.structural_tag import structural_grammar
 from batchinfer.config.structured import KINDS
+
+_KINDS = (*KINDS, "structural_tag")
 
 
 @dataclass
 class StructuredOutputsParams:
-    """What a text must look like; give one of the first five.
+    """What a text must look like; give one of the first five, or a structural tag.
 
     Raises:
         ValueError: none of them is given, or several.
@@ -31,21 +34,21 @@ class StructuredOutputsParams:
     """Objects have no other properties than their schema names, unless it says that they may."""
     whitespace_pattern: str | None = None
     """What comes between the parts of JSON, as an expression."""
-    structural_tag: str | None = None
-    """Only None."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """xgrammar's: tags with contents of their own in free text; triggered tags of JSON or text."""
     unsupported: str | None = None
     """check: a schema that no grammar can insist on is what finished texts are judged by."""
 
     def __post_init__(self) -> None:
-        if self.structural_tag is not None:
-            raise ValueError("not yet: structural_tag is not supported by this version")
-        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
             what = " and ".join(given) if given else "nothing"
-            raise ValueError(f"{type(self).__name__} has {what}; give one of {', '.join(KINDS)}")
+            raise ValueError(f"{type(self).__name__} has {what}; give one of {', '.join(_KINDS)}")
 
     def mapping(self) -> dict[str, Any]:
         """What is given, as ``SamplingParams.structured_outputs`` of a job has it."""
+        if self.structural_tag is not None:
+            return {"grammar": structural_grammar(self.structural_tag)}
         names = (*KINDS, "whitespace_pattern", "unsupported")
         found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.disable_any_whitespace and ("json" in found or "json_object" in found):
@@ -68,7 +71,7 @@ class GuidedDecodingParams(StructuredOutputsParams):
     def from_optional(**given: Any) -> GuidedDecodingParams | None:
         """The parameters, or None where no form of text is given."""
         kept = {name: value for name, value in given.items() if value is not None}
-        return GuidedDecodingParams(**kept) if any(kind in kept for kind in KINDS) else None
+        return GuidedDecodingParams(**kept) if any(kind in kept for kind in _KINDS) else None
 
 
 def closed_schema(schema: Any) -> Any:
