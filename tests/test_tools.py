@@ -172,7 +172,7 @@ def test_python_calls_have_tools(model: Path) -> None:
     call = '<tool_call>\n{"name": "lamp", "arguments": {"what": "on"}}\n</tool_call>'
     params = SamplingParams(max_tokens=200, structured_outputs={"choice": [f"I do.{call}"]})
     with_tools, without = (
-        llm.chat(TALK, params, tools=tools, use_tqdm=False)[0] for tools in ([LAMP], None)
+        llm.chat(TALK, params, tools=tools, use_tqdm=False)[0] for tools in ([LAMP], [])
     )
     (sample,) = with_tools.outputs
     assert (with_tools.prompt or "").startswith("lamp Answer with")

@@ -293,7 +293,7 @@ class LLM(PoolingCalls):
         template = self._chat_template if chat_template is None else chat_template
         rows = [{"messages": item} for item in read_conversations(given)]
         check_priority(priority, len(rows), "LLM.chat")
-        callable_tools = None if tools is None else checked_tools(tools)
+        callable_tools = (None if tools is None else checked_tools(tools)) or None
         with self._one_call("chat"):
             recipe = partial(
                 PromptBuilder,

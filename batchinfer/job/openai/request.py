@@ -215,15 +215,18 @@ def _check_known(body: Mapping[str, Any]) -> None:
 
 def _tools(body: Mapping[str, Any], *, is_chat: bool, has_tools: bool) -> RowTools | None:
     """The tools of a request; None where it has none, or must call none."""
-    if not body.get("tools") and body.get("tool_choice") in (None, "none", "auto"):
-        return None
+    choice = body.get("tool_choice")
+    if not body.get("tools"):
+        if choice in (None, "none", "auto"):
+            return None
+        raise _invalid(f"body.tool_choice is {format_value(choice)}, and there are no tools")
     if not is_chat:
         raise RowError("unsupported_parameter", f"body.tools is not for {COMPLETIONS}")
     if not has_tools:
         need = "output.tool_parser: auto of the job, or run-batch --tool-call-parser auto"
         raise RowError("unsupported_parameter", f"body.tools needs {need}")
     try:
-        tools = row_tools(body.get("tools") or [], body.get("tool_choice"), "body")
+        tools = row_tools(body["tools"], choice, "body")
     except RowError as error:
         raise invalid(error.message) from None
     several = body.get("parallel_tool_calls", True)

@@ -147,8 +147,11 @@ def _grammar(num_tools: int, body: str, rules: list[str]) -> str:
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = tool["function"].get("parameters") or {"type": "object"}
+    """The schema of a tool's arguments: those that it lists, unless it asks for others."""
+    parameters = tool["function"].get("parameters", {})
     schema: dict[str, Any] = widened_schema(exact_schema(parameters))
+    if set(schema) <= _OF_PLAIN_OBJECTS:
+        return {"type": "object", "additionalProperties": False, **schema}
     return schema
 
 

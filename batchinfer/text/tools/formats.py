@@ -95,5 +95,6 @@ def find_tool_format(
     raise UsageError(
         "tool_parser is auto, but the chat template has the signs of no format of calls that is "
         "known",
-        hint=f"name one: {', '.join(FORMATS)}; or set none, to leave calls in the text",
+        hint=f"name one (run-batch: --tool-call-parser): {', '.join(FORMATS)}; or set none, to "
+        "leave calls in the text",
     )

@@ -138,7 +138,7 @@ def row_tools(value: object, choice: object, where: str) -> RowTools | None:
     Raises:
         RowError: ``unsupported_content``.
     """
-    if value is None:
+    if value is None or value in ("", b""):  # as CSV has what is missing
         return None
     if isinstance(value, RowError):
         raise value

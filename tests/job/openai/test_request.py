@@ -119,6 +119,10 @@ def test_a_limit_given_twice_is_one_if_both_agree() -> None:
             {"url": TEXT, "body": {"prompt": "x", "reasoning_effort": "low"}},
             "body.reasoning_effort is for /v1/chat/completions",
         ),
+        (
+            {"body": {"messages": [], "tool_choice": "required"}},
+            'body.tool_choice is "required", and there are no tools',
+        ),
         ({"url": TEXT, "body": {"prompt": "x", "messages": []}}, "body.messages is not for"),
     ],
 )
@@ -132,7 +136,6 @@ def test_what_is_no_request(change: dict[str, Any], message: str) -> None:
     ("url", "body", "message"),
     [
         (CHAT, {"tools": [{"type": "function"}]}, "body.tools needs output.tool_parser"),
-        (CHAT, {"tool_choice": "required"}, "body.tools needs output.tool_parser"),
         (TEXT, {"tools": [{"type": "function"}]}, "body.tools is not for /v1/completions"),
         (CHAT, {"stream": True}, "body.stream is true"),
         (CHAT, {"parallel_tool_calls": 1}, "body.parallel_tool_calls is 1"),

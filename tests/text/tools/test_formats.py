@@ -412,6 +412,28 @@ def follows(grammar: str, tokenizer: Tokenizer, text: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize(
+    ("parameters", "takes_others"),
+    [
+        (None, False),
+        ({"type": "object", "properties": {}}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, True),
+        ({"anyOf": [{"type": "object"}]}, True),
+    ],
+)
+def test_arguments_that_no_schema_lists_are_not_made_up(
+    parameters: dict[str, Any] | None, takes_others: bool
+) -> None:
+    function = {"name": "f"} if parameters is None else {"name": "f", "parameters": parameters}
+    tokenizer = byte_tokenizer()
+    tools = checked_tools([{"type": "function", "function": function}])
+    grammar = RowTools(tools, "required").grammar(FORMATS["llama3_json"], tokenizer)
+    assert grammar is not None
+    assert follows(grammar, tokenizer, '{"name": "f", "parameters": {}}')
+    others = '{"name": "f", "parameters": {"x": 1}}'
+    assert follows(grammar, tokenizer, others) is takes_others
+
+
 OPTIONAL = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "integer"}, "c": {"type": "string"}},
@@ -466,6 +488,7 @@ def test_tools_of_a_row() -> None:
     assert row_tools(None, "required", "x") is None
     assert row_tools([whole], "none", "x") is None
     assert row_tools("[]", "auto", "x") is None
+    assert row_tools(b"", "required", "x") is None
     named = {"type": "function", "function": {"name": "f"}}
     assert row_tools([whole], named, "x") == RowTools([whole], named)
     assert row_tools([whole], None, "x") == RowTools([whole])
