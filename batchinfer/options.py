@@ -60,7 +60,7 @@ class BatchOptions:
     ] = None
     reasoning_parser: Annotated[
         str,
-        typer.Option(metavar="auto|none", help="auto: answers tell the model's thinking apart."),
+        typer.Option(metavar="NAME", help="Tell thinking from answers: auto, qwen3, ..., none."),
     ] = "none"
     tool_call_parser: Annotated[
         str, typer.Option(metavar="NAME", help="How the model writes calls: auto, hermes, ...")

@@ -6,12 +6,13 @@ that is a pipe or the like, in the current folder; its ``openai/`` holds answers
 
 from __future__ import annotations
 
+import json
 import os.path
 from pathlib import Path, PurePath
 from typing import Any
 
 from batchinfer.console.display import TextDisplay
-from batchinfer.console.format import printable
+from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.job.input.openai_batch import EMBEDDINGS, first_url
 from batchinfer.job.output.export_record import is_open_file
@@ -23,6 +24,7 @@ from batchinfer.job.spec.tasks import EMBED
 from batchinfer.job.spec.yaml import YamlText
 from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.options import BATCH_ENGINE_KEYS, MODEL_KEYS, BatchOptions, given
+from batchinfer.text.reasoning.formats import PARSERS, checked_reasoning
 
 _TO_THE_END = 2**31 - 1
 """As ``max_tokens``: all that the model's length leaves after the prompt."""
@@ -77,7 +79,7 @@ def _keys(options: BatchOptions) -> dict[str, Any]:
         "output": {
             "path": state_directory(options),
             "format": "openai-batch",
-            "reasoning": options.reasoning_parser,
+            "reasoning": _reasoning(options.reasoning_parser),
             "tool_parser": options.tool_call_parser,
         },
         "errors": {"max_error_rate": options.max_error_rate},
@@ -89,6 +91,18 @@ def _task(options: BatchOptions) -> dict[str, Any]:
     if first_url(options.input_file) == EMBEDDINGS:
         return {"task": EMBED.name}
     return {"sampling": {"max_tokens": options.max_tokens or _TO_THE_END, "seed": options.seed}}
+
+
+def _reasoning(asked: str) -> Any:
+    """``output.reasoning`` as an option gives it: by name, or the markers as JSON."""
+    names = {"auto": "auto", "none": "none", **PARSERS}
+    if asked in names:
+        return names[asked]
+    try:
+        return checked_reasoning(json.loads(asked))
+    except ValueError:
+        known = did_you_mean(asked, tuple(names))
+        raise UsageError(f"--reasoning-parser: {format_value(asked)} is not known{known}") from None
 
 
 def run_batch(options: BatchOptions) -> ExitCode:

@@ -26,6 +26,19 @@ _MARKERS = (
     ("◁think▷", "◁/think▷", ""),  # Kimi VL
     ("Here is my thought process:", "Here is my response:", ""),  # Granite 3.2
 )
+_THINK = {"start": "<think>", "end": "</think>"}
+_THINKERS = (
+    *("deepseek_r1", "deepseek_v3", "glm45", "holo2", "kimi_k2", "minimax_m2", "nemotron_v3"),
+    *("olmo3", "qwen3", "step3", "step3p5"),
+)
+PARSERS: Mapping[str, str | Mapping[str, str]] = {
+    **dict.fromkeys(_THINKERS, _THINK),
+    "granite": {"start": "Here is my thought process:", "end": "Here is my response:"},
+    "mistral": {"start": "[THINK]", "end": "[/THINK]"},
+    "openai_gptoss": "auto",
+    "seed_oss": {"start": "<seed:think>", "end": "</seed:think>"},
+}
+"""What to ask for by vLLM's names of ``--reasoning-parser``."""
 
 
 def checked_reasoning(asked: object) -> str | Mapping[str, str]:

@@ -187,6 +187,21 @@ def test_an_output_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "out.jsonl.batchinfer/_SUCCESS" in found
 
 
+def test_thinking_is_told_apart_by_the_names_of_vllm_or_by_markers() -> None:
+    markers = {"start": "<a>", "end": "</a>"}
+    for asked, found in [
+        ("auto", "auto"),
+        ("qwen3", {"start": "<think>", "end": "</think>"}),
+        ("openai_gptoss", "auto"),
+        (json.dumps(markers), markers),
+    ]:
+        job = module.batch_job(ask(GOOD, reasoning_parser=asked))
+        assert job.output.asked_reasoning == found
+    for asked, says in [("qwen", "did you mean qwen3"), ('{"start": "<a>"}', "known: auto")]:
+        with pytest.raises(UsageError, match=f"--reasoning-parser: .* is not known; {says}"):
+            module.batch_job(ask(GOOD, reasoning_parser=asked))
+
+
 def test_the_output_is_not_the_input() -> None:
     with pytest.raises(UsageError, match="the output file is the input file"):
         run_batch(ask(GOOD, output_file="./in.jsonl"))
