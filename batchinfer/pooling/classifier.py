@@ -167,14 +167,24 @@ def _class_name(values: Mapping[str, Any]) -> str:
 
 def _logit_score(folder: Path) -> tuple[int | None, int] | None:
     """Token ids of sentence-transformers' ``LogitScore``: what is held against, and the label."""
-    for module in read_json(folder / "modules.json") or ():
+    modules = read_json(folder / "modules.json")
+    for module in map(_mapping, modules if isinstance(modules, list) else ()):
         if str(module.get("type", "")).rpartition(".")[2] == "LogitScore":
             path = folder / str(module.get("path", "")) / "config.json"
-            ids = read_json(path)
-            if not isinstance(ids, Mapping) or type(ids.get("true_token_id")) is not int:
-                raise ModelError(f"{path} has no true_token_id; fetch the model again")
-            return ids.get("false_token_id"), ids["true_token_id"]
+            ids = _mapping(read_json(path))
+            label, other = ids.get("true_token_id"), ids.get("false_token_id")
+            if type(label) is not int or (other is not None and type(other) is not int):
+                raise ModelError(
+                    f"{path}: true_token_id and false_token_id must be token ids; fetch the model "
+                    "again"
+                )
+            return other, label
     return None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """A JSON object, or an empty one in the place of anything else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _of_labels(folder: Path, values: Mapping[str, Any], config: ClassifyConfig) -> Classifier:
@@ -186,10 +196,13 @@ def _of_labels(folder: Path, values: Mapping[str, Any], config: ClassifyConfig) 
             f"{folder}: the weight files have no tensor score.weight, the head that "
             f"{_class_name(values)[:80]} has; fetch the model again"
         )
+    _check_width(stored, values)
     weight = stored.read()
     labels = _labels(folder, values, len(weight))
     bias = find_tensor(folder, "score.bias")
     offset = np.zeros(len(weight), np.float32) if bias is None else bias.read()
+    if offset.shape != (len(weight),):
+        raise ModelError(f"{folder}: score.bias does not belong to score.weight; fetch it again")
     activation = _activation(folder, values, config, len(labels))
     return Classifier(labels, (Dense(weight, offset, activation),))
 
@@ -227,8 +240,8 @@ def _labels(folder: Path, values: Mapping[str, Any], count: int) -> tuple[str, .
 
 def _own_activation(folder: Path, values: Mapping[str, Any]) -> str | None:
     """What a model's files say of its activation."""
-    saved = read_json(folder / "config_sentence_transformers.json") or {}
-    own = values.get("sentence_transformers") or {}
+    saved = _mapping(read_json(folder / "config_sentence_transformers.json"))
+    own = _mapping(values.get("sentence_transformers"))
     named = (
         own.get("activation_fn")
         or values.get("sbert_ce_default_activation_function")
@@ -252,7 +265,7 @@ def _of_tokens(
     tokens: Sequence[str | int | None],
     token_id: TokenId,
 ) -> Classifier:
-    for part in (values, values.get("text_config") or {}):
+    for part in (values, _mapping(values.get("text_config"))):
         if key := next((key for key in _CHANGED_LOGITS if part.get(key)), None):
             raise ModelError(f"{folder}/config.json: not yet: labels of changed logits ({key})")
     stored = find_tensor(
@@ -260,6 +273,7 @@ def _of_tokens(
     )
     if stored is None:
         raise ModelError(f"{folder}: the weight files have no output head and no embeddings")
+    _check_width(stored, values)
     rows = [_row(stored, token, token_id) for token in tokens]
     weight = stored.read([row for row in rows if row is not None])
     is_one = config.has_pairs or config.tokens is None  # a reranker's
@@ -274,6 +288,17 @@ def _of_tokens(
         kind = own or ("sigmoid" if is_one else "softmax")
     dense = Dense(weight, np.zeros(len(weight), np.float32), _ACTIVATIONS[kind])
     return Classifier(tuple(names), (dense,))
+
+
+def _check_width(stored: StoredTensor, values: Mapping[str, Any]) -> None:
+    """Check that a head takes hidden states as wide as the model's."""
+    text = _mapping(values.get("text_config")) or values
+    width = text.get("hidden_size", text.get("n_embd"))
+    if len(stored.shape) != 2 or stored.shape[1] != width:
+        shape = " x ".join(map(str, stored.shape))
+        raise ModelError(
+            f"{stored.path}: {stored.name} is {shape}; by config.json it takes {width} numbers"
+        )
 
 
 def _row(stored: StoredTensor, token: str | int | None, token_id: TokenId) -> int | None:

@@ -136,7 +136,8 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
     """Prompts by their names, and the name of the default one."""
-    values = read_json(path) or {}
+    found = read_json(path)
+    values = found if isinstance(found, Mapping) else {}
     prompts = values.get("prompts") or {}
     if not isinstance(prompts, Mapping) or not all(isinstance(p, str) for p in prompts.values()):
         raise ModelError(f"{path}: prompts must be texts by their names; fetch the model again")

@@ -1,0 +1,113 @@
+"""Heads of classifiers as folders have them, damaged ones too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from batchinfer.config import ClassifyConfig
+from batchinfer.errors import JobError
+from batchinfer.pooling.classifier import read_classifier, sigmoid, softmax
+from batchinfer.pooling.tensors import find_tensor
+
+TOKENS = {"no": 1, "yes": 2}
+CONFIG = {
+    "architectures": ["LlamaForSequenceClassification"],
+    "hidden_size": 4,
+    "id2label": {"0": "a", "1": "b", "2": "c"},
+}
+
+
+def folder_of(path: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | config))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_is_read_as_it_was_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+    saved = torch.randn(7, 5).to(dtype)
+    others = {"a": torch.zeros(3, dtype=torch.int8), "model.z.weight": torch.ones(2)}
+    folder = folder_of(tmp_path / "m", {}, {"model.score.weight": saved, **others})
+    found = find_tensor(folder, "nothing", "score.weight")
+    assert found is not None
+    assert found.read().tolist() == saved.float().tolist()
+    assert found.read([5, 0]).tolist() == saved.float()[[5, 0]].tolist()
+    assert find_tensor(folder, "core.weight") is None, "names end where a part of them begins"
+
+
+def test_activations_are_those_of_torch() -> None:
+    logits = np.array([-200.0, 0.5, 3.0, 150.0], np.float32)
+    ours, theirs = softmax(logits), torch.from_numpy(logits).softmax(-1)
+    assert ours.tolist() == pytest.approx(theirs.tolist(), abs=1e-7)
+    ours, theirs = sigmoid(logits), torch.from_numpy(logits).sigmoid()
+    assert ours.tolist() == pytest.approx(theirs.tolist(), abs=1e-7)
+
+
+HEAD = {"score.weight": torch.ones(3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "tensors", "message"),
+    [
+        ({"architectures": []}, {}, HEAD, "no head that classifies"),
+        ({"architectures": "x"}, {}, HEAD, "no head that classifies"),
+        ({}, {}, {"x": torch.ones(1)}, "no tensor score.weight"),
+        ({"hidden_size": 5}, {}, HEAD, "score.weight is 3 x 4; by config.json it takes 5"),
+        ({}, {}, {"score.weight": torch.ones(3)}, "score.weight is 3; by config.json it takes 4"),
+        ({}, {}, {**HEAD, "score.bias": torch.ones(2)}, "score.bias does not belong"),
+        ({}, {}, {"score.weight": torch.ones(3, 4, dtype=torch.int8)}, "not yet: .* stored as I8"),
+        ({"id2label": {"0": "a"}}, {}, HEAD, "id2label has 1 labels and the head 3"),
+        ({"sbert_ce_default_activation_function": "x.GELU"}, {}, HEAD, "the activation x.GELU"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            {
+                "modules.json": [5, {"type": "x.LogitScore", "path": "1"}],
+                "1/config.json": {"true_token_id": "yes"},
+            },
+            HEAD,
+            "1/config.json: true_token_id and false_token_id must be token ids",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            {
+                "modules.json": [{"type": "x.LogitScore", "path": "1"}],
+                "1/config.json": {"true_token_id": 9},
+            },
+            {"lm_head.weight": torch.ones(3, 4)},
+            "lm_head.weight has no row 9",
+        ),
+    ],
+)
+def test_a_damaged_folder_says_what_is_wrong(
+    tmp_path: Path, config: Any, files: Any, tensors: Any, message: str
+) -> None:
+    folder = folder_of(tmp_path / "m", config, tensors)
+    (folder / "1").mkdir()
+    for name, value in files.items():
+        (folder / name).write_text(json.dumps(value))
+    with pytest.raises(JobError, match=message):
+        read_classifier(str(folder), None, ClassifyConfig(), TOKENS.get)
+
+
+def test_oddities_beside_a_head_are_passed_over(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "m", {"sentence_transformers": 5, "text_config": None}, HEAD)
+    (folder / "config_sentence_transformers.json").write_text("[]")
+    classifier = read_classifier(str(folder), None, ClassifyConfig(), TOKENS.get)
+    assert classifier.labels == ("a", "b", "c")
+    assert classifier(np.ones(4, np.float32)).tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_logits_that_are_changed_are_refused(tmp_path: Path) -> None:
+    config = {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": 30.0}
+    folder = folder_of(tmp_path / "m", config, {"model.embed_tokens.weight": torch.ones(3, 4)})
+    asked = ClassifyConfig(tokens=("no", "yes"))
+    with pytest.raises(JobError, match=r"not yet: labels of changed logits \(final_logit"):
+        read_classifier(str(folder), None, asked, TOKENS.get)
