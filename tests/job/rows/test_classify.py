@@ -109,15 +109,17 @@ def test_pairs_are_joined_as_the_tokenizer_does(tmp_path: Path, text_model: Path
     assert rows[1]["num_prompt_tokens"] == tokens, "a byte each, and two <s>"
 
 
-def test_a_long_pair_is_cut_as_transformers_does(tmp_path: Path, text_model: Path) -> None:
+def test_long_pairs_are_cut_as_transformers_does(tmp_path: Path, text_model: Path) -> None:
     model = make_classifier(tmp_path / "model", text_model, num_labels=1)
-    pair = ("a query", "word " * 200)
+    query, kept = "a query", 511 - 2 - len("a query")
+    documents = ["word " * 200, "x" * (kept + 1), "y" * kept]
     more = PAIRS + "prompt: {on_too_long: truncate_right}\n"
-    (row,) = run(tmp_path, model, {"q": pair[:1], "d": pair[1:]}, more)
-    assert (row["num_prompt_tokens"], row["truncated"]) == (511, True)
-    kept = 511 - 2 - len(pair[0])
-    expected = float(logits(model, pair[0], pair[1][:kept]).sigmoid())
-    assert row["score"] == pytest.approx(expected, abs=1e-4)
+    rows = run(tmp_path, model, {"q": [query] * 3, "d": documents}, more)
+    assert [row["truncated"] for row in rows] == [True, True, False]
+    for row, document in zip(rows, documents, strict=True):
+        assert row["num_prompt_tokens"] == 511
+        expected = float(logits(model, query, document[:kept]).sigmoid())
+        assert row["score"] == pytest.approx(expected, abs=1e-4)
 
 
 QUESTION = (
