@@ -282,7 +282,7 @@ CASES = (
         num_heads=8, num_kv_heads=1, key_width=80, value_width=40,
         sliding_window=700, softcap=3.0, sinks=True,
     ),
-    _attention("d64_fp8", _DECODE, fp8=True, **_D64),
+    _attention("d64_fp8", _DECODE, _CHUNK, fp8=True, **_D64),
     _attention("d256_fp8", _DECODE, _CHUNK, fp8=True, **_D256),
     _shared("shared_d128", _PLAN, _SHARED, **_D128),
     _shared("shared_d256", _SHARED, **_D256),

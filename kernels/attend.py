@@ -20,8 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.fp8 import in_float16, widen, widen_pairs
-from batchinfer.kernels.fp8_halves import below_zeros, dot_halves, in_halves, twice
+from batchinfer.kernels.fp8 import in_float16, widen
 from batchinfer.kernels.launch import compute_capability
 
 LOG2E = math.log2(math.e)
@@ -92,20 +91,41 @@ def load_tokens(
 
 
 @triton.jit
+def load_turned(
+    cache_ptr,  # [num_slots, D, block_size] of one KV head
+    slots,  # [TILE] int32 or int64
+    offsets,  # [TILE] int32: tokens in their blocks
+    slot_units,
+    width_stride,
+    UNIT: tl.constexpr,  # elements
+    WIDTH: tl.constexpr,  # D
+    WIDTH_BLOCK: tl.constexpr,  # D, padded
+    BLOCK_SIZE: tl.constexpr,
+):  # [WIDTH_BLOCK, TILE]
+    # Neighbours in a block are neighbours in memory, which Triton cannot see from a table.
+    tile: tl.constexpr = slots.shape[0]
+    if tile % BLOCK_SIZE == 0:
+        slots = tl.max_constancy(slots, BLOCK_SIZE)
+    columns = tl.arange(0, WIDTH_BLOCK)
+    tokens = (slots * slot_units).to(tl.int64) * UNIT + offsets
+    ptrs = (cache_ptr + columns * width_stride)[:, None] + tokens[None, :]
+    if WIDTH == WIDTH_BLOCK:
+        turned = tl.load(ptrs)
+    else:
+        turned = tl.load(ptrs, mask=columns[:, None] < WIDTH, other=0)
+    return turned
+
+
+@triton.jit
 def load_query(
     ptrs,  # [ROWS, KEY_BLOCK]
     mask,  # [ROWS, KEY_BLOCK]
     score_scale,
     CACHE_TYPE: tl.constexpr,
-    HALVES: tl.constexpr = False,
-):  # [ROWS, KEY_BLOCK] as it is multiplied (its halves: twice the rows), and [ROWS] float32, the
-    # scale of each row's scores
+):  # [ROWS, KEY_BLOCK] as it is multiplied, and [ROWS] float32, the scale of each row's scores
     query = tl.load(ptrs, mask=mask, other=0.0)
     scales = tl.zeros([query.shape[0]], tl.float32) + score_scale
-    if HALVES:
-        query, down = in_halves(query.to(tl.float32), CACHE_TYPE)
-        scales = scales * down
-    elif (query.dtype == tl.bfloat16) & (CACHE_TYPE.primitive_bitwidth == 8):
+    if (query.dtype == tl.bfloat16) & (CACHE_TYPE.primitive_bitwidth == 8):
         # float8 becomes float16 in one instruction for two, bfloat16 in four.
         query, down = in_float16(query.to(tl.float32))
         scales = scales * down
@@ -114,15 +134,15 @@ def load_query(
 
 @triton.jit
 def attend(
-    query,  # [ROWS, KEY_BLOCK]; its halves: [2 * ROWS, KEY_BLOCK]
+    query,  # [ROWS, KEY_BLOCK]
     positions,  # [ROWS] int32, of each row's token
     begin,  # first and
     end,  # last + 1 position to read
     row_max,  # [ROWS] float32: the state so far
     row_sum,  # [ROWS] float32
-    acc,  # [ROWS, VALUE_BLOCK] float32; with halves rows that are for nothing come after
+    acc,  # [ROWS, VALUE_BLOCK] float32
     key_ptr,  # [num_slots, block_size, Dk] of the KV head
-    value_ptr,  # [num_slots, block_size, Dv] of the KV head
+    value_ptr,  # [num_slots, block_size, Dv] of the KV head; turned: [num_slots, Dv, block_size]
     table_ptr,  # [max_blocks] int32, the sequence's
     key_slot_units,
     key_token_units,
@@ -141,18 +161,13 @@ def attend(
     UNIT: tl.constexpr,
     ROW_TYPE: tl.constexpr,  # int32 where every row of the pool has such a number
     SAME_ROWS: tl.constexpr,  # of keys and values
-    PAIRS: tl.constexpr,  # values of one byte are read two at a time
+    TURNED: tl.constexpr,  # values lie in their blocks by columns, and none is NaN
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,  # false: whole tiles, and every row sees all of them
-    HALVES: tl.constexpr = False,
-):  # the state, with halves as many rows of it as `acc` has
-    weight_type: tl.constexpr = tl.float16 if HALVES else query.dtype
+):
     places = tl.arange(0, TILE)
-    if PAIRS:
-        value_ptr = value_ptr.to(tl.pointer_type(tl.uint16))
-        acc, odd_acc = tl.split(tl.reshape(acc, [acc.shape[0], VALUE_BLOCK // 2, 2]))
     # Tiles lie at multiples of TILE, wherever the range begins: a tile then meets whole blocks.
     for tile in range(begin // TILE * TILE, end, TILE):
         tokens = tile + places
@@ -175,11 +190,8 @@ def attend(
         # Dead keys are read, and their scores replaced. Dead values are 0 by selection: a weight of
         # 0 would not do, since a slot holds whatever its last user left, and 0 * NaN is NaN.
         key = load_tokens(key_ptr, rows, None, key_width_stride, UNIT, KEY_WIDTH, KEY_BLOCK)
-        if HALVES:
-            scores = dot_halves(query, key)
-        else:
-            key = widen(key, query.dtype)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        key = widen(key, query.dtype)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if CAPPED:
             scores = cap - 2.0 * cap / (tl.exp2(scores * scales[:, None]) + 1.0)
         if MASKED:
@@ -193,7 +205,7 @@ def attend(
         if not CAPPED:
             tile_max *= scales
             scores *= scales[:, None]
-        if PAIRS:
+        if TURNED and query.dtype == tl.float16:
             # Weights up to 2^15 instead of 1, and the sum with them: float16 ends at 2^-24.
             tile_max -= 15.0
         new_max = tl.maximum(row_max, tile_max)
@@ -204,31 +216,21 @@ def attend(
         row_sum = row_sum * decay + tl.sum(weights, 1)
         row_max = new_max
 
-        weights = weights.to(weight_type)
-        if HALVES:
-            weights, decay = below_zeros(weights), twice(decay)
-        if not SAME_ROWS:
-            rows = slots * value_slot_units + offsets * value_token_units
-        if PAIRS:
-            # Tensor cores want neighbours in the context in one register. Where each is two bytes
-            # that costs nothing, and even and odd columns are multiplied apart.
-            pairs = load_tokens(
-                value_ptr, rows, live, value_width_stride, UNIT // 2, VALUE_WIDTH // 2,
-                VALUE_BLOCK // 2,
+        weights = weights.to(query.dtype)
+        if TURNED:
+            value = load_turned(
+                value_ptr, slots, offsets, value_slot_units, value_width_stride,
+                UNIT, VALUE_WIDTH, VALUE_BLOCK, BLOCK_SIZE,
             )  # fmt: skip
-            even, odd = widen_pairs(pairs, weight_type, key_ptr.dtype.element_ty)
-            acc = tl.dot(weights, even, acc * decay[:, None], input_precision="ieee")
-            odd_acc = tl.dot(weights, odd, odd_acc * decay[:, None], input_precision="ieee")
+            value = tl.trans(widen(value, query.dtype))
         else:
+            if not SAME_ROWS:
+                rows = slots * value_slot_units + offsets * value_token_units
             value = load_tokens(
                 value_ptr, rows, live, value_width_stride, UNIT, VALUE_WIDTH, VALUE_BLOCK
             )
-            value = widen(value, weight_type)
-            acc = tl.dot(weights, value, acc * decay[:, None], input_precision="ieee")
-    if PAIRS:
-        acc = tl.reshape(tl.join(acc, odd_acc), [acc.shape[0], VALUE_BLOCK])
-    if HALVES:
-        row_max, row_sum = twice(row_max), twice(row_sum)
+            value = widen(value, query.dtype)
+        acc = tl.dot(weights, value, acc * decay[:, None], input_precision="ieee")
     return row_max, row_sum, acc
 
 

@@ -23,7 +23,6 @@ from batchinfer.kernels.attend import (
     padded,
 )
 from batchinfer.kernels.chunk_work import ChunkWork
-from batchinfer.kernels.fp8 import widens_pairs
 from batchinfer.kernels.launch import OPTIONS
 
 
@@ -43,10 +42,12 @@ def chunk_config(heads: Heads) -> LaunchConfig:
         rows, tile, num_stages = 128, 64, 5
     elif heads.widths <= 256:
         rows, tile, num_stages = (128, 128, 3) if warp_groups else (128, 32, 5)
+        if fp8 and not warp_groups:
+            return LaunchConfig(max(64, padded(heads.group)), tile, num_warps=4, num_stages=5)
     elif heads.widths > 512:
         rows, tile, num_stages = 64, 16, 2
     elif warp_groups:
-        rows, tile, num_stages = (128, 16, 5) if fp8 else (128, 64, 3)
+        rows, tile, num_stages = (128, 16, 3) if fp8 else (128, 64, 3)
     else:
         rows, tile, num_stages = 64, 32, 2
     return LaunchConfig(max(rows, padded(heads.group)), tile, num_warps=8, num_stages=num_stages)
@@ -61,7 +62,6 @@ def attend_chunks(shared: dict[str, Any], heads: Heads, work: ChunkWork) -> None
     """Attend in chunks; `shared` are the arguments of both kinds of programs."""
     config = chunk_config(heads)
     arguments = {name: value for name, value in shared.items() if name != "NUM_KV_HEADS"}
-    arguments["PAIRS"] &= widens_pairs(heads.capability)
     _chunk_kernel[(len(work.items), shared["NUM_KV_HEADS"])](
         **arguments,
         items_ptr=work.items,
@@ -114,7 +114,7 @@ def _chunk_kernel(
     UNIT: tl.constexpr,  # elements, of where a token lies
     ROW_TYPE: tl.constexpr,
     SAME_ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    TURNED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     TOKENS: tl.constexpr,  # query tokens of a tile
@@ -162,7 +162,7 @@ def _chunk_kernel(
             value_slot_units, value_token_units, value_width_stride,
             scales, cap, window,
             BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-            UNIT, ROW_TYPE, SAME_ROWS, PAIRS, WINDOWED, CAPPED, TILE, False,
+            UNIT, ROW_TYPE, SAME_ROWS, TURNED, WINDOWED, CAPPED, TILE, False,
         )  # fmt: skip
         begin = end
     end = computed + tl.minimum(first + TOKENS, query_len)
@@ -173,7 +173,7 @@ def _chunk_kernel(
         value_slot_units, value_token_units, value_width_stride,
         scales, cap, window,
         BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-        UNIT, ROW_TYPE, SAME_ROWS, PAIRS, WINDOWED, CAPPED, TILE, True,
+        UNIT, ROW_TYPE, SAME_ROWS, TURNED, WINDOWED, CAPPED, TILE, True,
     )  # fmt: skip
 
     columns = tl.arange(0, VALUE_BLOCK)

@@ -29,28 +29,29 @@ from batchinfer.kernels.attend import (
 )
 from batchinfer.kernels.decode_list import pieces
 from batchinfer.kernels.decode_work import DecodeWork
+from batchinfer.kernels.fp8_halves import MOST_HEADS, attend_halves, load_halves
 from batchinfer.kernels.launch import OPTIONS
 from batchinfer.kernels.residency import launch_resident
 from batchinfer.kernels.shared_attention import attend_shared
 
 
-def decode_config(heads: Heads) -> LaunchConfig:
+def decode_config(heads: Heads, *, halves: bool = False) -> LaunchConfig:
     """Launch shape of one query token: the rows are a group's heads, and 16 is the least that
-    `tl.dot` takes.
+    `tl.dot` takes. Halves are of 4 or 8 heads, and have their rows the other way.
 
-    A tile is 32 KB where the cache has so much in 128 tokens, and two are on their way: what is
-    done once a tile is paid for as many bytes, however narrow the heads or the cache are. Four
-    warps leave registers for three such programs at a time.
+    A tile is 32 KB where the cache has so much in 128 tokens, of halves in 256, and two are on
+    their way: what is done once a tile is paid for as many bytes, however narrow the heads or the
+    cache are. Four warps leave registers for three such programs at a time.
     """
-    tile = tile_tokens(heads, most=128)
-    return LaunchConfig(rows=padded(heads.group), tile=tile, num_warps=4, num_stages=5)
+    tile = tile_tokens(heads, most=256 if halves else 128)
+    rows = (4 if heads.group <= 4 else MOST_HEADS) if halves else padded(heads.group)
+    return LaunchConfig(rows, tile=tile, num_warps=4, num_stages=5)
 
 
-def multiplies_halves(query: torch.dtype, heads: Heads) -> bool:
-    """Whether scores are products of float8: both halves of a query fit a tile, and warp groups
-    multiply float8."""
-    fits = 2 * heads.group <= padded(heads.group)
-    return query == torch.bfloat16 and heads.cache_bytes == 1 and heads.capability == 90 and fits
+def multiplies_halves(query: torch.dtype, heads: Heads, *, turned: bool) -> bool:
+    """Whether products are of float8: a group's halves fit, and warp groups multiply float8."""
+    lies_so = heads.cache_bytes == 1 and turned and heads.group <= MOST_HEADS
+    return lies_so and query == torch.bfloat16 and heads.capability == 90
 
 
 def attend_decodes(shared: dict[str, Any], heads: Heads, work: DecodeWork, launch: int) -> None:
@@ -61,7 +62,8 @@ def attend_decodes(shared: dict[str, Any], heads: Heads, work: DecodeWork, launc
         launch: which of the launches that the work list is for.
     """
     group, num_kv_heads = shared["GROUP"], shared["NUM_KV_HEADS"]
-    config = decode_config(heads)
+    halves = multiplies_halves(shared["query_ptr"].dtype, heads, turned=shared["TURNED"])
+    config = decode_config(heads, halves=halves)
     partials = {
         "partial_out_ptr": work.partial_out,
         "partial_max_ptr": work.partial_max,
@@ -81,7 +83,7 @@ def attend_decodes(shared: dict[str, Any], heads: Heads, work: DecodeWork, launc
         launch=launch,
         TILE=min(config.tile, work.piece),
         ROWS=config.rows,
-        HALVES=multiplies_halves(shared["query_ptr"].dtype, heads),
+        HALVES=halves,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **OPTIONS,
@@ -145,7 +147,7 @@ def _decode_kernel(
     UNIT: tl.constexpr,  # elements, of where a token lies
     ROW_TYPE: tl.constexpr,
     SAME_ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    TURNED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     PIECE: tl.constexpr,
@@ -153,8 +155,7 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     HALVES: tl.constexpr,
 ):
-    num_queries: tl.constexpr = ROWS // 2 if HALVES else ROWS
-    rows, queries = tl.arange(0, ROWS), tl.arange(0, num_queries)
+    rows = tl.arange(0, ROWS)
     row_live = rows < GROUP
     key_columns = tl.arange(0, KEY_BLOCK)
     value_columns = tl.arange(0, VALUE_BLOCK)
@@ -170,39 +171,47 @@ def _decode_kernel(
         query_row = tl.load(query_starts_ptr + sequence).to(tl.int64)
         context_len = tl.load(context_lens_ptr + sequence)
         begin, first, length, count = pieces(context_len, window, max_pieces, WINDOWED, PIECE)
+        begin = tl.maximum(begin, first + piece * length)
+        end = tl.minimum(context_len, first + (piece + 1) * length)
         heads = kv_head * GROUP + rows
-        query_heads = kv_head * GROUP + queries
-        query, scales = load_query(
-            query_ptr
-            + query_row * query_row_stride
-            + query_heads[:, None] * query_head_stride
-            + key_columns[None, :] * query_width_stride,
-            (queries < GROUP)[:, None] & (key_columns[None, :] < KEY_WIDTH),
-            score_scale,
-            key_ptr.dtype.element_ty,
-            HALVES,
-        )
-        # The sinks count once: the first piece has them. (`(queries < GROUP) & (piece == 0)` would
-        # be the same, but Triton's interpreter makes integers of it.)
-        holds_sinks = queries < tl.where(piece == 0, GROUP, 0)
-        row_max, row_sum = initial_state(sinks_ptr, query_heads, holds_sinks, num_queries)
-        row_max, row_sum, acc = attend(
-            query,
-            tl.zeros([num_queries], tl.int32) + context_len - 1,
-            tl.maximum(begin, first + piece * length),
-            tl.minimum(context_len, first + (piece + 1) * length),
-            row_max,
-            row_sum,
-            tl.zeros([ROWS, VALUE_BLOCK], tl.float32),
-            key_ptr + kv_head * key_head_stride,
-            value_ptr + kv_head * value_head_stride,
-            table_ptr + sequence * table_stride,
-            key_slot_units, key_token_units, key_width_stride,
-            value_slot_units, value_token_units, value_width_stride,
-            scales, cap, window,
-            BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-            UNIT, ROW_TYPE, SAME_ROWS, PAIRS, WINDOWED, CAPPED, TILE, True, HALVES,
-        )  # fmt: skip
+        query_ptrs = query_ptr + query_row * query_row_stride + heads[:, None] * query_head_stride
+        query_ptrs += key_columns[None, :] * query_width_stride
+        query_mask = row_live[:, None] & (key_columns[None, :] < KEY_WIDTH)
+        # The sinks count once: the first piece has them. (`row_live & (piece == 0)` would be the
+        # same, but Triton's interpreter makes integers of it.)
+        holds_sinks = rows < tl.where(piece == 0, GROUP, 0)
+        row_max, row_sum = initial_state(sinks_ptr, heads, holds_sinks, ROWS)
+        keys, values = key_ptr + kv_head * key_head_stride, value_ptr + kv_head * value_head_stride
+        table = table_ptr + sequence * table_stride
+        if HALVES:
+            query, scales = load_halves(
+                query_ptrs, query_mask, score_scale, key_ptr.dtype.element_ty
+            )
+            row_max, row_sum, acc = attend_halves(
+                query, begin, end, row_max, row_sum, keys, values, table,
+                key_slot_units, key_token_units, key_width_stride,
+                value_slot_units, value_width_stride,
+                scales, cap,
+                BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
+                UNIT, ROW_TYPE, WINDOWED, CAPPED, TILE,
+            )  # fmt: skip
+            acc = tl.trans(acc)
+        else:
+            query, scales = load_query(
+                query_ptrs, query_mask, score_scale, key_ptr.dtype.element_ty
+            )
+            row_max, row_sum, acc = attend(
+                query,
+                tl.zeros([ROWS], tl.int32) + context_len - 1,
+                begin, end, row_max, row_sum,
+                tl.zeros([ROWS, VALUE_BLOCK], tl.float32),
+                keys, values, table,
+                key_slot_units, key_token_units, key_width_stride,
+                value_slot_units, value_token_units, value_width_stride,
+                scales, cap, window,
+                BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
+                UNIT, ROW_TYPE, SAME_ROWS, TURNED, WINDOWED, CAPPED, TILE, True,
+            )  # fmt: skip
         if count == 1:
             out_ptrs = out_ptr + query_row * out_row_stride + heads[:, None] * out_head_stride
             tl.store(

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from batchinfer.kernels.launch import check_launchable
 
-_BLOCK = 1024
+_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,6 @@ from batchinfer.kernels.attend import (
 )
 from batchinfer.kernels.decode_work import shared_rows
 from batchinfer.kernels.fixed_work import FixedWork, fixed_pieces
-from batchinfer.kernels.fp8 import widens_pairs
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 from batchinfer.kernels.paged_attention import check_shapes, shared_arguments
 from batchinfer.kernels.residency import num_resident
@@ -56,6 +55,8 @@ def fixed_config(heads: Heads) -> LaunchConfig:
     if heads.query_bytes == 4:
         return LaunchConfig(padded(heads.group), tile=16, num_warps=8, num_stages=2)
     rows, fp8 = shared_rows(heads.group), heads.cache_bytes == 1
+    if heads.widths > 384 and heads.capability >= 90 and not fp8:
+        return LaunchConfig(rows, tile=16, num_warps=4, num_stages=5)
     if heads.widths > 256:
         return LaunchConfig(rows, tile=16 if fp8 else 32, num_warps=8, num_stages=5)
     if heads.capability >= 90 or heads.widths <= 128:
@@ -104,7 +105,6 @@ def fixed_attention(
     )  # fmt: skip
     heads = Heads.of(query, key_cache, value_cache)
     config = fixed_config(heads)
-    shared["PAIRS"] &= widens_pairs(heads.capability)
     partials = {
         "partial_out_ptr": work.partial_out,
         "partial_max_ptr": work.partial_max,
@@ -222,7 +222,7 @@ def _fixed_kernel(
     UNIT: tl.constexpr,  # elements, of where a token lies
     ROW_TYPE: tl.constexpr,
     SAME_ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    TURNED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     PIECE: tl.constexpr,
@@ -284,7 +284,7 @@ def _fixed_kernel(
                 value_slot_units, value_token_units, value_width_stride,
                 scales, cap, window,
                 BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-                UNIT, ROW_TYPE, SAME_ROWS, PAIRS, WINDOWED, CAPPED, TILE, True,
+                UNIT, ROW_TYPE, SAME_ROWS, TURNED, WINDOWED, CAPPED, TILE, True,
             )  # fmt: skip
             if is_part:
                 partials = (sequence * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + number

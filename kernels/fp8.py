@@ -5,9 +5,10 @@
 """Keys and values of one byte each: float8 e4m3fn, as the cache holds them, and back.
 
 Formula: the nearest of the format's numbers, ties to even, with a scale of 1; what lies past +-448
-becomes +-448, and NaN stays NaN. Writing is arithmetic on bits, the same on every device. Reading
-is the device's own conversion from compute capability 8.9 on, and elsewhere (where the kernels are
-given the cache as bytes) arithmetic again; both are exact.
+becomes +-448, and NaN stays NaN (of values that are turned it goes to their keys). Writing is
+arithmetic on bits, the same on every device. Reading is the device's own conversion from compute
+capability 8.9 on, and elsewhere (where the kernels are given the cache as bytes) arithmetic again;
+both are exact.
 
 Format: sign, 4 bits of exponent with a bias of 7, 3 of mantissa; no infinity, and one NaN (OCP
 8-bit floating point; Micikevicius et al. 2022, arXiv:2209.05433).
@@ -32,15 +33,19 @@ def as_readable(cache: torch.Tensor) -> torch.Tensor:
     return cache if converts_fp8(cache.device) else as_bytes(cache)
 
 
+def is_turned(values: torch.Tensor) -> bool:
+    """Whether a cache's values are of float8 and lie in their blocks by columns, `[width, token]`.
+
+    None of them is NaN then (`without_nan`).
+    """
+    *_, token_stride, width_stride = values.stride()
+    return values.dtype == FP8 and token_stride == 1 != width_stride
+
+
 @functools.cache
 def converts_fp8(device: torch.device) -> bool:
     """Whether Triton has float8 e4m3fn there; its interpreter rounds it wrongly (3.9.0)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def widens_pairs(capability: int) -> bool:
-    """Whether pairs are widened so fast that it may be done in each warp of a program again."""
-    return capability >= 89
 
 
 @triton.jit
@@ -83,34 +88,15 @@ def widen(
 
 
 @triton.jit
-def widen_pairs(
-    pairs,  # [...] uint16: two neighbours, as bytes
-    DTYPE: tl.constexpr,
-    STORED: tl.constexpr,  # what the bytes are: float8 e4m3fn, or uint8 that stands for it
-):  # [...] the first ones, and the second ones
-    if (tl.float8e4nv == STORED) & (tl.float16 == DTYPE):
-        # Two pairs in a register: first ones to its lower half, second ones to its upper half.
-        first, second = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 sorted;
-            .reg .b16 lower, upper;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {lower, upper}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, lower;
-            cvt.rn.f16x2.e4m3x2 $1, upper;
-            }
-            """,
-            "=r,=r,r",
-            [pairs],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        first = widen((pairs & 0xFF).to(tl.uint8).to(STORED, bitcast=True), DTYPE)
-        second = widen((pairs >> 8).to(tl.uint8).to(STORED, bitcast=True), DTYPE)
-    return first, second
+def without_nan(
+    key,  # [HEADS, WIDTH] of a token
+    value,  # [HEADS, WIDTH] float
+):
+    # Tensor cores take values as they lie in the cache, those of dead tokens by a weight of 0, and
+    # 0 * NaN is NaN. A NaN goes to the head's key instead: whoever sees the token gets NaN by that.
+    lost = value != value
+    some = tl.max(lost.to(tl.int32), 1)
+    return tl.where(some[:, None] > 0, float("nan"), key), tl.where(lost, 0.0, value)
 
 
 @triton.jit

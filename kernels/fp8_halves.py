@@ -2,70 +2,215 @@
 # ruff: noqa: N803
 # (A kernel's arguments are Triton's own values and mypy cannot type them: what they hold stands in
 # the comment behind each. Compile-time constants are written as constants.)
-"""Scores of bfloat16 queries over float8 keys, multiplied in float8 without rounding the queries.
+"""Decodes of bfloat16 queries over a float8 cache, multiplied in float8 as it lies there.
 
 A bfloat16 has 8 bits of significand and float8 e4m3 has 4, so that a query is the sum of two float8
-ones, its halves. A tile of a decode has 16 rows, of which a group of heads fills 8 at most: the
-other half of the bits goes where there was nothing, and keys are multiplied as they lie in the
-cache, by warp groups that take 64 of them. (To widen them first takes two instructions for four
-numbers, in every turn of the loop.) An H100 keeps some 14 bits of such a sum.
+ones, its halves, and a softmax weight too. Both products are turned round: keys times queries,
+values times weights, so that what the cache holds comes first, where a warp group takes 64 rows
+(tokens, or columns of the values) from shared memory, and the halves of up to 8 heads fill the 16
+columns of the other operand. No number of the cache is widened.
+
+Tensor cores of an H100 keep some 14 bits of a float8 sum, so that each tile has a sum of its own
+and those are added in float32. Two float8 end 2^-18 below the largest weight, so that weights are
+beside the largest of their own tile: `m` of `README.md` is that of the last tile here, or 2^-64 of
+the largest before it where that is more.
+
+Values lie in their blocks by columns, since both operands of such a product have the tokens that it
+sums over next to each other. None of them is NaN (`without_nan`): a weight of 0 is enough for those
+that are dead.
 """
 
 import triton
 import triton.language as tl
 
+from batchinfer.kernels.attend import load_tokens, load_turned
 from batchinfer.kernels.fp8 import narrow, widen
+
+MOST_HEADS = 8
+"""Of a group whose halves fit."""
 
 
 @triton.jit
 def in_halves(
     x,  # [ROWS, WIDTH] float32, of bfloat16
     CACHE_TYPE: tl.constexpr,  # float8, or uint8 that stands for it
-):  # [2 * ROWS, WIDTH] float8, upper halves before lower ones, and [ROWS] float32, their scale
+):  # [ROWS, WIDTH] codes of the upper and of the lower halves, and [ROWS] float32, their scale
     # A power of two brings a row's largest to 128 or above: what is below 2^-10 beside it is lost.
     largest = tl.max(tl.abs(x), 1)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8), 253)
     up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     down = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
     down = tl.where(largest < float("inf"), down, float("nan"))
-    x *= up[:, None]
+    upper, lower = _split(x * up[:, None], CACHE_TYPE)
+    return upper, lower, down
+
+
+@triton.jit
+def load_halves(
+    ptrs,  # [HEADS, KEY_BLOCK]
+    mask,  # [HEADS, KEY_BLOCK]
+    score_scale,
+    CACHE_TYPE: tl.constexpr,
+):  # [KEY_BLOCK, 16] as they are multiplied, and [HEADS] float32, the scale of a head's scores
+    query = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    upper, lower, down = in_halves(query, CACHE_TYPE)
+    return _as_columns(tl.trans(upper), tl.trans(lower), CACHE_TYPE), down * score_scale
+
+
+@triton.jit
+def attend_halves(
+    halves,  # [KEY_BLOCK, 16]
+    begin,  # first and
+    end,  # last + 1 position to read; the last is the query token's
+    row_max,  # [HEADS] float32: the state so far, without an output yet
+    row_sum,  # [HEADS] float32
+    key_ptr,  # [num_slots, block_size, Dk] of the KV head
+    value_ptr,  # [num_slots, Dv, block_size] of the KV head
+    table_ptr,  # [max_blocks] int32, the sequence's
+    key_slot_units,
+    key_token_units,
+    key_width_stride,
+    value_slot_units,
+    value_width_stride,
+    scales,  # [HEADS] float32, of the scores
+    cap,
+    BLOCK_SIZE: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROW_TYPE: tl.constexpr,  # int32 where every row of the pool has such a number
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # the state, its output [VALUE_BLOCK, HEADS]
+    heads: tl.constexpr = scales.shape[0]
+    cache_type: tl.constexpr = key_ptr.dtype.element_ty
+    places = tl.arange(0, TILE)
+    key_places = _key_places(TILE)
+    largest = row_max
+    # Sums are of a thread's own tokens until the end.
+    sums = tl.where(places[:, None] == 0, row_sum[None, :], 0.0)
+    acc = tl.zeros([VALUE_BLOCK, heads], tl.float32)
+    for tile in range(begin // TILE * TILE, end, TILE):
+        slots = _slots(table_ptr, tile, key_places, begin, end, BLOCK_SIZE, WINDOWED, TILE)
+        tokens = tile + key_places
+        offsets = key_places % BLOCK_SIZE if TILE % BLOCK_SIZE == 0 else tokens % BLOCK_SIZE
+        rows = slots.to(ROW_TYPE) * key_slot_units + offsets * key_token_units
+        key = load_tokens(key_ptr, rows, None, key_width_stride, UNIT, KEY_WIDTH, KEY_BLOCK)
+        scores = _of_columns(tl.dot(_operand(key), halves), heads)
+        if CAPPED:
+            scores = cap - 2.0 * cap / (tl.exp2(scores * scales[None, :]) + 1.0)
+        visible = tokens < end
+        if WINDOWED:
+            visible = visible & (tokens >= begin)
+        scores = tl.where(visible[:, None], scores, float("-inf"))
+
+        # Scales are positive: they are multiplied into the maximum, and fused into the exponent.
+        # Weights are up to 2^8 instead of 1.
+        tile_max = tl.max(scores, 0)
+        if not CAPPED:
+            tile_max *= scales
+            scores *= scales[None, :]
+        tile_max -= 8.0
+        largest = tl.maximum(largest, tile_max)
+        new_max = tl.maximum(tile_max, largest - 64.0)
+        # Nothing seen yet: -inf - -inf would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - shift[None, :])
+        decay = tl.exp2(row_max - shift)
+        row_max = new_max
+        sums = sums * decay[None, :] + weights
+
+        upper, lower = _split(weights, cache_type)
+        weights = _as_columns(_by_tokens(upper), _by_tokens(lower), cache_type)
+        slots = _slots(table_ptr, tile, places, begin, end, BLOCK_SIZE, WINDOWED, TILE)
+        offsets = places % BLOCK_SIZE if TILE % BLOCK_SIZE == 0 else (tile + places) % BLOCK_SIZE
+        value = load_turned(
+            value_ptr, slots.to(ROW_TYPE), offsets, value_slot_units, value_width_stride,
+            UNIT, VALUE_WIDTH, VALUE_BLOCK, BLOCK_SIZE,
+        )  # fmt: skip
+        added = _of_columns(tl.dot(_operand(value), weights), heads)
+        acc = tl.fma(acc, tl.broadcast_to(decay[None, :], acc.shape), added)
+    return row_max, tl.sum(sums, 0), acc
+
+
+@triton.jit
+def _slots(
+    table_ptr,
+    tile,
+    places,  # [TILE]
+    begin,
+    end,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    if TILE % BLOCK_SIZE == 0:
+        blocks = tile // BLOCK_SIZE + places // BLOCK_SIZE
+    else:
+        blocks = (tile + places) // BLOCK_SIZE
+    # Dead blocks are those next to them.
+    blocks = tl.minimum(blocks, (end - 1) // BLOCK_SIZE)
+    if WINDOWED:
+        blocks = tl.maximum(blocks, begin // BLOCK_SIZE)
+    return tl.load(table_ptr + blocks)
+
+
+# Of 64 rows of a product a thread has two, 8 apart, and of all those of a tile every 64th two. Keys
+# are read in such an order that these are neighbours: their weights are then stored together, as
+# tokens of the other product.
+@triton.jit
+def _key_places(TILE: tl.constexpr):  # [TILE]: which token of the tile is in which row
+    rows = tl.arange(0, TILE)
+    if TILE % 64 == 0:
+        thread = rows // 16 % 4 * 8 + rows % 8
+        rows = (thread * (TILE // 64) + rows // 64) * 2 + rows // 8 % 2
+    return rows
+
+
+@triton.jit
+def _by_tokens(rows):  # [TILE, N], and back into the order of tokens
+    tile: tl.constexpr = rows.shape[0]
+    width: tl.constexpr = rows.shape[1]
+    if tile % 64 == 0:
+        rows = tl.reshape(rows, [tile // 64, 4, 2, 8, width])
+        rows = tl.reshape(tl.permute(rows, [1, 3, 0, 2, 4]), [tile, width])
+    return rows
+
+
+@triton.jit
+def _split(x, CACHE_TYPE: tl.constexpr):  # float32 of up to 448, as two codes of float8
     upper = narrow(x, CACHE_TYPE)
     lower = narrow(x - widen(upper, tl.float32), CACHE_TYPE)
-    if tl.uint8 == CACHE_TYPE:
-        upper, lower = widen(upper, tl.float16), widen(lower, tl.float16)
-    return _one_above_the_other(upper, lower), down
+    return upper.to(tl.uint8, bitcast=True), lower.to(tl.uint8, bitcast=True)
 
 
 @triton.jit
-def dot_halves(
-    halves,  # [2 * ROWS, WIDTH]
-    key,  # [TILE, WIDTH] float8, or uint8 that stands for it
-):  # [ROWS, TILE] float32
-    if key.dtype != halves.dtype:
-        key = widen(key, halves.dtype)
-    scores = tl.dot(key, tl.trans(halves))
-    pairs = tl.reshape(scores, [scores.shape[0], 2, scores.shape[1] // 2])
-    return tl.trans(tl.sum(pairs, 1))
+def _operand(codes):
+    # float16 has all of float8 where that is not multiplied.
+    return widen(codes, tl.float16) if codes.dtype == tl.uint8 else codes
 
 
 @triton.jit
-def below_zeros(
-    weights,  # [ROWS, TILE]
-):  # [2 * ROWS, TILE], as many rows as tensor cores take
-    # Zeros that nobody sees to be constant: they lie in shared memory as the weights do, and come
-    # into registers with them, where constants are moved to every product anew.
-    return _one_above_the_other(weights, weights * 0.0)
+def _as_columns(upper, lower, CACHE_TYPE: tl.constexpr):  # [N, HEADS] codes -> [N, 16]
+    # Both halves of a head next to each other: one thread has both of a sum, and no thread has one
+    # head more than another.
+    rows: tl.constexpr = upper.shape[0]
+    width: tl.constexpr = 2 * upper.shape[1]
+    columns = tl.reshape(tl.join(upper, lower), [rows, width])
+    if width < 16:
+        columns = tl.join(columns, tl.zeros([rows, width], tl.uint8))
+        columns = tl.reshape(tl.permute(columns, [0, 2, 1]), [rows, 2 * width])
+    # Codes become float8 last: Triton would look for a layout of what was joined otherwise.
+    return _operand(columns.to(CACHE_TYPE, bitcast=True))
 
 
 @triton.jit
-def twice(
-    x,  # [ROWS]
-):  # [2 * ROWS]
-    return tl.reshape(tl.broadcast_to(x[None, :], [2, x.shape[0]]), [2 * x.shape[0]])
-
-
-@triton.jit
-def _one_above_the_other(first, second):
-    rows: tl.constexpr = first.shape[0]
-    width: tl.constexpr = first.shape[1]
-    return tl.reshape(tl.permute(tl.join(first, second), [2, 0, 1]), [2 * rows, width])
+def _of_columns(sums, HEADS: tl.constexpr):  # [N, 16] -> [N, HEADS]
+    rows: tl.constexpr = sums.shape[0]
+    if HEADS < 8:
+        sums = tl.permute(tl.reshape(sums, [rows, 2, 2 * HEADS]), [0, 2, 1])
+        sums, _nothing = tl.split(sums)
+    return tl.sum(tl.reshape(sums, [rows, HEADS, 2]), 2)

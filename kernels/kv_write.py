@@ -10,8 +10,8 @@ block_size):
     key_cache[slot, h, offset, :]   = key[t, h, :]
     value_cache[slot, h, offset, :] = value[t, h, :]
 
-Layout: see `README.md`. The values are stored in the cache's dtype (float8: see `fp8.py`); nothing
-is accumulated.
+Layout: see `README.md`. Both are stored in the cache's dtype (float8: see `fp8.py`); nothing is
+accumulated.
 Source: the block-wise KV cache of PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 """
 
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.fp8 import as_bytes, narrow
+from batchinfer.kernels.fp8 import as_bytes, is_turned, narrow, without_nan
 from batchinfer.kernels.launch import OPTIONS, check_launchable
 
 # Elements of a key (or value) that one program moves: enough for 16-byte accesses by 128 threads.
@@ -55,6 +55,7 @@ def kv_write(
         BLOCK_SIZE=key_cache.shape[2],
         KEY_WIDTH=key_width,
         VALUE_WIDTH=value_width,
+        TURNED=is_turned(value_cache),
         HEAD_BLOCK=head_block,
         WIDTH_BLOCK=width_block,
         **OPTIONS,
@@ -86,6 +87,7 @@ def _kv_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    TURNED: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
 ):
@@ -98,22 +100,27 @@ def _kv_write_kernel(
     heads = (tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)).to(tl.int64)[:, None]
     columns = tl.arange(0, WIDTH_BLOCK)[None, :]
 
-    mask = (heads < NUM_HEADS) & (columns < KEY_WIDTH)
+    key_mask = (heads < NUM_HEADS) & (columns < KEY_WIDTH)
     key_ptr += token * key_token_stride
-    key = tl.load(key_ptr + heads * key_head_stride + columns * key_width_stride, mask=mask)
+    key = tl.load(key_ptr + heads * key_head_stride + columns * key_width_stride, mask=key_mask)
+    value_mask = (heads < NUM_HEADS) & (columns < VALUE_WIDTH)
+    value_ptr += token * value_token_stride
+    value_ptrs = value_ptr + heads * value_head_stride + columns * value_width_stride
+    if TURNED:
+        value = tl.load(value_ptrs, mask=value_mask, other=0.0)
+        key, value = without_nan(key, value)
+    else:
+        value = tl.load(value_ptrs, mask=value_mask)
+
     key_cache_ptr += slot * key_cache_slot_stride + offset * key_cache_token_stride
     tl.store(
         key_cache_ptr + heads * key_cache_head_stride + columns * key_cache_width_stride,
         narrow(key, key_cache_ptr.dtype.element_ty),
-        mask=mask,
+        mask=key_mask,
     )
-
-    mask = (heads < NUM_HEADS) & (columns < VALUE_WIDTH)
-    value_ptr += token * value_token_stride
-    value = tl.load(value_ptr + heads * value_head_stride + columns * value_width_stride, mask=mask)
     value_cache_ptr += slot * value_cache_slot_stride + offset * value_cache_token_stride
     tl.store(
         value_cache_ptr + heads * value_cache_head_stride + columns * value_cache_width_stride,
         narrow(value, value_cache_ptr.dtype.element_ty),
-        mask=mask,
+        mask=value_mask,
     )

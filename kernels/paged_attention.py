@@ -36,7 +36,7 @@ from batchinfer.kernels.chunk_attention import attend_chunks, query_tile
 from batchinfer.kernels.chunk_work import ChunkWork, plan_chunks
 from batchinfer.kernels.decode_attention import attend_decodes
 from batchinfer.kernels.decode_work import DecodeWork, plan_decode
-from batchinfer.kernels.fp8 import FP8, as_readable
+from batchinfer.kernels.fp8 import FP8, as_readable, is_turned
 from batchinfer.kernels.launch import check_launchable
 
 _ROW_AXES = ("row", "head", "width")
@@ -183,11 +183,13 @@ def shared_arguments(
 def _token_addresses(key_cache: torch.Tensor, value_cache: torch.Tensor) -> dict[str, Any]:
     """Arguments by which a token's key and value are found: its row, in units of elements.
 
-    A unit is what all slots and tokens lie apart. Rows are int32 as long as the pool has so few.
+    A unit is what all slots and tokens lie apart, but for tokens of values that are turned. Rows
+    are int32 as long as the pool has so few.
     """
     (key_slot, key_head, key_token, key_width) = key_cache.stride()
     (value_slot, value_head, value_token, value_width) = value_cache.stride()
-    unit = math.gcd(key_slot, key_token, value_slot, value_token)
+    turned = is_turned(value_cache)
+    unit = math.gcd(key_slot, key_token, value_slot, 0 if turned else value_token)
     num_rows = len(key_cache) * max(key_slot, value_slot) // unit
     return {
         "key_slot_units": key_slot // unit,
@@ -199,14 +201,7 @@ def _token_addresses(key_cache: torch.Tensor, value_cache: torch.Tensor) -> dict
         "value_head_stride": value_head,
         "value_width_stride": value_width,
         "UNIT": unit,
-        "PAIRS": unit % 2 == 0 and _lies_in_pairs(value_cache),
+        "TURNED": turned,
         "ROW_TYPE": tl.int32 if num_rows <= _INT32_ROWS else tl.int64,
         "SAME_ROWS": (key_slot, key_token) == (value_slot, value_token),
     }
-
-
-def _lies_in_pairs(value_cache: torch.Tensor) -> bool:
-    """Whether values are of one byte each, two to a 16-bit word."""
-    *outer, width_stride = value_cache.stride()
-    even = (*outer, value_cache.shape[3], value_cache.data_ptr())
-    return value_cache.dtype == FP8 and width_stride == 1 and not any(n % 2 for n in even)

@@ -113,12 +113,20 @@ def kv_write(
     value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, Dv]
     slot_mapping: torch.Tensor,  # [T] int64
 ) -> None:
-    """Scatter keys and values into their slots; a negative mapping skips the token."""
+    """Scatter keys and values into their slots; a negative mapping skips the token.
+
+    Values of float8 that lie in their blocks by columns are never NaN: the head's key is, instead.
+    """
     block_size = key_cache.shape[2]
     kept = slot_mapping >= 0
     slots, offsets = slot_mapping[kept] // block_size, slot_mapping[kept] % block_size
-    key_cache[slots, :, offsets] = stored(key[kept], key_cache.dtype)
-    value_cache[slots, :, offsets] = stored(value[kept], value_cache.dtype)
+    key, value = key[kept], value[kept]
+    if value_cache.dtype == torch.float8_e4m3fn and value_cache.stride(3) != 1:
+        lost = value.isnan()
+        key = key.masked_fill(lost.any(2, keepdim=True), torch.nan)
+        value = value.masked_fill(lost, 0)
+    key_cache[slots, :, offsets] = stored(key, key_cache.dtype)
+    value_cache[slots, :, offsets] = stored(value, value_cache.dtype)
 
 
 def unpack_tables(

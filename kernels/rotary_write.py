@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.fp8 import as_bytes, narrow
+from batchinfer.kernels.fp8 import as_bytes, is_turned, narrow, without_nan
 from batchinfer.kernels.launch import OPTIONS, check_launchable, warps_for
 
 
@@ -29,7 +29,7 @@ def rotary_write(
     cos: torch.Tensor,  # [T, R], contiguous
     sin: torch.Tensor,  # [T, R], contiguous
     key_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D], last dimension contiguous
-    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D], last dimension contiguous
+    value_cache: torch.Tensor,  # [num_slots, Hkv, block_size, D], any strides
     slot_mapping: torch.Tensor,  # [T] int64, slot * block_size + offset; negative: skip the token
     *,
     q_norm: torch.Tensor | None = None,  # [D]
@@ -56,7 +56,7 @@ def rotary_write(
         k_norm,
         qkv.stride(0),
         *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        *value_cache.stride(),
         eps,
         OFFSET=offset,
         NUM_HEADS=num_heads,
@@ -64,6 +64,7 @@ def rotary_write(
         WIDTH=width,
         ROTARY_WIDTH=cos.shape[1],
         BLOCK_SIZE=block_size,
+        TURNED=is_turned(value_cache),
         HEADS_BLOCK=heads_block,
         KV_HEADS_BLOCK=triton.next_power_of_2(num_kv_heads),
         WIDTH_BLOCK=width_block,
@@ -89,6 +90,7 @@ def _rotary_write_kernel(
     value_cache_slot_stride,
     value_cache_head_stride,
     value_cache_token_stride,
+    value_cache_width_stride,
     eps,
     OFFSET: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -96,6 +98,7 @@ def _rotary_write_kernel(
     WIDTH: tl.constexpr,
     ROTARY_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TURNED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     KV_HEADS_BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
@@ -136,6 +139,11 @@ def _rotary_write_kernel(
     tl.store(qkv_ptr + heads * WIDTH + columns, turned, mask=mask & is_query)
     if destination < 0:
         return
+    if TURNED:
+        # Behind a key's row by all keys is the row of its value.
+        is_key = mask & (heads >= NUM_HEADS)
+        values = qkv_ptr + (heads + NUM_KV_HEADS) * WIDTH + columns
+        turned, _ = without_nan(turned, tl.load(values, mask=is_key, other=0.0))
     key_cache_ptr += slot * key_cache_slot_stride + position * key_cache_token_stride
     tl.store(
         key_cache_ptr + (heads - NUM_HEADS).to(tl.int64) * key_cache_head_stride + columns,
@@ -145,10 +153,14 @@ def _rotary_write_kernel(
     kv_heads = tl.arange(0, KV_HEADS_BLOCK)[:, None]
     mask = (kv_heads < NUM_KV_HEADS) & (columns < WIDTH)
     first_value = (NUM_HEADS + NUM_KV_HEADS) * WIDTH
-    value = tl.load(qkv_ptr + first_value + kv_heads * WIDTH + columns, mask=mask)
+    value = tl.load(qkv_ptr + first_value + kv_heads * WIDTH + columns, mask=mask, other=0.0)
+    if TURNED:
+        value = tl.where(value == value, value, 0.0)
     value_cache_ptr += slot * value_cache_slot_stride + position * value_cache_token_stride
     tl.store(
-        value_cache_ptr + kv_heads.to(tl.int64) * value_cache_head_stride + columns,
+        value_cache_ptr
+        + kv_heads.to(tl.int64) * value_cache_head_stride
+        + columns * value_cache_width_stride,
         narrow(value, value_cache_ptr.dtype.element_ty),
         mask=mask,
     )

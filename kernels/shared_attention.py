@@ -27,7 +27,6 @@ from batchinfer.kernels.attend import (
     load_query,
 )
 from batchinfer.kernels.decode_work import DecodeWork, shared_rows
-from batchinfer.kernels.fp8 import widens_pairs
 from batchinfer.kernels.launch import OPTIONS
 from batchinfer.kernels.residency import launch_resident
 
@@ -69,7 +68,6 @@ def attend_shared(
         for name, value in shared.items()
         if name not in unused and not name.startswith("out_")
     }
-    arguments["PAIRS"] &= widens_pairs(heads.capability)
     launch_resident(
         _shared_kernel,
         len(work.items) * shared["NUM_KV_HEADS"],
@@ -153,7 +151,7 @@ def _shared_kernel(
     UNIT: tl.constexpr,  # elements, of where a token lies
     ROW_TYPE: tl.constexpr,
     SAME_ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    TURNED: tl.constexpr,
     CAPPED: tl.constexpr,
     PIECE: tl.constexpr,
     SEQUENCES: tl.constexpr,  # of a tile
@@ -209,7 +207,7 @@ def _shared_kernel(
             value_slot_units, value_token_units, value_width_stride,
             scales, cap, 0,
             BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
-            UNIT, ROW_TYPE, SAME_ROWS, PAIRS, False, CAPPED, TILE, False,
+            UNIT, ROW_TYPE, SAME_ROWS, TURNED, False, CAPPED, TILE, False,
         )  # fmt: skip
         # Found again, in int32: registers are scarce, and the workspace is small.
         sequences = tl.load(order_ptr + place + rows // GROUP, mask=row_live, other=0)

@@ -118,7 +118,9 @@ class KVCache:
     ``[layer, slot, key or value, kv_head]``.
 
     A KV head's are ``[token, width]``; where the C kernels for a CPU read them they lie otherwise
-    (``kernels/cpu/blocks.h``), in as many elements.
+    (``kernels/cpu/blocks.h``), in as many elements. Values of float8 on a CUDA device are
+    ``[width, token]``, and none of them is NaN (``kernels/fp8_halves.py``): such a pool begins with
+    zeros.
 
     A slot holds the layers of one layer group; a layer's place is among those of its group.
 
@@ -166,7 +168,8 @@ class KVCache:
         self.blocks = parts.transpose(0, 1) if layer_major else parts
         """The same by slots, in either order: [slot, layer, elements of a layer], strided; where
         layers differ in shape, [slot, 1, elements of a block]."""
-        self.blocks[self.null_slot].zero_()
+        self._turns_values = _turns_values(layout, device)
+        (self.pool if self._turns_values else self.blocks[self.null_slot]).zero_()
         self.host = HostBlocks(self.blocks, num_host_blocks)
         self._places = [layout.place(layer) for layer in range(layout.num_layers)]
 
@@ -211,7 +214,11 @@ class KVCache:
         if shape.values_in_keys:
             return self.key(layer)[..., : shape.value_width]
         offset = self._value_offset(layer)
-        return self._view(offset, shape.num_kv_heads, shape.value_width)
+        values = self._view(offset, shape.num_kv_heads, shape.value_width)
+        if not self._turns_values:
+            return values
+        *outer, _, _ = values.stride()
+        return values.as_strided(values.shape, (*outer, 1, self.layout.block_size))
 
     def read(self, layer: int, slots: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of the keys and values of a block, [kv_head, block_size, width], or of several."""
@@ -306,6 +313,11 @@ class KVCache:
         shape = (len(self.blocks), num_kv_heads, block_size, width)
         strides = (self.blocks.stride(0), block_size * width, width, 1)
         return self.pool.as_strided(shape, strides, offset)
+
+
+def _turns_values(layout: KVLayout, device: torch.device) -> bool:
+    """Whether values lie in their blocks by columns."""
+    return layout.fp8 and device.type == "cuda" and not layout.latent
 
 
 def _allocate(

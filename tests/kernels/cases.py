@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from batchinfer.kernels.fp8 import FP8
+
 # No pool has a slot of this number.
 GARBAGE_BLOCK = 2**30
 
@@ -161,6 +163,11 @@ def build_attention(
             cache[slots, :, offsets] = torch.randn(shape, generator=generator)
 
     pool = pool.to(device, cache_dtype or dtype)
+    values = pool.as_strided(value_cache.shape, value_cache.stride(), value_cache.storage_offset())
+    if cache_dtype == FP8:
+        numbers = values.float().nan_to_num(448.0)  # none is NaN there, and what is dead is large
+        values = turned(values)
+        values.copy_(numbers.to(FP8))
     query = torch.randn(num_tokens, case.num_heads, case.key_width, generator=generator)
     sinks = torch.randn(case.num_heads, generator=generator) if case.sinks else None
     starts = torch.tensor([0, *query_lens]).cumsum(0)
@@ -171,9 +178,7 @@ def build_attention(
             "key_cache": pool.as_strided(
                 key_cache.shape, key_cache.stride(), key_cache.storage_offset()
             ),
-            "value_cache": pool.as_strided(
-                value_cache.shape, value_cache.stride(), value_cache.storage_offset()
-            ),
+            "value_cache": values,
             "block_tables": tables.to(device),
             "query_starts": starts.to(device, torch.int32),
             "context_lens": torch.tensor(context_lens, dtype=torch.int32).to(device),
@@ -187,6 +192,12 @@ def build_attention(
             "num_splits": case.num_splits,
         },
     )
+
+
+def turned(values: torch.Tensor) -> torch.Tensor:
+    """The memory of values as float8 lies in its blocks: by columns."""
+    strides = (*values.stride()[:2], 1, values.shape[2])
+    return values.as_strided(values.shape, strides, values.storage_offset())
 
 
 @dataclass(frozen=True)
@@ -235,6 +246,7 @@ def build_write(
     slot_elems = case.block_size * (key_elems + value_elems)
     pool = torch.full((num_slots, slot_elems), float("nan")).to(device, cache_dtype or dtype)
     keys, values = pool[:, : case.block_size * key_elems], pool[:, case.block_size * key_elems :]
+    value_cache = values.view(num_slots, heads, case.block_size, case.value_width)
     destinations = torch.randperm(num_slots * case.block_size, generator=generator)
     slot_mapping = destinations[: case.num_tokens].clone()
     if case.skips:
@@ -243,7 +255,7 @@ def build_write(
         "key": rows[:, :key_elems].view(-1, heads, case.key_width),
         "value": rows[:, key_elems:-8].view(-1, heads, case.value_width),
         "key_cache": keys.view(num_slots, heads, case.block_size, case.key_width),
-        "value_cache": values.view(num_slots, heads, case.block_size, case.value_width),
+        "value_cache": turned(value_cache) if cache_dtype == FP8 else value_cache,
         "slot_mapping": slot_mapping.to(device),
     }
 

@@ -29,13 +29,9 @@ from sass import main_loop, parse  # noqa: E402
 SHARED_MEMORY = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10}
 # A few bytes; none may be more than they are (`compile_ceilings.csv`).
 KNOWN_SPILLS = {
-    "sm_80 d256_fp8 decode",
-    "sm_90 fixed_d256_window_cap fixed",  # by Triton 3.6
-    # The second launch, which has work where a row is flat alone; and what is at a row's edits.
+    # The second launch, which has work where a row is flat alone.
     "sm_80 sample_filters sample_rest",
     "sm_90 sample_filters sample_rest",
-    "sm_80 sample_edited edit_logits",
-    "sm_90 sample_edited edit_logits",
 }
 
 

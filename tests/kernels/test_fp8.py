@@ -11,7 +11,7 @@ from batchinfer.kernels import decode_attention, decode_work, reference
 from batchinfer.kernels.attend import Heads
 from batchinfer.kernels.block_copy import block_copy
 from batchinfer.kernels.fp8 import FP8, converts_fp8, in_float16, narrow, widen
-from batchinfer.kernels.fp8_halves import in_halves, twice
+from batchinfer.kernels.fp8_halves import in_halves
 from batchinfer.kernels.kv_write import kv_write
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rotary_write import rotary_write
@@ -24,6 +24,7 @@ from tests.kernels.cases import (
     build_attention,
     build_copy,
     build_write,
+    turned,
 )
 from tests.kernels.row_cases import ROTARY_CASES, RotaryCase, build_rotary_write
 from tests.kernels.shared_cases import INTERPRETED_SHARED_CASES, SharedCase, build_shared
@@ -105,10 +106,11 @@ def test_a_bfloat16_query_is_exact_in_float16_beside_its_rows_largest(interprete
 @triton.jit
 def _through_halves(x_ptr, back_ptr, CACHE_TYPE: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803
     rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    halves, down = in_halves(tl.load(x_ptr + rows * SIZE + columns), CACHE_TYPE)
-    both = tl.arange(0, 2 * SIZE)[:, None]
-    scaled = halves.to(tl.float32) * twice(down)[:, None]
-    tl.store(back_ptr + both * SIZE + columns, scaled)
+    upper, lower, down = in_halves(tl.load(x_ptr + rows * SIZE + columns), CACHE_TYPE)
+    back_ptr += rows * SIZE + columns
+    upper, lower = upper.to(CACHE_TYPE, bitcast=True), lower.to(CACHE_TYPE, bitcast=True)
+    tl.store(back_ptr, widen(upper, tl.float32) * down[:, None])
+    tl.store(back_ptr + SIZE * SIZE, widen(lower, tl.float32) * down[:, None])
 
 
 def check_halves(device: str) -> None:
@@ -148,6 +150,7 @@ def check_write(case: WriteCase, device: str, dtype: torch.dtype) -> None:
         pool, arguments = build_write(case, device, dtype, FP8)
         arguments["key"].mul_(300)
         arguments["value"].mul_(0.01)
+        arguments["value"][1::2, -1, 3:5] = torch.nan
         write(**arguments)
         pools.append(pool.float())
     torch.testing.assert_close(*pools, rtol=0, atol=0, equal_nan=True)
@@ -168,11 +171,15 @@ def test_kv_write_on_a_gpu(case: WriteCase, dtype: torch.dtype, gpu: str) -> Non
 
 def check_rotary_write(case: RotaryCase, device: str, dtype: torch.dtype) -> None:
     pool, got = build_rotary_write(case, device, dtype, FP8)
-    rotary_write(**got)
     expected_pool, expected = build_rotary_write(case, device, dtype, FP8)
+    for arguments in (got, expected):
+        arguments["qkv"][1::2, -3] = torch.nan  # of the last head's value
+    rotary_write(**got)
     reference.rotary_write(**expected)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got["qkv"], expected["qkv"], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        got["qkv"], expected["qkv"], rtol=tolerance, atol=tolerance, equal_nan=True
+    )
     # Sums that differ in their last bit may round to neighbours.
     pool, expected_pool = pool.float(), expected_pool.float()
     torch.testing.assert_close(pool, expected_pool, rtol=0.126, atol=2**-9, equal_nan=True)
@@ -225,8 +232,8 @@ def test_decodes_in_halves(
     """As they are on an H100, with float16 for the bfloat16 that cannot be interpreted."""
     seen, original = [], decode_attention.multiplies_halves
 
-    def multiplies_halves(query: torch.dtype, heads: Heads) -> bool:
-        seen.append(original(torch.bfloat16, heads))
+    def multiplies_halves(query: torch.dtype, heads: Heads, *, turned: bool) -> bool:
+        seen.append(original(torch.bfloat16, heads, turned=turned))
         return seen[-1]
 
     monkeypatch.setattr(decode_attention, "multiplies_halves", multiplies_halves)
@@ -242,6 +249,73 @@ def test_decodes_in_halves(
     tolerance = TOLERANCE[torch.float16]
     torch.testing.assert_close(got["out"], expected["out"], atol=tolerance, rtol=tolerance)
     assert seen == [True]
+
+
+def in_halves_at(
+    scores: torch.Tensor,
+    values: torch.Tensor,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    num_splits: int | None = 1,
+) -> torch.Tensor:
+    """Output of one head whose scores and values of one column are these."""
+    num_slots = len(scores) // 16
+    key_cache = scores.view(num_slots, 1, 16, 1).repeat(1, 1, 1, 16) / 16
+    value_cache = turned(values.view(num_slots, 1, 16, 1).repeat(1, 1, 1, 16).to(device, FP8))
+    value_cache.copy_(values.view(num_slots, 1, 16, 1).to(FP8))
+    monkeypatch.setattr(decode_attention, "multiplies_halves", lambda *_, **__: True)
+    query = torch.full((1, 1, 16), 64.0, dtype=torch.float16, device=device)
+    out = torch.full_like(query, torch.nan)
+    paged_attention(
+        query,
+        key_cache.to(device, FP8),
+        value_cache,
+        torch.arange(num_slots, dtype=torch.int32, device=device)[None],
+        torch.tensor([0, 1], dtype=torch.int32, device=device),
+        torch.tensor([len(scores)], dtype=torch.int32, device=device),
+        scale=1 / 64,
+        out=out,
+        max_query_len=1,
+        max_context_len=len(scores),
+        num_splits=num_splits,
+    )
+    return out[0, 0, 0].float()
+
+
+@pytest.mark.parametrize("tile", [32, 64, 128, 256])
+def test_halves_of_weights_meet_their_values_in_tiles_of(
+    tile: int, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_work, "DECODE_PIECE", tile)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(-16, 16, (512,), generator=generator) / 8
+    values = torch.randn(512, generator=generator).to(FP8).float()
+    out = in_halves_at(scores, values, interpreter, monkeypatch, num_splits=None)
+    torch.testing.assert_close(out, scores.softmax(0) @ values, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("first", [0.0, 12.0, 14.0, 104.0])
+def test_halves_keep_small_weights_beside_large_ones_of_another_tile(
+    first: float, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first token of a text often has nearly all of the weight, and many others the rest.
+
+    Of a tile's weights what is below 2^-18 of its largest may be lost, half of it on both sides.
+    """
+    lost = 64 * 2.0**-19
+    scores, values = torch.zeros(512), torch.ones(512)
+    scores[0], values[0] = first, 0
+    expected = scores.softmax(0) @ values
+    out = in_halves_at(scores, values, interpreter, monkeypatch)
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=lost)
+    last = in_halves_at(scores.flip(0), values.flip(0), interpreter, monkeypatch)
+    torch.testing.assert_close(last, expected, rtol=2e-3, atol=lost)
+
+
+def test_a_key_of_nan_is_seen_in_halves(interpreter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.zeros(128)
+    scores[70] = torch.nan
+    assert in_halves_at(scores, torch.ones(128), interpreter, monkeypatch).isnan()
 
 
 def test_blocks_are_copied_bit_by_bit(interpreter: str) -> None:

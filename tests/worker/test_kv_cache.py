@@ -6,6 +6,7 @@ import torch
 
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.errors import DeviceError
+from batchinfer.worker import kv_cache
 from batchinfer.worker.kv_cache import KVCache
 from tests.devices import CPU_AND_CUDA
 
@@ -71,6 +72,35 @@ def test_values_that_lie_in_the_keys(fp8: bool, layer_major: bool) -> None:
         stored = keys.float().view(8, 20)[:6]
         assert torch.equal(stored, key[:6, 0] + layer)
         assert torch.equal(values.float().reshape(8, 16)[:6], stored[:, :16])
+
+
+@in_both_orders
+def test_values_of_float8_lie_by_columns_beside_a_gpus_kernels(
+    layer_major: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kv_cache._turns_values(make(fp8=True).layout, torch.device("cuda"))
+    monkeypatch.setattr(kv_cache, "_turns_values", lambda *_: True)
+    cache = make(fp8=True, num_host_blocks=2, layer_major=layer_major)
+    assert not cache.pool.view(torch.uint8).any()
+    key, value = torch.randint(-8, 8, (7, 2, 6)).float(), torch.randint(-8, 8, (7, 2, 4)).float()
+    value[2, 1, 3] = torch.nan
+    slots = torch.tensor([4, 5, 6, 7, 16, 17, -1])
+    for layer in range(3):
+        cache.write(layer, key + layer, value + layer, slots)
+    cache.host.copy(pairs((1, 0), (4, 1)), pairs((0, 0), (1, 2)))
+    cache.copy_blocks(torch.tensor([[0, 3]]))
+    value[2, 1, 3], key[2, 1] = 0, torch.nan
+    for layer in range(3):
+        column = cache.value(layer)[3, 1, :, 2]
+        assert column.stride() == (1,)
+        assert torch.equal(column.float(), value[:4, 1, 2] + layer)
+        keys, values = (x.float().transpose(1, 2) for x in cache.read(layer, torch.tensor([3, 2])))
+        torch.testing.assert_close(
+            keys.flatten(0, 1)[:6], (key + layer)[:6], rtol=0, atol=0, equal_nan=True
+        )
+        expected = value + layer
+        expected[2, 1, 3] = 0
+        assert torch.equal(values.flatten(0, 1)[:6], expected[:6])
 
 
 def test_a_block_is_one_contiguous_run_of_all_layers() -> None:

@@ -12,6 +12,7 @@ import torch
 from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.engine.step import SharedPrefixes, Step
 from batchinfer.kernels import decode_work
+from batchinfer.worker import kv_cache
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.attention.triton import CudaAttention
 from batchinfer.worker.attention.variant import AttentionVariant
@@ -28,13 +29,13 @@ PLAIN, WINDOWED = (AttentionVariant(0.25, window, 0.0, None) for window in (0, 5
 
 
 def begun(
-    step_parts: list[tuple[int, int]], *, fp8: bool = False, layer_major: bool = False
+    step_parts: list[tuple[int, int]], **pool: bool
 ) -> tuple[CudaAttention, Any, torch.Tensor]:
     """Both backends at the start of a step over a random pool, and its queries.
 
     Args:
         step_parts: (tokens computed before, tokens of the step) of each sequence.
-        fp8: the pool's dtype is float8.
+        pool: see `begin`.
     """
     maker = StepMaker(32, 16)
     sequences = [(maker.sequence([1] * (before + new)), before, new) for before, new in step_parts]
@@ -42,23 +43,24 @@ def begun(
     if earlier:
         maker.step(earlier)
     step = maker.step([(sequence, new) for sequence, _, new in sequences])
-    return begin(step, fp8=fp8, layer_major=layer_major)
+    return begin(step, **pool)
 
 
 def begin(
-    step: Step, *, fp8: bool = False, layer_major: bool = False
+    step: Step, *, fp8: bool = False, by_columns: bool = False, layer_major: bool = False
 ) -> tuple[CudaAttention, Any, torch.Tensor]:
+    """Both backends at the start of a step over a random pool, and its queries.
+
+    Args:
+        fp8: the pool's dtype is float8.
+        by_columns: its values lie as they do on a GPU.
+    """
     torch.manual_seed(0)
-    by_position, own = (
-        KVCache(
-            replace(LAYOUT, fp8=fp8),
-            32,
-            torch.device("cpu"),
-            torch.float32,
-            layer_major=layer_major,
-        )
-        for _ in range(2)
-    )
+    layout, cpu = replace(LAYOUT, fp8=fp8), torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_cache, "_turns_values", lambda *_: by_columns)
+        by_position = KVCache(layout, 32, cpu, torch.float32, layer_major=layer_major)
+    own = KVCache(layout, 32, cpu, torch.float32, layer_major=layer_major)
     by_position.blocks[:32].copy_(torch.randn(by_position.blocks[:32].shape))
     for layer in range(LAYOUT.num_layers):
         blocks = by_position.key(layer)[:32], by_position.value(layer)[:32]
@@ -72,16 +74,19 @@ def begin(
 
 
 @pytest.mark.parametrize("layer_major", [False, True], ids=["block_major", "layer_major"])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    ("fp8", "by_columns"), [(False, False), (True, False), (True, True)],
+    ids=["as_the_model", "float8", "float8_by_columns"],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "parts",
     [[(9, 1), (20, 1)], [(0, 7), (9, 1), (30, 4)], [(0, 7), (16, 20)]],
     ids=["decodes", "mixed", "chunks"],
 )
 def test_layers_of_two_windows_equal_the_cpus(
-    parts: list[tuple[int, int]], fp8: bool, layer_major: bool
+    parts: list[tuple[int, int]], fp8: bool, by_columns: bool, layer_major: bool
 ) -> None:
-    cuda, cpu, query = begun(parts, fp8=fp8, layer_major=layer_major)
+    cuda, cpu, query = begun(parts, fp8=fp8, by_columns=by_columns, layer_major=layer_major)
     for layer, variant in ((0, WINDOWED), (1, PLAIN), (2, WINDOWED)):
         got = cuda.attend(layer, query, variant)
         torch.testing.assert_close(got, cpu.attend(layer, query, variant), atol=1e-5, rtol=1e-5)
