@@ -124,6 +124,7 @@ class SyncWatch(TorchDispatchMode):
             or (name == "repeat_interleave" and kwargs.get("output_size") is None)
             or (name.startswith("index") and _has_mask(args))
             or _comes_to_host(args, result)
+            or _leaves_pageable_memory(name, args, result)
         ):
             self.seen.add(name)
         return result
@@ -139,3 +140,12 @@ def _comes_to_host(args: Any, result: Any) -> bool:
     if not (isinstance(first, torch.Tensor) and isinstance(result, torch.Tensor)):
         return False
     return first.device.type != "cpu" and result.device.type == "cpu"
+
+
+def _leaves_pageable_memory(name: str, args: Any, result: Any) -> bool:
+    """Whether a tensor comes from memory that the device cannot read by itself: CUDA waits for the
+    stream, then copies it in parts. (What ``torch.tensor`` copies is not seen.)"""
+    if name not in ("copy_", "to", "_to_copy") or result.device.type == "cpu":
+        return False
+    source = args[1] if name == "copy_" else args[0]
+    return source.device.type == "cpu" and not source.is_pinned()

@@ -37,6 +37,37 @@ def test_operations_that_wait_are_seen(
     assert watch.seen == waits
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize(
+    ("compute", "waits"),
+    [
+        (lambda: torch.ones(2).to("meta"), True),
+        (lambda: torch.empty(2, device="meta").copy_(torch.ones(2)), True),
+        (lambda: torch.empty(2, device="meta").copy_(torch.empty(2, device="meta")), False),
+        (lambda: torch.empty(2, device="meta").float().to(torch.float16), False),
+        (lambda: torch.ones(2).to(torch.float16).copy_(torch.tensor([1, 2])), False),
+        (lambda: torch.empty(2, device="meta") + torch.tensor(1.0), False),
+    ],
+    ids=["to", "copy", "on_the_device", "cast", "on_the_host", "number"],
+)
+def test_copies_to_a_device_from_pageable_memory_are_seen(
+    compute: Any, waits: bool, mode: Any
+) -> None:
+    watch = SyncWatch()
+    with mode(), watch:
+        compute()
+    assert bool(watch.seen) == waits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_copies_from_pinned_memory_do_not_wait() -> None:
+    pinned = torch.ones(2, pin_memory=True)
+    with SyncWatch() as watch:
+        pinned.to("cuda", non_blocking=True)
+    assert not watch.seen
+
+
 class Allocator:
     """torch's rules for a pool of graphs: one capture at a time, and it is there while a graph is.
 
