@@ -32,8 +32,10 @@ _BYTES_PER_GRAPH = 8 * 2**20
 _GRAPH_SHARE = 1 / 64
 # As they come to the device, and spread to rows of a fixed length.
 _TABLE_COPIES = 2
-# Most that the partial results of split contexts take (`kernels/decode_work.py`), for each window.
-_WORKSPACE_BYTES = 2 * 256 * 2**20
+# Pieces of contexts, and most that their partial results take, for layers of one window and shape
+# (`kernels/decode_work.py`).
+_PIECE_TOKENS = 512
+_MAX_PIECES_BYTES = 256 * 2**20
 
 _CPU_SHARE_OF_FREE = 0.25
 _DEFAULT_SWAP_SPACE = EngineConfig.swap_space
@@ -45,6 +47,25 @@ def activation_elements(config: Mapping[str, Any]) -> int:
     hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
     inner = int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
     return _HIDDEN_COPIES * hidden + _INNER_COPIES * inner
+
+
+def pieces_bytes(
+    layout: KVLayout, config: Mapping[str, Any], *, max_num_seqs: int, max_model_len: int
+) -> int:
+    """Most bytes of what pieces of contexts come to, which attention on CUDA joins in a step.
+
+    Layers of one window and shape use the same; those of others have their own beside it.
+    """
+    heads = int(text_config(config).get("num_attention_heads") or layout.num_kv_heads)
+    layers = range(layout.num_layers)
+    kinds = {(layout.windows[layout.place(layer)[0]], layout.shape(layer)) for layer in layers}
+    total = 0
+    for window, shape in kinds:
+        reach = min(max_model_len, window) if window else max_model_len
+        pieces = -(-reach // _PIECE_TOKENS) + bool(window)  # one begins where a window does
+        partials = max_num_seqs * heads * pieces if pieces > 1 else 0
+        total += min(4 * partials * (shape.value_width + 2), _MAX_PIECES_BYTES)
+    return total
 
 
 def graph_bytes(
@@ -63,7 +84,8 @@ def graph_bytes(
     blocks = len(layout.windows) * max_num_seqs * layout.blocks_for(max_model_len)
     tables = _TABLE_COPIES * 4 * blocks
     graphs = _BYTES_PER_GRAPH * len(sizes)
-    return elements * layout.element_bytes + tables + graphs + _WORKSPACE_BYTES
+    pieces = pieces_bytes(layout, config, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    return elements * layout.element_bytes + tables + graphs + pieces
 
 
 def max_graph_tokens(
@@ -103,7 +125,8 @@ class MemoryPlan:
     adapter_bytes: int
     pool_bytes: int
     activation_bytes: int
-    """Estimate for a step of ``max_num_batched_tokens`` tokens."""
+    """Estimate for a step of ``max_num_batched_tokens`` tokens; on CUDA with what pieces of its
+    contexts come to."""
     logits_bytes: int
     """Estimate for sampling ``max_num_seqs`` rows, or scoring as many of a prompt's as are taken
     at a time."""
@@ -165,6 +188,10 @@ def fit_memory(
             max_num_seqs=engine.max_num_seqs,
             max_graph_tokens=graph_tokens,
             max_model_len=max_model_len,
+        )
+        # Steps without a graph have theirs beside those of the graphs.
+        activations += pieces_bytes(
+            layout, config, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len
         )
         room = int(total * engine.gpu_memory_utilization) - (total - free)
         room -= activations + logits + graphs

@@ -90,6 +90,34 @@ def test_a_cuda_pool_is_the_share_less_everything_else() -> None:
     assert found.logits_bytes > 8 * 100 * 4
 
 
+def test_a_cuda_step_has_room_for_the_partial_results_of_its_attention() -> None:
+    few = plan("cuda", max_num_batched_tokens=64, max_num_seqs=8)
+    layout = KVLayout(2, 2, 8, 8, block_size=16, element_bytes=4)
+    config = CONFIG | {"num_attention_heads": 4}
+    sizes = {"max_num_seqs": 8, "max_model_len": 1025}
+    assert memory.pieces_bytes(layout, config, **sizes) == 4 * 8 * 4 * 3 * (8 + 2)
+    assert memory.pieces_bytes(layout, config, **sizes | {"max_model_len": 512}) == 0
+    most = memory.pieces_bytes(layout, config, **sizes | {"max_num_seqs": 10**7})
+    assert most == 256 * MIB
+    long = fit_memory(
+        EngineConfig(max_num_batched_tokens=64, max_num_seqs=8),
+        layout,
+        config,
+        device_memory(torch.device("cuda"), 3 * MIB),
+        weight_bytes=3 * MIB,
+        max_model_len=1025,
+    )
+    taken = memory.pieces_bytes(layout, config, **sizes)
+    assert long.activation_bytes == few.activation_bytes + taken
+
+
+def test_pieces_of_contexts_are_those_that_decodes_are_cut_into() -> None:
+    from batchinfer.kernels import decode_work
+
+    assert memory._PIECE_TOKENS == decode_work.DECODE_PIECE
+    assert memory._MAX_PIECES_BYTES == decode_work.MAX_WORKSPACE_BYTES
+
+
 @pytest.mark.parametrize(
     ("device", "engine", "key"),
     [
