@@ -219,7 +219,7 @@ def _tools(body: Mapping[str, Any], *, is_chat: bool, has_tools: bool) -> RowToo
     if not body.get("tools"):
         if choice in (None, "none", "auto"):
             return None
-        raise _invalid(f"body.tool_choice is {format_value(choice)}, and there are no tools")
+        raise invalid(f"body.tool_choice is {format_value(choice)}, and there are no tools")
     if not is_chat:
         raise RowError("unsupported_parameter", f"body.tools is not for {COMPLETIONS}")
     if not has_tools:
