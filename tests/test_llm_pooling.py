@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from transformers import AutoModel, AutoTokenizer
 from batchinfer import LLM, PoolingParams
 from batchinfer.errors import ModelError, NotYetError
 from batchinfer.llm import LoRARequest
+from batchinfer.llm.pooling.choose import choose_runner
 from tests.classifiers import logits, make_classifier, make_reranker, probability
+from tests.encoders import make_encoder, reference_states
 from tests.models import make_text_model
 
 PROMPTS = ["is it so?", "a long text about nothing at all, which fills some blocks"]
@@ -165,3 +168,38 @@ def test_a_reranker_is_told_of_as_to_vllm(tmp_path: Path, model: Path) -> None:
     expected = probability(folder, "<|im_start|>who?\nhe did<|im_end|>", ids)
     assert output.outputs.score == pytest.approx(expected, abs=1e-5)
     assert len(llm.generate("x", use_tqdm=False)) == 1, "a model with a head still writes"
+
+
+def test_encoders_are_run_alike(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "bert", "bert")
+    llm = LLM(folder, dtype="float32", device="cpu")
+    texts, tokenizer = ["a b c", "of the and a"], AutoTokenizer.from_pretrained(folder)
+    states = reference_states(folder, [tokenizer(text)["input_ids"] for text in texts])
+    vectors = [unit(one.mean(0)) for one in states]
+    for output, expected in zip(llm.embed(texts, use_tqdm=False), vectors, strict=True):
+        assert output.outputs is not None
+        assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
+    (pair,) = llm.score(*texts, use_tqdm=False)
+    assert pair.outputs is not None
+    assert pair.outputs.score == pytest.approx(float(vectors[0] @ vectors[1]), abs=1e-5)
+    with pytest.raises(ValueError, match="prompt 0: the prompt has 62 tokens, over 40"):
+        llm.embed("a " * 60, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "runner"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "generate"),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "generate"),
+        ({"architectures": ["LlamaModel"], "model_type": "llama"}, "pooling"),
+        ({"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "pooling"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "pooling"),
+        ({"architectures": 5}, "generate"),
+        ([], "generate"),
+    ],
+)
+def test_a_runner_is_chosen_by_the_models_class(tmp_path: Path, config: Any, runner: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert choose_runner("auto", None, str(tmp_path), None) == runner
+    assert choose_runner("auto", "embed", str(tmp_path), None) == "pooling"
+    assert choose_runner("generate", None, str(tmp_path), None) == "generate"

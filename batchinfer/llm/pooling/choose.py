@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.config import Runner
+from batchinfer.config import Runner, attends_both_ways
 from batchinfer.errors import ModelError, NotYetError
 from batchinfer.pooling.model_folder import find_folder, read_json
 
@@ -19,12 +19,14 @@ _TASKS: Mapping[str, Runner] = {
 }
 """vLLM's earlier argument ``task``."""
 _HEADLESS = ("Model", "ForSequenceClassification")
+_WITH_HEAD = "LMHeadModel"
+"""As GPT-2's class with its head ends."""
 _RERANKER_KEYS = {"architectures", "classifier_from_token", "is_original_qwen3_reranker"}
 
 
 def choose_runner(runner: str, task: str | None, model: str, revision: str | None) -> Runner:
     """What a model (folder or hub id) is run for: ``auto`` means text, unless its class by
-    config.json writes none.
+    config.json writes none, or its tokens see those after them.
 
     Raises:
         NotYetError: there is no such runner or task.
@@ -39,18 +41,29 @@ def choose_runner(runner: str, task: str | None, model: str, revision: str | Non
         raise ValueError(f"task is {task!r} and runner {runner!r}; leave one of them out")
     chosen = runner if asked == "auto" else asked
     if chosen == "auto":
-        return "pooling" if class_name(model, revision).endswith(_HEADLESS) else "generate"
+        values = _config_values(model, revision)
+        name = _class_of(values)
+        headless = name.endswith(_HEADLESS) and not name.endswith(_WITH_HEAD)
+        return "pooling" if headless or attends_both_ways(values) else "generate"
     return "pooling" if chosen == "pooling" else "generate"
 
 
 def class_name(model: str, revision: str | None) -> str:
     """The first of config.json's classes; "" where it cannot be read, as loading will say."""
+    return _class_of(_config_values(model, revision))
+
+
+def _class_of(values: Mapping[str, Any]) -> str:
+    names = values.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def _config_values(model: str, revision: str | None) -> Mapping[str, Any]:
     try:
         values = read_json(find_folder(model, revision, ("config.json",)) / "config.json")
     except ModelError:
-        return ""
-    names = values.get("architectures") if isinstance(values, dict) else None
-    return str(names[0]) if isinstance(names, list) and names else ""
+        return {}
+    return values if isinstance(values, Mapping) else {}
 
 
 def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
