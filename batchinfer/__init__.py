@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchinfer.config.beam_params import BeamSearchParams
     from batchinfer.config.call_params import (
-        BeamSearchParams,
         GuidedDecodingParams,
         RequestOutputKind,
         SamplingParams,
@@ -44,21 +44,21 @@ __all__ = [
 ]
 
 _PARAMS = {
-    "BeamSearchParams",
-    "GuidedDecodingParams",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
+    "BeamSearchParams": "beam_params",
+    "GuidedDecodingParams": "structured_params",
+    "RequestOutputKind": "call_params",
+    "SamplingParams": "call_params",
+    "StructuredOutputsParams": "structured_params",
 }
-"""What needs no torch."""
+"""What needs no torch, and where in ``config`` it is."""
 
 
 def __getattr__(name: str) -> Any:
     """Import what is first asked for: the command line starts without, and heeds signals sooner."""
     if name in _PARAMS:
-        from batchinfer.config import call_params
+        from importlib import import_module
 
-        return getattr(call_params, name)
+        return getattr(import_module(f"batchinfer.config.{_PARAMS[name]}"), name)
     if name in __all__:
         from batchinfer.process import bound_spinning
 

@@ -229,38 +229,6 @@ class SamplingParams(_CallParams):
         return replace(self, **changes) if changes else self
 
 
-@dataclass(frozen=True)
-class BeamSearchParams:
-    """Parameters of ``LLM.beam_search``; names as vLLM's."""
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    """Ignored."""
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-    """Keep the end-of-sequence token in the ``tokens`` of vLLM's ``sequences``."""
-    structured_outputs: Any = None
-    """Only None."""
-
-    def sampling(self) -> SamplingParams:
-        """Sampling parameters of a row that gets all of its beams.
-
-        Raises:
-            TypeError, ValueError: naming the field, when a value is not what it must be.
-        """
-        return SamplingParams(
-            n=self.beam_width,
-            beam_width=self.beam_width,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            length_penalty=self.length_penalty,
-            structured_outputs=self.structured_outputs,
-        )
-
-
 def _refuse_unknown(given: Mapping[str, Any]) -> None:
     known = _CallParams.__dataclass_fields__
     for name in given:
@@ -285,7 +253,6 @@ def _openai_biases(biases: Mapping[Any, float]) -> dict[int, float]:
 
 
 __all__ = [
-    "BeamSearchParams",
     "GuidedDecodingParams",
     "RequestOutputKind",
     "SamplingParams",

@@ -4,8 +4,8 @@ May import: config, errors, process, console, engine, text, pooling, requests, r
 report.
 """
 
+from batchinfer.config.beam_params import BeamSearchParams
 from batchinfer.config.call_params import (
-    BeamSearchParams,
     GuidedDecodingParams,
     RequestOutputKind,
     SamplingParams,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from batchinfer.config.call_params import BeamSearchParams
+from batchinfer.config.beam_params import BeamSearchParams
 from batchinfer.llm.logprobs import Logprob
 from batchinfer.llm.lora import LoRARequest
 from batchinfer.llm.outputs import CompletionOutput, RequestOutput
@@ -21,7 +21,7 @@ class BeamSearchSequence:
     cum_logprob: float
     """Of all of the beam's tokens, that one among them."""
     text: str | None
-    """Of ``tokens``, special tokens among them; None without a tokenizer."""
+    """Of ``tokens``; None without a tokenizer."""
     finish_reason: str | None
     stop_reason: int | str | None
     lora_request: LoRARequest | None = None
@@ -55,7 +55,11 @@ def _sequence(
     assert beam.cumulative_logprob is not None
     ends = beam.finish_reason == "stop" and not params.include_stop_str_in_output
     tokens = output.prompt_token_ids + (beam.token_ids[:-1] if ends else beam.token_ids)
-    text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=False)
+    text = (
+        None
+        if tokenizer is None
+        else tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+    )
     return BeamSearchSequence(
         tokens=tokens,
         cum_logprob=beam.cumulative_logprob,

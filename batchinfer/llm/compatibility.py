@@ -1,4 +1,4 @@
-"""What becomes of vLLM's arguments and methods that are not here, by the tables in ``vllm_names``.
+"""What becomes of vLLM's arguments and methods that are not here, by the tables in ``vllm.names``.
 
 An argument without effect is taken with a warning that names it, one that is not built is refused
 unless it is given with its default, and one that is had in another way is refused with that way.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from batchinfer.errors import NotYetError
-from batchinfer.llm.vllm_names import (
+from batchinfer.llm.vllm.names import (
     ELSEWHERE,
     METHODS,
     METHODS_NOT_YET,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchinfer.build import build_engine
 from batchinfer.config import PromptConfig, sampling
-from batchinfer.config.call_params import BeamSearchParams, SamplingParams
+from batchinfer.config.beam_params import BeamSearchParams
+from batchinfer.config.call_params import SamplingParams
 from batchinfer.errors import NotYetError, RowError
 from batchinfer.llm.arguments import (
     FIT,
@@ -26,7 +27,6 @@ from batchinfer.llm.beam_outputs import BeamSearchOutput, beam_search_output
 from batchinfer.llm.calls import Calls, OneCall
 from batchinfer.llm.compatibility import missing_attribute, settle
 from batchinfer.llm.defaults import default_sampling_params
-from batchinfer.llm.engine_view import EngineView, ModelView, engine_view
 from batchinfer.llm.lora import Adapters, LoRARequest, requests_of_each
 from batchinfer.llm.outputs import RequestOutput, Stats
 from batchinfer.llm.pooling.calls import PoolingCalls
@@ -43,6 +43,8 @@ from batchinfer.llm.prompts import (
     read_prompts,
 )
 from batchinfer.llm.run import CallRunner, OnError, ProgressBar, PromptRequest
+from batchinfer.llm.vllm.engine_view import EngineView, ModelView, engine_view
+from batchinfer.llm.vllm.metrics import Metric, read_metrics
 from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.write import check_installed
 from batchinfer.text.children.pool import ChildPrompts, TextProcesses
@@ -405,6 +407,16 @@ class LLM(PoolingCalls):
         it is done with count.
         """
         return self._calls.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """Tokens, hits of the prefix cache and preemptions of all calls so far, and what runs now,
+        under vLLM's names; never waits. ``stats`` has more."""
+        return read_metrics(
+            self.stats(),
+            str(self._settings["model"]["name"]),
+            num_running=self._context.engine.num_running,
+            num_waiting=self._context.engine.num_waiting,
+        )
 
     def report(
         self,

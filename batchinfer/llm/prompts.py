@@ -54,7 +54,7 @@ def read_prompts(
         if isinstance(prompt, str) and not has_tokenizer:
             raise ValueError(
                 f"prompt {at} is a text: you cannot pass text prompts when skip_tokenizer_init is "
-                "True; give token ids"
+                "True; with `skip_tokenizer_init=True` give token ids"
             )
     return found
 

@@ -267,7 +267,6 @@ METHODS_NOT_YET = ("reward",)
 METHODS: Mapping[str, str] = {
     "apply_model": "the model is run by the engine alone",
     "collective_rpc": "there is one process, and no workers to call",
-    "get_metrics": "LLM.stats() has tokens, throughput and the KV pool's use",
     "preprocess_chat": "generate and chat make prompts themselves",
     "set_tokenizer": "give LLM(tokenizer=...)",
     "sleep": "delete the LLM, which frees its memory, and make it again",
