@@ -680,6 +680,8 @@ def test_methods_that_are_coming_say_so(llm: LLM) -> None:
         ("sleep", "delete the LLM"),
         ("wake_up", "make it again"),
         ("collective_rpc", "there is one process"),
+        ("enqueue", "one call of generate"),
+        ("update_weights", "make the LLM again"),
         ("zork", "LLM has no attribute zork"),
     ],
 )

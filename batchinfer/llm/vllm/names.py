@@ -267,11 +267,19 @@ METHODS_NOT_YET = ("reward",)
 METHODS: Mapping[str, str] = {
     "apply_model": "the model is run by the engine alone",
     "collective_rpc": "there is one process, and no workers to call",
+    "enqueue": "give all prompts in one call of generate",
+    "enqueue_chat": "give all conversations in one call of chat",
+    "from_engine_args": "give the arguments to LLM",
+    "get_world_size": "there is one process",
     "preprocess_chat": "generate and chat make prompts themselves",
+    "release_kv_cache_memory": "delete the LLM, which frees its memory, and make it again",
+    "reset_mm_cache": "only text can be given",
     "set_tokenizer": "give LLM(tokenizer=...)",
     "sleep": "delete the LLM, which frees its memory, and make it again",
     "start_profile": "LLM.report() shows where time and memory went",
     "stop_profile": "LLM.report() shows where time and memory went",
+    "update_weights": "save the weights, and make the LLM again",
+    "wait_for_completion": "generate and chat return when all is done",
     "wake_up": "an LLM does not sleep; delete it, and make it again",
 }
 """Methods and attributes of vLLM's ``LLM`` for what is not here, or had in another way."""
