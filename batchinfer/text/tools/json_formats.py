@@ -12,7 +12,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.text.tools.call_grammar import marker, named_grammar, object_grammar, quoted
-from batchinfer.text.tools.tool_format import ParsedCalls, ToolCall, Tools, json_arguments
+from batchinfer.text.tools.tool_format import (
+    ParsedCalls,
+    ToolCall,
+    Tools,
+    fields_between,
+    json_arguments,
+)
 
 if TYPE_CHECKING:
     from batchinfer.text.tokenizer import Tokenizer
@@ -180,7 +186,6 @@ class DeepSeekFormat:
         "<｜tool▁sep｜>",  # noqa: RUF001
         "<｜tool▁call▁end｜>",  # noqa: RUF001
     )
-    _CALL = re.compile(f"{_ONE}(.*?){_SEPARATOR}(.*?){_ONE_END}", re.DOTALL)
     _FENCED = re.compile(r"(.*?)\n```json\n(.*)\n```\s*", re.DOTALL)
 
     def __init__(self, *, fenced: bool) -> None:
@@ -188,7 +193,7 @@ class DeepSeekFormat:
 
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
         values = []
-        for head, body in self._CALL.findall(text):
+        for head, body in fields_between(text, self._ONE, self._SEPARATOR, self._ONE_END):
             fenced = self._FENCED.fullmatch(body)
             name, arguments = (head, body) if fenced is None else (fenced[1], fenced[2])
             values.append({"name": name.strip(), "arguments": arguments})
@@ -217,12 +222,11 @@ class KimiFormat:
     spans_thinking = False
     _BEGIN, _END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     _MARKERS = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
-    _CALL = re.compile(r"(.*?)".join(map(re.escape, _MARKERS)), re.DOTALL)
     _ID = re.compile(r"\s*(?:functions\.)?(.+?)(?::\d+)?\s*", re.DOTALL)
 
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
         values = []
-        for written, arguments in self._CALL.findall(text):
+        for written, arguments in fields_between(text, *self._MARKERS):
             id_ = self._ID.fullmatch(written)
             values.append({"name": id_ and id_[1], "arguments": arguments})
         return _parsed(text.partition(self._BEGIN)[0], values)

@@ -21,6 +21,7 @@ from batchinfer.text.tools.tool_format import (
     ParsedCalls,
     ToolCall,
     Tools,
+    fields_between,
     parameters_of,
     typed_value,
 )
@@ -124,7 +125,7 @@ class GlmFormat:
     _KEY, _KEY_END = "<arg_key>", "</arg_key>"
     _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
     _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
-    _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+    _ARGUMENT = (_KEY, _KEY_END, _VALUE, _VALUE_END)
 
     def parse(self, text: str, tools: Tools) -> ParsedCalls | None:
         calls = []
@@ -136,7 +137,7 @@ class GlmFormat:
             schema = parameters_of(tools, name)
             values = {
                 key.strip(): typed_value(value, schema, key.strip())
-                for key, value in self._ARGUMENT.findall(body)
+                for key, _, value in fields_between(body, *self._ARGUMENT)
             }
             calls.append(ToolCall(name, json.dumps(values, ensure_ascii=False)))
         content = text.partition(self._BEGIN)[0].strip()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -105,6 +106,25 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
             found = function.get("parameters")
             return found if isinstance(found, Mapping) else {}
     return {}
+
+
+def fields_between(text: str, *markers: str) -> Iterator[list[str]]:
+    """What stands between markers that come in order, again and again, up to where one is missing.
+
+    In time that grows with the text, whatever is in it: models that loop repeat markers by the
+    thousand.
+    """
+    at = text.find(markers[0])
+    while at >= 0:
+        fields = list[str]()
+        for begin, end in pairwise(markers):
+            start = at + len(begin)
+            at = text.find(end, start)
+            if at < 0:
+                return
+            fields.append(text[start:at])
+        yield fields
+        at = text.find(markers[0], at + len(markers[-1]))
 
 
 def typed_value(text: str, schema: Mapping[str, Any], name: str) -> Any:

@@ -14,7 +14,7 @@ from batchinfer.text.grammar import GrammarCompiler, check_structured_outputs
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.text.tools.formats import FORMATS, find_tool_format
 from batchinfer.text.tools.row_tools import RowTools, checked_tools, row_tools
-from batchinfer.text.tools.tool_format import ToolCall, calls_in
+from batchinfer.text.tools.tool_format import ToolCall, calls_in, fields_between
 from tests.text.reasoning.tokenizers import EOS, byte_tokenizer, encode
 
 
@@ -223,6 +223,18 @@ def test_what_cannot_be_stored_is_no_call(value: str) -> None:
     text = f'<tool_call>{{"name": "stop", "arguments": {{"now": {value}}}}}</tool_call>'
     assert calls_in(text, FORMATS["hermes"], TOOLS) is None
     assert calls_in(text.replace(value, "1"), FORMATS["hermes"], TOOLS) is not None
+
+
+def test_markers_in_a_loop_are_read_once() -> None:
+    """A reader that begins anew at each marker would go through this for hours."""
+    for markers in (("<a>", "<b>", "<c>"), ("<a>", "<b>")):
+        assert list(fields_between("<a>" * 500_000, *markers)) == []
+    assert list(fields_between("<a>1<b>2<c>-<a><b><c><a>3<b>", "<a>", "<b>", "<c>")) == [
+        ["1", "2"],
+        ["", ""],
+    ]
+    looped = "<tool_call>f" + "<arg_key>a</arg_key>" * 100_000 + "</tool_call>"
+    assert calls_in(looped, FORMATS["glm45"], TOOLS) is not None
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
