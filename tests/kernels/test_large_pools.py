@@ -1,0 +1,69 @@
+"""Pools of more elements than int32 counts, where nothing but the blocks in use has memory."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from batchinfer.kernels import decode_attention, paged_attention, reference
+from batchinfer.kernels.fixed_attention import fixed_attention
+from batchinfer.kernels.fp8 import FP8
+from batchinfer.kernels.kv_write import kv_write
+from tests.kernels.cases import AttentionCase, build_attention
+from tests.kernels.fixed_cases import fixed_arguments
+
+SLOT_ELEMENTS = 2**30
+MARGIN = 2**33  # bytes on both sides: what an overflow reads is zeros, and what it writes is lost
+NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
+CASE = AttentionCase(
+    "far_apart", ((1, 40), (9, 21), (1, 17)), num_heads=4, num_kv_heads=2, key_width=16
+)
+
+
+def far_apart(arguments: dict[str, Any], pool: torch.Tensor) -> dict[str, Any]:
+    """The same blocks in a pool where each lies 2^30 elements after the one before."""
+    room = 2 * MARGIN + len(pool) * SLOT_ELEMENTS * pool.element_size()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    memory = torch.frombuffer(mmap.mmap(-1, room, flags=flags), dtype=pool.dtype)
+    start = MARGIN // pool.element_size()
+    large = memory.as_strided(pool.shape, (SLOT_ELEMENTS, 1), start)
+    large.copy_(pool)
+    moved = {}
+    for name in ("key_cache", "value_cache"):
+        cache = arguments[name]
+        strides = (SLOT_ELEMENTS, *cache.stride()[1:])
+        moved[name] = memory.as_strided(cache.shape, strides, start + cache.storage_offset())
+    return arguments | moved
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="maps what no memory is kept for")
+@pytest.mark.parametrize("rows_are_int64", [False, True], ids=["int32", "int64"])
+@pytest.mark.parametrize("kind", ["model", "float8", "halves"])
+def test_tokens_are_written_and_read_past_int32(
+    kind: str, rows_are_int64: bool, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rows_are_int64:
+        monkeypatch.setattr(paged_attention, "_INT32_ROWS", 0)
+    monkeypatch.setattr(decode_attention, "multiplies_halves", lambda *_, **__: kind == "halves")
+    cache_dtype = None if kind == "model" else FP8
+    inputs = build_attention(CASE, interpreter, torch.float16, cache_dtype)
+    inputs.arguments["query"].copy_(inputs.arguments["query"].bfloat16())  # whose halves are exact
+    arguments = far_apart(inputs.arguments, inputs.pool)
+    assert len(inputs.pool) * SLOT_ELEMENTS > 2**32
+    rows, slots = torch.randn(2, 3, 2, 16).half(), arguments["block_tables"][[0, 1, 2], [2, 1, 1]]
+    mapping = slots.long() * 16 + torch.tensor([7, 4, 0])  # the last tokens
+    for write, caches in ((kv_write, arguments), (reference.kv_write, inputs.arguments)):
+        write(*rows, caches["key_cache"], caches["value_cache"], mapping)
+    expected = inputs.with_fresh_out()
+    reference.paged_attention(**expected)
+    for attend, given in (
+        (paged_attention.paged_attention, arguments),
+        (fixed_attention, fixed_arguments(arguments)),
+    ):
+        given["out"] = torch.full_like(expected["out"], torch.nan)
+        attend(**given)
+        torch.testing.assert_close(given["out"], expected["out"], atol=2e-3, rtol=2e-3)
