@@ -264,7 +264,18 @@ ROOMS = [
     Room(
         "job.run",
         "``batchinfer run``: four threads, the engine's loop, and what is said of it.",
-        ("config", "errors", "options", "process", "console", "engine", "requests", "build", "job"),
+        (
+            "config",
+            "errors",
+            "options",
+            "process",
+            "console",
+            "text",
+            "engine",
+            "requests",
+            "build",
+            "job",
+        ),
     ),
     Room(
         "job.fleet",
