@@ -37,6 +37,7 @@ from batchinfer.config import ModelConfig, sampling
 from batchinfer.config.types import parse_size
 from batchinfer.errors import ModelError, NotYetError
 from batchinfer.llm.arguments import engine_config
+from batchinfer.llm.pooling.choose import choose_runner
 from tests.lora import make_adapter
 from tests.models import make_text_model
 
@@ -600,6 +601,21 @@ def test_a_prompt_that_is_too_long_says_the_most_there_is(llm: LLM) -> None:
         ValueError, match=r"^prompt 1: its 600 tokens are longer than .* 512 tokens"
     ):
         llm.generate([[5], [5] * 600], GREEDY, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("name", "runner"),
+    [
+        ("GPT2LMHeadModel", "generate"),
+        ("LlamaForCausalLM", "generate"),
+        ("Qwen3Model", "pooling"),
+        ("Qwen3ForSequenceClassification", "pooling"),
+    ],
+)
+def test_a_model_is_run_for_what_its_class_gives(tmp_path: Path, name: str, runner: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    assert choose_runner("auto", None, str(tmp_path), None) == runner
+    assert choose_runner("generate", None, str(tmp_path), None) == "generate"
 
 
 def test_metrics_have_vllms_names(model: Path) -> None:
