@@ -153,10 +153,11 @@ int gemm_int4(const gemm_args *a, int is_bf16) {
     if (!a->num_rows) return 0;
     const int8_rows x = int8_rows_of(a, from->group);
     if (!x.codes) return 1;
+    const int few = rows_are_few(a);
+    if (few) rows_as_int8(&x, a, is_bf16);
 #pragma omp parallel num_threads(a->num_threads)
     {
-        if (is_bf16) rows_as_int8(&x, 1, a);
-        else rows_as_int8(&x, 0, a);
+        if (!few) rows_as_int8(&x, a, is_bf16);
 #pragma omp for schedule(dynamic, share) nowait
         for (int64_t panel = 0; panel < panels; panel++) {
             if (is_bf16) one_panel(a, 1, &x, &s, weights, panel, panel + 1 == panels);

@@ -180,10 +180,11 @@ int gemm_int8(const gemm_args *a, int is_bf16) {
     if (!a->num_rows) return 0;
     const int8_rows x = int8_rows_of(a, a->in_features);
     if (!x.codes) return 1;
+    const int few = rows_are_few(a);
+    if (few) rows_as_int8(&x, a, is_bf16);
 #pragma omp parallel num_threads(a->num_threads)
     {
-        if (is_bf16) rows_as_int8(&x, 1, a);
-        else rows_as_int8(&x, 0, a);
+        if (!few) rows_as_int8(&x, a, is_bf16);
 #if HAS_TILES
         if (from->kernel == TILES) {
             int shaped = 0; /* the thread's tiles, for so many rows */

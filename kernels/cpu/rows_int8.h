@@ -77,11 +77,17 @@ INLINE void row_as_int8(const int8_rows *to, const int is_bf16, const void *x, i
     memset(codes + in, 0, to->stride - in);
 }
 
-/* To be called by all threads of a parallel region, which wait for each other. */
-INLINE void rows_as_int8(const int8_rows *to, const int is_bf16, const gemm_args *a) {
+/* Whether one thread rounds the rows before the others begin: to wait for each other takes longer. */
+INLINE int rows_are_few(const gemm_args *a) { return a->num_rows * a->in_features <= 1 << 14; }
+
+/* To be called by all threads of a parallel region, which wait for each other, or outside of any. */
+INLINE void rows_as_int8(const int8_rows *to, const gemm_args *a, const int is_bf16) {
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < a->num_rows; row++)
-        row_as_int8(to, is_bf16, a->x, row * a->row_stride, a->in_features, row);
+    for (int64_t row = 0; row < a->num_rows; row++) {
+        const int64_t at = row * a->row_stride;
+        if (is_bf16) row_as_int8(to, 1, a->x, at, a->in_features, row);
+        else row_as_int8(to, 0, a->x, at, a->in_features, row);
+    }
 }
 
 #endif

@@ -37,6 +37,8 @@ LOW_BIT_CASES = [
     LowBitCase(1, 130, 70, 32),
     LowBitCase(7, 128, 70, 128, extreme=True),
     LowBitCase(40, 34, 31, 8, more=False),
+    LowBitCase(130, 130, 31),  # rows that the threads round together
+    LowBitCase(130, 130, 31, 32),
 ]
 
 
