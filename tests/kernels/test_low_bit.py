@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.kernels.cpu import gemm, library
@@ -28,6 +28,8 @@ cases = st.builds(
 
 @needs_compiler
 @given(case=cases, dtype=st.sampled_from(list(TOLERANCE)))
+@example(case=LowBitCase(130, 130, 31), dtype=torch.bfloat16)  # the threads round rows together
+@example(case=LowBitCase(130, 130, 31, 32), dtype=torch.bfloat16)
 @settings(max_examples=60)
 def test_products_have_the_bits_of_their_twin(case: LowBitCase, dtype: torch.dtype) -> None:
     check_low_bit(*build_low_bit(case, dtype))
