@@ -79,11 +79,19 @@ def measure(args: argparse.Namespace) -> list[Run]:
     return runs
 
 
-def keep(runs: list[Run], args: argparse.Namespace) -> None:
+def perplexities() -> list[Run]:
+    """What the same weights cost in perplexity and right answers, on the quickstart's model."""
+    command = [sys.executable, str(HERE / "perplexity.py")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def keep(runs: list[Run], args: argparse.Namespace, accuracy: list[Run] | None = None) -> None:
     """Write what has been measured so far, with date and machine."""
     where = {"date": date.today().isoformat(), "cpu": _cpu_name(), "threads": args.threads}
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"machine": where, "runs": runs}, indent=1))
+    results = {"machine": where, "runs": runs, "quickstart": accuracy or []}
+    args.json.write_text(json.dumps(results, indent=1))
 
 
 def table(runs: list[Run], args: argparse.Namespace) -> str:
@@ -97,6 +105,16 @@ def table(runs: list[Run], args: argparse.Namespace) -> str:
                 for rate in rates
             ]
             lines.append(f"| {model} {workload} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def accuracy_table(accuracy: list[Run]) -> str:
+    """Perplexities of the quickstart's texts and answers, and its right answers."""
+    lines = ["| weights | text | answers | right |", "|---|---|---|---|"]
+    for one in accuracy:
+        text, answers = one["text_perplexity"], one["answer_perplexity"]
+        name = one["quantization"] or one["dtype"]
+        lines.append(f"| {name} | {text:.4f} | {answers:.5f} | {one['right']:.1%} |")
     return "\n".join(lines)
 
 
@@ -128,6 +146,9 @@ def main() -> None:
         MODELS[model][0](args.folder / model)
     runs = measure(args)
     print(table(runs, args))
+    accuracy = perplexities()
+    keep(runs, args, accuracy)
+    print(accuracy_table(accuracy))
     print(f"written to {args.json}", file=sys.stderr)
 
 
