@@ -105,6 +105,8 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
             default_prompt=default_prompt,
             attends_both_ways=both_ways,
         )
+    if not (isinstance(found, list) and all(isinstance(module, Mapping) for module in found)):
+        raise ModelError(f"{folder}/modules.json must be a list of objects, one for each module")
     dense, width = list[Dense](), hidden_size
     for module in found:
         kind = str(module.get("type", "")).rpartition(".")[2]
@@ -121,6 +123,8 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
                 "version"
             )
     inputs = read_json(folder / "sentence_bert_config.json") or {}
+    if not isinstance(inputs, Mapping):
+        raise ModelError(f"{folder}/sentence_bert_config.json must be an object")
     longest = inputs.get("max_seq_length")
     return EmbeddingModules(
         hidden_size,

@@ -28,6 +28,7 @@ from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
+from batchinfer.pooling.embedding_modules import read_embedding_modules
 from batchinfer.report.examples import find_examples
 from batchinfer.requests import PromptRow
 from tests.job.datasets import write_parquet
@@ -139,6 +140,19 @@ def with_modules(folder: Path, model: Path, *, pooling: str = "lasttoken") -> to
     tensors = {f"linear.{name}": value for name, value in dense.state_dict().items()}
     save_file(tensors, folder / "2_Dense" / "model.safetensors")
     return dense
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("modules.json", "[5]"), ("modules.json", "{}"), ("sentence_bert_config.json", "[1]")],
+)
+def test_a_broken_file_of_a_folder_is_named(
+    tmp_path: Path, model: Path, name: str, text: str
+) -> None:
+    with_modules(tmp_path / "model", model)
+    (tmp_path / "model" / name).write_text(text)
+    with pytest.raises(ModelError, match=rf"{name} must be"):
+        read_embedding_modules(str(tmp_path / "model"), None)
 
 
 def test_dense_layers_of_the_folder_are_run(tmp_path: Path, model: Path) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinfer.config import ClassifyConfig, PromptConfig
+from batchinfer.errors import UsageError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.rows.column_checks import check_text_column
 from batchinfer.job.rows.pooling.pooled import Pooled, plain_prompts
@@ -63,7 +64,15 @@ def _prompt_config(job: JobSpec) -> PromptConfig:
     config = _config(job)
     if not config.has_pairs:
         return job.prompt
-    return (with_question if _asks_questions(job) else with_both_columns)(job.prompt, config)
+    if not _asks_questions(job):
+        return with_both_columns(job.prompt, config)
+    if job.prompt.on_too_long != "error":
+        raise UsageError(
+            f"prompt.on_too_long: {job.prompt.on_too_long} would cut off what this model is asked, "
+            "which stands behind the document; set it to error, or cut the document in "
+            "prompt.template"
+        )
+    return with_question(job.prompt, config)
 
 
 def _prompt_builder(job: JobSpec) -> Recipe:
