@@ -39,12 +39,13 @@ class PackedLinear(nn.Module):
         self.weight = torch.empty_like(weight, device="meta") if kernel.copies else linear.weight
         self.kernel = kernel
         self._packed = packed or kernel.pack(weight)
+        own = self.own
+        self.is_low_bit = own is not None and own.weight.dtype != weight.dtype
+        """Whether it multiplies by codes, and rounds rows to int8 for that."""
         self.nbytes = 0
         """Of what is packed, besides parameters."""
         if kernel.copies:
-            own = self.own
-            low_bit = own is not None and own.weight.dtype != weight.dtype
-            self.nbytes = own.weight.nbytes if own and low_bit else weight.nbytes
+            self.nbytes = own.weight.nbytes if own and self.is_low_bit else weight.nbytes
 
     @property
     def own(self) -> OwnPacked | None:

@@ -21,6 +21,7 @@ from batchinfer.kernels.low_bit import Int8Weight, LowBitWeight, low_bit_product
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion.fuse import fuse
+from batchinfer.worker.fusion.native_layers import NativeDecoderLayers
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.loader import LoadedModel, load_model
 from batchinfer.worker.memory import model_bytes
@@ -138,6 +139,15 @@ def test_layers_are_fused_small_and_keep_a_rows_bits(
     cost = ModelCost.from_config(config, "float32", quantization=method)
     assert loaded.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.15)
     assert model_bytes(loaded.model) == loaded.facts["weight_bytes"]
+
+
+def test_layers_whose_last_bits_are_other_codes_are_joined(tmp_path: Path) -> None:
+    """A hidden state that is rounded once less can have another code in one layer of many."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
+    folder = make_checkpoint("llama", tmp_path, initializer_range=0.3, **sizes)
+    model = load(folder, "int8", "bfloat16").model
+    joined = [len(m.layers) for m in model.modules() if isinstance(m, NativeDecoderLayers)]
+    assert joined == [6]
 
 
 @methods
