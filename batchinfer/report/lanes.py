@@ -77,10 +77,7 @@ def _lane(
 ) -> tuple[float, Lane]:
     """A writer's lane, and when it came."""
     states = np.full(len(timeline.middles_s), _ABSENT)
-    fates = [
-        "running" if run is runs[-1] and writer in living else "ended" if run.ended else "died"
-        for run in runs
-    ]
+    fates = ["running" if run is runs[-1] and writer in living else _end(run) for run in runs]
     busy_s = up_s = 0.0
     for run, fate in zip(runs, fates, strict=True):
         busy = timeline.busy_s.get(run.run_id, np.zeros(len(states)))
@@ -97,6 +94,10 @@ def _lane(
         state=fates[-1] + before,
     )
     return timeline.began_s.get(runs[0].run_id, 0.0), lane
+
+
+def _end(run: Run) -> str:
+    return "failed" if run.error else "ended" if run.ended else "died"
 
 
 def _draw(

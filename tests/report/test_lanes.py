@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.report.test_page import page_of
 COLOURS = {"rule": ".", "idle": "l", "waste": "w", "used": "c", "again": "X"}
 
 
-def a_run(run_id: str, began: float, engine_s: float, load_s: float = 0.0, **facts: bool) -> Run:
+def a_run(run_id: str, began: float, engine_s: float, load_s: float = 0.0, **facts: Any) -> Run:
     """A run whose engine was there for a while; ``began`` is on the timeline's clock."""
     return Run(
         run_id,
@@ -68,6 +69,16 @@ def test_who_loads_waits_computes_and_dies_is_seen() -> None:
     assert [colour for colour, _ in key([third, second])] == ["used", "waste", "idle", "again"]
     assert [lane.state for lane in (first, second, third)] == ["ended", "died", "running"]
     assert [lane.busy for lane in (first, second, third)] == pytest.approx([200 / 240, 40 / 60, 0])
+
+
+def test_a_worker_that_the_job_failed_of_has_failed_and_not_died() -> None:
+    runs = [
+        a_run("run-00001-w01", 0.0, 10.0, ended=True, error="no memory"),
+        a_run("run-00001-w02", 0.0, 10.0, ended=True),
+    ]
+    lanes = lanes_of(runs, Timeline(10.0), living=set())
+    assert [lane.state for lane in lanes] == ["failed", "ended"]
+    assert all(piece.colour != "again" for lane in lanes for piece in lane.pieces)
 
 
 def test_a_shard_that_is_run_again_has_one_lane() -> None:

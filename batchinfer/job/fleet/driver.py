@@ -39,6 +39,7 @@ from batchinfer.job.output.commit import Draft
 from batchinfer.job.output.recovery.recovered_rows import RecoveredRows
 from batchinfer.job.row_ids import NO_ROWS, in_range, missing_ranges
 from batchinfer.job.run_ids import run_id
+from batchinfer.job.stats.recorder import note_failure
 
 STOP_S = 4.0
 """How long workers have to put everything on disk when the job stops."""
@@ -83,6 +84,8 @@ class FleetDriver:
     """Workers whose logs of rows in flight are seconds behind."""
     _is_cleared: bool = field(default=False, init=False)
     _is_ending: bool = field(default=False, init=False)
+    _ended_by: tuple[str, str] | None = field(default=None, init=False)
+    """The worker whose failure has ended the job, and why it failed."""
 
     def __post_init__(self) -> None:
         parts = self.recovered.parts
@@ -234,6 +237,8 @@ class FleetDriver:
             return
         num_others = len(set(self._dispatcher.workers) - {worker})
         if failure.kind not in _OF_ITS_NODE or not self._boots.broke(worker, failure, num_others):
+            if not self._is_ending:
+                self._ended_by = worker, failure.text
             raise failure.error()
 
     def _state(self) -> str:
@@ -314,6 +319,9 @@ class FleetDriver:
         self.workers.close()
         self._publisher.close()
         self._take_published()
+        if self._ended_by is not None:
+            worker, why = self._ended_by
+            note_failure(self.job.out, run_id(self.run_number, worker), why)
 
 
 def _missing(recovered: RecoveredRows) -> Mapping[int, Ranges]:

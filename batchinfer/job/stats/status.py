@@ -83,7 +83,8 @@ class Status:
     """Whether ``eta_s`` is an upper bound: no row is finished yet, and each is taken to draw the
     most that it may."""
     error: str | None = None
-    """Why the latest run failed; None: it did not, or died without a word."""
+    """Why the latest run failed, or those of them that did; None: it did not, or died without a
+    word."""
     first_errors: Sequence[Mapping[str, Any]] = ()
     """Of finished parts; see ``first_errors``."""
     update: Update | None = None
@@ -96,7 +97,8 @@ class Status:
     def facts(self) -> Iterator[SummaryLine]:
         """Lines of the table on a terminal."""
         share = self._share
-        tones = {"finished": "good", "finished_with_errors": "bad", "stopped": "bad"}
+        bad = dict.fromkeys(("finished_with_errors", "stopped", "failed"), "bad")
+        tones = {"finished": "good", **bad}
         yield SummaryLine("state", self.state.replace("_", " "), tone=tones.get(self.state, ""))
         if self.error is not None:
             yield SummaryLine("error", printable(self.error.partition("\n")[0]), tone="bad")
@@ -206,7 +208,7 @@ def read_status(out: OutputDir, now: float) -> Status:
         pool_use=sum(pools) / len(pools) if pools else None,
         saved_at=max((worker.saved_at for worker in workers), default=None),
         workers=workers if any(worker.worker for worker in workers) else [],
-        error=(runs[-1].error or None) if runs and state == "stopped" else None,
+        error=_reasons(workers) if state == "stopped" else None,
         first_errors=first_errors(out, plan, records),
         update=_read_update(out, now),
     )
@@ -252,6 +254,18 @@ def _read_update(out: OutputDir, now: float) -> Update | None:
     latest = max(found, key=lambda status: status.saved_at or 0.0)
     is_being_placed = out.files.stat(out.swap) is not None
     return Update(latest.rows_total, latest.rows_done, is_being_placed)
+
+
+def _reasons(workers: Sequence[Worker]) -> str | None:
+    """Why the latest runs failed, a line or more each; those beside others are named."""
+    return (
+        "\n".join(
+            f"{worker.worker} failed: {worker.error}" if worker.worker else worker.error
+            for worker in workers
+            if worker.error
+        )
+        or None
+    )
 
 
 def _sum(speeds: Iterable[float | None]) -> float | None:

@@ -25,7 +25,7 @@ class Worker:
     worker: str
     """Its writer's name; "" for a run that writes alone."""
     state: str
-    """``running``, ``ended``, or ``stopped``: it died."""
+    """``running``, ``ended``, ``failed``: the job failed of it, or ``stopped``: it died."""
     rows: int
     """Rows that it has finished; of one that died, those of its last seconds too, which may not
     have come to disk."""
@@ -35,6 +35,8 @@ class Worker:
     """Used share of the KV blocks in its last step; None unless it runs."""
     saved_at: float
     """When it last wrote, in seconds since 1970."""
+    error: str = ""
+    """Why it failed."""
 
 
 def latest_workers(out: OutputDir, runs: Sequence[Run], now: float) -> list[Worker]:
@@ -83,9 +85,14 @@ def _worker(out: OutputDir, run: Run, now: float) -> Worker:
     runs = not run.ended and not silent and lives is not False
     return Worker(
         worker=writer_of(run.run_id),
-        state="running" if runs else "ended" if run.ended else "stopped",
+        state="running" if runs else _end(run),
         rows=run.rows,
         rows_per_s=run.rows / run.engine_s if run.rows and run.engine_s else None,
         pool_use=run.used_blocks / (run.kv["num_blocks"] or 1) if run.kv and runs else None,
         saved_at=run.saved_at,
+        error=run.error,
     )
+
+
+def _end(run: Run) -> str:
+    return "failed" if run.error else "ended" if run.ended else "stopped"

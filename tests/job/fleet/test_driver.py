@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from threading import Event
@@ -35,6 +36,8 @@ from batchinfer.job.output.resume import plan_resume
 from batchinfer.job.output.segments import Segments, segment_table
 from batchinfer.job.rows.finished_row import failed_row
 from batchinfer.job.rows.generate import GENERATE_TASK
+from batchinfer.job.stats.recorder import Run
+from batchinfer.job.stats.status import read_status
 from tests.job.fakes import begin
 from tests.job.fleet.jobs import fleet_job, write_rows
 
@@ -166,6 +169,28 @@ def test_what_may_be_one_nodes_fault_ends_its_worker_and_not_the_job(
         run(script)
     assert script.killed == ["w01"]
     assert script.avoided == [frozenset(), {"a bad node"}]
+
+
+def test_the_worker_that_the_job_failed_of_is_named_in_the_status(
+    tmp_path: Path, run: Callable[[Script], bool]
+) -> None:
+    out = output_at(str(tmp_path / "out"))
+    out.files.make_directory(out.runs)
+    for worker in ("w01", "w02"):
+        record = Run(f"run-00001-{worker}", {}, saved_at=1.0, ended=True)
+        out.write_json(out.runs / f"{record.run_id}.json", asdict(record))
+    script = Script(
+        [
+            *(up("w01"), up("w02")),
+            *(failed("w01", "DeviceError", "the first"), Gone("w01", "it was ended")),
+            failed("w02", "DeviceError", "another one"),
+        ]
+    )
+    with pytest.raises(DeviceError, match="another one"):
+        run(script)
+    found = read_status(out, time.time())
+    assert found.error == "w02 failed: another one", "others went on for the first"
+    assert [worker.state for worker in found.workers] == ["ended", "failed"]
 
 
 def test_what_may_be_one_nodes_fault_does_not_end_a_job_whose_others_are_still_to_come(
