@@ -184,11 +184,14 @@ class CallRunner:
         return requests
 
     def _too_long(self, prompt: Prompt) -> str:
-        """In words that programs made for vLLM look for, of three of its versions."""
+        """In words that programs made for vLLM look for (vllm/v1/engine/input_processor.py)."""
+        length, most = len(prompt.token_ids), self._engine.max_model_len
         return (
-            f"its {len(prompt.token_ids)} tokens are longer than the maximum model length leaves "
-            f"room for: the maximum context length is {self._engine.max_model_len} tokens, output "
-            "included. Please reduce the length of the prompt, or give a larger max_model_len"
+            f"The decoder prompt (length {length}) plus the number of requested output tokens (at "
+            f"least 1) is longer than the maximum model length of {most}. Make sure that "
+            "`max_model_len` is no smaller than the number of text tokens (prompt + requested "
+            f"output tokens). The maximum context length is {most} tokens, output included. "
+            "Please reduce the length of the prompt, or give a larger max_model_len"
         )
 
 
