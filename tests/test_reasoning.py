@@ -63,6 +63,18 @@ def test_a_model_without_markers_has_to_be_told(llm: LLM, model: Path) -> None:
         LLM(str(model), dtype="float32", num_kv_blocks=50, reasoning="yes")
 
 
+def test_formats_of_thinking_have_vllm_names_from_python(llm: LLM, model: Path) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0, max_reasoning_tokens=5)
+    named = LLM(str(model), dtype="float32", num_kv_blocks=50, reasoning_parser="qwen3")
+    one, other = (each.chat(TALK, params, use_tqdm=False)[0].outputs[0] for each in (named, llm))
+    assert one.reasoning
+    assert (one.reasoning, one.text) == (other.reasoning, other.text)
+    with pytest.raises(ValueError, match=r"reasoning_parser: 'qwen' is not known.*qwen3"):
+        LLM(str(model), reasoning_parser="qwen")
+    with pytest.raises(ValueError, match="reasoning and reasoning_parser mean the same"):
+        LLM(str(model), reasoning="auto", reasoning_parser="qwen3")
+
+
 def test_batches_tell_thinking_apart(model: Path, tmp_path: Path) -> None:
     body: dict[str, Any] = {"messages": TALK, "max_tokens": 60, "temperature": 0}
     bodies = [

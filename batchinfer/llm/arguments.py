@@ -12,8 +12,10 @@ from typing import Any
 
 from batchinfer.config import QUANTIZATIONS, EngineConfig, ModelConfig, Runner, field_names
 from batchinfer.config.structured_params import closed_schema
+from batchinfer.console.format import did_you_mean
 from batchinfer.errors import NotYetError
 from batchinfer.llm.compatibility import settle
+from batchinfer.text.reasoning.formats import PARSERS, checked_reasoning
 
 FIT = -1
 """``max_model_len``: as long as the pool has room for."""
@@ -124,6 +126,27 @@ def template_text(template: str | os.PathLike[str] | None) -> str | None:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"chat_template: {text} is no file that can be read: {error}") from None
+
+
+def reasoning_asked(
+    reasoning: str | Mapping[str, str], parser: str | None
+) -> str | Mapping[str, str]:
+    """What ``LLM`` was told of thinking, by either of two arguments.
+
+    Args:
+        parser: vLLM's name of a parser; "" is as None.
+
+    Raises:
+        ValueError: an argument is not known, or both are given.
+    """
+    if not parser:
+        return checked_reasoning(reasoning)
+    if reasoning != "none":
+        raise ValueError("reasoning and reasoning_parser mean the same; keep one")
+    if parser not in PARSERS:
+        known = did_you_mean(parser, tuple(PARSERS))
+        raise ValueError(f"reasoning_parser: {reprlib.repr(parser)} is not known{known}")
+    return PARSERS[parser]
 
 
 @dataclass(frozen=True, slots=True)

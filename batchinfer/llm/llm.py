@@ -20,6 +20,7 @@ from batchinfer.llm.arguments import (
     FIT,
     engine_config,
     model_config,
+    reasoning_asked,
     schema_defaults,
     template_text,
 )
@@ -49,7 +50,7 @@ from batchinfer.report.sanitize import without_secrets
 from batchinfer.report.write import check_installed
 from batchinfer.text.children.pool import ChildPrompts, TextProcesses
 from batchinfer.text.prompts import Prompt, PromptBuilder, RawTexts
-from batchinfer.text.reasoning.formats import checked_reasoning, find_reasoning_format
+from batchinfer.text.reasoning.formats import find_reasoning_format
 from batchinfer.text.tokenizer import no_tokenizer
 from batchinfer.text.tools.formats import find_tool_format
 from batchinfer.text.tools.row_tools import checked_tools
@@ -95,6 +96,7 @@ class LLM(PoolingCalls):
         guided_decoding_disable_any_whitespace: the same, by its earlier name.
         reasoning: splits what the model thinks from its ``text``, in all outputs: ``auto`` by the
             markers of its chat template, or ``{"start": text, "end": text}``.
+        reasoning_parser: the same, by vLLM's name of the format, like ``qwen3``.
         tool_parser: reads calls of the tools that ``chat`` is given: ``auto``, by the chat
             template, or vLLM's name of the format, like ``hermes``; ``none``: they stay in the
             text.
@@ -135,6 +137,7 @@ class LLM(PoolingCalls):
         structured_outputs_config: Any = None,
         guided_decoding_disable_any_whitespace: bool | None = None,
         reasoning: str | Mapping[str, str] = "none",
+        reasoning_parser: str | None = None,
         tool_parser: str = "none",
         chat_template: str | os.PathLike[str] | None = None,
         runner: str = "auto",
@@ -147,6 +150,7 @@ class LLM(PoolingCalls):
             raise NotYetError(f"LLM(tensor_parallel_size={tensor_parallel_size})")
         engine = engine_config(engine_keys)
         tokens = classifier_tokens(hf_overrides)
+        asked_reasoning = reasoning_asked(reasoning, reasoning_parser)
         self._schema_defaults = schema_defaults(
             structured_outputs_config, guided_decoding_disable_any_whitespace
         )
@@ -185,7 +189,7 @@ class LLM(PoolingCalls):
         self._calls = Calls(self._context)
         self._runner = CallRunner(
             *(self._context, self._calls, seed),
-            find_reasoning_format(checked_reasoning(reasoning), self._context.tokenizer),
+            find_reasoning_format(asked_reasoning, self._context.tokenizer),
             find_tool_format(tool_parser, self._context.tokenizer),
         )
         self._pooling = PoolingRunner(choice, self._context, self._calls, tokens)

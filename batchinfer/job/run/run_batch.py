@@ -95,13 +95,12 @@ def _task(options: BatchOptions) -> dict[str, Any]:
 
 def _reasoning(asked: str) -> Any:
     """``output.reasoning`` as an option gives it: by name, or the markers as JSON."""
-    names = {"auto": "auto", "none": "none", **PARSERS}
-    if asked in names:
-        return names[asked]
+    if asked in PARSERS:
+        return PARSERS[asked]
     try:
         return checked_reasoning(json.loads(asked))
     except ValueError:
-        known = did_you_mean(asked, tuple(names))
+        known = did_you_mean(asked, tuple(PARSERS))
         raise UsageError(f"--reasoning-parser: {format_value(asked)} is not known{known}") from None
 
 

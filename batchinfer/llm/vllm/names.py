@@ -253,7 +253,6 @@ ELSEWHERE: Mapping[str, str] = {
     "prompt_token_ids": "give the token ids as prompts",
     "qlora_adapter_name_or_path": "give adapters={name: folder}",
     "reasoning_config": "give reasoning={'start': ..., 'end': ...}",
-    "reasoning_parser": "give reasoning='auto', or {'start': ..., 'end': ...}",
     "reasoning_parser_plugin": "give reasoning={'start': ..., 'end': ...}",
     "tokenization_kwargs": "give SamplingParams(truncate_prompt_tokens=...), or token ids",
     "tokenizer_revision": "give the tokenizer's folder as tokenizer",

@@ -32,13 +32,14 @@ _THINKERS = (
     *("olmo3", "qwen3", "step3", "step3p5"),
 )
 PARSERS: Mapping[str, str | Mapping[str, str]] = {
+    **{"auto": "auto", "none": "none"},
     **dict.fromkeys(_THINKERS, _THINK),
     "granite": {"start": "Here is my thought process:", "end": "Here is my response:"},
     "mistral": {"start": "[THINK]", "end": "[/THINK]"},
     "openai_gptoss": "auto",
     "seed_oss": {"start": "<seed:think>", "end": "</seed:think>"},
 }
-"""What to ask for by vLLM's names of ``--reasoning-parser``."""
+"""What to ask for by vLLM's names of ``--reasoning-parser``, and by ours."""
 
 
 def checked_reasoning(asked: object) -> str | Mapping[str, str]:
