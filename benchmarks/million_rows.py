@@ -153,6 +153,7 @@ class StubBuilt:
     device: str = "stub"
     model_facts: dict[str, Any] = field(default_factory=lambda: {"name": "stub"})
     kernels: dict[str, str] = field(default_factory=dict)
+    shares_prefixes: bool = True
 
     def device_bytes(self) -> int:
         return 0
