@@ -22,7 +22,7 @@ from batchinfer.worker.forward import forward
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.shallow_copy import ShallowCopy, shallow_copy
-from batchinfer.worker.probe import chunk_step
+from batchinfer.worker.probe import chunk_step, probe_block_size
 
 _ENDS = (0, 11, 23, 24)
 """Where one step ends and the next begins; blocks end elsewhere, and the last is a decode."""
@@ -80,9 +80,9 @@ def _paged(model: Any, token_ids: torch.Tensor, *, latent: bool) -> torch.Tensor
         keep_latents(model)
     weight = next(model.parameters())
     dtype = str(weight.dtype).removeprefix("torch.")
-    layout = KVLayout.from_config(
-        model.config.to_dict(), block_size=_BLOCK_SIZE, dtype=dtype, latent=latent
-    )
+    config = model.config.to_dict()
+    block_size = probe_block_size(config, _BLOCK_SIZE)
+    layout = KVLayout.from_config(config, block_size=block_size, dtype=dtype, latent=latent)
     cache = KVCache(layout, layout.blocks_for(len(token_ids)), weight.device, weight.dtype)
     backend = make_backend(cache)
     ends = [min(end, len(token_ids)) for end in _ENDS]

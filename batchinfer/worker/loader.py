@@ -39,6 +39,7 @@ from batchinfer.worker.model.meta_model import blame, check_buildable, runs_on_m
 from batchinfer.worker.model.quantization import check_quantization, saved_quantization
 from batchinfer.worker.model.tokenizer import eos_token_ids, num_tokenizer_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
+from batchinfer.worker.probe import probe_block_size
 from batchinfer.worker.product_kernels import LOW_BIT_METHODS
 from batchinfer.worker.products.choice import (
     KernelChoice,
@@ -86,15 +87,22 @@ class ModelDescription:
         return {adapter.name: number for number, adapter in enumerate(self.lora, start=1)}
 
     def layout(self, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
-        """How the model's KV is laid out in blocks of ``block_size`` tokens."""
-        return KVLayout.from_config(
-            self.config,
-            block_size=block_size,
-            dtype=self.dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            max_model_len=self.max_model_len,
-            latent=self.latent,
-        )
+        """How the model's KV is laid out in blocks of ``block_size`` tokens.
+
+        Raises:
+            ModelError: its layers attend within chunks that such blocks do not fill evenly.
+        """
+        try:
+            return KVLayout.from_config(
+                self.config,
+                block_size=block_size,
+                dtype=self.dtype,
+                kv_cache_dtype=kv_cache_dtype,
+                max_model_len=self.max_model_len,
+                latent=self.latent,
+            )
+        except ValueError as error:
+            raise ModelError(f"{self.folder}/config.json: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -186,8 +194,9 @@ def load_model(
     load = partial(load_weights, *files, dtype, device, longest, quantization)
     model = _loaded(load, num_bytes, described, quantization)
     num_parameters = sum(p.numel() for p in model.parameters())
+    block_size = probe_block_size(described.config, 16)
     layout = KVLayout.from_config(
-        described.config, block_size=16, dtype=dtype, latent=described.latent
+        described.config, block_size=block_size, dtype=dtype, latent=described.latent
     )
     _check_model(described.folder, model, layout, longest)
     if not fuse(model, layout, longest):

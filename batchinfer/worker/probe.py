@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.kv.layout import Config, KVLayout, text_config
 from batchinfer.engine.step import SamplingBatch, Step
 from batchinfer.worker.attention.attention import (
     AttentionBackend,
@@ -161,6 +162,13 @@ def probe_step(
         logits_indices=np.arange(num_sequences * length, dtype=np.int32),
         sampling=_no_sampling(),
     )
+
+
+def probe_block_size(config: Config, most: int) -> int:
+    """Tokens per block of a pool to try a model in, whatever the engine's: at most ``most``, and
+    such that blocks fill the chunks that layers attend within, if any do."""
+    chunk = text_config(config).get("attention_chunk_size")
+    return math.gcd(most, chunk) if isinstance(chunk, int) else most
 
 
 def chunk_step(token_ids: Sequence[int], start: int, stop: int, layout: KVLayout) -> Step:

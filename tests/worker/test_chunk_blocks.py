@@ -1,0 +1,28 @@
+"""Models with attention within chunks, whose chunks the blocks must fill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer.config import ModelConfig
+from batchinfer.errors import ModelError
+from batchinfer.worker.loader import describe_model, load_model
+from tests.models import make_checkpoint
+
+
+def test_chunks_need_be_filled_by_the_engines_blocks_alone(tmp_path: Path) -> None:
+    """24 tokens are no multiple of the blocks that a model is tried with when it is loaded."""
+    name = str(make_checkpoint("llama4_text", tmp_path, attention_chunk_size=24))
+    loaded = load_model(ModelConfig(name=name), device=torch.device("cpu"))
+    assert loaded.layout(8).chunks == (24, 0, 24)
+
+
+def test_blocks_that_do_not_fill_a_chunk_are_an_error_of_the_model(tmp_path: Path) -> None:
+    described = describe_model(
+        ModelConfig(name=str(make_checkpoint("llama4_text", tmp_path))), "cpu"
+    )
+    with pytest.raises(ModelError, match=r"config\.json: .*chunks of 32 .* blocks of 48"):
+        described.layout(48)
