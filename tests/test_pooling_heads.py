@@ -65,6 +65,7 @@ HEAD = {"score.weight": torch.ones(3, 4)}
         ({}, {}, {**HEAD, "score.bias": torch.ones(2)}, "score.bias does not belong"),
         ({}, {}, {"score.weight": torch.ones(3, 4, dtype=torch.int8)}, "not yet: .* stored as I8"),
         ({"id2label": {"0": "a"}}, {}, HEAD, "id2label has 1 labels and the head 3"),
+        ({"id2label": dict(enumerate("abcd"))}, {}, HEAD, "id2label has 4 labels and the head 3"),
         ({"sbert_ce_default_activation_function": "x.GELU"}, {}, HEAD, "the activation x.GELU"),
         (
             {"architectures": ["LlamaForCausalLM"]},

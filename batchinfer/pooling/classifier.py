@@ -229,13 +229,13 @@ def _labels(folder: Path, values: Mapping[str, Any], count: int) -> tuple[str, .
     names = values.get("id2label")
     if not isinstance(names, Mapping):
         return tuple(f"LABEL_{at}" for at in range(count))  # as transformers names them
-    try:
-        return tuple(str(names[str(at)]) for at in range(max(count, len(names))))[:count]
-    except KeyError:
+    ids = [str(at) for at in range(count)]
+    if set(names) != set(ids):
         raise ModelError(
             f"{folder}/config.json: id2label has {len(names)} labels and the head {count}; take "
             "both from the same model"
-        ) from None
+        )
+    return tuple(str(names[at]) for at in ids)
 
 
 def _own_activation(folder: Path, values: Mapping[str, Any]) -> str | None:
