@@ -180,3 +180,67 @@ def test_python_calls_have_tools(model: Path) -> None:
     assert [(one.name, one.arguments) for one in sample.tool_calls] == [("lamp", '{"what": "on"}')]
     assert without.outputs[0].text == f"I do.{call}"
     assert without.outputs[0].tool_calls == ()
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, dtype="float32", num_kv_blocks=200, tool_parser="hermes")
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "shown"),
+    [
+        ("required", {"lamp", "door"}, True),
+        (CALL_LAMP, {"lamp"}, True),
+        ("auto", set(), True),
+        ("none", set(), False),
+    ],
+)
+def test_python_calls_must_call_what_is_chosen(
+    llm: LLM, choice: Any, names: set[str], shown: bool
+) -> None:
+    params = SamplingParams(max_tokens=200, n=4, seed=3)
+    (output,) = llm.chat(TALK, params, tools=[LAMP, DOOR], tool_choice=choice, use_tqdm=False)
+    assert (output.prompt or "").startswith("lamp door Answer with") == shown
+    for sample in output.outputs:
+        called = {call.name for call in sample.tool_calls}
+        assert called <= names
+        assert bool(called) == bool(names)
+        for call in sample.tool_calls:
+            choices = {"lamp": ("on", "off"), "door": ("open", "shut")}[call.name]
+            assert json.loads(call.arguments)["what"] in choices
+
+
+def test_a_choice_of_tools_that_cannot_be_is_refused(llm: LLM, model: Path) -> None:
+    plain = SamplingParams(max_tokens=4)
+    held = SamplingParams(structured_outputs={"choice": ["a"]})
+    named = {"type": "function", "function": {"name": "window"}}
+    for tools, choice, params, message in (
+        ([LAMP], "often", plain, 'tool_choice is "often"; it must be auto, none, required or'),
+        ([LAMP], named, plain, r"tool_choice names \"window\"; the tools are: \['lamp'\]"),
+        ([LAMP], None, plain, "tool_choice is null; it must be"),
+        ([], "required", plain, "tool_choice is 'required', and there are no tools"),
+        (None, CALL_LAMP, plain, "and there are no tools"),
+        ([LAMP], "required", held, "prompt 0: structured_outputs does not go with a tool_choice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.chat(TALK, params, tools=tools, tool_choice=choice, use_tqdm=False)
+    talks = [TALK, TALK]
+    outputs = llm.chat(
+        talks, [held, plain], tools=[LAMP], tool_choice="required", errors="return", use_tqdm=False
+    )
+    assert [output.error is None for output in outputs] == [False, True]
+    without = LLM(model, dtype="float32", num_kv_blocks=8)
+    with pytest.raises(ValueError, match=r"needs LLM\(tool_parser='auto'\), or the name of"):
+        without.chat(TALK, plain, tools=[LAMP], tool_choice="required")
+
+
+def test_the_format_of_calls_is_found_in_the_template_of_the_llm(tmp_path: Path) -> None:
+    """Which is another than the model's."""
+    plain = make_text_model(tmp_path)
+    llm = LLM(
+        plain, num_kv_blocks=200, tool_parser="auto", chat_template=SHOWS_TOOLS + CHAT_TEMPLATE
+    )
+    params = SamplingParams(max_tokens=200, seed=1)
+    (output,) = llm.chat(TALK, params, tools=[LAMP], tool_choice=CALL_LAMP, use_tqdm=False)
+    assert [call.name for call in output.outputs[0].tool_calls] == ["lamp"]
