@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.fp8 import in_float16, widen
+from batchinfer.kernels.fp8 import in_float16
+from batchinfer.kernels.fp8_words import widen_cache
 from batchinfer.kernels.launch import compute_capability
 
 LOG2E = math.log2(math.e)
@@ -190,7 +191,7 @@ def attend(
         # Dead keys are read, and their scores replaced. Dead values are 0 by selection: a weight of
         # 0 would not do, since a slot holds whatever its last user left, and 0 * NaN is NaN.
         key = load_tokens(key_ptr, rows, None, key_width_stride, UNIT, KEY_WIDTH, KEY_BLOCK)
-        key = widen(key, query.dtype)
+        key = widen_cache(key, query.dtype, True)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if CAPPED:
             scores = cap - 2.0 * cap / (tl.exp2(scores * scales[:, None]) + 1.0)
@@ -222,14 +223,14 @@ def attend(
                 value_ptr, slots, offsets, value_slot_units, value_width_stride,
                 UNIT, VALUE_WIDTH, VALUE_BLOCK, BLOCK_SIZE,
             )  # fmt: skip
-            value = tl.trans(widen(value, query.dtype))
+            value = tl.trans(widen_cache(value, query.dtype, False))
         else:
             if not SAME_ROWS:
                 rows = slots * value_slot_units + offsets * value_token_units
             value = load_tokens(
                 value_ptr, rows, live, value_width_stride, UNIT, VALUE_WIDTH, VALUE_BLOCK
             )
-            value = widen(value, query.dtype)
+            value = widen_cache(value, query.dtype, True)
         acc = tl.dot(weights, value, acc * decay[:, None], input_precision="ieee")
     return row_max, row_sum, acc
 

@@ -175,11 +175,9 @@ class KVCache:
 
     @property
     def is_native(self) -> bool:
-        """Whether the C kernels for a CPU write the pool and attend to it.
-
-        Not where values lie in the keys: the kernels store the two in different orders.
-        """
-        if self.pool.is_cuda or self.layout.latent:
+        """Whether the C kernels for a CPU write the pool and attend to it: not to latents of
+        float8."""
+        if self.pool.is_cuda or (self.layout.latent and self.layout.fp8):
             return False
         return native.reads(self.pool.dtype, self.dtype)
 
@@ -224,7 +222,10 @@ class KVCache:
         """A copy of the keys and values of a block, [kv_head, block_size, width], or of several."""
         key, value = self.key(layer)[slots], self.value(layer)[slots]
         if self.is_native and not self.layout.fp8:
-            return native.read_keys(key), native.read_values(value)
+            key = native.read_keys(key)
+            if self.shape(layer).values_in_keys:
+                return key, key[..., : value.shape[-1]].clone()
+            return key, native.read_values(value)
         return key.clone(), value.clone()
 
     def write(
@@ -251,6 +252,8 @@ class KVCache:
 
             kv_write(key, value, key_cache, value_cache, slot_mapping)
         elif self.is_native and not self.layout.fp8:
+            if own.values_in_keys:
+                value, value_cache = value[..., :0], value_cache[..., :0]  # they are written
             key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
             native.kv_write(key, value, key_cache, value_cache, slot_mapping)
         else:

@@ -78,6 +78,8 @@ typedef struct {
     const void *weight; /* [out, in], contiguous: floats, or codes of int8 or from 0 to 15 */
     const float *scales;  /* of codes: [out], or [out, groups] */
     const uint8_t *zeros; /* of INT4: [out, groups] */
+    const int8_t *table;  /* of INT4: [16] what codes stand for, or NULL: for themselves */
+    const int32_t *order; /* of INT4: [in] the k of x at each place of a row, or NULL: in order */
     void *packed;         /* packed_bytes */
     int64_t in_features, out_features, group; /* group: of k, that have a scale in common; INT4 */
     int32_t num_threads, kernel; /* kernel: VECTORS or TILES */
@@ -141,6 +143,9 @@ typedef struct { /* what layer_args holds of the step, which all layers have in 
     int32_t num_tokens, num_sequences, num_threads;
 } step_args;
 
+typedef struct int8_rows int8_rows;           /* rows_int8.h */
+typedef struct attention_plan attention_plan; /* attend_plan.h */
+
 int attend_f32(const attention_args *);
 int attend_bf16(const attention_args *);
 int attend_f32_e4m3(const attention_args *);
@@ -153,5 +158,31 @@ void rotary_write_f32(const rotary_write_args *);
 void rotary_write_bf16(const rotary_write_args *);
 void silu_mul_f32(const silu_mul_args *);
 void silu_mul_bf16(const silu_mul_args *);
+
+/* Bytes for the rows of a product as int8; 0 where floats are multiplied. */
+int64_t int8_rows_bytes(const gemm_args *);
+/* Room for the rows, in so many bytes; without codes where floats are multiplied. */
+int8_rows int8_rows_in(void *memory, const gemm_args *);
+void row_as_int8_f32(const int8_rows *, const float *x, int64_t row);
+void row_as_int8_bf16(const int8_rows *, const uint16_t *x, int64_t row);
+
+/* The same as the functions above, for all threads of a team (a parallel region), each of which
+   takes a part; none waits for the others. Rows are rounded to int8 as well where there is room. */
+void rms_norm_team_f32(const rms_norm_args *, const int8_rows *);
+void rms_norm_team_bf16(const rms_norm_args *, const int8_rows *);
+void silu_mul_team_f32(const silu_mul_args *, const int8_rows *);
+void silu_mul_team_bf16(const silu_mul_args *, const int8_rows *);
+void rotary_write_team_f32(const rotary_write_args *);
+void rotary_write_team_bf16(const rotary_write_args *);
+void rows_as_int8_f32(const int8_rows *, const gemm_args *);
+void rows_as_int8_bf16(const int8_rows *, const gemm_args *);
+void gemm_team_f32(const gemm_args *, const int8_rows *);
+void gemm_team_bf16(const gemm_args *, const int8_rows *);
+/* How attention is cut, which steps of equal shape have in common; NULL: no memory. */
+attention_plan *attention_plan_of(const attention_args *);
+void free_attention_plan(attention_plan *);
+/* 0, or 1 where there is no memory for the thread. */
+int attend_team_f32(const attention_args *, const attention_plan *);
+int attend_team_bf16(const attention_args *, const attention_plan *);
 
 #endif

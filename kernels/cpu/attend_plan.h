@@ -7,12 +7,12 @@ typedef struct {
     int32_t row;    /* number of its first row: rows of all tiles are counted through */
 } tile;
 
-typedef struct {
+struct attention_plan {
     tile *tiles;     /* one more than there are */
     int64_t *starts; /* [num_tasks + 1] first tile of each task */
     int64_t num_tasks;
     int32_t max_tiles, max_rows; /* of a task */
-} plan;
+};
 
 typedef struct {
     int32_t low, high, piece; /* tiles of a task that still share, and where they are */
@@ -73,6 +73,9 @@ typedef struct {
     int32_t *from, *to;                /* [rows] positions of the piece that each sees */
 } task;
 
+/* Whether values are the first elements of their keys, as latents are, and lie nowhere else. */
+static inline int values_in_keys(const attention_args *a) { return a->values == a->keys; }
+
 /* First position that a token sees. */
 static inline int32_t seen_from(const attention_args *a, int32_t position) {
     const int32_t window = a->sliding_window;
@@ -80,8 +83,8 @@ static inline int32_t seen_from(const attention_args *a, int32_t position) {
 }
 
 /* Tiles next to each other that share their first piece come into one task, as far as enough
-   tasks are left for all threads. 0, or 1 where there is no memory. */
-static int make_plan(const attention_args *a, plan *p) {
+   tasks are left for all threads. NULL: no memory. */
+attention_plan *attention_plan_of(const attention_args *a) {
     const int32_t group = a->num_heads / a->num_kv_heads, num_sequences = a->num_sequences;
     const int64_t all_rows = (int64_t)a->query_starts[num_sequences] * a->num_heads;
     int64_t wanted = all_rows / (4 * a->num_threads);
@@ -91,9 +94,11 @@ static int make_plan(const attention_args *a, plan *p) {
     int64_t num_tiles = 0;
     for (int32_t i = 0; i < num_sequences; i++)
         num_tiles += (a->query_starts[i + 1] - a->query_starts[i] + per_tile - 1) / per_tile;
+    attention_plan *p = calloc(1, sizeof(*p));
+    if (!p) return NULL;
     p->tiles = malloc((num_tiles + 1) * sizeof(tile));
     p->starts = malloc((num_tiles + 1) * sizeof(int64_t));
-    if (!p->tiles || !p->starts) return free(p->tiles), free(p->starts), 1;
+    if (!p->tiles || !p->starts) return free_attention_plan(p), NULL;
     p->num_tasks = 0;
     p->max_tiles = p->max_rows = 1;
     /* With a window, tiles see the same of a piece only where all see it whole. */
@@ -123,16 +128,18 @@ static int make_plan(const attention_args *a, plan *p) {
     }
     p->tiles[at].row = row;
     p->starts[p->num_tasks] = at;
-    return 0;
+    return p;
 }
 
-static void free_plan(plan *p) {
+void free_attention_plan(attention_plan *p) {
+    if (!p) return;
     free(p->tiles);
     free(p->starts);
+    free(p);
 }
 
 /* What the tasks of a thread work in, one after the other; to be freed. NULL: no memory. */
-static float *make_scratch(const attention_args *a, const plan *p, task *t) {
+static float *make_scratch(const attention_args *a, const attention_plan *p, task *t) {
     const size_t dk = (a->key_width + 1) / 2 * 2, rows = p->max_rows;
     const size_t dv = (a->value_width + ACC_LANES - 1) / ACC_LANES * ACC_LANES;
     const size_t floats = PIECE * (dk + dv) + HALF_ROWS * dv + rows * (dk + dv + PIECE + 2) + 4 * (rows + 16) + 2;
@@ -219,5 +226,27 @@ static void round_weights(const task *t, int rows) {
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < PIECE; p += LANES)
             store_rounded((uint16_t *)(t->s + r * PIECE) + p, load(t->s + r * PIECE + p));
+}
+
+/* Values of positions [from, to) of one block, out of its keys, to values[PIECE / 2][stride][2]. */
+static __attribute__((noinline)) void pairs_of_keys(
+    const attention_args *a, const uint16_t *block, int32_t from, int32_t to, uint16_t *values,
+    int stride) {
+    const int width = a->value_width, size = a->block_size;
+    const int in_pairs = width % 2 == 0 && a->key_width % 2 == 0 && size % 2 == 0;
+    for (int32_t p = from / 2 * 2; in_pairs && p < to; p += 2) {
+        uint16_t *row = values + p % PIECE * stride;
+        for (int d = 0; d < width; d += 2) { /* two of each of two positions change places */
+            uint64_t both;
+            memcpy(&both, block + key_at(1, a->key_width, size, d, p % size), 8);
+            both = (both & 0xffff00000000ffffu) | (both >> 16 & 0xffff0000u)
+                   | (both & 0xffff0000u) << 16;
+            memcpy(row + 2 * d, &both, 8);
+        }
+    }
+    for (int32_t p = from; !in_pairs && p < to; p++)
+        for (int d = 0; d < width; d++)
+            values[p % PIECE / 2 * 2 * stride + 2 * d + p % 2]
+                = block[key_at(1, a->key_width, size, d, p % size)];
 }
 #endif

@@ -15,10 +15,13 @@
 
 #include "in_order.h" /* a chain stays one, also where nothing is fused */
 
+#include <stdlib.h>
+
 #include "ahead.h"
 #include "arguments.h"
 #include "gemm_low_bit.h"
 #include "put_sums.h"
+#include "rows_int8.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -100,25 +103,52 @@ void pack_bf16(const pack_args *a) {
     panels_pack_bf16(a, (uint16_t *)(to + 1));
 }
 
-/* 0, or 1 where there is no memory. */
-int gemm_f32(const gemm_args *a) {
+void gemm_team_f32(const gemm_args *a, const int8_rows *x) {
     const header *from = a->packed;
-    if (from->kind == INT8) return gemm_int8(a, 0);
-    if (from->kind == INT4) return gemm_int4(a, 0);
-    panels_gemm_f32(a, (const float *)(from + 1));
-    return 0;
+    if (from->kind == INT8) gemm_int8(a, 0, x);
+    else if (from->kind == INT4) gemm_int4(a, 0, x);
+    else panels_gemm_f32(a, (const float *)(from + 1));
 }
 
-int gemm_bf16(const gemm_args *a) {
+void gemm_team_bf16(const gemm_args *a, const int8_rows *x) {
     const header *from = a->packed;
-    if (from->kind == INT8) return gemm_int8(a, 1);
-    if (from->kind == INT4) return gemm_int4(a, 1);
+    if (from->kind == INT8) gemm_int8(a, 1, x);
+    else if (from->kind == INT4) gemm_int4(a, 1, x);
 #if HAS_TILES
-    if (from->kernel == TILES) {
-        tiles_gemm(a, (const uint16_t *)(from + 1));
-        return 0;
-    }
+    else if (from->kernel == TILES) tiles_gemm(a, (const uint16_t *)(from + 1));
 #endif
-    panels_gemm_bf16(a, (const uint16_t *)(from + 1));
-    return 0;
+    else panels_gemm_bf16(a, (const uint16_t *)(from + 1));
 }
+
+/* Whether one thread rounds the rows before the others begin: to wait for each other takes longer. */
+static int rows_are_few(const gemm_args *a) { return a->num_rows * a->in_features <= 1 << 14; }
+
+/* 0, or 1 where there is no memory. */
+#define GEMM(type, ELEMENT)                                                             \
+    void rows_as_int8_##type(const int8_rows *to, const gemm_args *a) {                 \
+        if (!to->codes) return;                                                         \
+        _Pragma("omp for schedule(static) nowait")                                      \
+        for (int64_t row = 0; row < a->num_rows; row++)                                 \
+            row_as_int8_##type(to, (const ELEMENT *)a->x + row * a->row_stride, row);   \
+    }                                                                                   \
+    int gemm_##type(const gemm_args *a) {                                               \
+        const int64_t bytes = int8_rows_bytes(a);                                       \
+        void *memory = bytes ? aligned_alloc(64, bytes) : NULL;                         \
+        if (bytes && !memory) return 1;                                                 \
+        const int8_rows x = memory ? int8_rows_in(memory, a) : (int8_rows){0};          \
+        const int few = rows_are_few(a);                                                \
+        if (few) rows_as_int8_##type(&x, a);                                            \
+        _Pragma("omp parallel num_threads(a->num_threads)")                             \
+        {                                                                               \
+            if (memory && !few) {                                                       \
+                rows_as_int8_##type(&x, a);                                             \
+                _Pragma("omp barrier")                                                  \
+            }                                                                           \
+            gemm_team_##type(a, &x);                                                    \
+        }                                                                               \
+        free(memory);                                                                   \
+        return 0;                                                                       \
+    }
+
+GEMM(f32, float)
+GEMM(bf16, uint16_t)

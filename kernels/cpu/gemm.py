@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from batchinfer.kernels.cpu.huge_pages import HugePages
 from batchinfer.kernels.cpu.library import (
     INT32,
     INT64,
@@ -23,6 +24,7 @@ _CACHE_PERIOD = 4096  # bytes after which addresses fall into the same set of th
 _CACHE_LINE = 64
 _KINDS = {1: "int8", 2: "int4"}
 """Of packed weights that are no floats, as in ``arguments.h``."""
+_MEMORY = HugePages()
 
 
 def is_crowded(row_bytes: int) -> bool:
@@ -46,7 +48,7 @@ class GemmArgs(ctypes.Structure):
 
 class _PackArgs(ctypes.Structure):
     _fields_ = (
-        *((name, POINTER) for name in ("weight", "scales", "zeros", "packed")),
+        *((name, POINTER) for name in ("weight", "scales", "zeros", "table", "order", "packed")),
         *((name, INT64) for name in ("in_features", "out_features", "group")),
         *((name, INT32) for name in ("num_threads", "kernel")),
     )
@@ -124,10 +126,14 @@ def pack_low_bit(weight: LowBitWeight, instructions: str | None = None) -> torch
     kernels = _low_bit_kernels(type(weight))
     codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
     zeros = weight.zeros.contiguous() if isinstance(weight, Int4Weight) else None
+    table = weight.table if isinstance(weight, Int4Weight) else None
+    order = weight.order if isinstance(weight, Int4Weight) else None
     arguments = _PackArgs(
         weight=codes.data_ptr(),
         scales=scales.data_ptr(),
         zeros=None if zeros is None else zeros.data_ptr(),
+        table=None if table is None else table.data_ptr(),
+        order=None if order is None else order.data_ptr(),
         in_features=codes.shape[1],
         out_features=codes.shape[0],
         group=weight.group_size if isinstance(weight, Int4Weight) else 0,
@@ -150,7 +156,7 @@ def _packed(arguments: _PackArgs, suffix: str, dtype: torch.dtype) -> torch.Tens
     assert library is not None
     size = getattr(library, f"packed_bytes_{suffix}")
     size.restype = INT64
-    packed = torch.empty(size(ctypes.byref(arguments)) // dtype.itemsize, dtype=dtype)
+    packed = _MEMORY.empty(size(ctypes.byref(arguments)) // dtype.itemsize, dtype)
     arguments.packed = packed.data_ptr()
     getattr(library, f"pack_{suffix}")(ctypes.byref(arguments))
     return packed

@@ -1,9 +1,11 @@
 /* Products of codes of 4 bits and rows of int8. Of a group of k each output has a scale and a zero,
    a row of x has a scale of its own, taken when it is multiplied:
    out = (sum over groups of scale * (float)(sum of (code - zero) * x)) * row scale, + bias,
-   + what is there, in float; groups one after the other, sums within them exact.
+   + what is there, in float; groups one after the other, sums within them exact. Codes stand for
+   themselves, or for the bytes of a table: numbers of NF4 or FP4 as near as int8 comes to them. The
+   k of a group may lie anywhere in x: rows are put into an order of k when they are rounded.
 
-   Packed: panels of PANEL outputs, each scales [group][output] (float), zeros [group][output]
+   Packed: that order, where there is one, filled up to a cache line; then panels of PANEL outputs, each scales [group][output] (float), zeros [group][output]
    (uint8), filled up to a cache line, and codes [k / 8][vector][lane][4]: the lower half of a byte is
    of the first four of eight k, the upper half of the others. */
 
@@ -35,8 +37,12 @@ static shape shape_of(int64_t in_features, int64_t group) {
     return s;
 }
 
+static int64_t order_bytes(int has_order, int64_t in_features) {
+    return has_order ? whole(in_features * 4, LINE) : 0;
+}
+
 int64_t packed_bytes_int4(const pack_args *a) {
-    return sizeof(header) + whole(a->out_features, PANEL) / PANEL
+    return sizeof(header) + order_bytes(!!a->order, a->in_features) + whole(a->out_features, PANEL) / PANEL
            * shape_of(a->in_features, a->group).bytes;
 }
 
@@ -58,23 +64,32 @@ static void pack_output(const pack_args *a, const shape *s, int64_t n, uint8_t *
 
 void pack_int4(const pack_args *a) {
     const shape s = shape_of(a->in_features, a->group);
-    *(header *)a->packed = (header){.kernel = a->kernel, .kind = INT4, .group = a->group};
-    uint8_t *panels = (uint8_t *)((header *)a->packed + 1);
+    header *to = a->packed;
+    *to = (header){.kernel = a->kernel, .kind = INT4, .group = a->group, .has_table = !!a->table,
+                   .has_order = !!a->order};
+    for (int at = 0; a->table && at < 16; at++) to->table[at] = (uint8_t)(a->table[at] + OFFSET);
+    if (a->order) memcpy(to + 1, a->order, a->in_features * 4);
+    uint8_t *panels = (uint8_t *)(to + 1) + order_bytes(to->has_order, a->in_features);
 #pragma omp parallel for num_threads(a->num_threads)
     for (int64_t panel = 0; panel < (a->out_features + PANEL - 1) / PANEL; panel++)
         for (int64_t at = 0; at < PANEL; at++)
             pack_output(a, &s, panel * PANEL + at, panels + panel * s.bytes, at);
 }
 
+INLINE ints add_codes(const int has_table, ints sum, ints codes, ints quads) {
+    return has_table ? add_int8_quads(sum, codes, quads) : add_quads(sum, codes, quads);
+}
+
 /* sums[rows][PANEL] = rows times one panel, but for the scales of the rows. */
 INLINE void tile(
-    const int rows, const int8_rows *x, int64_t first, const shape *s, const uint8_t *panel,
-    float *sums, ahead *next) {
+    const int rows, const int has_table, const int8_rows *x, int64_t first, const shape *s,
+    const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {
     const float *scales = (const float *)panel;
     const uint8_t *zeros = panel + s->groups * PANEL * 4, *codes = panel + s->head_bytes;
     const int8_t *rows_at = x->codes + first * x->stride;
     const int32_t *sums_of_x = x->sums + first * x->groups;
     const int64_t stride = x->stride;
+    const ints entries = has_table ? all_tables(table) : (ints){0};
     for (int64_t g = 0; g < s->groups; g++) {
         const int64_t begin = g * s->group, left = s->depth - begin;
         const int64_t end = begin + (left < s->group ? left : s->group);
@@ -82,7 +97,7 @@ INLINE void tile(
 #pragma GCC unroll 4
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const lane_bytes zero = *(const lane_bytes *)(zeros + g * PANEL + v * LANES);
-            const ints minus = -__builtin_convertvector(zero, ints);
+            const ints minus = -__builtin_convertvector(zero, ints) - (has_table ? OFFSET : 0);
 #pragma GCC unroll 14
             for (int r = 0; r < rows; r++) sum[r][v] = minus * sums_of_x[r * x->groups + g];
         }
@@ -94,14 +109,18 @@ INLINE void tile(
                 const words both = (words)load_ints(codes + k * PANEL / 2 + v * 4 * LANES);
                 low[v] = (ints)(both & 0x0f0f0f0fu);
                 high[v] = (ints)(both >> 4 & 0x0f0f0f0fu);
+                if (has_table) low[v] = look_up(entries, low[v]);
+                if (has_table) high[v] = look_up(entries, high[v]);
             }
 #pragma GCC unroll 14
             for (int r = 0; r < rows; r++) {
                 const ints quads = all_quads(rows_at + r * stride + k);
                 const ints others = all_quads(rows_at + r * stride + k + 4);
 #pragma GCC unroll 4
-                for (int v = 0; v < PANEL_VECTORS; v++)
-                    sum[r][v] = add_quads(add_quads(sum[r][v], low[v], quads), high[v], others);
+                for (int v = 0; v < PANEL_VECTORS; v++) {
+                    const ints half = add_codes(has_table, sum[r][v], low[v], quads);
+                    sum[r][v] = add_codes(has_table, half, high[v], others);
+                }
             }
         }
 #pragma GCC unroll 14
@@ -117,10 +136,13 @@ INLINE void tile(
 }
 
 static void any_tile(
-    int rows, const int8_rows *x, int64_t first, const shape *s, const uint8_t *panel, float *sums,
-    ahead *next) {
-#define CASE(count) \
-    case count: tile(count, x, first, s, panel, sums, next); break;
+    int rows, const int8_rows *x, int64_t first, const shape *s, const uint8_t *table,
+    const uint8_t *panel, float *sums, ahead *next) {
+#define CASE(count)                                                                        \
+    case count:                                                                            \
+        if (table) tile(count, 1, x, first, s, table, panel, sums, next);                  \
+        else tile(count, 0, x, first, s, table, panel, sums, next);                        \
+        break;
     switch (rows) { EACH_COUNT_OF_ROWS(CASE) }
 #undef CASE
 }
@@ -128,7 +150,7 @@ static void any_tile(
 /* All rows times one panel. */
 INLINE void one_panel(
     const gemm_args *a, const int is_bf16, const int8_rows *x, const shape *s,
-    const uint8_t *panels, int64_t panel, int is_last) {
+    const uint8_t *table, const uint8_t *panels, int64_t panel, int is_last) {
     const int64_t tiles = (a->num_rows + TILE_ROWS - 1) / TILE_ROWS;
     const uint8_t *w = panels + panel * s->bytes;
     ahead next = ahead_of(w, s->bytes, is_last, tiles * s->groups);
@@ -136,7 +158,7 @@ INLINE void one_panel(
     for (int64_t t = 0; t < tiles; t++) { /* tiles of nearly equal height */
         const int64_t first = t * a->num_rows / tiles;
         const int rows = (int)((t + 1) * a->num_rows / tiles - first);
-        any_tile(rows, x, first, s, w, sums, &next);
+        any_tile(rows, x, first, s, table, w, sums, &next);
         for (int r = 0; r < rows; r++)
             for (int n = 0; n < PANEL; n++) sums[r * PANEL + n] *= x->scales[first + r];
         if (is_bf16) put_bf16(a, first, rows, panel * PANEL, PANEL, sums);
@@ -144,26 +166,17 @@ INLINE void one_panel(
     }
 }
 
-int gemm_int4(const gemm_args *a, int is_bf16) {
+void gemm_int4(const gemm_args *a, int is_bf16, const int8_rows *x) {
     const header *from = a->packed;
     const shape s = shape_of(a->in_features, from->group);
     const int64_t panels = (a->out_features + PANEL - 1) / PANEL;
     const int64_t share = panels / (4 * a->num_threads) > 1 ? panels / (4 * a->num_threads) : 1;
-    const uint8_t *weights = (const uint8_t *)(from + 1);
-    if (!a->num_rows) return 0;
-    const int8_rows x = int8_rows_of(a, from->group);
-    if (!x.codes) return 1;
-    const int few = rows_are_few(a);
-    if (few) rows_as_int8(&x, a, is_bf16);
-#pragma omp parallel num_threads(a->num_threads)
-    {
-        if (!few) rows_as_int8(&x, a, is_bf16);
+    const uint8_t *weights
+        = (const uint8_t *)(from + 1) + order_bytes(from->has_order, a->in_features);
+    const uint8_t *table = from->has_table ? from->table : NULL;
 #pragma omp for schedule(dynamic, share) nowait
-        for (int64_t panel = 0; panel < panels; panel++) {
-            if (is_bf16) one_panel(a, 1, &x, &s, weights, panel, panel + 1 == panels);
-            else one_panel(a, 0, &x, &s, weights, panel, panel + 1 == panels);
-        }
+    for (int64_t panel = 0; panel < panels; panel++) {
+        if (is_bf16) one_panel(a, 1, x, &s, table, weights, panel, panel + 1 == panels);
+        else one_panel(a, 0, x, &s, table, weights, panel, panel + 1 == panels);
     }
-    free(x.codes);
-    return 0;
 }

@@ -51,10 +51,10 @@ void pack_int8(const pack_args *a) {
     }
 }
 
-/* sums[rows][PANEL] = rows times one panel. */
+/* results[rows][PANEL] = rows times one panel, whose outputs have `scales`. */
 INLINE void tile(
     const int rows, const int8_rows *x, int64_t first, int64_t depth, const int8_t *w,
-    int32_t *sums, ahead *next) {
+    const float *scales, float *results, ahead *next) {
     const int8_t *codes = x->codes + first * x->stride;
     const int64_t stride = x->stride;
     ints sum[TILE_ROWS][PANEL_VECTORS];
@@ -82,14 +82,16 @@ INLINE void tile(
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < PANEL_VECTORS; v++)
-            *(unaligned_ints *)(sums + r * PANEL + v * LANES) = sum[r][v];
+            store(results + r * PANEL + v * LANES,
+                  __builtin_convertvector(sum[r][v], vec)
+                      * (x->scales[first + r] * load(scales + v * LANES)));
 }
 
 static void any_tile(
-    int rows, const int8_rows *x, int64_t first, int64_t depth, const int8_t *w, int32_t *sums,
-    ahead *next) {
+    int rows, const int8_rows *x, int64_t first, int64_t depth, const int8_t *w,
+    const float *scales, float *results, ahead *next) {
 #define CASE(count) \
-    case count: tile(count, x, first, depth, w, sums, next); break;
+    case count: tile(count, x, first, depth, w, scales, results, next); break;
     switch (rows) { EACH_COUNT_OF_ROWS(CASE) }
 #undef CASE
 }
@@ -123,19 +125,6 @@ static void tiled(
 }
 #endif
 
-/* Sums of rows from `first` on and a panel that begins at output `column`, to where they belong. */
-INLINE void put(
-    const gemm_args *a, const int is_bf16, const int8_rows *x, const float *scales, int64_t first,
-    int rows, int64_t column, const int width, const int32_t *sums) {
-    float results[MOST_ROWS * TILED_PANEL] __attribute__((aligned(64)));
-    for (int r = 0; r < rows; r++)
-        for (int n = 0; n < width; n++)
-            results[r * width + n] =
-                (float)sums[r * width + n] * (x->scales[first + r] * scales[column + n]);
-    if (is_bf16) put_bf16(a, first, rows, column, width, results);
-    else put_f32(a, first, rows, column, width, results);
-}
-
 /* All rows times one panel. */
 INLINE void one_panel(
     const gemm_args *a, const int is_bf16, const int8_rows *x, const float *scales,
@@ -144,12 +133,13 @@ INLINE void one_panel(
     const int64_t tiles = (a->num_rows + TILE_ROWS - 1) / TILE_ROWS;
     const int8_t *w = panels + panel * bytes;
     ahead next = ahead_of(w, bytes, is_last, tiles * (depth / (4 * CHUNK)));
-    int32_t sums[TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    float results[TILE_ROWS * PANEL] __attribute__((aligned(64)));
     for (int64_t t = 0; t < tiles; t++) { /* tiles of nearly equal height */
         const int64_t first = t * a->num_rows / tiles;
         const int rows = (int)((t + 1) * a->num_rows / tiles - first);
-        any_tile(rows, x, first, depth, w, sums, &next);
-        put(a, is_bf16, x, scales, first, rows, panel * PANEL, PANEL, sums);
+        any_tile(rows, x, first, depth, w, scales + panel * PANEL, results, &next);
+        if (is_bf16) put_bf16(a, first, rows, panel * PANEL, PANEL, results);
+        else put_f32(a, first, rows, panel * PANEL, PANEL, results);
     }
 }
 
@@ -157,51 +147,44 @@ INLINE void one_panel(
 static void one_tiled_panel(
     const gemm_args *a, int is_bf16, const int8_rows *x, const float *scales, const int8_t *panels,
     int64_t panel, int *shaped) {
-    const int64_t depth = whole(a->in_features, ROWS_DEPTH);
-    const int8_t *w = panels + panel * TILED_PANEL * depth;
+    const int64_t depth = whole(a->in_features, ROWS_DEPTH), column = panel * TILED_PANEL;
+    const int8_t *w = panels + column * depth;
     int32_t sums[MOST_ROWS * TILED_PANEL] __attribute__((aligned(64)));
+    float results[MOST_ROWS * TILED_PANEL] __attribute__((aligned(64)));
     for (int64_t first = 0; first < a->num_rows; first += MOST_ROWS) {
         const int rows = a->num_rows - first < MOST_ROWS ? (int)(a->num_rows - first) : MOST_ROWS;
         if (rows != *shaped) tile_configure_pairs(*shaped = rows);
         tiled(rows, x->codes + first * x->stride, x->stride, depth, w, sums);
-        if (is_bf16) put(a, 1, x, scales, first, rows, panel * TILED_PANEL, TILED_PANEL, sums);
-        else put(a, 0, x, scales, first, rows, panel * TILED_PANEL, TILED_PANEL, sums);
+        for (int r = 0; r < rows; r++)
+            for (int n = 0; n < TILED_PANEL; n++)
+                results[r * TILED_PANEL + n] =
+                    (float)sums[r * TILED_PANEL + n] * (x->scales[first + r] * scales[column + n]);
+        if (is_bf16) put_bf16(a, first, rows, column, TILED_PANEL, results);
+        else put_f32(a, first, rows, column, TILED_PANEL, results);
     }
 }
 #endif
 
-int gemm_int8(const gemm_args *a, int is_bf16) {
+void gemm_int8(const gemm_args *a, int is_bf16, const int8_rows *x) {
     const header *from = a->packed;
     const int64_t width = width_of(from->kernel);
     const int64_t panels = (a->out_features + width - 1) / width;
     const int64_t share = panels / (4 * a->num_threads) > 1 ? panels / (4 * a->num_threads) : 1;
     const float *scales = (const float *)(from + 1);
     const int8_t *weights = (const int8_t *)(scales + whole(a->out_features, TILED_PANEL));
-    if (!a->num_rows) return 0;
-    const int8_rows x = int8_rows_of(a, a->in_features);
-    if (!x.codes) return 1;
-    const int few = rows_are_few(a);
-    if (few) rows_as_int8(&x, a, is_bf16);
-#pragma omp parallel num_threads(a->num_threads)
-    {
-        if (!few) rows_as_int8(&x, a, is_bf16);
 #if HAS_TILES
-        if (from->kernel == TILES) {
-            int shaped = 0; /* the thread's tiles, for so many rows */
+    if (from->kernel == TILES) {
+        int shaped = 0; /* the thread's tiles, for so many rows */
 #pragma omp for schedule(dynamic, share) nowait
-            for (int64_t panel = 0; panel < panels; panel++)
-                one_tiled_panel(a, is_bf16, &x, scales, weights, panel, &shaped);
-            tile_release();
-        } else
-#endif
-        {
-#pragma omp for schedule(dynamic, share) nowait
-            for (int64_t panel = 0; panel < panels; panel++) {
-                if (is_bf16) one_panel(a, 1, &x, scales, weights, panel, panel + 1 == panels);
-                else one_panel(a, 0, &x, scales, weights, panel, panel + 1 == panels);
-            }
-        }
+        for (int64_t panel = 0; panel < panels; panel++)
+            one_tiled_panel(a, is_bf16, x, scales, weights, panel, &shaped);
+        tile_release();
+        return;
     }
-    free(x.codes);
-    return 0;
+#endif
+#pragma omp for schedule(dynamic, share) nowait
+    for (int64_t panel = 0; panel < panels; panel++) {
+        if (is_bf16) one_panel(a, 1, x, scales, weights, panel, panel + 1 == panels);
+        else one_panel(a, 0, x, scales, weights, panel, panel + 1 == panels);
+    }
 }

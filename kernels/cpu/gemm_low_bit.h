@@ -3,17 +3,27 @@
 #ifndef BATCHINFER_GEMM_LOW_BIT_H
 #define BATCHINFER_GEMM_LOW_BIT_H
 
+#include <stddef.h>
+
 #include "arguments.h"
 
 /* Begins a packed weight; the rest follows. */
 typedef struct {
     int32_t kernel, kind;
     int64_t group;       /* of k, that have a scale in common; INT4 */
-    int32_t padding[12]; /* a cache line: panels begin at one */
+    int32_t has_table;   /* INT4: codes stand for what it has at their place */
+    uint8_t table[16];   /* OFFSET more than the numbers: quads.h */
+    int32_t has_order;   /* INT4: an order of k follows, before what is packed */
+    int32_t padding[6];  /* a cache line: panels begin at one */
 } header;
 
-/* Rows and outputs are bfloat16, or float. 1: no memory. */
-int gemm_int8(const gemm_args *, int is_bf16);
-int gemm_int4(const gemm_args *, int is_bf16);
+/* The k of x at each place of a row; NULL: in order. */
+static inline const int32_t *order_of(const header *packed) {
+    return packed->has_order ? (const int32_t *)(packed + 1) : NULL;
+}
+
+/* Rows and outputs are bfloat16, or float; x holds the rows as int8. For a team, as gemm_team_f32. */
+void gemm_int8(const gemm_args *, int is_bf16, const int8_rows *x);
+void gemm_int4(const gemm_args *, int is_bf16, const int8_rows *x);
 
 #endif

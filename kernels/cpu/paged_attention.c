@@ -85,14 +85,35 @@ const char *attend_instructions_bf16(int kernel) {
     return kernel == VECTORS && (HAS_PAIRS || !HAS_TILES) ? PAIRS_NAME : NULL;
 }
 
-int attend_bf16(const attention_args *a) {
+int attend_team_f32(const attention_args *a, const attention_plan *p) {
+    return attend_f32_team(a, p);
+}
+
+int attend_team_bf16(const attention_args *a, const attention_plan *p) {
 #if HAS_TILES
-    if (!HAS_PAIRS || a->kernel == TILES) return attend_tiles_bf16(a);
+    if (!HAS_PAIRS || a->kernel == TILES) return attend_tiles_bf16_team(a, p);
 #endif
 #if HAS_PAIRS || !HAS_TILES
-    return attend_vectors_bf16(a);
+    return attend_vectors_bf16_team(a, p);
 #endif
 }
+
+/* 0, or 1 where there is no memory. */
+#define ATTEND(name, team)                                                          \
+    int name(const attention_args *a) {                                             \
+        attention_plan *p = attention_plan_of(a);                                   \
+        if (!p) return 1;                                                           \
+        int failed = 0;                                                             \
+        _Pragma("omp parallel num_threads(a->num_threads) reduction(|:failed)")     \
+        failed |= team(a, p);                                                       \
+        free_attention_plan(p);                                                     \
+        return failed;                                                              \
+    }
+
+ATTEND(attend_f32, attend_team_f32)
+ATTEND(attend_bf16, attend_team_bf16)
+ATTEND(attend_f32_e4m3, attend_f32_e4m3_team)
+ATTEND(attend_bf16_e4m3, attend_bf16_e4m3_team)
 
 /* Whether 16-bit elements lie in pairs, as blocks.h says. */
 int lies_in_pairs(void) { return PAIRED(uint16_t); }

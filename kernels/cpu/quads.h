@@ -30,6 +30,30 @@ INLINE ints load_ints(const void *from) { return *(const unaligned_ints *)from; 
 
 INLINE ints all_quads(const int8_t *from) { return (ints)all_lanes_of_four(from); }
 
+/* A table of 16 bytes for each 16 lanes of bytes. */
+INLINE ints all_tables(const uint8_t *table) {
+    uint8_t bytes[4 * LANES];
+    for (int at = 0; at < 4 * LANES; at += 16) memcpy(bytes + at, table, 16);
+    return load_ints(bytes);
+}
+
+/* Of each byte from 0 to 15 what the table has at its place. */
+INLINE ints look_up(ints table, ints codes) {
+#if LANES == 16 && defined(__AVX512BW__)
+    return (ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif LANES == 8
+    return (ints)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#elif LANES == 4 && defined(__aarch64__) && defined(__ARM_NEON)
+    return (ints)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
+#else
+    uint8_t entries[4 * LANES], bytes[4 * LANES];
+    memcpy(entries, &table, sizeof(entries));
+    memcpy(bytes, &codes, sizeof(bytes));
+    for (int at = 0; at < 4 * LANES; at++) bytes[at] = entries[bytes[at] & 15];
+    return load_ints(bytes);
+#endif
+}
+
 /* sum += the products of bytes from 0 to 127 and int8 of each lane; 255 where OFFSET is 128. */
 INLINE ints add_quads(ints sum, ints left, ints right) {
 #if LANES == 16 && defined(__AVX512VNNI__)

@@ -1,8 +1,9 @@
 /* The C kernels without Python, for processors that are emulated: products and attention of inputs
    that a fixed generator makes, beside plain loops in double, and rows alone beside rows together.
+   Encoder layers are in encoder_driver.h.
 
-   Compiled with kernels/cpu/{gemm,gemm_int4,gemm_int8,paged_attention,row_ops,tiles}.c; says what it computed
-   by, and a hash of all outputs' bits, and ends with 1 where something is wrong. */
+   Compiled with kernels/cpu/{encoder_layers,gemm,gemm_int4,gemm_int8,paged_attention,row_ops,tiles}.c;
+   says what it computed by, and a hash of all outputs' bits, and ends with 1 where something is wrong. */
 
 #include <math.h>
 #include <stdio.h>
@@ -282,6 +283,8 @@ static void check_products(int is_bf16, int kernel, int kind, const char *name) 
            (unsigned long long)hash, name);
 }
 
+#include "encoder_driver.h"
+
 int main(void) {
     const int blocks[][3] = {{16, 64, 0}, {16, 64, 37}, {32, 128, 0}, {48, 80, 50},
                              {16, 24, 0}, {3, 13, 20},  {1, 32, 0}};
@@ -302,6 +305,7 @@ int main(void) {
                 check_attention(is_bf16, blocks[i][0], blocks[i][1], blocks[i][2]);
             printf("attention %s %016llx %s\n", type, (unsigned long long)hash, name);
         }
+        check_encoder(is_bf16);
     }
     return failures != 0;
 }

@@ -10,7 +10,10 @@ import pytest
 
 from batchinfer.kernels.cpu import library
 
-_SOURCES = ("gemm.c", "gemm_int4.c", "gemm_int8.c", "paged_attention.c", "row_ops.c", "tiles.c")
+_SOURCES = (
+    *("encoder_layers.c", "gemm.c", "gemm_int4.c", "gemm_int8.c"),
+    *("paged_attention.c", "row_ops.c", "rows_int8.c", "tiles.c"),
+)
 _PER_BUILD = ("-O3", "-fPIC", "-shared")
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.kernels.cpu import decoder_layer, gemm, library, native, row_ops
+from batchinfer.kernels.cpu import decoder_layer, encoder_layers, gemm, library, native, row_ops
 from batchinfer.worker.attention.attention import make_backend
 from batchinfer.worker.forward import forward
 from batchinfer.worker.product_kernels import product_kernels
-from tests.kernels import test_cpu_gemm, test_cpu_native, test_cpu_row_ops
+from tests.kernels import cpu_latents, test_cpu_gemm, test_cpu_native, test_cpu_row_ops
 from tests.kernels.cases import AttentionCase
 from tests.kernels.cpu_attention import (
     CPU_CASES,
@@ -29,6 +29,13 @@ from tests.kernels.cpu_product import (
     check_product,
     check_rows_do_not_depend_on_each_other,
 )
+from tests.kernels.encoder_cases import (
+    ENCODER_CASES,
+    EncoderCase,
+    check_bits_of_a_sequence,
+    check_encoder_layers,
+)
+from tests.kernels.latent_cases import LatentCase
 from tests.kernels.low_bit_cases import LOW_BIT_CASES, LowBitCase, build_low_bit
 from tests.kernels.row_cases import ROTARY_CASES, ROW_CASES, RotaryCase, RowCase
 from tests.worker.fusion.test_native_layers import Run, fused
@@ -72,7 +79,7 @@ def other(
         if built is None:
             pytest.skip(f"the compiler does not know {flags}")
         assert request.param == _FLAGS["tiles"] or not built.lies_in_pairs()
-        for module in (native, gemm, row_ops, decoder_layer):
+        for module in (native, gemm, row_ops, decoder_layer, encoder_layers):
             patch.setattr(module, "load", lambda: built)
         product_kernels.cache_clear()
         yield
@@ -84,6 +91,12 @@ def other(
 @pytest.mark.parametrize("case", ODD_CASES, ids=str)
 def test_attention_over_a_pool_of_float8(case: AttentionCase, dtype: torch.dtype) -> None:
     check_attention_over_fp8(case, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("case", cpu_latents.CASES[::2], ids=str)
+def test_latents_are_attended_to(case: LatentCase, dtype: torch.dtype) -> None:
+    cpu_latents.check_latents(case, dtype)
 
 
 def test_every_number_of_float8_is_widened_exactly() -> None:
@@ -216,3 +229,16 @@ def test_decoder_layers_give_the_logits_of_transformers(dtype: torch.dtype) -> N
     assert (got.float() - expected).norm() < (
         1e-4 if dtype == torch.float32 else 0.1
     ) * expected.norm()
+
+
+@dtypes
+@pytest.mark.parametrize("case", ENCODER_CASES[:-1], ids=str)
+def test_encoder_layers_equal_those_in_float64(case: EncoderCase, dtype: torch.dtype) -> None:
+    check_encoder_layers(case, dtype)
+
+
+@dtypes
+def test_a_sequence_has_the_same_bits_in_any_company(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_bits_of_a_sequence(dtype, monkeypatch)

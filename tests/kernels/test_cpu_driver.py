@@ -1,4 +1,5 @@
-"""Products and attention in a program without Python: here, and on an emulated Arm processor."""
+"""Products, attention and encoder layers in a program without Python: here, and on an emulated Arm
+processor."""
 
 from __future__ import annotations
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-from batchinfer.kernels.cpu import library, native
+from batchinfer.kernels.cpu import library
 from batchinfer.worker.attention.native_cpu import instructions_for
+from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.product_kernels import ProductKernel
 
 ATTENTION = "attention"
@@ -35,26 +34,21 @@ class AttentionKernel:
         return f"attention by {self.name}{self.why and f': {self.why}'}{changed}"
 
 
-def attention_kernel(
-    pool: torch.Tensor, like: ProductKernel | None = None, *, latent: bool = False
-) -> AttentionKernel:
-    """What ``make_backend`` has for a pool.
+def attention_kernel(cache: KVCache, like: ProductKernel | None = None) -> AttentionKernel:
+    """What ``make_backend`` has for a pool's attention.
 
     Args:
-        pool: of the KV cache.
         like: what multiplies by the model's weights.
-        latent: the pool holds latents.
     """
+    pool = cache.pool
     if pool.is_cuda:
         keeps_row_bits = like is not None and like.keeps_row_bits
         return AttentionKernel("Triton in a fixed order" if keeps_row_bits else "Triton")
-    if latent:
-        return AttentionKernel(
-            "torch", "there is no C kernel for a latent cache; bits may depend on company"
-        )
-    if native.supports(pool.dtype):
+    if cache.is_native:
         return AttentionKernel(f"own {instructions_for(pool.dtype, like)}")
     if library.why_not():
         return AttentionKernel("torch (no C kernels)", library.why_not())
-    dtype = str(pool.dtype).removeprefix("torch.")
-    return AttentionKernel("torch", f"there is no C kernel for a cache of {dtype}")
+    kind = f"{'latents' if cache.layout.latent else 'a cache'} of {pool.dtype}".replace(
+        "torch.", ""
+    )
+    return AttentionKernel("torch", f"there is no C kernel for {kind}")

@@ -7,43 +7,47 @@ import torch
 
 from batchinfer.build import build_engine
 from batchinfer.config import EngineConfig, ModelConfig
+from batchinfer.engine.kv.layout import KVLayout
 from batchinfer.kernels.cpu import library, native
 from batchinfer.worker.attention.kernel_name import AttentionKernel, attention_kernel
+from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.product_kernels import product_kernels
 from tests.models import make_text_model
 
-POOL = torch.empty(1)
+
+def cache(
+    dtype: torch.dtype = torch.float32, *, fp8: bool = False, latent: bool = False
+) -> KVCache:
+    layout = KVLayout(1, 1, 6, 4, block_size=4, element_bytes=4, fp8=fp8, latent=latent)
+    return KVCache(layout, 1, torch.device("cpu"), dtype)
 
 
 @pytest.mark.skipif(not native.supports(torch.float32), reason="no C compiler")
 def test_the_c_kernels_are_named_by_what_they_are_written_for() -> None:
     fastest = f"own {native.available(torch.float32)[0]}"
-    assert attention_kernel(POOL).name == fastest
-    assert attention_kernel(POOL).line({}) == f"attention by {fastest}"
+    for one in (cache(), cache(fp8=True), cache(latent=True)):
+        assert attention_kernel(one).line({}) == f"attention by {fastest}"
     for kernel in product_kernels(torch.float32):
-        name = attention_kernel(POOL, kernel).name
+        name = attention_kernel(cache(), kernel).name
         assert name == (kernel.name if kernel.kind == "own" else fastest)
 
 
 def test_where_they_are_not_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda: None)
     monkeypatch.setattr(library, "why_not", lambda: "there is no C compiler")
-    assert attention_kernel(POOL).line({}) == (
+    assert attention_kernel(cache()).line({}) == (
         "attention by torch (no C kernels): there is no C compiler"
     )
 
 
-def test_a_dtype_that_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "why_not", lambda: "")
-    assert attention_kernel(POOL.half()).line({}) == (
-        "attention by torch: there is no C kernel for a cache of float16"
-    )
-
-
-def test_latents_have_none_yet() -> None:
-    assert attention_kernel(POOL, latent=True).line({}) == (
-        "attention by torch: there is no C kernel for a latent cache; bits may depend on company"
-    )
+    for one, kind in (
+        (cache(torch.float16), "a cache of float16"),
+        (cache(fp8=True, latent=True), "latents of float8_e4m3fn"),
+    ):
+        line = attention_kernel(one).line({})
+        assert line == f"attention by torch: there is no C kernel for {kind}"
 
 
 def test_a_run_that_goes_on_otherwise_says_so() -> None:

@@ -26,7 +26,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_prefill_a_chunk_and_decodes_that_share_match_eager() -> None:
+def test_a_prefill_a_chunk_and_decodes_that_share_match_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(KVCache, "is_native", False)  # the pool lies as on a CUDA device
     model, eager = (tiny_model("youtu", kv_lora_rank=32, num_hidden_layers=2) for _ in range(2))
     register()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from batchinfer.engine.kv.layout import KVLayout
-from batchinfer.kernels.cpu import decoder_layer
+from batchinfer.kernels.cpu import decoder_layer, library
 from batchinfer.worker.attention.attention import ATTENTION_NAME, make_backend, register
 from batchinfer.worker.forward import forward
 from batchinfer.worker.fusion import native_layers
@@ -20,6 +22,7 @@ from batchinfer.worker.fusion.native_layers import NativeDecoderLayers, fuse_nat
 from batchinfer.worker.kv_cache import KVCache
 from batchinfer.worker.product_kernels import product_kernels
 from batchinfer.worker.products.linear import pack_linears
+from batchinfer.worker.products.low_bit import quantize_packed
 from tests.models import VOCAB_SIZE, tiny_model
 from tests.worker.step_maker import StepMaker
 
@@ -28,13 +31,28 @@ pytestmark = pytest.mark.skipif(
 )
 
 LENGTHS = (40, 25)
+PARTS = (
+    *(("rms_norm", "attention_norm"), ("gemm", "qkv"), ("rotary_write", "rotary")),
+    *(("attend", "attention"), ("gemm", "o"), ("rms_norm", "mlp_norm")),
+    *(("gemm", "gate_up"), ("silu_mul", "silu"), ("gemm", "down")),
+)
+"""C functions, and the arguments of a layer that they take, in order."""
 JOINED = pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
 
 
 def fused(
-    family: str, *, joined: bool = False, dtype: torch.dtype = torch.float32, **changes: Any
+    family: str,
+    *,
+    joined: bool = False,
+    dtype: torch.dtype = torch.float32,
+    method: str = "",
+    **changes: Any,
 ) -> tuple[torch.nn.Module, KVLayout]:
-    """A model with packed weights whose layers are one call, each by itself or together."""
+    """A model with packed weights whose layers are one call, each by itself or together.
+
+    Args:
+        method: of quantisation; none where it is empty.
+    """
     register()
     model = tiny_model(family, **changes).to(dtype)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
@@ -42,7 +60,10 @@ def fused(
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout.from_config(config.to_dict(), block_size=16, dtype=name)
     fuse(model, layout, 512)
-    pack_linears(model, product_kernels(dtype)[0], dtype)
+    if method:
+        quantize_packed(model, method, dtype)
+    else:
+        pack_linears(model, product_kernels(dtype)[0], dtype)
     fuse_native_layers(model, layout)
     if joined:
         join_native_layers(model, layout)
@@ -203,6 +224,36 @@ def test_steps_go_on_after_one_that_failed_in_the_middle(
     torch.testing.assert_close(got, run.expected[0][4 : 4 + len(got)], atol=1e-4, rtol=1e-4)
     layers = [module for module in model.modules() if isinstance(module, NativeDecoderLayers)]
     assert len({part.qkv.out for layer in layers for part in layer._arguments}) == 1
+
+
+@pytest.mark.parametrize("method", ["", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_layers_in_one_call_have_the_bits_of_their_parts_called_one_by_one(
+    dtype: torch.dtype, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows and many, rounded where they are made or before they are multiplied."""
+    model, layout = fused("mistral", joined=True, dtype=dtype, method=method)
+    run = Run("mistral", layout, dtype)
+    tokens: list[int] = []
+    monkeypatch.setattr(native_layers, "decoder_layers", partial(_both_ways, tokens))
+    for parts in (((run.first, 1),), ((run.first, 39), (run.second, 23)), ((run.second, 2),)):
+        run.logits(model, *parts)
+    assert tokens == [1, 62, 2]
+
+
+def _both_ways(tokens: list[int], layers: Any, steps: Any, dtype: torch.dtype) -> None:
+    step, product = steps[0].contents, layers[0].qkv
+    size = step.num_tokens * product.in_features * dtype.itemsize
+    hidden = (ctypes.c_char * size).from_address(step.hidden)
+    before = hidden.raw
+    decoder_layer.decoder_layers(layers, steps, dtype)
+    together, hidden.raw = hidden.raw, before
+    for layer in layers:
+        for function, part in PARTS:
+            call = getattr(library.load(), f"{function}_{library.SUFFIX[dtype]}")
+            call(ctypes.byref(getattr(layer, part)))
+    assert hidden.raw == together
+    tokens.append(step.num_tokens)
 
 
 def _no_memory(*_: Any) -> None:

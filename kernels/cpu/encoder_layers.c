@@ -1,0 +1,129 @@
+/* Encoder layers in one call: attention both ways within each sequence of a packed row, post-norm as
+   BERT has it (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
+
+   A task is some neighbouring sequences, and a thread computes all layers of it: threads wait for
+   each other once a step, and what lies between two layers stays in a core's cache. A step of few
+   tasks is one, whose parts are computed by all threads.
+
+   What a token is computed from, and in which order, depends on its own sequence alone, so that its
+   bits do not depend on tasks, threads or the other sequences. */
+
+#include <stdlib.h>
+
+#include "ahead.h"
+#include "encoder.h"
+#include "put_sums.h"
+#include "small_product.h"
+
+#define TASK_ROWS 256      /* their activations fill most of a core's second cache */
+#define LEAST_ROWS 64      /* of a task at the end of a step, when threads should end together */
+#define QUERIES 48         /* whose scores are computed at once */
+#define CHUNK 64           /* elements an activation is computed of at once */
+#define CACHE_PERIOD 4096  /* gemm._CACHE_PERIOD */
+#define MANY_ROWS 8        /* gemm._MANY_ROWS */
+#define WORTH_A_THREAD 16384 /* elements; below it, waking a thread costs more than it saves */
+
+static inline int64_t whole_vectors(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
+
+/* What a task works in. */
+typedef struct {
+    void *attended, *inner; /* [rows, heads * head_width], [rows, inner width] */
+    void *apart;            /* [rows, the wider of both and a cache line] */
+    float *attention;       /* attention_floats for each thread */
+} workspace;
+
+/* Keys, values, scores, results and queries as floats, of one head; at most. */
+static int64_t attention_floats(const encoder_args *a, int64_t length) {
+    const int64_t places = whole_vectors(length), width = whole_vectors(a->head_width);
+    return 2 * width * places + QUERIES * (places + 2 * width);
+}
+
+static float lanes_sum(vec x) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) x[j] += x[j + half];
+    return x[0];
+}
+
+/* Scores of a row [places] to weights that are not divided by their sum, which is returned; places
+   beyond `length` get 0. */
+static __attribute__((noinline)) float weigh(float *s, int64_t length, int64_t places, float scale) {
+    float top = -INFINITY;
+    for (int64_t p = 0; p < length; p++) top = s[p] > top ? s[p] : top;
+    if (top == -INFINITY) top = 0.0f; /* every score is -inf or NaN */
+    for (int64_t p = 0; p < places; p++) s[p] = exp_negative((s[p] - top) * scale);
+    for (int64_t p = length; p < places; p++) s[p] = 0.0f;
+    vec sum = {0};
+    for (int64_t p = 0; p < places; p += LANES) sum += load(s + p);
+    return lanes_sum(sum);
+}
+
+/* By Eigen's rational approximation (Eigen/src/SpecialFunctions, generic_fast_erf_float), to 2e-7. */
+static inline float erf_of(float x) {
+    x = x < -4.0f ? -4.0f : x;
+    x = x > 4.0f ? 4.0f : x;
+    const float y = x * x;
+    float p = -2.72614225801306e-10f;
+    p = p * y + 2.77068142495902e-08f;
+    p = p * y - 2.10102402082508e-06f;
+    p = p * y - 5.69250639462346e-05f;
+    p = p * y - 7.34990630326855e-04f;
+    p = p * y - 2.95459980854025e-03f;
+    p = p * y - 1.60960333262415e-02f;
+    float q = -1.45660718464996e-05f;
+    q = q * y - 2.13374055278905e-04f;
+    q = q * y - 1.68282697438203e-03f;
+    q = q * y - 7.37332916720468e-03f;
+    q = q * y - 1.42647390514189e-02f;
+    return x * p / q;
+}
+
+static inline float gelu(float x) { return 0.5f * x * (1.0f + erf_of(x * 0.70710678f)); }
+
+/* 0.5 x (1 + tanh(u)), which is x / (1 + exp(-2 u)). */
+static inline float gelu_tanh(float x) {
+    const float u = 1.59576912f * (x + 0.044715f * x * x * x), e = exp_negative(-fabsf(u));
+    return x * (u < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
+static inline float relu(float x) { return x < 0.0f ? 0.0f : x; }
+
+/* Tasks of neighbouring sequences, smaller ones towards the end; their number. Task t is sequences
+   [firsts[t], firsts[t + 1]). */
+static int64_t cut(const encoder_args *a, int64_t *firsts) {
+    int64_t count = 0, first = 0;
+    while (first < a->num_sequences) {
+        const int64_t left = a->starts[a->num_sequences] - a->starts[first];
+        int64_t most = left / (2 * a->num_threads), next = first + 1;
+        most = most > TASK_ROWS ? TASK_ROWS : most < LEAST_ROWS ? LEAST_ROWS : most;
+        while (next < a->num_sequences && a->starts[next + 1] - a->starts[first] <= most) next++;
+        firsts[count++] = first;
+        first = next;
+    }
+    firsts[count] = first;
+    return count;
+}
+
+#define ELEMENT float
+#define NAME(function) function##_f32
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#define LOAD_LANES load
+#define STORE_LANES store
+#define DOTS 0
+#include "encoder_layers.inc"
+#undef ELEMENT
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef LOAD_LANES
+#undef STORE_LANES
+#undef DOTS
+
+#define ELEMENT uint16_t
+#define NAME(function) function##_bf16
+#define LOAD(x) from_bf16(x)
+#define STORE(x) to_bf16(x)
+#define LOAD_LANES load_bf16
+#define STORE_LANES store_rounded
+#define DOTS HAS_PAIRS
+#include "encoder_layers.inc"

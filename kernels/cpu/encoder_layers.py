@@ -1,0 +1,113 @@
+"""Encoder layers of BERT's shape in one call, from the kernels of this folder."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from batchinfer.kernels.cpu.gemm import GemmArgs
+from batchinfer.kernels.cpu.library import FLOAT, INT32, INT64, POINTER, SUFFIX, load
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
+"""What goes between the products of an MLP; places are numbers of encoder.h."""
+
+
+class LayerNormArgs(ctypes.Structure):
+    _fields_ = (("weight", POINTER), ("bias", POINTER), ("eps", FLOAT))
+
+
+class EncoderLayerArgs(ctypes.Structure):
+    """Arguments of a layer's parts, in the order in which they run.
+
+    The products ``o`` and ``down`` add onto the hidden state. Rows of products, and where they are,
+    are of the step.
+    """
+
+    _fields_ = (
+        ("qkv", GemmArgs),
+        ("o", GemmArgs),
+        ("attention_norm", LayerNormArgs),
+        ("up", GemmArgs),
+        ("down", GemmArgs),
+        ("mlp_norm", LayerNormArgs),
+    )
+
+
+class _EncoderArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("layers", "hidden", "qkv", "starts")),
+        *((name, INT64) for name in ("num_layers", "num_sequences")),
+        *((name, INT32) for name in ("num_heads", "head_width", "num_threads", "activation")),
+        ("scale", FLOAT),
+    )
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether there is a compiler, and kernels for ``dtype``."""
+    return load() is not None and dtype in SUFFIX
+
+
+def product_args(
+    packed: torch.Tensor,  # of a weight [out, in]
+    bias: torch.Tensor | None,  # [out]
+    in_features: int,
+    out_features: int,
+    *,
+    adds: bool = False,
+) -> GemmArgs:
+    """A layer's product; what is of a step is left open.
+
+    Args:
+        adds: onto the hidden state.
+    """
+    return GemmArgs(
+        packed=packed.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        in_features=in_features,
+        out_features=out_features,
+        adds=adds,
+    )
+
+
+def layer_norm_args(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> LayerNormArgs:
+    """A norm over the last dimension; both tensors [width], contiguous."""
+    return LayerNormArgs(weight.data_ptr(), bias.data_ptr(), eps)
+
+
+def array_of_layers(layers: Sequence[EncoderLayerArgs]) -> ctypes.Array[EncoderLayerArgs]:
+    """Layers as ``encoder_layers`` takes them: a copy."""
+    return (EncoderLayerArgs * len(layers))(*layers)
+
+
+def encoder_layers(
+    layers: ctypes.Array[EncoderLayerArgs],
+    hidden: torch.Tensor,  # [T, width], contiguous; in and out
+    qkv: torch.Tensor,  # [T, 3 * num_heads * head_width], contiguous; to work in
+    starts: torch.Tensor,  # [S + 1] int64 first token of each sequence, and T
+    *,
+    num_heads: int,
+    activation: str,
+    scale: float,
+) -> None:
+    """Run post-norm layers (BERT, Devlin et al. 2018) over packed sequences, in place.
+
+    A token's bits depend on its own sequence alone.
+
+    Args:
+        activation: of ``ACTIVATIONS``.
+        scale: of scores.
+
+    Raises:
+        MemoryError: there is none for what the layers work in.
+    """
+    library = load()
+    assert library is not None
+    arguments = _EncoderArgs(
+        *(ctypes.addressof(layers), hidden.data_ptr(), qkv.data_ptr(), starts.data_ptr()),
+        *(len(layers), len(starts) - 1, num_heads, qkv.shape[1] // (3 * num_heads)),
+        *(torch.get_num_threads(), ACTIVATIONS.index(activation), scale),
+    )
+    if getattr(library, f"encoder_layers_{SUFFIX[hidden.dtype]}")(ctypes.byref(arguments)):
+        raise MemoryError("no memory for what encoder layers work in")

@@ -1,0 +1,101 @@
+/* Rows as int8 (rows_int8.h), the same on every processor. */
+
+#include "in_order.h"
+
+#include "unfused.h"
+
+#include "rows_int8.h"
+
+#include "elements.h"
+#include "gemm_low_bit.h"
+#include "vectors.h"
+
+#define INFINITY_BITS 0x7f800000
+
+static int8_rows shape_of(const gemm_args *a, int64_t group) {
+    const int64_t in = a->in_features;
+    return (int8_rows){.stride = whole(in, ROWS_DEPTH) | ROWS_DEPTH, .in = in, .group = group,
+                       .groups = (in + group - 1) / group};
+}
+
+static int64_t group_of(const gemm_args *a) {
+    const header *from = a->packed;
+    return from->kind == INT8 ? a->in_features : from->kind == INT4 ? from->group : 0;
+}
+
+int64_t int8_rows_bytes(const gemm_args *a) {
+    const int64_t group = group_of(a);
+    if (!group) return 0;
+    const int8_rows rows = shape_of(a, group);
+    return whole(a->num_rows * (rows.stride + 4 * (1 + rows.groups)), 64);
+}
+
+int8_rows int8_rows_in(void *memory, const gemm_args *a) {
+    const int64_t group = group_of(a);
+    if (!group) return (int8_rows){0};
+    int8_rows rows = shape_of(a, group);
+    rows.codes = memory;
+    rows.order = order_of(a->packed);
+    rows.scales = (float *)(rows.codes + a->num_rows * rows.stride);
+    rows.sums = (int32_t *)(rows.scales + a->num_rows);
+    return rows;
+}
+
+INLINE float element_of(const void *x, const int is_bf16, int64_t at) {
+    return is_bf16 ? from_bf16(((const uint16_t *)x)[at]) : ((const float *)x)[at];
+}
+
+INLINE int32_t size_bits(const void *x, const int is_bf16, int64_t at) { /* in the order of |x| */
+    const float value = element_of(x, is_bf16, at);
+    int32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits & 0x7fffffff;
+}
+
+/* Rounds the numbers of a group; returns the sum of their codes. */
+INLINE int32_t round_group(
+    int8_t *codes, const int is_bf16, const void *x, const int32_t *order, int64_t begin,
+    int64_t count, float inverse) {
+    int32_t sum = 0;
+    for (int64_t k = begin; k < begin + count; k++) {
+        const float value = element_of(x, is_bf16, order ? order[k] : k);
+        const int32_t code = (int32_t)rintf(value * inverse);
+        codes[k] = (int8_t)code;
+        sum += code;
+    }
+    return sum;
+}
+
+INLINE void round_row(const int8_rows *to, const int is_bf16, const void *x, int64_t row) {
+    const int64_t in = to->in;
+    int32_t most_bits = 0;
+    for (int64_t k = 0; k < in; k++) {
+        const int32_t bits = size_bits(x, is_bf16, k);
+        most_bits = bits > most_bits ? bits : most_bits;
+    }
+    float most;
+    memcpy(&most, &most_bits, 4);
+    const int is_finite = most_bits < INFINITY_BITS;
+    to->scales[row] = is_finite ? most * (1.0f / 127.0f) : NAN;
+    int8_t *codes = to->codes + row * to->stride;
+    int32_t *sums = to->sums + row * to->groups;
+    if (!is_finite || most <= 127.0f * 0x1p-126f) { /* smaller ones have no inverse */
+        memset(codes, 0, to->stride);
+        memset(sums, 0, to->groups * sizeof(*sums));
+        return;
+    }
+    const float inverse = 127.0f / most;
+    for (int64_t g = 0; g < to->groups; g++) {
+        const int64_t begin = g * to->group, left = in - begin;
+        const int64_t count = left < to->group ? left : to->group;
+        if (to->order) sums[g] = round_group(codes, is_bf16, x, to->order, begin, count, inverse);
+        else sums[g] = round_group(codes, is_bf16, x, NULL, begin, count, inverse);
+    }
+    memset(codes + in, 0, to->stride - in);
+}
+
+void row_as_int8_f32(const int8_rows *to, const float *x, int64_t row) { round_row(to, 0, x, row); }
+
+void row_as_int8_bf16(const int8_rows *to, const uint16_t *x, int64_t row) {
+    round_row(to, 1, x, row);
+}

@@ -1,0 +1,44 @@
+"""Memory that packed weights lie in: side by side, aligned, given back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from batchinfer.kernels.cpu.huge_pages import HugePages
+
+MIB = 1 << 20
+
+
+def test_tensors_lie_beside_each_other_at_cache_lines() -> None:
+    memory = HugePages()
+    first, second = memory.empty(33, torch.bfloat16), memory.empty(100, torch.float32)
+    assert [first.shape, second.shape] == [(33,), (100,)]
+    assert first.data_ptr() % 64 == 0
+    assert second.data_ptr() == first.data_ptr() + 128
+
+
+@pytest.mark.parametrize("sizes", [(1, 9 * MIB, 1), (3 * MIB,) * 12, (0, 5, 0, 7)], ids=str)
+def test_no_tensor_shares_a_byte_with_another(sizes: tuple[int, ...]) -> None:
+    memory = HugePages()
+    tensors = [memory.empty(size, torch.uint8).fill_(at) for at, size in enumerate(sizes)]
+    for at, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+        assert len(tensor) == size
+        assert (tensor == at).all()
+
+
+def test_memory_goes_with_the_last_tensor_in_it() -> None:
+    memory = HugePages()
+    tensors = [memory.empty(10, torch.uint8) for _ in range(2)]
+    assert memory._chunk is not None
+    chunk: weakref.ref[object] = memory._chunk
+    tensors.pop()
+    gc.collect()
+    assert chunk() is not None
+    tensors.clear()
+    gc.collect()
+    assert chunk() is None
+    assert len(memory.empty(10, torch.uint8)) == 10
