@@ -51,22 +51,30 @@ class Int8Weight:
 @dataclass(frozen=True)
 class Int4Weight:
     """A weight [out, in] of codes of 4 bits; in each group of columns an output has a scale and a
-    zero: ``(codes - zeros) * scales``."""
+    zero: ``(codes - zeros) * scales``, or ``(table[codes] - zeros) * scales``."""
 
     codes: torch.Tensor
-    """[out, in] uint8, from 0 to 15."""
+    """[out, in] uint8, from 0 to 15; columns in the order of ``order``."""
     scales: torch.Tensor
     """[out, groups] float32; the last group may be shorter."""
     zeros: torch.Tensor
     """[out, groups] uint8."""
     group_size: int
     """Columns of a group, a multiple of 8; the last may have fewer."""
+    table: torch.Tensor | None = None
+    """[16] int8, from -127 to 127: what codes stand for; None: for themselves."""
+    order: torch.Tensor | None = None
+    """[in] int32: the weight's column that each column of codes is, contiguous; None: its own."""
 
     def __post_init__(self) -> None:
         outputs, width = self.codes.shape
         groups = -(-width // self.group_size)
         if self.group_size % _STEP:
             raise ValueError(f"group_size is {self.group_size}; it must be a multiple of {_STEP}")
+        if self.table is not None and self.table.shape != (16,):
+            raise ValueError(f"table is {tuple(self.table.shape)}; it must be (16,)")
+        if self.order is not None and not _is_permutation(self.order, width):
+            raise ValueError(f"order must be an int32 permutation of {width} columns")
         for name in ("scales", "zeros"):
             shape = tuple(getattr(self, name).shape)
             if shape != (outputs, groups):
@@ -86,16 +94,32 @@ class Int4Weight:
         """One weight whose outputs are those of ``weights``, side by side.
 
         Raises:
-            ValueError: they have groups of other sizes.
+            ValueError: they have groups of other sizes, other tables or orders.
         """
         sizes = {weight.group_size for weight in weights}
         if len(sizes) > 1:
             raise ValueError(f"weights with groups of {sorted(sizes)} columns cannot be joined")
+        if len({weight.layout for weight in weights}) > 1:
+            raise ValueError("weights of several tables or orders cannot be joined")
         codes, scales, zeros = (
             torch.cat([getattr(weight, name) for weight in weights])
             for name in ("codes", "scales", "zeros")
         )
-        return cls(codes, scales, zeros, sizes.pop())
+        return cls(codes, scales, zeros, sizes.pop(), weights[0].table, weights[0].order)
+
+    @property
+    def layout(self) -> tuple[int, bytes, bytes]:
+        """What weights have in common that can be joined: group size, table and order."""
+        table, order = (
+            b"" if tensor is None else tensor.numpy().tobytes()
+            for tensor in (self.table, self.order)
+        )
+        return self.group_size, table, order
+
+    def values(self) -> torch.Tensor:
+        """[out, in] int16: what codes stand for, before zeros and scales."""
+        codes = self.codes if self.table is None else self.table[self.codes.int()]
+        return codes.short()
 
     def dequantized(self) -> torch.Tensor:
         """[out, in] float32."""
@@ -103,10 +127,19 @@ class Int4Weight:
         spread = [
             t.repeat_interleave(self.group_size, 1)[:, :width] for t in (self.scales, self.zeros)
         ]
-        return (self.codes.float() - spread[1]) * spread[0]
+        sorted_ = (self.values() - spread[1]) * spread[0]
+        if self.order is None:
+            return sorted_
+        return torch.empty_like(sorted_).index_copy_(1, self.order.long(), sorted_)
 
 
 LowBitWeight = Int8Weight | Int4Weight
+
+
+def _is_permutation(order: torch.Tensor, count: int) -> bool:
+    if order.dtype != torch.int32 or order.shape != (count,) or not order.is_contiguous():
+        return False
+    return torch.equal(order.sort().values, torch.arange(count, dtype=torch.int32))
 
 
 def _round_groups(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, ...]:
@@ -178,11 +211,14 @@ def low_bit_product(
 
 def _sum_of_groups(codes: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     """[M, out] float32: sums over groups, one after the other."""
+    if weight.order is not None:
+        codes = codes[:, weight.order]
     total = torch.zeros(len(codes), len(weight.codes))
+    values = weight.values()
     for group in range(weight.scales.shape[1]):
         columns = slice(group * weight.group_size, (group + 1) * weight.group_size)
         zeros = weight.zeros[:, group, None].short()
-        sums = _integer_product(codes[:, columns], weight.codes[:, columns] - zeros)
+        sums = _integer_product(codes[:, columns], values[:, columns] - zeros)
         total = total + weight.scales[:, group] * sums
     return total
 

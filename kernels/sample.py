@@ -316,8 +316,7 @@ def _sample_rest_kernel(
         cut, last = search_last_kept(
             row, scale, _top_k_of(distribution, top_k_ptr, VOCAB),
             tl.load(top_p_ptr + distribution), low, sort_keys(top, SHIFT),
-            tl.load(left_masses_ptr + 2 * distribution),
-            tl.load(left_masses_ptr + 2 * distribution + 1),
+            left_masses_ptr + 2 * distribution,
             tile_sums_ptr, found_values_ptr + distribution * (SEGMENTS * FOUND),
             found_ids_ptr + distribution * (SEGMENTS * FOUND),
             VOCAB, READABLE, SEGMENTS, WIDTH, FOUND, SHIFT,

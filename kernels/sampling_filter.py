@@ -154,7 +154,7 @@ def load_found(
 @triton.jit
 def keep_found(keys, ids, weights, cut, last, tile_sums_ptr, WIDTH: tl.constexpr):
     """Add the weights of those that are kept to the sums of their tiles."""
-    kept = is_kept(keys, ids, cut, last) & (weights > 0)
+    kept = is_kept(keys, ids, cut, last)  # weighs 0 where nothing was found
     tl.atomic_add(tile_sums_ptr + ids // WIDTH, weights, mask=kept)
     tl.debug_barrier()
 

@@ -144,8 +144,7 @@ def search_last_kept(
     top_p,
     first_low,  # the interval that was looked at in vain: it ends at the largest key
     top_key,
-    inside,  # int64: the weights inside of it, and in all
-    every,
+    masses_ptr,  # [2] int64: the weights inside of it, and in all
     tile_sums_ptr,  # [NUM_TILES] int64, written: of each tile what is kept
     found_values_ptr,  # [SEGMENTS, FOUND] float32
     found_ids_ptr,  # [SEGMENTS, FOUND] int32
@@ -167,6 +166,7 @@ def search_last_kept(
         goal, measured = k.to(tl.int64), tl.full([], VOCAB, tl.int64)
         known, known_above = top_key, tl.full([], 0, tl.int64)
         if by_mass == 1:
+            inside, every = tl.load(masses_ptr), tl.load(masses_ptr + 1)
             if k > 0:
                 floor, every = cut, _mass_kept(
                     row, scale, cut, last, tile_sums_ptr, found_values_ptr, found_ids_ptr,
@@ -177,12 +177,16 @@ def search_last_kept(
                 floor, ceiling = lowest, first_low - 1
                 known, known_above = ceiling, inside
         while searching:
+            # Moved by 0, which a compiler cannot know: addresses that do not change would be kept
+            # through all passes, in registers that there are not.
+            values_ptr = found_values_ptr + tl.minimum(passes, 0)
+            ids_ptr = found_ids_ptr + tl.minimum(passes, 0)
             low, high = _narrow(
                 row, scale, cut, last, by_mass == 1, passes, known, known_above, goal, measured,
                 floor, ceiling, VOCAB, READABLE, SEGMENTS, WIDTH, SHIFT,
             )  # fmt: skip
             tokens, found, mass, mass_inside, _ = add_up(
-                row, scale, cut, last, low, high, tile_sums_ptr, found_values_ptr, found_ids_ptr,
+                row, scale, cut, last, low, high, tile_sums_ptr, values_ptr, ids_ptr,
                 VOCAB, READABLE, SEGMENTS, WIDTH, FOUND, SHIFT,
             )  # fmt: skip
             passes += 1
@@ -196,7 +200,7 @@ def search_last_kept(
                 ceiling, known, known_above = low - 1, low - 1, through
             elif tl.max(found) <= FOUND:
                 keys, ids, weights, there = load_found(
-                    scale, cut, last, found, found_values_ptr, found_ids_ptr,
+                    scale, cut, last, found, values_ptr, ids_ptr,
                     SEGMENTS, FOUND, SHIFT,
                 )  # fmt: skip
                 measures = tl.where(by_mass == 1, weights, there.to(tl.int64))

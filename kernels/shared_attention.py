@@ -35,15 +35,16 @@ def shared_config(heads: Heads) -> LaunchConfig:
     """Launch shape: 64 rows, or one token's heads where a group has more.
 
     Pieces of a small tree then cost little more than reading them; a large one is read from the L2
-    once for every tile. The sums of wide heads take most registers: tiles are short there.
+    once for every tile. The sums of wide heads take most registers, and float8 some to be widened:
+    tiles are short there, and one is fetched ahead.
     """
     rows, fp8 = shared_rows(heads.group), heads.cache_bytes == 1
     if heads.query_bytes == 4:
         return LaunchConfig(rows, tile=16, num_warps=8, num_stages=2)
-    if heads.widths > 384 and heads.capability >= 90 and not fp8:
-        return LaunchConfig(rows, tile=16, num_warps=4, num_stages=5)
     if heads.widths > 256:
-        return LaunchConfig(rows, tile=16 if fp8 else 32, num_warps=8, num_stages=5)
+        if fp8 or rows > 64:
+            return LaunchConfig(rows, tile=16, num_warps=8, num_stages=3)
+        return LaunchConfig(rows, tile=32, num_warps=4, num_stages=3)
     return LaunchConfig(rows, tile=64, num_warps=4, num_stages=5)
 
 
@@ -161,14 +162,12 @@ def _shared_kernel(
     rows = tl.arange(0, ROWS)
     key_columns = tl.arange(0, KEY_BLOCK)
     value_columns = tl.arange(0, VALUE_BLOCK)
-    items_ptr += 2 * tl.load(counters_ptr).to(tl.int64)  # those of single sequences come first
-    counters_ptr += num_counters
-    num_tickets = tl.load(counters_ptr) * NUM_KV_HEADS
-    counters_ptr += 1 + launch
-    ticket = tl.atomic_add(counters_ptr, 1)
-    while ticket < num_tickets:
-        item = (ticket // NUM_KV_HEADS).to(tl.int64)
-        kv_head = (ticket % NUM_KV_HEADS).to(tl.int64)
+    # Read again for each item: registers are scarce.
+    ticket = tl.atomic_add(counters_ptr + num_counters + 1 + launch, 1)
+    while ticket < tl.load(counters_ptr + num_counters) * NUM_KV_HEADS:
+        # Those of single sequences come first.
+        item = (tl.load(counters_ptr) + ticket // NUM_KV_HEADS).to(tl.int64)
+        kv_head = ticket % NUM_KV_HEADS  # int32 as the offsets of heads in a slot
         place = tl.load(items_ptr + 2 * item)
         piece = tl.load(items_ptr + 2 * item + 1)
         end = (piece + 1) * PIECE
@@ -177,7 +176,7 @@ def _shared_kernel(
         row_live = rows < live_rows
         sequences = tl.load(order_ptr + place + rows // GROUP, mask=row_live, other=0).to(tl.int64)
         query_rows = tl.load(query_starts_ptr + sequences).to(tl.int64)
-        heads = kv_head.to(tl.int32) * GROUP + rows % GROUP
+        heads = kv_head * GROUP + rows % GROUP
         query, scales = load_query(
             (query_ptr + kv_head * GROUP * query_head_stride + key_columns * query_width_stride)[
                 None, :
@@ -209,11 +208,13 @@ def _shared_kernel(
             BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
             UNIT, ROW_TYPE, SAME_ROWS, TURNED, False, CAPPED, TILE, False,
         )  # fmt: skip
-        # Found again, in int32: registers are scarce, and the workspace is small.
-        sequences = tl.load(order_ptr + place + rows // GROUP, mask=row_live, other=0)
+        # Found again, in int32: registers are scarce, and the workspace is small. Clamped: the same
+        # load as above would be taken from there.
+        places = tl.minimum(place + rows // GROUP, num_sequences - 1)
+        sequences = tl.load(order_ptr + places)
         partials = (sequences * (NUM_KV_HEADS * GROUP) + heads) * max_pieces + piece
         tl.store(partial_max_ptr + partials, row_max, mask=row_live)
         tl.store(partial_sum_ptr + partials, row_sum, mask=row_live)
         partial_ptrs = partial_out_ptr + partials[:, None] * VALUE_WIDTH + value_columns[None, :]
         tl.store(partial_ptrs, acc, mask=row_live[:, None] & (value_columns[None, :] < VALUE_WIDTH))
-        ticket = tl.atomic_add(counters_ptr, 1)
+        ticket = tl.atomic_add(counters_ptr + num_counters + 1 + launch, 1)

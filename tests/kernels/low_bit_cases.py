@@ -28,6 +28,10 @@ class LowBitCase:
     """A bias, and onto what is there."""
     extreme: bool = False
     seed: int = 0
+    table: bool = False
+    """Codes of 4 bits are places in a table."""
+    order: bool = False
+    """Codes of 4 bits have their columns in another order."""
 
 
 LOW_BIT_CASES = [
@@ -39,6 +43,10 @@ LOW_BIT_CASES = [
     LowBitCase(40, 34, 31, 8, more=False),
     LowBitCase(130, 130, 31),  # rows that the threads round together
     LowBitCase(130, 130, 31, 32),
+    LowBitCase(7, 130, 70, 32, table=True),
+    LowBitCase(40, 64, 31, 64, extreme=True, table=True),
+    LowBitCase(7, 130, 70, 32, order=True),
+    LowBitCase(130, 130, 31, 32, order=True, table=True),
 ]
 
 
@@ -67,4 +75,9 @@ def _weight(case: LowBitCase, random: torch.Generator) -> LowBitWeight:
     groups = case.outputs, -(-case.width // case.group_size)
     scales = torch.randn(*groups, generator=random)
     zeros = torch.randint(0, 17, groups, generator=random).to(torch.uint8)
-    return Int4Weight(codes.to(torch.uint8), scales, zeros, case.group_size)
+    table = None
+    if case.table:
+        table = torch.randint(-127, 128, (16,), generator=random).to(torch.int8)
+        table[0], table[-1] = -127, 127
+    order = torch.randperm(case.width, generator=random).int() if case.order else None
+    return Int4Weight(codes.to(torch.uint8), scales, zeros, case.group_size, table, order)

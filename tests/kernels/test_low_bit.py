@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -23,6 +25,8 @@ cases = st.builds(
     more=st.booleans(),
     extreme=st.booleans(),
     seed=st.integers(0, 1000),
+    table=st.booleans(),
+    order=st.booleans(),
 )
 
 
@@ -30,6 +34,7 @@ cases = st.builds(
 @given(case=cases, dtype=st.sampled_from(list(TOLERANCE)))
 @example(case=LowBitCase(130, 130, 31), dtype=torch.bfloat16)  # the threads round rows together
 @example(case=LowBitCase(130, 130, 31, 32), dtype=torch.bfloat16)
+@example(case=LowBitCase(7, 128, 70, 64, extreme=True, table=True), dtype=torch.float32)
 @settings(max_examples=60)
 def test_products_have_the_bits_of_their_twin(case: LowBitCase, dtype: torch.dtype) -> None:
     check_low_bit(*build_low_bit(case, dtype))
@@ -37,9 +42,11 @@ def test_products_have_the_bits_of_their_twin(case: LowBitCase, dtype: torch.dty
 
 @needs_compiler
 @dtypes
-@pytest.mark.parametrize("group_size", [0, 32])
-def test_rows_that_are_not_finite_stay_so_alone(dtype: torch.dtype, group_size: int) -> None:
-    x, weight, _, _ = build_low_bit(LowBitCase(6, 70, 40, group_size), dtype)
+@pytest.mark.parametrize(("group_size", "order"), [(0, False), (32, False), (32, True)])
+def test_rows_that_are_not_finite_stay_so_alone(
+    dtype: torch.dtype, group_size: int, order: bool
+) -> None:
+    x, weight, _, _ = build_low_bit(LowBitCase(6, 70, 40, group_size, order=order), dtype)
     x[0], x[1, 5], x[2, 69], x[3], x[4] = 0.0, torch.inf, torch.nan, 1e-40, -3e38
     check_low_bit(x, weight)
     out = low_bit_product(x, weight)
@@ -102,6 +109,23 @@ def test_weights_are_joined_output_by_output() -> None:
         assert torch.equal(joined.dequantized(), torch.cat([p.dequantized() for p in parts]))
     with pytest.raises(ValueError, match=r"groups of \[32, 64\] columns cannot be joined"):
         Int4Weight.joined([Int4Weight.rounded(one, 32), Int4Weight.rounded(one, 64)])
+
+
+def test_columns_in_another_order_stand_for_the_same_weight() -> None:
+    """The kernel's product by them is close to one by the plain weight; equal orders are joined."""
+    x, weight, _, _ = build_low_bit(LowBitCase(5, 130, 70, 32, order=True), torch.float32)
+    assert isinstance(weight, Int4Weight)
+    assert weight.order is not None
+    plain = weight.dequantized()
+    in_order = dataclasses.replace(weight, order=None).dequantized()
+    assert torch.equal(plain[:, weight.order], in_order)
+    wanted = x @ plain.T
+    assert (low_bit_product(x, weight) - wanted).norm() < 0.01 * wanted.norm()
+    assert torch.equal(Int4Weight.joined([weight, weight]).dequantized(), torch.cat([plain, plain]))
+    with pytest.raises(ValueError, match="several tables or orders cannot be joined"):
+        Int4Weight.joined([weight, dataclasses.replace(weight, order=weight.order.flip(0))])
+    with pytest.raises(ValueError, match="order must be an int32 permutation of 130 columns"):
+        dataclasses.replace(weight, order=torch.zeros_like(weight.order))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -1,4 +1,4 @@
 """Logits to tokens: processors, filters, draws, log-probabilities.
 
-May import: kernels, engine.step, worker.oom, worker.transfer.
+May import: config, kernels, engine.step, worker.oom, worker.transfer.
 """

@@ -93,6 +93,21 @@ def token_ranks(logits: Tensor, rows: Int32, values: Tensor, wanted: Int32, chun
     return result
 
 
+def named_logits(logits: Tensor, rows: Tensor, token_ids: Int32) -> Tensor:
+    """Logits of given tokens, float32 [K, W]; -inf in place of padding.
+
+    Args:
+        logits: [R, V].
+        rows: int64 [K] row of logits of each sample.
+        token_ids: [K, W] below V, padded with -1.
+    """
+    # On a GPU an index out of range takes the whole process with it.
+    assert token_ids.max(initial=-1) < logits.shape[1], "token id not in the model"
+    ids = to_device({"ids": token_ids.astype(np.int64)}, logits.device)["ids"]
+    values = logits[rows[:, None], ids.clamp(min=0)].float()
+    return values.masked_fill_(ids < 0, -torch.inf)
+
+
 def top_logits(logits: Tensor, rows: Int32, wanted: Int32, chunk: int) -> tuple[Tensor, Tensor]:
     """The most likely tokens of each sample's row, best first, lower ids first among equals.
 

@@ -17,11 +17,8 @@ from batchinfer.worker.sampling.logits_processors import edit_logits, edited_sam
 from batchinfer.worker.sampling.logprobs import RowStats, row_stats
 from batchinfer.worker.sampling.output import NO_TOKEN_LEFT, NONFINITE, Draws
 from batchinfer.worker.sampling.philox import RANDOM_BITS, random_bits
-from batchinfer.worker.sampling.top_k_top_p import keep_most_likely
+from batchinfer.worker.sampling.top_k_top_p import integer_weights, keep_most_likely
 from batchinfer.worker.transfer import to_device
-
-_WEIGHT_OF_MAX = 2.0**40
-"""Weights of 2**22 tokens add up to less than 2**62."""
 
 
 def draw_on_cpu(logits: Tensor, batch: SamplingBatch, chunk: int) -> Draws:
@@ -162,7 +159,7 @@ def _weights(logits: Tensor, maximum: Tensor, batch: SamplingBatch, group: Sampl
     relative = shifted.div_(on["temperature"]).exp_()
     if min_p.any():
         relative.masked_fill_(relative < on["min_p"], 0)
-    weights = relative.mul_(_WEIGHT_OF_MAX).long()
+    weights = integer_weights(relative)
     if group.filtered:
         keep_most_likely(weights, logits, batch.top_k[group.heads], batch.top_p[group.heads])
     return weights

@@ -36,6 +36,7 @@ class SampleHandle:
         failures: [K] 0, or why the sample has no token; true is ``NONFINITE``.
         alternatives: ranks int64 [K], top token ids int64 [K, L] and their log-probabilities
             float32 [K, L]; None when no sample asked for any.
+        named: float32 [K, W] log-probabilities of the ids that samples name.
     """
 
     def __init__(
@@ -44,10 +45,13 @@ class SampleHandle:
         logprobs: Tensor,
         failures: Tensor,
         alternatives: tuple[Tensor, Tensor, Tensor] | None = None,
+        named: Tensor | None = None,
     ) -> None:
         self.token_ids = token_ids
         self._has_alternatives = alternatives is not None
+        self._num_named = 0 if named is None else named.shape[1]
         columns = [token_ids, logprobs, failures, *(alternatives or ())]
+        columns += [] if named is None else [named]
         # One int32 matrix, float32 columns by their bits, so that there is one copy.
         self._packed = HostCopy(torch.cat([_as_int32(column) for column in columns], dim=1))
 
@@ -66,11 +70,12 @@ class SampleHandle:
         with raise_out_of_memory():
             packed = self._packed.wait().view(np.int32)
         floats = packed.view(np.float32)
+        end = packed.shape[1] - self._num_named
         ranks = top_token_ids = top_logprobs = None
         if self._has_alternatives:
-            middle = (packed.shape[1] + 4) // 2
+            middle = (end + 4) // 2
             ranks, top_token_ids = packed[:, 3], packed[:, 4:middle]
-            top_logprobs = floats[:, middle:]
+            top_logprobs = floats[:, middle:end]
         return StepResult(
             token_ids=packed[:, 0],
             logprobs=floats[:, 1],
@@ -79,6 +84,7 @@ class SampleHandle:
             ranks=ranks,
             top_token_ids=top_token_ids,
             top_logprobs=top_logprobs,
+            named_logprobs=floats[:, end:] if self._num_named else None,
         )
 
 

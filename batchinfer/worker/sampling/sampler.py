@@ -10,19 +10,17 @@ K samples draw from R rows of logits; D = distinct distributions among them; V =
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from batchinfer.engine.step import SamplingBatch
 from batchinfer.kernels.cpu import sampling as native_sampling
 from batchinfer.worker.sampling.logits_processors import run_processors
-from batchinfer.worker.sampling.logprobs import token_ranks, top_logits
 from batchinfer.worker.sampling.on_cpu import draw_on_cpu
 from batchinfer.worker.sampling.on_device import draw_on_device
 from batchinfer.worker.sampling.on_device import workspace_bytes as device_workspace_bytes
-from batchinfer.worker.sampling.output import Draws, SampleHandle
-from batchinfer.worker.transfer import to_device
+from batchinfer.worker.sampling.output import SampleHandle
+from batchinfer.worker.sampling.reported import report
 
 _WORKSPACE_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
 """Most logits that torch works on at a time, or one row; the CPU's is about what a cache holds."""
@@ -49,10 +47,10 @@ class Sampler:
     """Turns logits and sampling parameters into tokens. Holds no state.
 
     Follows vLLM's order: callers' own functions; what grammars forbid is left out;
-    log-probabilities of the logits as they are then; bias and bans, allowed ids, penalties; most
-    likely token for temperature 0; else temperature, min-p, top-k, top-p, and the inverse of the
-    cumulative distribution in id order at one uniform number per token from Philox keyed by (seed,
-    stream, sample index, position).
+    log-probabilities of the logits as they are then, but for ``LogprobsMode``; bias and bans,
+    allowed ids, penalties; most likely token for temperature 0; else temperature, min-p, top-k,
+    top-p, and the inverse of the cumulative distribution in id order at one uniform number per
+    token from Philox keyed by (seed, stream, sample index, position).
     """
 
     @torch.inference_mode()
@@ -82,23 +80,8 @@ class Sampler:
             draws = draw_on_device(logits, batch)
         else:
             draws = draw_on_cpu(logits, batch, chunk)
-        return SampleHandle(
-            draws.token_ids,
-            draws.logprobs,
-            draws.failures,
-            _alternatives(logits, batch, draws, chunk),
-        )
-
-
-def _alternatives(
-    logits: Tensor, batch: SamplingBatch, draws: Draws, chunk: int
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Ranks [K], top token ids [K, L] and their log-probabilities, if any sample wants them."""
-    wanted = batch.num_logprobs
-    if wanted.max() < 0:
-        return None
-    rows = to_device({"rows": batch.logits_rows.astype(np.int64)}, logits.device)["rows"]
-    values = logits[rows, draws.token_ids].float()
-    ranks = token_ranks(logits, batch.logits_rows, values, wanted, chunk)
-    top_ids, top_values = top_logits(logits, batch.logits_rows, wanted, chunk)
-    return ranks, top_ids, draws.stats.logprobs(rows, top_values)
+        told = report(logits, batch, draws, chunk)
+        if told is None:
+            return SampleHandle(draws.token_ids, draws.logprobs, draws.failures)
+        alternatives = told.ranks, told.top_token_ids, told.top
+        return SampleHandle(draws.token_ids, told.tokens, draws.failures, alternatives, told.named)

@@ -22,8 +22,25 @@ _HIGHEST_INT32 = 2**31 - 1
 _ID_MASK = 2**32 - 1
 
 
+_WEIGHT_OF_MAX = 2.0**40
+"""Weights of 2**22 tokens add up to less than 2**62."""
+
+
+def integer_weights(relative: Tensor) -> Tensor:
+    """Probabilities relative to the most likely token's as integers, int64; overwrites them."""
+    return relative.mul_(_WEIGHT_OF_MAX).long()
+
+
 def keep_most_likely(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> None:
     """Set the weights of tokens outside of top-k, then of top-p, to 0, in place.
+
+    See ``left_out``, whose arguments these are.
+    """
+    weights.masked_fill_(left_out(weights, logits, top_k, top_p), 0)
+
+
+def left_out(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float32) -> Tensor:
+    """Tokens outside of top-k, then of top-p, bool [D, V].
 
     Top-p keeps the smallest set of most likely tokens whose share of what top-k left reaches
     ``top_p`` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751).
@@ -48,7 +65,7 @@ def keep_most_likely(weights: Tensor, logits: Tensor, top_k: Int32, top_p: Float
             last[short] = _last_of_all(logits[short], weights[short], on["share"][short])
     threshold = logits.gather(1, last)
     after = torch.arange(vocab, device=last.device) > last
-    weights.masked_fill_((logits < threshold) | ((logits == threshold) & after), 0)
+    return (logits < threshold) | ((logits == threshold) & after)
 
 
 def _last_among(
