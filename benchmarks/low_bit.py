@@ -1,6 +1,6 @@
 """Weights of few bits on a CPU beside bfloat16, OpenVINO's int8 and llama.cpp's Q8_0, in turn.
 
-python benchmarks/low_bit.py --minutes 10 --json out/low_bit.json
+python benchmarks/low_bit.py --threads 4 2 --rounds 1 --minutes 12 --json out/low_bit.json
 python benchmarks/low_bit.py --engines batchinfer-bf16 batchinfer-int8 --models small
 """
 
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,24 @@ ENGINES = {
 FEW_ROWS = ("D1", "D4", "D8")
 MODELS = {"small": (make_small, 0.25), "large": (make_large, 0.125)}
 """What makes each, and the share of the workloads' rows that it runs."""
+SHARES = {"llama-q8_0": 0.5}
+"""Of those rows, for an engine that takes several times as long as the others."""
 
 Run = dict[str, Any]
 
 
-def run_all(name: str, model: str, args: argparse.Namespace) -> list[Run]:
+def run_all(name: str, model: str, threads: int, args: argparse.Namespace) -> list[Run]:
     """One engine over all workloads on one model, in a fresh process."""
     engine, *options = ENGINES[name]
     workloads = [*args.workloads]
     if engine == "batchinfer" and model == "large":
         workloads += FEW_ROWS
-    command = ["taskset", "-c", f"0-{args.threads - 1}", python_of(engine, args.peers)]
+    command = ["taskset", "-c", f"0-{threads - 1}", python_of(engine, args.peers)]
     command += [str(HERE / "engines.py"), engine, str(args.folder / model), *options]
-    command += ["--workload", *workloads, "--scale", str(MODELS[model][1])]
-    command += ["--dtype", "bfloat16", "--threads", str(args.threads)]
-    asked = {"name": name, "model": model}
+    scale = MODELS[model][1] * SHARES.get(name, 1.0)
+    command += ["--workload", *workloads, "--scale", str(scale)]
+    command += ["--dtype", "bfloat16", "--threads", str(threads)]
+    asked = {"name": name, "model": model, "threads": threads}
     began = time.perf_counter()
     try:
         done = subprocess.run(
@@ -62,20 +66,19 @@ def run_all(name: str, model: str, args: argparse.Namespace) -> list[Run]:
 
 
 def measure(args: argparse.Namespace) -> list[Run]:
-    """A B C, A B C, ... on each model, for as long as there is time."""
+    """A B C, A B C, ... on each model and number of threads, for as long as there is time."""
     ends = time.monotonic() + 60 * args.minutes
     runs: list[Run] = []
     for _ in range(args.rounds):
-        for model in args.models:
-            for name in args.engines:
-                if time.monotonic() > ends:
-                    return runs
-                new = run_all(name, model, args)
-                runs += new
-                for run in new:
-                    said = run.get("output_tokens_per_s", run.get("error"))
-                    print(model, name, run.get("workload", ""), said, flush=True)
-                keep(runs, args)
+        for model, threads, name in product(args.models, args.threads, args.engines):
+            if time.monotonic() > ends:
+                return runs
+            new = run_all(name, model, threads, args)
+            runs += new
+            for run in new:
+                said = run.get("output_tokens_per_s", run.get("error"))
+                print(model, f"{threads} threads", name, run.get("workload", ""), said, flush=True)
+            keep(runs, args)
     return runs
 
 
@@ -97,14 +100,14 @@ def keep(runs: list[Run], args: argparse.Namespace, accuracy: list[Run] | None =
 def table(runs: list[Run], args: argparse.Namespace) -> str:
     """Medians of output tokens/s, and how many times that of bfloat16 each is."""
     lines = [f"| | {' | '.join(args.engines)} |", "|---" * (len(args.engines) + 1) + "|"]
-    for model in args.models:
+    for model, threads in product(args.models, args.threads):
         for workload in (*args.workloads, *(FEW_ROWS if model == "large" else ())):
-            rates = [_median(runs, name, model, workload) for name in args.engines]
+            rates = [_median(runs, name, model, threads, workload) for name in args.engines]
             cells = [
                 f"{rate:.0f} ({rate / rates[0]:.2f}x)" if rate and rates[0] else "-"
                 for rate in rates
             ]
-            lines.append(f"| {model} {workload} | {' | '.join(cells)} |")
+            lines.append(f"| {model} {workload}, {threads} threads | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -118,11 +121,12 @@ def accuracy_table(accuracy: list[Run]) -> str:
     return "\n".join(lines)
 
 
-def _median(runs: list[Run], name: str, model: str, workload: str) -> float:
+def _median(runs: list[Run], name: str, model: str, threads: int, workload: str) -> float:
+    wanted = name, model, threads, workload
     rates = [
         run["output_tokens_per_s"]
         for run in runs
-        if (run["name"], run["model"], run.get("workload")) == (name, model, workload)
+        if (run["name"], run["model"], run["threads"], run.get("workload")) == wanted
     ]
     return statistics.median(rates) if rates else 0.0
 
@@ -132,7 +136,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--workloads", nargs="+", default=["W1", "W3"])
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count()])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=10, help="no run begins after them")
     parser.add_argument(

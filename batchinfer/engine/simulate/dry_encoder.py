@@ -19,7 +19,7 @@ from batchinfer.engine.simulate.roofline import (
 )
 from batchinfer.engine.step import Float32
 
-_PLAIN_MLP = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
+_PLAIN_MLP = (*("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"),)
 """Families whose MLP is two matrices; the others gate theirs, which takes a third."""
 _ELEMENT_BYTES = {"float32": 4}
 
@@ -55,6 +55,7 @@ def encoder_cost(config: Config, dtype: str) -> ModelCost:
         activations=10 * hidden + 4 * queries + 4 * keys + 2 * matrices * inner,
         element_bytes=element_bytes,
         matrix_bytes=float(element_bytes),
+        expert_bytes=float(element_bytes),
         head_bytes=float(element_bytes),
         kv_bytes=0,
     )

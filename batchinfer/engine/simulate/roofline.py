@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from batchinfer.engine.kv.layout import Config, KVLayout, text_config
+from batchinfer.engine.simulate.weight_bytes import (
+    INT8_BYTES,
+    OWN_ON_CPU,
+    expert_bytes,
+    matrix_bytes,
+)
 from batchinfer.engine.step import Step
-
-_INT4_GROUP = 64
-"""Weights that share a scale and a zero, about: they are chosen to fit the model's widths."""
-_INT8, _INT4 = 1.0, 0.5
-_OWN_ON_CPU = ("int8", "int4")  # these have a head of int8
 
 _GIB = 2**30
 _LOGIT_BYTES = 4
@@ -33,25 +33,6 @@ _LOGIT_BYTES = 4
 _PLAIN_MLP = frozenset(
     ["falcon", "gpt2", "gpt_bigcode", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"]
 )
-
-
-def matrix_bytes(config: Mapping[str, Any], quantization: str | None, element_bytes: int) -> float:
-    """Bytes of a weight of the layers' linear layers, scales included.
-
-    Args:
-        config: the model's. Weights that torchao quantised stay so; others are dequantised when
-            they are loaded.
-        quantization: ``model.quantization``.
-        element_bytes: of the dtype that the model computes in.
-    """
-    if quantization == "int4":
-        return _INT4 + 5 / _INT4_GROUP  # a scale of 4 bytes, and a zero
-    if quantization == "int4_weight_only":
-        return _INT4 + 2 * element_bytes / _INT4_GROUP
-    saved = config.get("quantization_config") or {}
-    if quantization is not None or saved.get("quant_method") == "torchao":
-        return _INT8  # the kinds that are loaded keep fewer bits in bytes as well
-    return float(element_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +124,8 @@ class ModelCost:
     element_bytes: int
     matrix_bytes: float
     """Bytes of a parameter of the layers' matrices, experts apart: fewer where quantised."""
+    expert_bytes: float
+    """Bytes of a parameter of the experts."""
     head_bytes: float
     """Bytes of a parameter of the head."""
     kv_bytes: int
@@ -203,7 +186,8 @@ class ModelCost:
             activations=10 * hidden + 6 * queries + 3 * keys + 6 * inner,
             element_bytes=layout.element_bytes,
             matrix_bytes=matrix_bytes(config, quantization, layout.element_bytes),
-            head_bytes=_INT8 if quantization in _OWN_ON_CPU else float(layout.element_bytes),
+            expert_bytes=expert_bytes(config, quantization, layout.element_bytes),
+            head_bytes=INT8_BYTES if quantization in OWN_ON_CPU else float(layout.element_bytes),
             kv_bytes=layout.bytes_per_token,
         )
 
@@ -234,7 +218,7 @@ class ModelCost:
     def _layer_bytes(self, experts: float) -> float:
         """Bytes of a layer's matrices, so many experts of it."""
         if self.experts:
-            mlp = self.mlp_parameters * experts * self.element_bytes  # experts are not quantised
+            mlp = self.mlp_parameters * experts * self.expert_bytes
         else:
             mlp = self.mlp_parameters * self.matrix_bytes
         return self.attention_parameters * self.matrix_bytes + mlp
@@ -325,5 +309,6 @@ def _latent_parameters(config: Config, hidden: int, heads: int) -> int:
 
 
 def _first(config: Config, *names: str) -> int:
-    """The first of these numbers that the config has; 0 if none."""
-    return next((int(config[name]) for name in names if config.get(name)), 0)
+    """The first of these numbers that the config has, of one for each layer the mean; 0 if none."""
+    found = next((config[name] for name in names if config.get(name)), 0)
+    return int(_mean(found) if isinstance(found, list | tuple) else found)

@@ -95,14 +95,18 @@ def _check_torchao(saved: Mapping[str, Any]) -> None:
     _require_torchao()
 
 
-def saved_quantization(config: Mapping[str, Any]) -> str | None:
-    """How a checkpoint's weights were quantised: its format, or torchao's name for it; None: not at
-    all."""
+def quantization_of(config: Mapping[str, Any], wanted: str | None) -> str | None:
+    """How a loaded model's weights are quantised, for people: the checkpoint's format and what
+    became of it, or torchao's name for it; None: not at all.
+
+    Args:
+        wanted: ``model.quantization``.
+    """
     saved = saved_section(config)
     saved_as = choose_format(saved)
     if saved_as is not None:
-        return f"{saved_as.name}, dequantised when loaded"
-    return str(_default_type(saved).get("_type")) if saved else None
+        return f"{saved_as.name}, {wanted or 'dequantised when loaded'}"
+    return wanted or (str(_default_type(saved).get("_type")) if saved else None)
 
 
 def saved_section(config: Mapping[str, Any]) -> Mapping[str, Any]:

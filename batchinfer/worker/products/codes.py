@@ -34,7 +34,7 @@ class KeptCodes:
         """Codes in memory, or those that ``read`` would read."""
         joins: object = type(weight)
         if isinstance(weight, Int4Weight):
-            joins = type(weight), weight.group_size
+            joins = type(weight), weight.layout
         elif isinstance(weight, Float8Weight) and not weight.can_be_joined:
             joins = None
         return cls(type(weight), joins, read or (lambda: weight))

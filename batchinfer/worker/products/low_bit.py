@@ -11,6 +11,7 @@ from batchinfer.errors import DeviceError, ModelError
 from batchinfer.kernels.low_bit import Int8Weight, LowBitWeight
 from batchinfer.worker.product_kernels import ProductKernel, low_bit_kernel, pack_own
 from batchinfer.worker.products.codes import codes_of
+from batchinfer.worker.products.experts import pack_experts
 from batchinfer.worker.products.linear import PackedLinear, pack_linears, packs
 
 _OF_HEAD = "int8"
@@ -18,7 +19,8 @@ _OF_HEAD = "int8"
 
 
 def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> ProductKernel:
-    """Round the weights of a model's linear layers and pack them; the output head's to int8.
+    """Round the weights of a model's linear layers and of its experts, and pack them; the output
+    head's to int8.
 
     ``model.quantization: int8`` or ``int4``; call it when the layers are fused. A weight of int8
     has a scale for each output, one of int4 a scale and a zero for each 64 columns of it; a row has
@@ -46,6 +48,7 @@ def quantize_packed(model: Any, method: str, dtype: torch.dtype) -> ProductKerne
             "layers that can be quantised"
         )
     pack_linears(model, _kernel(_OF_HEAD, dtype, method), dtype)
+    pack_experts(model, kernel, dtype, as_saved=True)
     return kernel
 
 

@@ -37,6 +37,7 @@ _OF_ONE_BLOCK = {"layer_norm", "native_layer_norm"}
 """A row by one block of threads, whatever the number of rows (torch:
 aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
 _PRODUCTS = {"matmul", "bmm"}
+_SAID = {"_grouped_mm": " (all experts of a layer at once)"}
 
 
 def check_row_bits(
@@ -90,10 +91,12 @@ def check_operations(
     with _OperationsOfRows() as operations:
         probe.logits()
     if operations.others:
+        named = (name + _SAID.get(name, "") for name in sorted(operations.others))
         raise _refused(
             model,
-            f"torch computes {', '.join(sorted(operations.others))}, whose last bits on a CUDA "
-            "device may depend on the number of rows",
+            f"torch computes {', '.join(named)}, whose last bits on a CUDA device may depend on "
+            "the number of rows",
+            hint="set engine.deterministic: false, or engine.device: cpu",
         )
 
 
@@ -134,9 +137,11 @@ def _logits_in_chunks(
     return torch.cat(chunks)
 
 
-def _refused(model: torch.nn.Module, why: str) -> ModelError:
+def _refused(
+    model: torch.nn.Module, why: str, *, hint: str = "set engine.deterministic: false"
+) -> ModelError:
     config: Any = model.config
     return ModelError(
         f"engine.deterministic is true, but in models of the family {config.model_type!r} {why}",
-        hint="set engine.deterministic: false",
+        hint=hint,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,33 @@ from batchinfer.kernels.low_bit import Int4Weight, Int8Weight, LowBitWeight
 from batchinfer.worker.model.checkpoint import weight_files
 from batchinfer.worker.model.quantised.checkpoint import Dequantised, dequantised_tensors
 from batchinfer.worker.model.quantised.choose import choose_format
-from batchinfer.worker.model.quantised.few_bits import BlockWeight, FewBits, IntegerWeight
+from batchinfer.worker.model.quantised.few_bits import (
+    BlockWeight,
+    FewBits,
+    IntegerWeight,
+    TableWeight,
+)
 from batchinfer.worker.model.quantised.stored import Quantised
 from batchinfer.worker.model.quantization import saved_section
 from batchinfer.worker.products.codes import Codes, KeptCodes, keep_codes
+from batchinfer.worker.products.experts import expert_modules, keep_expert_codes, matrices_of
 from batchinfer.worker.products.float8_weight import Float8Weight
 
 KEPT: Mapping[str, type[Codes]] = {"int8": Int8Weight, "int4": Int4Weight, "fp8": Float8Weight}
 """Values of ``model.quantization`` for which codes are kept, and their kind."""
+_OF_EXPERTS = ("int8", "int4")
+"""Those for which a mixture's experts keep theirs, of however few bits."""
 _LAYERS = "layers."
+_INT8_MOST = 127
 _STEP = 8  # codes of 4 bits that a kernel reads together
 
 
 def keep_saved_codes(model: nn.Module, folder: Path, config: Mapping[str, Any], method: str) -> int:
     """Keep the codes that linear layers were saved with, where they are of the kind wanted.
 
-    Call it before layers are fused. Layers that were saved in another way keep none (act-order,
-    zeros beside int8, other bits, other blocks of float8), nor do those whose numbers are not what
-    their codes stand for, bit for bit, because loading moved them.
+    Call it before layers are fused. Layers that were saved in another way keep none (zeros beside
+    int8, other bits, groups of unequal sizes, other blocks of float8), nor do those whose numbers
+    are not the saved ones, bit for bit, because loading moved them.
 
     Args:
         model: as it was loaded from the folder.
@@ -41,7 +50,7 @@ def keep_saved_codes(model: nn.Module, folder: Path, config: Mapping[str, Any], 
         method: a key of ``KEPT``.
 
     Returns:
-        How many layers' codes were kept.
+        How many linear layers' codes were kept; experts' are found when they are packed.
     """
     saved_as = choose_format(saved_section(config))
     if saved_as is None:
@@ -52,6 +61,12 @@ def keep_saved_codes(model: nn.Module, folder: Path, config: Mapping[str, Any], 
         if isinstance(tensor, Dequantised):
             saved[_in_layers(name)].append(tensor.weight)
     count = 0
+    for name, module in _experts(model) if method in _OF_EXPERTS else ():
+        for matrix in matrices_of(module):
+            loaded = getattr(module, matrix.name).detach()
+            for weight in saved[_in_layers(f"{name}.{matrix.name}")]:
+                if weight.by_expert and weight.shape == tuple(loaded.shape):
+                    keep_expert_codes(module, matrix.name, partial(_expert, weight, loaded))
     for name, module in model.named_modules():
         for weight in saved[_in_layers(f"{name}.weight")] if isinstance(module, nn.Linear) else ():
             kept = _codes(weight, KEPT[method], module.weight.detach())
@@ -63,7 +78,28 @@ def keep_saved_codes(model: nn.Module, folder: Path, config: Mapping[str, Any], 
 
 def as_codes(weight: FewBits) -> Codes | None:
     """A saved weight as the kernels take it; None: they take none of its kind."""
+    if isinstance(weight, TableWeight):
+        return _of_table(weight)
     return _float8(weight) if isinstance(weight, BlockWeight) else _low_bit(weight)
+
+
+def _of_table(weight: TableWeight) -> Int4Weight | None:
+    """Its table as it is where all of it are multiples of one number, else to the nearest of 127
+    steps, the largest number becoming 127."""
+    size = weight.codes.shape[1] // weight.scales.shape[1]
+    sizes = weight.table.abs()
+    if size % _STEP or not sizes.max() > 0:
+        return None
+    step = sizes[sizes > 0].min()
+    if not _are_steps(sizes / step):
+        step = sizes.max() / _INT8_MOST
+    table = (weight.table / step).round().to(torch.int8)
+    zeros = torch.zeros_like(weight.scales, dtype=torch.uint8)
+    return Int4Weight(weight.codes, weight.scales * step, zeros, size, table)
+
+
+def _are_steps(counts: torch.Tensor) -> bool:
+    return bool((counts == counts.round()).all() and counts.max() <= _INT8_MOST)
 
 
 def _float8(weight: BlockWeight) -> Float8Weight | None:
@@ -79,10 +115,8 @@ def _float8(weight: BlockWeight) -> Float8Weight | None:
 def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
     outputs, inputs = weight.numbers.shape
     groups, zeros = weight.scales.shape[1], weight.zeros
-    if weight.group_of is not None:
-        return None
     scales = weight.scales.float().expand(outputs, groups)
-    if weight.bits == 8 and groups == 1:
+    if weight.bits == 8 and groups == 1 and weight.group_of is None:
         signed = weight.numbers.dtype == torch.int8
         middle = 0 if signed else 128
         if zeros is not None and not bool((zeros == middle).all()):
@@ -90,28 +124,49 @@ def _low_bit(weight: IntegerWeight) -> LowBitWeight | None:
         codes = weight.numbers if signed else (weight.numbers.short() - middle).to(torch.int8)
         return Int8Weight(codes.contiguous(), scales[:, 0].contiguous())
     size = inputs // groups if groups > 1 else -(-inputs // _STEP) * _STEP
+    numbers, order = weight.numbers, None
+    if weight.group_of is not None:
+        sorted_, by_group = weight.group_of.sort(stable=True)
+        size = int((sorted_ == 0).sum())
+        in_order = size > 0 and torch.equal(sorted_.long(), torch.arange(inputs) // size)
+        if not in_order or -(-inputs // size) != groups:
+            return None
+        numbers, order = numbers[:, by_group], by_group.int()
     if weight.bits != 4 or size % _STEP or zeros is None:
         return None
     zeros = zeros.to(torch.uint8).expand(outputs, groups).contiguous()
-    return Int4Weight(weight.numbers.contiguous(), scales.contiguous(), zeros, size)
+    return Int4Weight(numbers.contiguous(), scales.contiguous(), zeros, size, order=order)
 
 
 def _codes(weight: Quantised, kind: type[Codes], loaded: torch.Tensor) -> KeptCodes | None:
     """The codes of a saved weight, if they are of a kind and what ``loaded`` was made of."""
     if weight.shape != tuple(loaded.shape):
         return None
-
     codes = _read(weight)
     if not isinstance(codes, kind):
         return None
-    same = torch.equal(codes.dequantized().to(loaded.dtype).to(loaded.device), loaded)
-    return KeptCodes.of(codes, partial(_read, weight)) if same else None
+    saved = weight.read(loaded.dtype).to(loaded.dtype).to(loaded.device)
+    return KeptCodes.of(codes, partial(_read, weight)) if torch.equal(saved, loaded) else None
 
 
 def _read(weight: Quantised) -> Any:
     """The codes of a saved weight; None: the kernels take none of its kind."""
     few_bits = weight.read_few_bits()
     return None if few_bits is None else as_codes(few_bits)
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    experts = {id(module) for _, _, module in expert_modules(model)}
+    return ((name, module) for name, module in model.named_modules() if id(module) in experts)
+
+
+def _expert(weight: Quantised, loaded: torch.Tensor, expert: int) -> LowBitWeight | None:
+    """The codes of one expert, if ``loaded`` is what they stand for."""
+    saved, few_bits = weight.read_expert(expert)
+    codes = None if few_bits is None else as_codes(few_bits)
+    if not isinstance(codes, LowBitWeight):
+        return None
+    return codes if torch.equal(saved.to(loaded.dtype), loaded[expert]) else None
 
 
 def _in_layers(name: str) -> str:

@@ -69,6 +69,12 @@ def test_layers_of_differing_heads_are_counted_one_by_one(family: str) -> None:
     assert cost.layers * cost.attention_parameters == sum(projections)
 
 
+def test_layers_of_differing_widths_count_by_their_mean() -> None:
+    widths = [8192, 16384] * 18
+    model = ModelCost.from_config({**QWEN3_8B, "intermediate_size": widths}, "bfloat16")
+    assert model == qwen3_8b()
+
+
 def test_latents_are_less_to_read_and_more_to_compute() -> None:
     config = tiny_config("deepseek_v3").to_dict()
     expanded = ModelCost.from_config(config, "float32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from batchinfer.config import ModelConfig
 from batchinfer.engine.kv.layout import KVLayout
+from batchinfer.engine.simulate.roofline import ModelCost
 from batchinfer.errors import ModelError
 from batchinfer.kernels.fp8_blocks import dequantize_blocks
 from batchinfer.kernels.low_bit import Int4Weight, Int8Weight
@@ -19,6 +21,7 @@ from batchinfer.worker.loader import load_model
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.quantised.checkpoint import Dequantised, dequantised_tensors
 from batchinfer.worker.model.quantised.choose import choose_format
+from batchinfer.worker.model.quantised.few_bits import IntegerWeight
 from batchinfer.worker.model.weights import load_weights
 from batchinfer.worker.product_kernels import low_bit_kernel, pack_own
 from batchinfer.worker.products.codes import Codes
@@ -33,11 +36,14 @@ from tests.worker.model.quantised.writers import CASES, float8
 
 _KEPT = {
     **dict.fromkeys(("packed int4", "packed int4 with zeros", "awq"), Int4Weight),
-    **dict.fromkeys(("gptq", "gptq with zeros", "gptq v2"), Int4Weight),
+    **dict.fromkeys(("gptq", "gptq with zeros", "gptq sorted", "gptq v2"), Int4Weight),
     **dict.fromkeys(("fp8 whole", "modelopt", "float8 whole"), Float8Weight),
-    "int8": Int8Weight,
+    **dict.fromkeys(("nf4 in rows", "nf4 in rows, nested"), Int4Weight),
+    **dict.fromkeys(("int8", "llm.int8"), Int8Weight),
 }
 """Kinds of codes by the case; others are rounded anew."""
+_ROUNDED = {"nf4 in rows", "nf4 in rows, nested", "llm.int8"}
+"""Those that the kernels take with a last rounding to 127 steps, or of a float's last bit."""
 BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 """Whole blocks, so that layers can be joined."""
 needs_kernel = pytest.mark.skipif(
@@ -63,14 +69,51 @@ def test_codes_are_those_that_were_saved(case: str, tmp_path: Path) -> None:
     save_file(parts, tmp_path / "model.safetensors")
     codes = codes_in(tmp_path, case, "a")
     assert type(codes) is _KEPT.get(case, type(None))
-    if codes is not None:
+    if codes is None:
+        return
+    if case in _ROUNDED:
+        step = written.weight.abs().amax(1, keepdim=True) / 127
+        assert ((codes.dequantized() - written.weight).abs() <= 0.501 * step).all()
+    else:
         assert torch.equal(codes.dequantized(), written.weight)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_kept"),
+    [
+        ([32, 32, 32], True),
+        ([32, 32, 16], True),
+        ([96, 0, 0], False),  # as some tools write it where nothing is sorted
+        ([0, 32, 32], False),
+        ([40, 32, 24], False),
+        ([20, 20, 20], False),
+    ],
+)
+def test_inputs_of_a_group_lie_anywhere_if_groups_are_of_one_size(
+    sizes: list[int], is_kept: bool
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    group_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    group_of = group_of[torch.randperm(len(group_of), generator=random)].int()
+    numbers = torch.randint(16, (8, len(group_of)), generator=random, dtype=torch.uint8)
+    scales = torch.rand(8, len(sizes), generator=random)
+    zeros = torch.randint(16, scales.shape, generator=random, dtype=torch.uint8)
+    weight = IntegerWeight(4, numbers, scales, zeros, group_of)
+    codes = as_codes(weight)
+    assert (codes is not None) == is_kept
+    assert codes is None or torch.equal(codes.dequantized(), weight.dequantise())
 
 
 @needs_kernel
 @pytest.mark.parametrize(
     ("family", "case", "method"),
-    [("llama", "awq", "int4"), ("qwen3_vl", "int8", "int8"), ("llama", "gptq with zeros", "int4")],
+    [
+        ("llama", "awq", "int4"),
+        ("qwen3_vl", "int8", "int8"),
+        ("llama", "gptq with zeros", "int4"),
+        ("llama", "gptq sorted", "int4"),
+        ("llama", "nf4 in rows, nested", "int4"),
+    ],
 )
 def test_layers_are_packed_as_they_were_saved(
     family: str, case: str, method: str, tmp_path: Path
@@ -93,6 +136,10 @@ def test_layers_are_packed_as_they_were_saved(
         compared += 1
     assert compared >= 4, "attention's and the MLP's last layers"
     dequantised = load(folder)
+    assert re.fullmatch(f"{CASES[case][0]['quant_method']}.*, {method}", kept.facts["quantization"])
+    if case in ("awq", "gptq with zeros", "gptq sorted"):  # others fill few panels, or blocks of 64
+        cost = ModelCost.from_config(kept.config, "float32", quantization=method)
+        assert kept.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.07)
     assert kept.facts["weight_bytes"] < dequantised.facts["weight_bytes"]
     noise = (logits_of(kept) - logits_of(dequantised)).norm()
     assert noise <= 0.2 * logits_of(dequantised).norm()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from batchinfer.errors import ModelError
+from batchinfer.worker.model.quantised.few_bits import IntegerWeight, TableWeight
 from batchinfer.worker.model.quantised.stored import (
     Quantised,
     Stored,
@@ -62,6 +63,11 @@ class _State:
     def size(self) -> int:
         return prod(self.shape)
 
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether it is [out, in], and no run of numbers with a scale is of two outputs."""
+        return len(self.shape) == 2 and self.shape[1] % self.blocksize == 0
+
 
 def _table_weight(name: str, parts: Mapping[str, Stored]) -> Quantised:
     ends = ("", ".absmax", ".quant_map")
@@ -79,20 +85,39 @@ def _table_weight(name: str, parts: Mapping[str, Stored]) -> Quantised:
     if codes.dtype == "U8":
         check_part(codes, (-(-state.size // 2), 1), "U8")
     kept = {end: parts[end] for end in (*ends, *_NESTED) if end in parts}
-    return Quantised(state.shape, kept, partial(_dequantise_table, state, name))
+    return Quantised(
+        state.shape,
+        kept,
+        partial(_dequantise_table, state, name),
+        few_bits=partial(_by_rows, state, name) if state.is_by_rows else None,
+    )
 
 
 def _dequantise_table(state: _State, name: str, tensors: Tensors) -> torch.Tensor:
     table = tensors[".quant_map"].float()
     pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)
+    codes = _bytes(state, name, tensors)
+    values = pairs.index_select(0, codes.int()).flatten()[: state.size]
+    return _scaled(values, _scales(state, tensors), state.blocksize).view(state.shape)
+
+
+def _by_rows(state: _State, name: str, tensors: Tensors) -> TableWeight:
+    """A weight whose outputs are whole runs."""
+    codes = _bytes(state, name, tensors)
+    halves = torch.stack([codes >> 4, codes & 15], dim=1).flatten()[: state.size]
+    scales = _scales(state, tensors).view(state.shape[0], -1)
+    return TableWeight(halves.view(state.shape), tensors[".quant_map"].float(), scales)
+
+
+def _bytes(state: _State, name: str, tensors: Tensors) -> torch.Tensor:
+    """Two codes in each, the first in the upper half."""
     codes = tensors[""].contiguous().view(torch.uint8).flatten()  # saved as bfloat16 or the like
     if 2 * len(codes) < state.size:
         raise ModelError(
             f"{name}: {len(codes)} bytes do not hold the {state.size} numbers of its quant_state; "
             "fetch the model again"
         )
-    values = pairs.index_select(0, codes.int()).flatten()[: state.size]
-    return _scaled(values, _scales(state, tensors), state.blocksize).view(state.shape)
+    return codes
 
 
 def _scales(state: _State, tensors: Tensors) -> torch.Tensor:
@@ -138,13 +163,20 @@ def _int8_weight(name: str, parts: Mapping[str, Stored]) -> Quantised:
     check_part(codes, (*codes.shape[:1], *codes.shape[1:2]), "I8")
     check_part(scales, codes.shape[:1], *_FLOATS)
     layout = parts.get(".weight_format")
-    if layout is not None and int(layout.read()) != 0:
+    numbers = [] if layout is None else layout.read().flatten().tolist()
+    if layout is not None and any(numbers):
         raise ModelError(
-            f"not yet: {layout.name} is {int(layout.read())}, a layout of LLM.int8() for one kind "
+            f"not yet: {layout.name} is {numbers[0]}, a layout of LLM.int8() for one kind "
             "of processor; save the model again with a bitsandbytes of 0.45 or later"
         )
-    return Quantised(codes.shape, {"": codes, ".SCB": scales}, _dequantise_int8)
+    return Quantised(
+        codes.shape, {"": codes, ".SCB": scales}, _dequantise_int8, few_bits=_int8_integers
+    )
 
 
 def _dequantise_int8(tensors: Tensors) -> torch.Tensor:
     return tensors[""].float() * tensors[".SCB"].float().unsqueeze(1) * _ONE_127TH
+
+
+def _int8_integers(tensors: Tensors) -> IntegerWeight:
+    return IntegerWeight(8, tensors[""], tensors[".SCB"].float().unsqueeze(1) * _ONE_127TH)

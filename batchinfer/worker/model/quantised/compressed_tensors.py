@@ -80,14 +80,13 @@ class CompressedTensors:
     def __init__(self, saved: Mapping[str, Any]) -> None:
         kind = one_of(saved, "format", _FORMATS)
         self.name = f"compressed-tensors {kind}"
-        sparsity = saved.get("sparsity_config") or {}
+        sparsity = _object(saved, "sparsity_config")
         one_of(sparsity, "sparsity_config.format", ("dense",), default="dense")
-        if (saved.get("transform_config") or {}).get("config_groups"):
+        if _object(saved, "transform_config").get("config_groups"):
             raise refused("transform_config", "set", "rotations of rows are not computed")
-        groups = saved.get("config_groups") or {}
         self._schemes = [
             _scheme(f"config_groups.{name}", group)
-            for name, group in groups.items()
+            for name, group in _object(saved, "config_groups").items()
             if not isinstance(group, Mapping) or group.get("weights")
         ]
 
@@ -113,6 +112,14 @@ class CompressedTensors:
                 "model"
             )
         return self._schemes[at]
+
+
+def _object(saved: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What stands at a key; empty where nothing does."""
+    value = saved.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise refused(key, value, "it must be an object")
+    return value
 
 
 def _scheme(key: str, group: Any) -> _Scheme:
@@ -161,8 +168,8 @@ def _packed_weight(name: str, parts: Mapping[str, Stored], scheme: _Scheme) -> Q
 def _int8_weight(
     numbers: Stored, scales: Stored, zeros: Stored | None, scheme: _Scheme
 ) -> Quantised:
-    check_part(numbers, numbers.shape, "I8")
     *experts, height, width = (1, 1, *numbers.shape)[-max(len(numbers.shape), 2) :]
+    check_part(numbers, (*experts, height, width), "I8")
     _check_scales(scales, (*experts, height, width), scheme)
     parts = {_PACKED: numbers, _SCALE: scales}
     if zeros is not None:

@@ -1,4 +1,4 @@
-"""Weights of few bits as they are saved: integers from 32-bit words, or float8 in blocks."""
+"""Weights of few bits as they are saved: integers, places in a table, or float8 in blocks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,22 @@ class BlockWeight:
         return values.mul_(spread(self.scales, (height, width), self.block))
 
 
-FewBits = IntegerWeight | BlockWeight
+@dataclass(frozen=True)
+class TableWeight:
+    """A weight of 4 bits as table[codes] * scales.
+
+    Args:
+        codes: [out, in] uint8, from 0 to 15.
+        table: [16] float32.
+        scales: [out, groups] float32; groups are equal and follow each other.
+    """
+
+    codes: torch.Tensor
+    table: torch.Tensor
+    scales: torch.Tensor
+
+
+FewBits = IntegerWeight | TableWeight | BlockWeight
 
 
 def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:

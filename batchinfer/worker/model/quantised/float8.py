@@ -61,8 +61,8 @@ def float8_weight(codes: Stored, scales: Stored, block: tuple[int, int] | None) 
     Raises:
         ModelError: their shapes or dtypes do not go together.
     """
-    check_part(codes, codes.shape, *FLOAT8)
     *experts, height, width = (1, 1, *codes.shape)[-max(len(codes.shape), 2) :]
+    check_part(codes, (*experts, height, width), *FLOAT8)
     if block is None:
         per_row = scales.shape in ((*experts, height, 1), (*experts, height))
         block = (1 if per_row else height, width)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from batchinfer.worker.model.quantised.few_bits import TableWeight
 from batchinfer.worker.model.quantised.stored import (
     Quantised,
     Stored,
@@ -40,12 +41,23 @@ class Mxfp4:
         check_part(scales, (experts, outputs, num_blocks), "U8")
         check_part(blocks, (*scales.shape, _BLOCK_BYTES), "U8")
         shape = (experts, num_blocks * 2 * _BLOCK_BYTES, outputs)
-        return Quantised(shape, parts, _dequantise, by_expert=True)
+        return Quantised(shape, parts, _dequantise, by_expert=True, few_bits=_codes)
 
 
 def _dequantise(tensors: Tensors) -> torch.Tensor:
     """One expert: [out, blocks, 16] bytes to [in, out]."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     values = _PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, -1)
-    values *= scales.view(torch.float8_e8m0fnu).float().unsqueeze(-1)
+    values *= _powers(scales).unsqueeze(-1)
     return values.flatten(1).T
+
+
+def _codes(tensors: Tensors) -> TableWeight:
+    """One expert: [out, in] codes."""
+    blocks = tensors["_blocks"]
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+    return TableWeight(codes, _FLOAT4, _powers(tensors["_scales"]))
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    return exponents.contiguous().view(torch.float8_e8m0fnu).float()

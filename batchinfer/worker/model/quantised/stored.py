@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.quantised.few_bits import FewBits
+from batchinfer.worker.model.quantised.few_bits import BlockWeight, FewBits, IntegerWeight
 
 Tensors = Mapping[str, torch.Tensor]
 """The tensors that stand for a weight, by the ends of their names."""
@@ -37,6 +37,13 @@ class Stored:
         tensor: torch.Tensor = self._file.get_tensor(self.name)
         return tensor
 
+    def read_of(self, expert: int) -> torch.Tensor:
+        """What is of one expert; all of it, where it is one number for all of them."""
+        if len(self.shape) < 2:
+            return self.read()
+        tensor: torch.Tensor = self._file.get_slice(self.name)[expert : expert + 1][0]
+        return tensor
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.read()[index]
 
@@ -56,7 +63,8 @@ class Quantised:
         parts: by the ends of their names. Those of experts have their dimension first.
         dequantise: all parts to the weight, in float32.
         by_expert: the parts of one expert to its weight.
-        few_bits: all parts to what is kept where a kernel takes it; None: it has no such form.
+        few_bits: all parts, or those of one expert, to what is kept where a kernel takes it, the
+            weight but for a last rounding, [out, in]; None: it has no such form.
     """
 
     shape: tuple[int, ...]
@@ -70,7 +78,7 @@ class Quantised:
         cls,
         shape: tuple[int, ...],
         parts: Mapping[str, Stored],
-        few_bits: Callable[[Tensors], FewBits],
+        few_bits: Callable[[Tensors], IntegerWeight | BlockWeight],
     ) -> Quantised:
         """A weight of integers, or of float8 in blocks."""
         return cls(
@@ -92,6 +100,12 @@ class Quantised:
         if self.few_bits is None or self.by_expert:
             return None
         return self.few_bits(self._tensors())
+
+    def read_expert(self, expert: int) -> tuple[torch.Tensor, FewBits | None]:
+        """One expert's weight in float32, and as it is saved; None: it has no such form."""
+        tensors = {end: part.read_of(expert) for end, part in self.parts.items()}
+        few_bits = None if self.few_bits is None else self.few_bits(tensors)
+        return self.dequantise(tensors), few_bits
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {end: part.read() for end, part in self.parts.items()}

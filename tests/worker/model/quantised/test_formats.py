@@ -120,6 +120,15 @@ def cut(end: str) -> Change:
     return lambda parts: parts.update({end: parts[end][1:]})
 
 
+def flat(end: str) -> Change:
+    return lambda parts: parts.update({end: parts[end].flatten()})
+
+
+def filled(end: str) -> Change:
+    """Several numbers where there should be one."""
+    return lambda parts: parts.update({end: torch.ones(3, dtype=parts[end].dtype)})
+
+
 def cast(end: str, dtype: torch.dtype) -> Change:
     return lambda parts: parts.update({end: parts[end].to(dtype)})
 
@@ -162,6 +171,10 @@ def narrowed(parts: dict[str, torch.Tensor]) -> None:
         ("nf4 nested", drop("weight.nested_absmax"), r"weight files have no \*.nested_absmax"),
         ("llm.int8", lambda parts: parts["weight_format"].add_(2), "not yet: a.weight_format is 2"),
         ("llm.int8", cut("SCB"), "a.SCB is 71 of F32; .* must be 72"),
+        ("llm.int8", filled("weight_format"), "not yet: a.weight_format is 1"),
+        ("float8 whole", flat("weight"), "a.weight is 6912 of F8_E4M3; .* must be 1 x 6912 of"),
+        ("modelopt", flat("weight"), "a.weight is 6912 of F8_E4M3; .* must be 1 x 6912 of"),
+        ("int8", flat("weight"), "a.weight is 6912 of I8; .* must be 1 x 6912 of"),
     ],
 )
 def test_tensors_that_do_not_go_together_are_refused(
@@ -196,6 +209,12 @@ _group = partial(compressed, "pack-quantized")
         (_group(type="float", num_bits=4), r"group_0.weights.num_bits .* is 4; 8 can be read"),
         (_group(strategy="tensor_group"), r"weights.strategy .* is tensor_group; tensor, channel"),
         ({**_group(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16 .* an object"),
+        ({**_group(), "config_groups": [1]}, r"config_groups .* is \[1\]; it must be an object"),
+        (
+            {**_group(), "sparsity_config": "dense"},
+            "sparsity_config .* dense; it must be an object",
+        ),
+        ({**_group(), "transform_config": [1]}, "transform_config .* it must be an object"),
         ({**_group(), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config .* is"),
         (
             {**_group(), "sparsity_config": {"format": "sparse-24-bitmask"}},

@@ -74,7 +74,9 @@ def gptq(
 ) -> Written:
     group_of = in_order(weight, 32)
     if sorts:
-        group_of = group_of[torch.randperm(len(group_of))]
+        # Layers of the same rows, such as those of queries and keys, have the same order.
+        same = torch.Generator().manual_seed(0)
+        group_of = group_of[torch.randperm(len(group_of), generator=same)]
     numbers, scales, zeros, wanted = grouped(weight, bits, group_of, symmetric=symmetric)
     words = pack(zeros.T, bits)
     if not v2:
@@ -248,6 +250,14 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq 8 bits": ({**_GPTQ, "bits": 8}, partial(gptq, bits=8)),
     "gptq 2 bits": ({**_GPTQ, "bits": 2}, partial(gptq, bits=2, symmetric=False)),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, partial(table4, nested=False)),
+    "nf4 in rows": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        partial(table4, nested=False, blocksize=16),
+    ),
+    "nf4 in rows, nested": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+        partial(table4, nested=True, blocksize=16),
+    ),
     "nf4 nested": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
         partial(table4, nested=True),

@@ -1,0 +1,176 @@
+"""Mixtures of experts over weights packed once, on a CPU.
+
+The rows of each expert are multiplied side by side, after transformers' ``integrations/moe.py``
+(``grouped_mm_experts_forward``): torch has BLAS rearrange an expert's weight in every step, and
+multiplies by nothing but floats. A token's experts are added up one after the other in float32, so
+that its bits do not depend on the tokens beside it where the products' do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchinfer.kernels.low_bit import LowBitWeight
+from batchinfer.worker.product_kernels import OwnPacked, Packed, ProductKernel, pack_own
+
+_DOWN = "down_proj"
+
+
+_CODES = "saved_codes"
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One of the matrices that a layer's experts have.
+
+    Args:
+        experts: transformers' module.
+        name: of the parameter.
+    """
+
+    experts: Any
+    name: str
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[experts, out, in], a view."""
+        weight: torch.Tensor = getattr(self.experts, self.name).detach()
+        return weight.transpose(1, 2) if self.experts.is_transposed else weight
+
+    @property
+    def biases(self) -> Sequence[torch.Tensor | None]:
+        """[out] of each expert, or None."""
+        if not self.experts.has_bias:
+            return [None] * len(self.weight)
+        return list(getattr(self.experts, f"{self.name}_bias").detach())
+
+    def codes(self, expert: int) -> LowBitWeight | None:
+        """What ``keep_expert_codes`` has kept of it."""
+        read = getattr(self.experts, _CODES, {}).get(self.name)
+        codes: LowBitWeight | None = None if read is None else read(expert)
+        return codes
+
+
+def keep_expert_codes(experts: Any, name: str, read: Callable[[int], LowBitWeight | None]) -> None:
+    """Keep how the codes are read that one expert's matrix was saved with, until it is packed."""
+    setattr(experts, _CODES, {**getattr(experts, _CODES, {}), name: read})
+
+
+Pack = Callable[[ExpertWeights], Iterable[Packed]]
+"""Packs a matrix of every expert."""
+
+
+class PackedExperts(nn.Module):
+    """A layer's experts, each matrix packed.
+
+    Args:
+        experts: transformers' module; what is packed is deleted from it.
+        pack: packs a matrix.
+    """
+
+    def __init__(self, experts: Any, pack: Pack) -> None:
+        super().__init__()
+        self.num_experts: int = experts.num_experts
+        self._has_gate: bool = experts.has_gate
+        self._packed: list[list[Packed]] = []
+        self._biases: list[Sequence[torch.Tensor | None]] = []
+        self.nbytes = 0
+        """Of what is packed."""
+        for matrix in matrices_of(experts):
+            num_bytes, packed = matrix.weight.nbytes, list(pack(matrix))
+            own = [one.weight.nbytes for one in packed if isinstance(one, OwnPacked)]
+            self.nbytes += sum(own) if own else num_bytes
+            self._packed.append(packed)
+            self._biases.append(matrix.biases)
+            delattr(experts, matrix.name)
+        if hasattr(experts, _CODES):
+            delattr(experts, _CODES)  # it holds what was loaded
+        self.experts = experts
+        """What is left of it: the gate, or the activation, and biases."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,  # [T, hidden]
+        top_k_index: torch.Tensor,  # [T, k]
+        top_k_weights: torch.Tensor,  # [T, k]
+    ) -> torch.Tensor:
+        """[T, hidden]: the weighted sum of each token's k experts."""
+        chosen, order = top_k_index.flatten().sort(stable=True)
+        counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
+        rows = hidden.index_select(0, order // top_k_index.shape[1])
+        inner = self._times(0, rows, counts)
+        gated = self.experts._apply_gate(inner) if self._has_gate else self.experts.act_fn(inner)
+        outs = self._times(1, gated, counts)
+        outs = outs * top_k_weights.flatten()[order, None]
+        by_token = torch.empty_like(outs).index_copy_(0, order, outs)
+        by_token = by_token.view(*top_k_index.shape, outs.shape[1])
+        total = by_token[:, 0].float()
+        for place in range(1, top_k_index.shape[1]):
+            total = total + by_token[:, place]
+        return total.to(hidden.dtype)
+
+    def _times(self, matrix: int, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Products of rows that lie by experts."""
+        products, first = [], 0
+        for count, packed, bias in zip(
+            *(counts, self._packed[matrix], self._biases[matrix]), strict=True
+        ):
+            if count:
+                products.append(packed.times(rows[first : first + count], bias))
+            first += count
+        return torch.cat(products) if products else rows.new_empty(0, 0)
+
+
+def matrices_of(experts: Any) -> tuple[ExpertWeights, ExpertWeights]:
+    """Those that go up and down."""
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    return ExpertWeights(experts, up), ExpertWeights(experts, _DOWN)
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Parent, name and module of the layers' experts, as far as they are built as transformers'
+    own functions for them need."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if _is_plain(child):
+                yield parent, name, child
+
+
+def _is_plain(module: Any) -> bool:
+    if not hasattr(module, "is_transposed") or getattr(module, "has_post_expert_norm", False):
+        return False
+    tensors = [getattr(module, matrix.name, None) for matrix in matrices_of(module)]
+    return all(type(tensor) is nn.Parameter and tensor.dim() == 3 for tensor in tensors)
+
+
+def pack_experts(
+    model: nn.Module, kernel: ProductKernel, dtype: torch.dtype, *, as_saved: bool = False
+) -> int:
+    """Pack the experts of a model that ``kernel`` takes, a layer after the other.
+
+    Args:
+        dtype: of the weights that are packed.
+        as_saved: take the codes that experts were saved with, where they were kept.
+
+    Returns:
+        How many layers' experts were packed.
+    """
+    count = 0
+    for parent, name, experts in expert_modules(model):
+        weights = [matrix.weight for matrix in matrices_of(experts)]
+        if all(one.dtype == dtype and kernel.takes(one[0]) for one in weights):
+            setattr(parent, name, PackedExperts(experts, partial(_pack, kernel, as_saved)))
+            count += 1
+    return count
+
+
+def _pack(kernel: ProductKernel, as_saved: bool, matrix: ExpertWeights) -> Iterator[Packed]:
+    for expert, weight in enumerate(matrix.weight):
+        codes = matrix.codes(expert) if as_saved else None
+        yield kernel.pack(weight) if codes is None else pack_own(codes)

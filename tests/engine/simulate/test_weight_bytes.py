@@ -1,0 +1,51 @@
+"""Bytes of a weight by what config.json says of quantisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batchinfer.engine.simulate.weight_bytes import expert_bytes, matrix_bytes
+from tests.worker.model.quantised.writers import CASES
+
+_ROUNDED = 0.5 + 5 / 64
+_KEPT = {
+    **dict.fromkeys(("awq", "gptq", "gptq with zeros", "gptq sorted", "gptq v2"), 0.5 + 5 / 32),
+    **dict.fromkeys(("packed int4", "packed int4 with zeros"), 0.5 + 5 / 32),
+    **dict.fromkeys((case for case in CASES if case.startswith("nf4")), 0.5 + 5 / 64),
+}
+"""Bytes of those that are kept as they were saved with ``int4``."""
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("is_of_text", [False, True])
+def test_a_weight_takes_what_its_format_keeps(case: str, is_of_text: bool) -> None:
+    section = {"quantization_config": CASES[case][0]}
+    config = {"text_config": section} if is_of_text else section
+    assert matrix_bytes(config, None, 2) == 2, "dequantised"
+    assert matrix_bytes(config, "int8", 2) == matrix_bytes(config, "fp8", 2) == 1
+    assert matrix_bytes(config, "int4", 2) == _KEPT.get(case, _ROUNDED)
+    assert expert_bytes(config, "int4", 2) == _ROUNDED
+    assert expert_bytes(config, "fp8", 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"group_size": 128}, 0.5 + 5 / 128),
+        ({"group_size": -1}, 0.5),
+        ({"group_size": 20}, _ROUNDED),
+        ({"bits": 8}, _ROUNDED),
+    ],
+)
+def test_groups_that_are_kept_are_those_the_kernels_take(
+    changes: dict[str, Any], expected: float
+) -> None:
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 64, **changes}
+    assert matrix_bytes({"quantization_config": section}, "int4", 2) == expected
+
+
+def test_mxfp4_is_kept_whatever_is_asked_for() -> None:
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert [expert_bytes(config, one, 2) for one in ("int8", "int4", None)] == [0.65625, 0.65625, 2]

@@ -1,0 +1,157 @@
+"""Mixtures of experts over packed weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from batchinfer.config import ModelConfig
+from batchinfer.engine.simulate.roofline import ModelCost
+from batchinfer.kernels.low_bit import Int4Weight
+from batchinfer.worker.loader import load_model
+from batchinfer.worker.memory import model_bytes
+from batchinfer.worker.model.quantised.few_bits import TableWeight
+from batchinfer.worker.product_kernels import LOW_BIT_METHODS, low_bit_kernel, product_kernels
+from batchinfer.worker.products.experts import PackedExperts, matrices_of, pack_experts
+from batchinfer.worker.products.saved_codes import as_codes
+from tests.models import make_checkpoint
+from tests.worker.model.quantised.checkpoints import write_quantised
+from tests.worker.model.quantised.test_load import ALL_SEE_ALL, CPU, MXFP4, experts_alone, logits_of
+
+NUM_EXPERTS, HIDDEN, INNER, TOP_K = 5, 48, 32, 3
+SHAPE = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "gate, up, down": (Qwen3MoeExperts, Qwen3MoeConfig(**SHAPE, num_experts=NUM_EXPERTS)),
+    "the other way, with biases": (
+        GptOssExperts,
+        GptOssConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=NUM_EXPERTS),
+    ),
+    "without a gate": (NemotronHExperts, NemotronHConfig(**SHAPE, n_routed_experts=NUM_EXPERTS)),
+}
+KERNELS = product_kernels(torch.float32)
+needs_compiler = pytest.mark.skipif(
+    low_bit_kernel("int8", torch.float32) is None, reason="no C compiler here"
+)
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def make_experts(kind: str) -> torch.nn.ModuleDict:
+    """A model of one layer's experts, with random weights."""
+    torch.manual_seed(0)
+    build, config = KINDS[kind]
+    config._experts_implementation = "eager"
+    experts = build(config)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return torch.nn.ModuleDict({"experts": experts})
+
+
+def routed(tokens: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, and the experts and weights of each: some experts have no row."""
+    random = torch.Generator().manual_seed(seed)
+    chosen = [torch.randperm(NUM_EXPERTS - 1, generator=random)[:TOP_K] for _ in range(tokens)]
+    index = torch.stack(chosen) if chosen else torch.empty(0, TOP_K, dtype=torch.int64)
+    x = torch.randn(tokens, HIDDEN, generator=random)
+    return x, index, torch.rand(tokens, TOP_K, generator=random)
+
+
+@kinds
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("tokens", [1, 40])
+@torch.inference_mode()
+def test_experts_are_those_of_transformers(kind: str, kernel: Any, tokens: int) -> None:
+    model, inputs = make_experts(kind), routed(tokens)
+    wanted = model["experts"](*inputs)
+    assert pack_experts(model, kernel, torch.float32) == 1
+    torch.testing.assert_close(model["experts"](*inputs), wanted, atol=1e-5, rtol=1e-4)
+
+
+@needs_compiler
+@kinds
+@pytest.mark.parametrize("method", LOW_BIT_METHODS)
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_beside_any_others(kind: str, method: str) -> None:
+    x, index, weights = routed(33)
+    for kernel in (low_bit_kernel(method, torch.float32), product_kernels(torch.float32)[0]):
+        assert kernel is not None
+        model = make_experts(kind)
+        pack_experts(model, kernel, torch.float32)
+        together = model["experts"](x, index, weights)
+        for row in (0, 7, 32):
+            at = slice(row, row + 1)
+            alone = model["experts"](x[at], index[at], weights[at])
+            assert torch.equal(alone[0], together[row])
+
+
+@needs_compiler
+@kinds
+def test_what_is_packed_takes_its_bytes_alone(kind: str) -> None:
+    model, kernel = make_experts(kind), low_bit_kernel("int8", torch.float32)
+    assert kernel is not None
+    elements = sum(matrix.weight.numel() for matrix in matrices_of(model["experts"]))
+    before = model_bytes(model)
+    pack_experts(model, kernel, torch.float32)
+    packed = model["experts"]
+    assert isinstance(packed, PackedExperts)
+    assert elements <= packed.nbytes < 2.5 * elements, "int8 with scales, filled up"
+    assert model_bytes(model) == before - 4 * elements + packed.nbytes
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", LOW_BIT_METHODS)
+def test_a_models_experts_are_rounded_as_its_linear_layers(method: str, tmp_path: Path) -> None:
+    wide = {"hidden_size": 64, "moe_intermediate_size": 96, "mlp_only_layers": []}
+    folder = make_checkpoint("qwen3_moe", tmp_path, **wide)
+    rounded, plain = (
+        load_model(ModelConfig(str(folder), dtype="float32", quantization=wanted), device=CPU)
+        for wanted in (method, None)
+    )
+    for loaded in (rounded, plain):
+        assert any(isinstance(module, PackedExperts) for module in loaded.model.modules())
+        used = method if loaded is rounded else None
+        cost = ModelCost.from_config(loaded.config, "float32", quantization=used)
+        assert loaded.facts["weight_bytes"] == pytest.approx(cost.weight_bytes, rel=0.2), (
+            "scales beside"
+        )
+    noise = (logits_of(rounded) - logits_of(plain)).norm() / logits_of(plain).norm()
+    assert 0 < noise < (0.2 if method == "int8" else 0.8)
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", LOW_BIT_METHODS)
+def test_mxfp4_is_kept_as_it_was_saved(method: str, tmp_path: Path) -> None:
+    """Codes of 4 bits and powers of two: only rows are rounded."""
+    folder, _ = write_quantised(tmp_path, "gpt_oss", MXFP4, experts_alone, **ALL_SEE_ALL)
+    model = ModelConfig(str(folder), dtype="float32")
+    plain = load_model(model, device=CPU)
+    kept = load_model(ModelConfig(str(folder), dtype="float32", quantization=method), device=CPU)
+    assert kept.facts["weight_bytes"] < 0.5 * plain.facts["weight_bytes"]
+    packed = [m for m in kept.model.modules() if isinstance(m, PackedExperts)]
+    floats = [m for m in plain.model.modules() if isinstance(m, PackedExperts)]
+    for ours, theirs in zip(packed, floats, strict=True):
+        assert ours.nbytes < 0.25 * theirs.nbytes, "4 bits, though int8 was asked for"
+        random = torch.Generator().manual_seed(0)
+        x = torch.randn(9, 64, generator=random)
+        index = torch.randint(ours.num_experts, (9, 1), generator=random)
+        one = torch.ones(9, 1)
+        with torch.inference_mode():
+            wanted, out = theirs(x, index, one), ours(x, index, one)
+        assert (out - wanted).norm() <= 0.02 * wanted.norm()
+
+
+def test_codes_of_a_table_of_steps_are_exact() -> None:
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    table = torch.cat([table, -table])
+    codes = torch.arange(16, dtype=torch.uint8).repeat(3, 4)
+    scales = 2.0 ** torch.randint(-8, 8, (3, 2))
+    weight = as_codes(TableWeight(codes, table, scales))
+    assert isinstance(weight, Int4Weight)
+    wanted = table[codes.int()] * scales.repeat_interleave(32, 1)
+    assert torch.equal(weight.dequantized(), wanted)
