@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "xlm-roberta": _OFFSET,
     "camembert": _OFFSET,
     "electra": {"embedding_size": 16},
+    "mpnet": {"pad_token_id": 1, "max_position_embeddings": 50},
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
     "modernbert": {
         "local_attention": 8,
@@ -51,6 +52,18 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {**_GROUPS, "is_causal": False},
 }
 """Keys of the config of each ``model_type`` beside those of all."""
+CAUSAL_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": _GROUPS,
+    "qwen3": {**_GROUPS, "head_dim": 8},
+    "mistral": {**_GROUPS, "head_dim": 8, "sliding_window": 6},
+    "gemma3_text": {k: v for k, v in FAMILIES["gemma3_text"].items() if k[:4] != "use_"},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48},
+    "qwen3_moe": {
+        **{**_GROUPS, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+        "moe_intermediate_size": 32,
+    },
+}
+"""The same of families whose tokens do not see those after them."""
 _RENAMED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
@@ -60,10 +73,19 @@ def encoder_config(family: str) -> dict[str, Any]:
     return {k: v for k, v in keys.items() if family != "distilbert" or k not in _RENAMED}
 
 
-def make_encoder(folder: Path, family: str, max_length: int = 40) -> Path:
-    """Save a tiny random model of a family with a tokenizer of letters."""
+def make_encoder(
+    folder: Path, family: str, max_length: int = 40, *, causal: bool = False, **changes: Any
+) -> Path:
+    """Save a tiny random model of a family with a tokenizer of letters.
+
+    Args:
+        causal: of ``CAUSAL_FAMILIES``.
+        changes: keys of its config.
+    """
     torch.manual_seed(0)
-    model = AutoModel.from_config(AutoConfig.for_model(family, **encoder_config(family)))
+    keys = {**_SIZES, **CAUSAL_FAMILIES[family]} if causal else encoder_config(family)
+    keys = {**keys, **changes}
+    model = AutoModel.from_config(AutoConfig.for_model(family, **keys))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -72,8 +94,12 @@ def make_encoder(folder: Path, family: str, max_length: int = 40) -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path, max_length: int) -> None:
-    """Save a tokenizer of letters, BERT's way, that cuts texts at so many tokens."""
+def save_tokenizer(folder: Path, max_length: int, *, segments: bool = True) -> None:
+    """Save a tokenizer of letters, BERT's way, that cuts texts at so many tokens.
+
+    Args:
+        segments: it says which tokens are of a pair's second text.
+    """
     backend = Tokenizer(models.WordLevel({w: at for at, w in enumerate(_WORDS)}, "[UNK]"))
     backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -83,8 +109,9 @@ def save_tokenizer(folder: Path, max_length: int) -> None:
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    inputs = ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"]
     PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_max_length=max_length, **names
+        tokenizer_object=backend, model_max_length=max_length, model_input_names=inputs, **names
     ).save_pretrained(folder)
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from batchinfer.config import ClassifyConfig
 from batchinfer.errors import JobError
-from batchinfer.pooling.classifier import read_classifier, sigmoid, softmax
+from batchinfer.pooling.activations import gelu, relu, sigmoid, silu, softmax
+from batchinfer.pooling.classifier import read_classifier
 from batchinfer.pooling.tensors import find_tensor
 
 TOKENS = {"no": 1, "yes": 2}
@@ -41,14 +42,6 @@ def test_a_tensor_is_read_as_it_was_saved(tmp_path: Path, dtype: torch.dtype) ->
     assert found.read().tolist() == saved.float().tolist()
     assert found.read([5, 0]).tolist() == saved.float()[[5, 0]].tolist()
     assert find_tensor(folder, "core.weight") is None, "names end where a part of them begins"
-
-
-def test_activations_are_those_of_torch() -> None:
-    logits = np.array([-200.0, 0.5, 3.0, 150.0], np.float32)
-    ours, theirs = softmax(logits), torch.from_numpy(logits).softmax(-1)
-    assert ours.tolist() == pytest.approx(theirs.tolist(), abs=1e-7)
-    ours, theirs = sigmoid(logits), torch.from_numpy(logits).sigmoid()
-    assert ours.tolist() == pytest.approx(theirs.tolist(), abs=1e-7)
 
 
 HEAD = {"score.weight": torch.ones(3, 4)}
@@ -112,3 +105,24 @@ def test_logits_that_are_changed_are_refused(tmp_path: Path) -> None:
     asked = ClassifyConfig(tokens=("no", "yes"))
     with pytest.raises(JobError, match=r"not yet: labels of changed logits \(final_logit"):
         read_classifier(str(folder), None, asked, TOKENS.get)
+
+
+def test_activations_are_those_of_torch() -> None:
+    values = np.array([-90, -3, -0.5, 0, 1e-3, 2, 90], np.float32)
+    ours = {
+        torch.nn.GELU(): gelu,
+        torch.nn.ReLU(): relu,
+        torch.nn.Sigmoid(): sigmoid,
+        torch.nn.SiLU(): silu,
+        torch.nn.Softmax(0): softmax,
+    }
+    for theirs, activation in ours.items():
+        np.testing.assert_allclose(activation(values), theirs(torch.from_numpy(values)), atol=1e-6)
+
+
+def test_a_model_that_reads_texts_whole_answers_by_no_token(tmp_path: Path) -> None:
+    tensors = {"embed_tokens.weight": torch.ones(3, 4)}
+    folder = folder_of(tmp_path / "m", {"model_type": "eurobert"}, tensors)
+    config = ClassifyConfig(tokens=("no", "yes"))
+    with pytest.raises(JobError, match="tokens needs a model that continues texts"):
+        read_classifier(str(folder), None, config, TOKENS.get)

@@ -26,8 +26,9 @@ class EmbedConfig(Record):
 
     pooling: Pooling = "auto"
     """How hidden states make the embedding. auto: as the model folder's 1_Pooling/config.json says,
-    else mean for a model that attends both ways and lasttoken for one that does not, which
-    takes no other. cls: that of the first token; the others as sentence-transformers has them."""
+    else mean for a model that attends both ways and lasttoken for one that does not; with any other
+    its texts are computed whole and share no prefixes. cls: that of the first token; the others as
+    sentence-transformers has them."""
     prompt_name: str | None = None
     """Name of the prompt that is put before each text, by the model's
     config_sentence_transformers.json. null: the one that it names as its default, if it does and

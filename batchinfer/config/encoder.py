@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_OFFSET_FAMILIES = ("camembert", "roberta", "xlm-roberta")
+_OFFSET_FAMILIES = ("camembert", "mpnet", "roberta", "xlm-roberta")
 """Their first position is the one after that of padding (fairseq's way)."""
 ENCODER_FAMILIES = (
     *_OFFSET_FAMILIES,

@@ -134,7 +134,9 @@ class EncoderEngine:
     def _next_texts(self) -> list[tuple[Request, float]]:
         """The next ones of those that are sorted, as many as a step takes."""
         if not self._sorted:
-            self._arrived.sort(key=lambda one: (one[0].pooling, -one[0].num_prompt_tokens))
+            self._arrived.sort(
+                key=lambda one: (one[0].pooling, -one[0].num_prompt_tokens, one[0].unpooled)
+            )
             self._sorted.extend(self._arrived)
             self._arrived.clear()
         texts: list[tuple[Request, float]] = []
@@ -198,6 +200,7 @@ def _step_of(requests: list[Request]) -> EncoderStep:
             np.int32,
         ),
         pooling=requests[0].pooling,
+        unpooled=np.array([request.unpooled for request in requests], np.int32),
     )
 
 

@@ -25,6 +25,7 @@ class EncoderStep:
     )
     pooling: tuple[str, ...]
     """Modes by which hidden states become a vector, put side by side in this order."""
+    unpooled: Int32 | None = None  # [S] first tokens of each that pooling leaves out; None: none
 
     @property
     def num_tokens(self) -> int:
@@ -32,14 +33,24 @@ class EncoderStep:
         return len(self.token_ids)
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Neighbours of equal length, as (first packed token, sequences, length of each)."""
-        changes = np.flatnonzero(np.diff(self.lengths)) + 1
-        edges = [0, *changes.tolist(), len(self.lengths)]
+        """Neighbours that are alike in length and in what is pooled, as (first packed token,
+        sequences, length of each)."""
         starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         return [
             (int(starts[first]), last - first, int(self.lengths[first]))
-            for first, last in pairwise(edges)
+            for first, last in pairwise(self._edges())
         ]
+
+    def unpooled_of_runs(self) -> list[int]:
+        """First tokens of each run's sequences that pooling leaves out."""
+        edges = self._edges()[:-1]
+        return [0 if self.unpooled is None else int(self.unpooled[first]) for first in edges]
+
+    def _edges(self) -> list[int]:
+        differ = np.diff(self.lengths) != 0
+        if self.unpooled is not None:
+            differ |= np.diff(self.unpooled) != 0
+        return [0, *(np.flatnonzero(differ) + 1).tolist(), len(self.lengths)]
 
 
 class EncoderRunner(Protocol):

@@ -18,6 +18,7 @@ import numpy as np
 
 from batchinfer.config import ClassifyConfig, attends_both_ways
 from batchinfer.errors import ModelError, UsageError
+from batchinfer.pooling.activations import sigmoid, softmax
 from batchinfer.pooling.embedding_modules import Dense
 from batchinfer.pooling.encoder_heads import Layer, encoder_head
 from batchinfer.pooling.model_folder import find_folder, read_json
@@ -36,19 +37,6 @@ _PROBLEMS = {
 
 TokenId = Callable[[str], int | None]
 """The id of a text that is a single token, else None."""
-
-
-def softmax(logits: Float32) -> Float32:
-    """float32 [L] to float32 [L] that come to 1."""
-    powers = np.exp(logits.astype(np.float64) - logits.max())
-    shares: Float32 = (powers / powers.sum()).astype(np.float32)
-    return shares
-
-
-def sigmoid(logits: Float32) -> Float32:
-    """float32 [L] to float32 [L], each between 0 and 1."""
-    tanh = np.tanh(logits.astype(np.float64) / 2)  # without the overflow of exp
-    return ((1 + tanh) / 2).astype(np.float32)
 
 
 _ACTIVATIONS: Mapping[str, Callable[[Float32], Float32]] = {
@@ -144,6 +132,11 @@ def _head_tokens(
         ModelError: nothing says what its labels are.
     """
     if config.tokens is not None:
+        if attends_both_ways(values):
+            raise ModelError(
+                f"{folder}/config.json: classify.tokens needs a model that continues texts, and "
+                f"one of the family {values.get('model_type')!r} reads them whole; leave it out"
+            )
         return config.tokens
     if _class_name(values).endswith("ForSequenceClassification"):
         return None
@@ -305,7 +298,11 @@ def _row(stored: StoredTensor, token: str | int | None, token_id: TokenId) -> in
     """The row of the output head that is a token's; None of no token."""
     found = token_id(token) if isinstance(token, str) else token
     if found is None and token is not None:
-        raise UsageError(f"classify.tokens: {token!r} is not a single token of the model")
+        raise UsageError(
+            f"classify.tokens: {token!r} is not a single token of the model",
+            hint="name tokens that it can answer with, often a word with the blank before it, "
+            "as ' yes', or a word's beginning; labels of several words need a model with a head",
+        )
     if found is not None and not 0 <= found < stored.shape[0]:
         raise ModelError(f"{stored.path}: {stored.name} has no row {found}, a label's token")
     return found

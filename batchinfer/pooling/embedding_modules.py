@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from batchinfer.config import attends_both_ways
 from batchinfer.errors import ModelError, one_line
+from batchinfer.pooling.activations import gelu, relu, sigmoid, silu
 from batchinfer.pooling.model_folder import find_folder, read_json
-
-Float32 = npt.NDArray[np.float32]
+from batchinfer.pooling.tensors import Float32
 
 _PATTERNS = ("*.json", "*_Dense/*.safetensors")
 _POOLING_MODES = {  # in the order that several are put side by side
@@ -32,7 +31,11 @@ _POOLING_MODES = {  # in the order that several are put side by side
     "pooling_mode_lasttoken": "lasttoken",
 }
 _ACTIVATIONS: Mapping[str, Callable[[Float32], Float32]] = {
+    "GELU": gelu,
     "Identity": lambda values: values,
+    "ReLU": relu,
+    "Sigmoid": sigmoid,
+    "SiLU": silu,
     "Tanh": np.tanh,
 }
 
@@ -72,13 +75,10 @@ class EmbeddingModules:
     """Most tokens that the model is given, by ``sentence_bert_config.json``."""
     attends_both_ways: bool = False
     """Whether tokens see those after them, so that texts are read whole, without a KV pool."""
+    pools_prompt: bool = True
+    """Whether what is put before a text by name counts to what is pooled (``include_prompt``)."""
     takes_messages: bool = False
     """Whether it writes texts through the chat template (``sentence_bert_config.json``)."""
-
-    @property
-    def can_pool(self) -> bool:
-        """Whether its way of pooling is built: of causal models the last token alone."""
-        return self.attends_both_ways or self.pooling == ("lasttoken",)
 
     @property
     def width(self) -> int:
@@ -107,12 +107,12 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
         )
     if not (isinstance(found, list) and all(isinstance(module, Mapping) for module in found)):
         raise ModelError(f"{folder}/modules.json must be a list of objects, one for each module")
-    dense, width = list[Dense](), hidden_size
+    dense, width, pools_prompt = list[Dense](), hidden_size, True
     for module in found:
         kind = str(module.get("type", "")).rpartition(".")[2]
         path = folder / str(module.get("path", ""))
         if kind == "Pooling":
-            pooling = _pooling(path / "config.json")
+            pooling, pools_prompt = _pooling(path / "config.json")
             width = hidden_size * len(pooling)
         elif kind == "Dense":
             dense.append(_dense(path, width))
@@ -134,6 +134,7 @@ def read_embedding_modules(name: str, revision: str | None) -> EmbeddingModules:
         default_prompt,
         longest if type(longest) is int and longest > 0 else None,
         attends_both_ways=both_ways,
+        pools_prompt=pools_prompt,
         takes_messages="message" in (inputs.get("modality_config") or {}),
     )
 
@@ -165,7 +166,8 @@ def _hidden_size(folder: Path) -> tuple[int, bool]:
     return size, attends_both_ways(config)
 
 
-def _pooling(path: Path) -> tuple[str, ...]:
+def _pooling(path: Path) -> tuple[tuple[str, ...], bool]:
+    """Its modes, and whether a prompt's tokens count."""
     config = read_json(path)
     if not isinstance(config, Mapping):
         raise ModelError(f"{path} is missing, which modules.json names; fetch the model again")
@@ -182,12 +184,7 @@ def _pooling(path: Path) -> tuple[str, ...]:
     if others or not modes:
         asked = ", ".join(dict.fromkeys(others)) or "none"
         raise ModelError(f"{path}: not yet: pooling by {asked} is not supported by this version")
-    if config.get("include_prompt") is False:
-        raise ModelError(
-            f"{path}: not yet: include_prompt: false, which leaves a prompt's tokens out of the "
-            "embedding, is not supported by this version"
-        )
-    return tuple(map(str, modes))
+    return tuple(map(str, modes)), config.get("include_prompt") is not False
 
 
 def _dense(path: Path, width: int) -> Dense:
@@ -196,6 +193,13 @@ def _dense(path: Path, width: int) -> Dense:
         raise ModelError(
             f"{path} lacks config.json or model.safetensors, and modules.json names a Dense layer "
             "there; without it the embeddings would be wrong: fetch the model again"
+        )
+    taken = config.get("module_input_name", "sentence_embedding")
+    if taken != "sentence_embedding" or config.get("use_residual"):
+        what = "use_residual" if config.get("use_residual") else f"module_input_name: {taken}"
+        raise ModelError(
+            f"{path}/config.json: not yet: a Dense layer with {str(what)[:80]} is not supported by "
+            "this version"
         )
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     activation = _ACTIVATIONS.get(name.rpartition(".")[2])

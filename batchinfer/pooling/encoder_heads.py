@@ -1,12 +1,11 @@
 """Heads that classify, of encoders: layers over the first token's hidden state, or the mean.
 
 As transformers' ``...ForSequenceClassification`` has them: BERT's and NomicBERT's pooler and linear
-layer, RoBERTa's and ELECTRA's two linear layers, DistilBERT's, ModernBERT's with a norm.
+layer, RoBERTa's, MPNet's and ELECTRA's two linear layers, DistilBERT's, ModernBERT's with a norm.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from batchinfer.errors import ModelError
+from batchinfer.pooling.activations import gelu, relu
 from batchinfer.pooling.embedding_modules import Dense
 from batchinfer.pooling.tensors import Float32, find_tensor
 
 Layer = Callable[[Float32], Float32]
-_ROBERTA = ("roberta", "xlm-roberta", "camembert")
+_ROBERTA = ("roberta", "xlm-roberta", "camembert", "mpnet")
+HEADED_FAMILIES = ("bert", *_ROBERTA, "electra", "distilbert", "modernbert")
+"""Values of ``model_type`` of encoders whose heads are run."""
 
 
 def encoder_head(
@@ -38,15 +40,15 @@ def encoder_head(
         hidden: list[Layer] = [_dense(folder, "pooler.dense", np.tanh)]
         last = _dense(folder, "classifier", activation)
     elif family in _ROBERTA or family == "electra":
-        inner = _gelu if family == "electra" else np.tanh
+        inner = gelu if family == "electra" else np.tanh
         hidden = [_dense(folder, "classifier.dense", inner)]
         last = _dense(folder, "classifier.out_proj", activation)
     elif family == "distilbert":
-        hidden = [_dense(folder, "pre_classifier", lambda values: np.maximum(values, 0))]
+        hidden = [_dense(folder, "pre_classifier", relu)]
         last = _dense(folder, "classifier", activation)
     elif family == "modernbert" and values.get("classifier_activation", "gelu") == "gelu":
         eps = float(values.get("norm_eps", 1e-5))
-        hidden = [_dense(folder, "head.dense", _gelu), _norm(folder, "head.norm", eps)]
+        hidden = [_dense(folder, "head.dense", gelu), _norm(folder, "head.norm", eps)]
         last = _dense(folder, "classifier", activation)
     else:
         raise ModelError(
@@ -85,10 +87,3 @@ def _norm(folder: Path, name: str, eps: float) -> Layer:
         return result
 
     return normed
-
-
-def _gelu(values: Float32) -> Float32:
-    """GELU by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
-    errors = np.array([math.erf(value) for value in values / math.sqrt(2)])
-    result: Float32 = (values * 0.5 * (1 + errors)).astype(np.float32)
-    return result

@@ -32,25 +32,35 @@ class FramedPromptBuilder(PromptBuilder):
     ) -> None:
         room = max_model_len if leaves_room else max_model_len + 1
         super().__init__(config, tokenizer, max_model_len=room, **others)
-        self._frame = _frame(tokenizer)
+        self._frame = frame_of(tokenizer)
 
     def _fitted(self, prompt: Prompt | RowError) -> Prompt | RowError:
         fitted = super()._fitted(prompt)
         if isinstance(fitted, RowError) or isinstance(prompt, RowError) or not fitted.truncated:
             return fitted
-        before, after = self._frame
-        most, room = len(fitted.token_ids), len(fitted.token_ids) - before - after
-        if prompt.text is None or room < 1:
-            return fitted
-        ids, end = prompt.token_ids, len(prompt.token_ids) - after
+        frame = (0, 0) if prompt.text is None else self._frame
         left = self._on_too_long == "truncate_left"
-        kept = ids[end - room : end] if left else ids[before : before + room]
-        whole = np.concatenate([ids[:before], kept, ids[end:]])
-        assert len(whole) == most
-        return replace(fitted, token_ids=whole)
+        return cut_in_frame(prompt, len(fitted.token_ids), frame, left=left)
 
 
-def _frame(tokenizer: Tokenizer) -> tuple[int, int]:
+def cut_in_frame(
+    prompt: Prompt, most: int, frame: tuple[int, int], *, left: bool = False
+) -> Prompt:
+    """A prompt that is longer than ``most`` tokens, cut to them.
+
+    Args:
+        frame: special tokens before and after a text, which stay where there is room for more.
+        left: cut the beginning, not the end.
+    """
+    ids = prompt.token_ids
+    before, after = frame if sum(frame) < most else (0, 0)
+    end, room = len(ids) - after, most - before - after
+    kept = ids[end - room : end] if left else ids[before : before + room]
+    whole = np.concatenate([ids[:before], kept, ids[end:]])
+    return replace(prompt, token_ids=whole, truncated=True)
+
+
+def frame_of(tokenizer: Tokenizer) -> tuple[int, int]:
     """Special tokens that the tokenizer puts before and after a text."""
     framed, plain = (
         tokenizer.encode_batch(["a"], add_special_tokens=with_them, parse_special_tokens=False)[0]

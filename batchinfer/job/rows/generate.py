@@ -63,6 +63,8 @@ class Generation:
         self._samples = samples
         self._finisher = finisher
 
+    result_bytes = 0
+
     def requests(self, row: PromptRow) -> list[Request]:
         """One request for all samples that are wanted."""
         return self._samples.requests(row)

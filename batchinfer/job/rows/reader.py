@@ -10,10 +10,10 @@ from batchinfer.console.format import did_you_mean, printable
 from batchinfer.errors import RowError
 from batchinfer.job.input.format import SAMPLING_COLUMN, Row
 from batchinfer.job.rows.sampling_params import RowParams
-from batchinfer.job.rows.tool_choice import ToolChoices
 from batchinfer.requests import BASE_MODEL, PromptRow, RowSampling
 from batchinfer.text.prompts import Prompt
 from batchinfer.text.tools.row_tools import RowTools, RowToolsReader
+from batchinfer.tool_choice import ToolChoices
 
 
 class RowAdapters:

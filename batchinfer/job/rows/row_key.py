@@ -120,6 +120,12 @@ class RowKeys:
         key = self._begin(row)
         key.update(self._head(row, prompt))
         key.update(_data(prompt.token_ids))
+        if prompt.first_segment is not None:
+            key.update(_LENGTH.pack(prompt.first_segment))
+            key.update(b"pair")
+        if prompt.unpooled:
+            key.update(_LENGTH.pack(prompt.unpooled))
+            key.update(b"unpooled")
         if isinstance(prompt, ScoredPrompt):
             _add_completions(key, prompt)
         if row.tools is not None:  # they say how an answer is read

@@ -73,6 +73,8 @@ class Scoring:
         self._tokenizer = tokenizer
         self._include = include
 
+    result_bytes = 0
+
     def requests(self, row: PromptRow) -> list[Request]:
         """The requests of a row that can run: one for each completion, or one for the prompt."""
         prompt = row.prompt

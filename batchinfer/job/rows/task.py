@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
-from batchinfer.config import PromptConfig
+from batchinfer.config import PromptConfig, Runner
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.rows.finished_row import FinishedRow
@@ -44,10 +44,17 @@ class Task:
     """Raises DataError where an input column that it reads beside the prompt's cannot be used."""
     prompt_config: Callable[[JobSpec], PromptConfig] = lambda job: job.prompt
     """Where a job's prompts come from, with what its own section says of that."""
+    runner: Callable[[JobSpec], Runner] = lambda job: job.task_spec.runner
+    """What its model is run for."""
 
 
 class LoadedTask(Protocol):
     """A row's way to the engine and back."""
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of a row's numbers that do not compress: vectors and scores."""
+        ...
 
     def requests(self, row: PromptRow) -> Sequence[Request]:
         """The requests of a row that can run, at least one; ``Request.number`` counts them."""

@@ -1,4 +1,4 @@
-"""Attention both ways within each sequence of a packed row, for transformers' own classes.
+"""Attention within each sequence of a packed row, both ways or causal, for transformers' classes.
 
 Registered with transformers' ``AttentionInterface`` and without a mask function, so that
 transformers makes no mask. Neighbours of equal length are one batch of torch's attention without
@@ -26,17 +26,26 @@ _UNSUPPORTED = ("position_bias", "softcap", "s_aux", "relative_attention_bias")
 Runs = Sequence[tuple[int, int, int]]
 """As ``EncoderStep.runs``."""
 
-_runs: ContextVar[Runs] = ContextVar("encoder_runs")
+_packed: ContextVar[tuple[Runs, bool]] = ContextVar("packed_sequences")
 
 
 @contextmanager
-def packed_sequences(runs: Runs) -> Iterator[None]:
-    """Tell attention layers called inside which tokens are of one sequence."""
-    token = _runs.set(runs)
+def packed_sequences(runs: Runs, *, causal: bool = False) -> Iterator[None]:
+    """Tell attention layers called inside which tokens are of one sequence.
+
+    Args:
+        causal: no token sees those after it.
+    """
+    token = _packed.set((runs, causal))
     try:
         yield
     finally:
-        _runs.reset(token)
+        _packed.reset(token)
+
+
+def current_runs() -> Runs:
+    """Which tokens are of one sequence, inside ``packed_sequences``."""
+    return _packed.get()[0]
 
 
 def encoder_attention_forward(
@@ -53,7 +62,7 @@ def encoder_attention_forward(
     """Attention as transformers calls it in every layer; returns [1, T, Hq, Dv] and no weights.
 
     Args:
-        sliding_window: a token attends to those less than this away, either way; None: to all.
+        sliding_window: a token attends to those less than this away; None: to all.
 
     Raises:
         UnsupportedAttentionError: when the model asks for a mask, a bias or scores changed.
@@ -67,7 +76,8 @@ def encoder_attention_forward(
             raise UnsupportedAttentionError(f"{type(module).__name__} passes {name}")
     group = query.shape[1] // key.shape[1]
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-    for start, count, length in _runs.get():
+    runs, causal = _packed.get()
+    for start, count, length in runs:
         whole = slice(start, start + count * length)
         shape = (count, length)
         queries, keys, values = (
@@ -76,19 +86,28 @@ def encoder_attention_forward(
         )
         if group > 1:
             keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
+        band = _band(length, sliding_window, query, causal=causal)
         attended = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=_band(length, sliding_window, query), scale=scaling
+            *(queries, keys, values),
+            attn_mask=band,
+            is_causal=causal and band is None,
+            scale=scaling,
         )
         out[whole].view(*shape, *out.shape[1:]).transpose(1, 2).copy_(attended)
     return out[None], None
 
 
-def _band(length: int, width: int | None, like: torch.Tensor) -> torch.Tensor | None:
+def _band(
+    length: int, width: int | None, like: torch.Tensor, *, causal: bool
+) -> torch.Tensor | None:
     """[length, length] what to add to scores so that tokens ``width`` apart are not seen."""
     if not width or length <= width:
         return None
     places = torch.arange(length, device=like.device)
-    apart = (places[:, None] - places[None]).abs() >= width
+    distances = places[:, None] - places[None]
+    apart = distances.abs() >= width
+    if causal:
+        apart |= distances < 0
     return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(
         apart, float("-inf")
     )

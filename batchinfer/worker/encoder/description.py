@@ -47,13 +47,14 @@ class EncoderDescription:
 
 
 def is_run_as_encoder(model: ModelConfig) -> bool:
-    """Whether a model reads texts whole, and is run for its hidden states.
+    """Whether a model is run for its hidden states and reads texts whole: as its tokens see those
+    after them, or as all of a text's states are wanted.
 
     Raises:
         ModelError: it is not there, or its config.json cannot be read.
     """
     if model.runner != "pooling":
-        return False
+        return model.runner == "whole_texts"
     return attends_both_ways(read_config(_folder(model, CONFIG_FILES)))
 
 
@@ -117,7 +118,7 @@ def _check_keys(model: ModelConfig) -> None:
     for key in ("adapters", "quantization"):
         if getattr(model, key):
             raise ModelError(
-                f"not yet: model.{key} with a model that attends both ways; leave it out"
+                f"not yet: model.{key} with a model that reads texts whole; leave it out"
             )
 
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import AutoModel, PreTrainedModel
 
-from batchinfer.config import ModelConfig, position_offset
+from batchinfer.config import ModelConfig, attends_both_ways, position_offset
 from batchinfer.console.phases import phase
 from batchinfer.errors import DeviceError, ModelError
 from batchinfer.worker.encoder.attention import ENCODER_ATTENTION, packed_sequences, register
 from batchinfer.worker.encoder.description import EncoderDescription, describe_encoder
+from batchinfer.worker.encoder.mpnet import pack_attention
+from batchinfer.worker.encoder.native_layers import join_encoder_layers
 from batchinfer.worker.free_memory import return_freed_memory
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.checkpoint import file_bytes
 from batchinfer.worker.model.meta_model import described
 from batchinfer.worker.model.quiet import quiet_transformers
 from batchinfer.worker.model.weights import check_loaded
+from batchinfer.worker.product_kernels import ProductKernel
 from batchinfer.worker.products.choice import (
     KernelChoice,
     KernelWish,
@@ -43,12 +47,17 @@ class Encoder:
     Args:
         body: of transformers' own classes, with ``ENCODER_ATTENTION``.
         offset: position of a sequence's first token.
+        causal: no token sees those after it.
     """
 
-    def __init__(self, body: PreTrainedModel, offset: int) -> None:
-        self.body, self._offset = body, offset
-        self._takes_segments = "token_type_ids" in inspect.signature(body.forward).parameters
+    def __init__(self, body: PreTrainedModel, offset: int, *, causal: bool = False) -> None:
+        self.body, self._offset, self.causal = body, offset, causal
+        # GPT-2 takes segments too, but has no embeddings of them: it would add those of tokens.
         self._num_segments = int(getattr(body.config, "type_vocab_size", 0) or 0)
+        self._takes_segments = (
+            self._num_segments > 1
+            and "token_type_ids" in inspect.signature(body.forward).parameters
+        )
 
     @torch.inference_mode()
     def __call__(
@@ -65,9 +74,8 @@ class Encoder:
         """
         options: dict[str, Any] = {}
         if self._takes_segments:
-            most = max(self._num_segments - 1, 0)
-            options["token_type_ids"] = segments.clamp(max=most)[None]
-        with packed_sequences(runs):
+            options["token_type_ids"] = segments.clamp(max=self._num_segments - 1)[None]
+        with packed_sequences(runs, causal=self.causal):
             output = self.body(
                 input_ids=token_ids[None],
                 position_ids=(positions + self._offset)[None],
@@ -104,13 +112,15 @@ def load_encoder(
     with phase("loading the model", file_bytes(description.folder), "bytes") as loading:
         body = _read(description, dtype, device, loading.set_share)
     num_parameters = sum(parameter.numel() for parameter in body.parameters())
-    encoder = Encoder(body, position_offset(description.config))
+    causal = not attends_both_ways(description.config)
+    encoder = Encoder(body, position_offset(description.config), causal=causal)
     with phase("checking the model"):
         _try(description, encoder)
     if device.type == "cpu":
         product = choose_kernel(body, dtype, kernels)
         if product.kernel is not None:
             with phase("packing weights"):
+                _join_layers(description, encoder, product.kernel)
                 pack_linears(body, product.kernel, dtype)
         return_freed_memory()
     else:
@@ -159,6 +169,8 @@ def _read(
             missing = {key for key in found["missing_keys"] if not key.startswith(_POOLER)}
             unused = {key for key in found["unexpected_keys"] if _POOLER not in key}
             found = {**found, "missing_keys": missing, "unexpected_keys": unused}
+        body.config.use_cache = False
+        pack_attention(body)
         check_loaded(folder, body, found)
         loaded: PreTrainedModel = body.to(device).eval().requires_grad_(False)
     except torch.OutOfMemoryError as error:
@@ -171,23 +183,61 @@ def _read(
 
 
 def _try(description: EncoderDescription, encoder: Encoder) -> None:
-    """Run two short texts, beside one another and alone: a body whose texts see each other, or
-    that cannot be run packed at all, is refused.
+    """Run two short texts, beside one another, alone and as transformers does: a body whose texts
+    see each other, that makes something else of them, or that cannot be run packed is refused.
 
     Raises:
         ModelError: it cannot be run.
     """
-    device = encoder.body.device
-    ids = torch.tensor([1, 2, 3, 2, 3], device=device) % description.vocab_size
-    positions = torch.tensor([0, 1, 2, 0, 1], device=device)
     family = (
         f"{description.folder}/config.json: models of the family {encoder.body.config.model_type!r}"
     )
     try:
-        packed = encoder(ids, positions, positions * 0, [(0, 1, 3), (3, 1, 2)])
-        alone = encoder(ids[3:], positions[3:], positions[3:] * 0, [(0, 1, 2)])
+        packed, alone = _states(description, encoder, 3, 2), _states(description, encoder, 2)
+        expected = _reference(encoder.body, _token_ids(description, encoder, 3))
     except Exception as error:  # whatever a model's own code raises
         raise ModelError(f"{family} cannot be run: {described(error)}") from error
-    difference = (packed[3:] - alone).float().abs().max()
-    if not difference <= _TOLERANCE * alone.float().abs().max():
+    if not _alike(packed[3:], alone):
         raise ModelError(f"{family} cannot be run: texts in one packed row change each other")
+    if not _alike(packed[:3], expected):
+        raise ModelError(f"{family} cannot be run: transformers gives other hidden states")
+
+
+def _join_layers(description: EncoderDescription, encoder: Encoder, kernel: ProductKernel) -> None:
+    """Run the layers in one call where that gives the same hidden states."""
+    lengths = (7, 2)
+    expected = _states(description, encoder, *lengths)
+
+    def gives_the_same() -> bool:
+        return _alike(_states(description, encoder, *lengths), expected)
+
+    join_encoder_layers(encoder.body, kernel, expected.dtype, gives_the_same)
+
+
+def _states(description: EncoderDescription, encoder: Encoder, *lengths: int) -> torch.Tensor:
+    """Hidden states of short texts side by side."""
+    ids = torch.cat([_token_ids(description, encoder, length) for length in lengths])
+    positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
+    starts = accumulate(lengths, initial=0)
+    runs = [(start, 1, length) for start, length in zip(starts, lengths, strict=False)]
+    return encoder(ids, positions, positions * 0, runs)
+
+
+def _token_ids(description: EncoderDescription, encoder: Encoder, length: int) -> torch.Tensor:
+    return torch.arange(4, 4 + length, device=encoder.body.device) % description.vocab_size
+
+
+@torch.inference_mode()
+def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+    """Hidden states [T, H] of a text, by transformers' own attention."""
+    body.set_attn_implementation("eager")
+    try:
+        states: torch.Tensor = body(input_ids=token_ids[None]).last_hidden_state[0]
+    finally:
+        body.set_attn_implementation(ENCODER_ATTENTION)
+    return states
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    difference = (one - other).float().abs().max()
+    return bool(difference <= _TOLERANCE * other.float().abs().max())

@@ -21,25 +21,37 @@ def _mean_sqrt_len(states: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _weighted_mean(states: torch.Tensor) -> torch.Tensor:
-    weights = torch.arange(1.0, states.shape[1] + 1, device=states.device)
+def _weighted_mean(states: torch.Tensor, first: int) -> torch.Tensor:
+    weights = torch.arange(1.0, states.shape[1] + 1, device=states.device) + first
     return (states * weights[:, None]).sum(1) / weights.sum()
 
 
-POOLING: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "cls": lambda states: states[:, 0],
-    "lasttoken": lambda states: states[:, -1],
-    "max": lambda states: states.amax(1),
-    "mean": _mean,
-    "mean_sqrt_len_tokens": _mean_sqrt_len,
+POOLING: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "cls": lambda states, first: states[:, 0],
+    "lasttoken": lambda states, first: states[:, -1],
+    "max": lambda states, first: states.amax(1),
+    "mean": lambda states, first: _mean(states),
+    "mean_sqrt_len_tokens": lambda states, first: _mean_sqrt_len(states),
     "weightedmean": _weighted_mean,
 }
-"""From float32 [B, L, H] to [B, H], by the names of sentence-transformers' modes."""
+"""From float32 [B, L, H] to [B, H], by the names of sentence-transformers' modes; given the place
+of the first state in its text too."""
 
 
-def pool(hidden_states: torch.Tensor, runs: Runs, modes: Sequence[str]) -> torch.Tensor:
-    """Pool a packed row of hidden states [T, H] to float32 [S, modes * H]."""
-    return torch.cat([_pooled(_batch(hidden_states, *run), modes) for run in runs])
+def pool(
+    hidden_states: torch.Tensor, runs: Runs, modes: Sequence[str], unpooled: Sequence[int]
+) -> torch.Tensor:
+    """Pool a packed row of hidden states [T, H] to float32 [S, modes * H].
+
+    Args:
+        unpooled: first tokens of each run's sequences that are left out.
+    """
+    return torch.cat(
+        [
+            _pooled(_batch(hidden_states, *run)[:, first:], modes, first)
+            for run, first in zip(runs, unpooled, strict=True)
+        ]
+    )
 
 
 def _batch(hidden_states: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
@@ -48,5 +60,5 @@ def _batch(hidden_states: torch.Tensor, start: int, count: int, length: int) -> 
     return states.view(count, length, states.shape[-1]).float()
 
 
-def _pooled(states: torch.Tensor, modes: Sequence[str]) -> torch.Tensor:
-    return torch.cat([POOLING[mode](states) for mode in modes], dim=1)
+def _pooled(states: torch.Tensor, modes: Sequence[str], first: int) -> torch.Tensor:
+    return torch.cat([POOLING[mode](states, first) for mode in modes], dim=1)

@@ -36,7 +36,8 @@ class ModelEncoder:
             hidden_states = self._encoder(
                 tensors["token_ids"], tensors["positions"], tensors["segments"], runs
             )
-            vectors = HostCopy(pool(hidden_states, runs, step.pooling)).wait()
+            unpooled = step.unpooled_of_runs()
+            vectors = HostCopy(pool(hidden_states, runs, step.pooling, unpooled)).wait()
         return vectors.astype(np.float32, copy=False)
 
 

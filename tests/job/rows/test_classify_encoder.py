@@ -14,7 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from batchinfer.config import ClassifyConfig
-from batchinfer.errors import ExitCode, ModelError
+from batchinfer.errors import ExitCode, JobError, ModelError
+from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.pooling.classifier import read_classifier
@@ -59,25 +60,29 @@ def logits(model: Path, *texts: list[str]) -> Any:
     takes_types = "token_type_ids" in inspect.signature(loaded.forward).parameters
     for one in zip(*texts, strict=True):
         cut = {"truncation": "longest_first", "max_length": 20}
-        inputs = tokenizer(*one, **cut, return_token_type_ids=True, return_tensors="pt")
+        inputs = tokenizer(*one, **cut, return_tensors="pt")
         if not takes_types or getattr(loaded.config, "type_vocab_size", 0) < 2:
-            del inputs["token_type_ids"]
+            inputs.pop("token_type_ids", None)
         with torch.no_grad():
             found.append(loaded(**inputs).logits[0])
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("bert", {}),
-        ("xlm-roberta", {}),
-        ("distilbert", {}),
-        ("electra", {}),
-        ("modernbert", {"classifier_pooling": "mean", "classifier_bias": True}),
-        ("modernbert", {"classifier_pooling": "cls"}),
-    ],
-)
+HEADS: list[tuple[str, dict[str, Any]]] = [
+    ("bert", {}),
+    ("roberta", {}),
+    ("xlm-roberta", {}),
+    ("camembert", {}),
+    ("distilbert", {}),
+    ("electra", {}),
+    ("mpnet", {}),
+    ("modernbert", {"classifier_pooling": "mean", "classifier_bias": True}),
+    ("modernbert", {"classifier_pooling": "cls"}),
+]
+"""Families whose heads are run, and what their configs say of them."""
+
+
+@pytest.mark.parametrize(("family", "changes"), HEADS)
 def test_labels_are_those_of_transformers(
     tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
@@ -90,9 +95,15 @@ def test_labels_are_those_of_transformers(
     assert [row["label"] for row in rows] == [labels["id2label"][i] for i in expected.argmax(1)]
 
 
-@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "modernbert"])
-def test_pairs_are_scored_as_a_cross_encoder_scores_them(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "segments"),
+    [("bert", True), ("bert", False), ("xlm-roberta", False), ("modernbert", True)],
+)
+def test_pairs_are_scored_as_a_cross_encoder_scores_them(
+    tmp_path: Path, family: str, segments: bool
+) -> None:
     model = make_classifier(tmp_path / "model", family, num_labels=1)
+    save_tokenizer(model, 20, segments=segments)
     pairs = "classify: {query_column: query, document_column: document}\n"
     rows = run(tmp_path, model, {"query": TEXTS, "document": OTHERS}, pairs)
     expected = logits(model, TEXTS, OTHERS).sigmoid()[:, 0].numpy()
@@ -113,3 +124,21 @@ def test_a_head_that_cannot_be_run_is_refused(tmp_path: Path, family: str, messa
     (model / "config.json").write_text(json.dumps(config | {"model_type": family}))
     with pytest.raises(ModelError, match=message):
         read_classifier(str(model), None, ClassifyConfig(), lambda text: None)
+
+
+def test_a_column_that_is_missing_is_named_by_its_key(tmp_path: Path) -> None:
+    model = make_classifier(tmp_path / "model", "bert", num_labels=1)
+    pairs = "classify: {query_column: query, document_column: passage}\n"
+    with pytest.raises(JobError, match=r"classify\.document_column.*passage"):
+        run(tmp_path, model, {"query": TEXTS, "document": OTHERS}, pairs)
+
+
+def test_a_plan_counts_the_bytes_of_scores(tmp_path: Path) -> None:
+    planned = []
+    for labels in (1, 101):
+        folder = tmp_path / str(labels)
+        folder.mkdir()
+        model = make_classifier(folder / "model", "bert", num_labels=labels)
+        run(folder, model, {"prompt": TEXTS})
+        planned.append(plan_job(load_job(folder / "job.yaml"))["output_bytes"])
+    assert planned[1] - planned[0] == 4 * 100 * len(TEXTS)

@@ -274,9 +274,6 @@ def test_a_job_file_is_checked(tmp_path: Path, text: str, message: str) -> None:
 def test_a_model_is_checked(tmp_path: Path, model: Path) -> None:
     with pytest.raises(UsageError, match="dimensions is 9999; the model's embeddings have"):
         run_job(job(tmp_path, model, ["x"], "embed: {dimensions: 9999}\n"), quiet=True)
-    with_modules(tmp_path / "mean", model, pooling="mean")
-    with pytest.raises(UsageError, match="not yet: the model pools by mean"):
-        run_job(job(tmp_path, tmp_path / "mean", ["x"]), quiet=True)
     with pytest.raises(UsageError, match=r"has no prompt 'query'; it has \(none\)"):
         run_job(job(tmp_path, model, ["x"], "embed: {prompt_name: query}\n"), quiet=True)
     with_modules(tmp_path / "chat", model)
@@ -288,6 +285,11 @@ def test_a_model_is_checked(tmp_path: Path, model: Path) -> None:
     (tmp_path / "broken" / "2_Dense" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="names a Dense layer"):
         run_job(job(tmp_path, tmp_path / "broken", ["x"]), quiet=True)
+    for key, value in (("use_residual", True), ("module_input_name", "token_embeddings")):
+        with_modules(tmp_path / key, model)
+        (tmp_path / key / "2_Dense" / "config.json").write_text(json.dumps({key: value}))
+        with pytest.raises(ModelError, match=f"not yet: a Dense layer with {key}"):
+            read_embedding_modules(str(tmp_path / key), None)
 
 
 def test_a_body_without_a_head_writes_no_text(tmp_path: Path, model: Path) -> None:

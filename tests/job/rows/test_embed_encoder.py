@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from batchinfer.build import build_engine
+from batchinfer.console.table import plain
 from batchinfer.errors import ExitCode, ModelError, UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
@@ -19,10 +23,13 @@ from batchinfer.job.plan.plan import plan_job
 from batchinfer.job.rows.finished_row import FinishedRow
 from batchinfer.job.rows.pooling.pooled import Pooled
 from batchinfer.job.run import pipeline
+from batchinfer.job.run.reporter import summary_facts
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.report.write import write_report
 from batchinfer.requests import PromptRow
+from batchinfer.worker.encoder import loader
+from batchinfer.worker.encoder.loader import Encoder
 from tests.encoders import make_encoder, reference_states
 from tests.job.datasets import write_parquet
 from tests.job.job_files import write_job
@@ -84,7 +91,12 @@ def test_texts_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path, model: Path) -
     assert summary["kv"]["num_blocks"] == 0
     assert summary["tokens"]["prompt"] == sum(row["num_prompt_tokens"] for row in rows)
     write_report(OutputDir(tmp_path / "out"), time.time())
-    assert "no KV pool" in (tmp_path / "out" / "report.html").read_text()
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert "no KV pool" in html
+    assert "Inside the pool" not in html
+    told = dict(line.split(maxsplit=1) for line in plain(summary_facts(summary, tmp_path)))
+    assert {*told} == {"rows", "tokens", "files"}
+    assert told["tokens"].endswith(" rows/s")
 
 
 def test_an_interrupted_job_goes_on(
@@ -146,7 +158,6 @@ def test_poolings_of_the_folder_are_put_side_by_side(tmp_path: Path, model: Path
     [
         ({"pooling_mode": ["mean", "sparse"]}, "not yet: pooling by sparse"),
         ({"pooling_mode": []}, "not yet: pooling by none"),
-        ({"pooling_mode": "mean", "include_prompt": False}, "not yet: include_prompt: false"),
     ],
 )
 def test_what_cannot_be_pooled_is_refused(
@@ -155,3 +166,52 @@ def test_what_cannot_be_pooled_is_refused(
     folder = with_pooling(tmp_path / "model", model, config)
     with pytest.raises(ModelError, match=message):
         run_job(job(tmp_path, folder), quiet=True)
+
+
+def test_texts_that_do_not_keep_their_bits_are_refused_where_they_must(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = job(tmp_path, model, TEXTS[:2])
+    pinned = replace(spec.engine, deterministic=True, num_kv_blocks=4, swap_space=0)
+    log: list[str] = []
+    config = spec.model.config("pooling")
+    monkeypatch.setattr(loader, "_try", lambda *_: None)
+    monkeypatch.setattr(Encoder, "__call__", lambda self, ids, *rest: torch.ones(len(ids), 1))
+    build_engine(config, pinned, log=log.append)
+    assert "engine.num_kv_blocks, engine.swap_space without effect" in log[-1]
+    counted = lambda self, ids, *rest: torch.full((len(ids), 1), 1.0 * len(ids))  # noqa: E731
+    monkeypatch.setattr(Encoder, "__call__", counted)
+    with pytest.raises(ModelError, match="when others run beside"):
+        build_engine(config, pinned, log=log.append)
+
+
+def test_a_prompt_is_left_out_of_the_embedding(tmp_path: Path, model: Path) -> None:
+    folder = with_pooling(tmp_path / "m", model, {"pooling_mode": "mean", "include_prompt": False})
+    named = {"prompts": {"query": "q r "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(named))
+    assert run_job(job(tmp_path, folder, TEXTS[:3]), quiet=True) is ExitCode.OK
+    ids = AutoTokenizer.from_pretrained(model)([f"q r {text}" for text in TEXTS[:3]])["input_ids"]
+    states = reference_states(model, ids)
+    assert_embeddings(rows_of(tmp_path), [s[3:].mean(0) for s in states])
+
+
+def test_a_causal_model_pools_all_its_tokens(tmp_path: Path) -> None:
+    causal = make_encoder(tmp_path / "causal", "mistral", causal=True)
+    folder = with_pooling(tmp_path / "model", causal, {"pooling_mode": "mean"})
+    spec = job(tmp_path, folder)
+    plan = plan_job(spec)
+    assert run_job(spec, quiet=True) is ExitCode.OK
+    assert_embeddings(rows_of(tmp_path), expected(causal, TEXTS, 40))
+    summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
+    assert (summary["kv"]["num_blocks"], plan["num_blocks"]) == (0, 0)
+    assert plan["prompt_tokens"] == summary["tokens"]["prompt"]
+
+
+def test_texts_are_lowered_where_the_folder_says_so(tmp_path: Path, model: Path) -> None:
+    folder = with_pooling(tmp_path / "cased", model, {"pooling_mode": "mean"})
+    saved = json.loads((folder / "tokenizer.json").read_bytes()) | {"normalizer": None}
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    assert run_job(job(tmp_path, folder, ["A b C"]), quiet=True) is ExitCode.OK
+    assert_embeddings(rows_of(tmp_path), expected(model, ["a b c"]))

@@ -264,3 +264,9 @@ def test_every_parameter_but_seed_and_length_is_in_the_text(name: str) -> None:
         canonical_params(SamplingParams(**{"max_tokens": 8, **plain, name: changed[name]}))
     )
     assert (texts[0] == texts[1]) == (name in ("seed", "max_tokens"))
+
+
+def test_pairs_that_part_elsewhere_have_other_keys() -> None:
+    ids = np.array([1, 2, 3], np.int32)
+    pairs = [Prompt(ids, "x", False, False, first_segment=at) for at in (None, 1, 2)]
+    assert len({keys().of(PromptRow(0, pair)) for pair in pairs}) == len(pairs)

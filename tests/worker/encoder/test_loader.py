@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.config import ModelConfig
+from batchinfer.config import ModelConfig, Runner
 from batchinfer.config.encoder import ENCODER_FAMILIES
 from batchinfer.engine.encoder_step import EncoderStep
 from batchinfer.errors import ModelError
+from batchinfer.worker.encoder import loader
 from batchinfer.worker.encoder.description import describe_encoder, is_run_as_encoder
 from batchinfer.worker.encoder.loader import load_encoder
 from batchinfer.worker.encoder.pooling import POOLING
 from batchinfer.worker.encoder.runner import ModelEncoder
-from tests.encoders import FAMILIES, make_encoder, reference_states
+from tests.devices import CPU_AND_CUDA
+from tests.encoders import CAUSAL_FAMILIES, FAMILIES, make_encoder, reference_states
 
 SAME = 0.99999
 CPU = torch.device("cpu")
@@ -36,10 +39,12 @@ def step(rows: list[list[int]], *pooling: str) -> EncoderStep:
     return EncoderStep(token_ids, lengths, lengths, pooling)
 
 
-def runner(folder: Path, dtype: Any = "float32") -> ModelEncoder:
-    config = ModelConfig(str(folder), dtype=dtype, runner="pooling")
+def runner(
+    folder: Path, dtype: Any = "float32", runner: Runner = "pooling", device: torch.device = CPU
+) -> ModelEncoder:
+    config = ModelConfig(str(folder), dtype=dtype, runner=runner)
     assert is_run_as_encoder(config)
-    return ModelEncoder(load_encoder(config, device=CPU).encoder, CPU)
+    return ModelEncoder(load_encoder(config, device=device).encoder, device)
 
 
 def cosines(one: Any, other: Any) -> Any:
@@ -60,6 +65,45 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) ->
     both = encoder.encode(step(rows, "cls", "lasttoken"))
     expected = [np.concatenate([s[0], s[-1]]) for s in states]
     assert cosines(both, expected).min() > SAME
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_causal_states_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    folder, rows = make_encoder(tmp_path / "model", family, causal=True), sequences()
+    states = reference_states(folder, rows)
+    assert not is_run_as_encoder(ModelConfig(str(folder), runner="pooling"))
+    encoder = runner(folder, runner="whole_texts")
+    found = encoder.encode(step(rows, "mean", "lasttoken"))
+    expected = [np.concatenate([s.mean(0), s[-1]]) for s in states]
+    assert cosines(found, expected).min() > SAME
+
+
+def test_a_body_that_attends_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_encoder(tmp_path / "model", "llama", causal=True)
+    packed = loader.packed_sequences
+    monkeypatch.setattr(loader, "packed_sequences", lambda runs, causal: packed(runs))
+    with pytest.raises(ModelError, match="transformers gives other hidden states"):
+        runner(folder, runner="whole_texts")
+
+
+def test_first_tokens_are_left_out_of_what_is_pooled(tmp_path: Path) -> None:
+    folder, rows = make_encoder(tmp_path / "model", "bert"), sequences([9, 9, 9, 5])
+    given, left = step(rows, *POOLING), [3, 3, 0, 4]
+    step_of = replace(given, unpooled=np.array(left, np.int32))
+    assert step_of.runs() == [(0, 2, 9), (18, 1, 9), (27, 1, 5)]
+    found = runner(folder).encode(step_of)
+    for row, at, states in zip(found, left, reference_states(folder, rows), strict=True):
+        kept, weights = states[at:], np.arange(at + 1, len(states) + 1)
+        expected = {
+            **{"cls": kept[0], "lasttoken": kept[-1], "max": kept.max(0), "mean": kept.mean(0)},
+            "mean_sqrt_len_tokens": kept.sum(0) / len(kept) ** 0.5,
+            "weightedmean": np.average(kept, axis=0, weights=weights),
+        }
+        np.testing.assert_allclose(
+            row, np.concatenate([expected[mode] for mode in POOLING]), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_poolings_are_those_of_their_definitions(tmp_path: Path) -> None:
@@ -101,6 +145,27 @@ def test_a_text_has_the_same_bits_in_any_company(tmp_path: Path, family: str) ->
     together = encoder.encode(step(rows, "mean"))
     for at, row in enumerate(rows):
         np.testing.assert_array_equal(encoder.encode(step([row], "mean"))[0], together[at])
+
+
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("bert", "pooling"),
+        ("mpnet", "pooling"),
+        ("modernbert", "pooling"),
+        ("mistral", "whole_texts"),
+    ],
+)
+def test_every_device_gives_the_same(
+    tmp_path: Path, family: str, kind: Runner, device: str
+) -> None:
+    folder = make_encoder(tmp_path / "model", family, causal=kind == "whole_texts")
+    rows = sequences([40, 17, 17, 2])
+    found = runner(folder, runner=kind, device=torch.device(device)).encode(step(rows, *POOLING))
+    states = reference_states(folder, rows)
+    np.testing.assert_allclose(found[:, :32], [s[0] for s in states], rtol=1e-2, atol=1e-3)
+    assert cosines(found, runner(folder, runner=kind).encode(step(rows, *POOLING))).min() > SAME
 
 
 def test_bfloat16_is_near(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def _prompt_builder(job: JobSpec) -> Recipe:
 
 def _check_columns(job: JobSpec, source: Source) -> None:
     config = _config(job)
+    if source.format.holds_requests:
+        return
     for key, name in (("query", config.query_column), ("document", config.document_column)):
         if name is not None:
             check_text_column(name, f"classify.{key}_column", source)
@@ -97,12 +99,20 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
     classifier = read_classifier(
         job.model.name, job.model.revision, _config(job), context.tokenizer.single_token_id
     )
+    labels = len(classifier.labels)
+    if job.input.format == "openai-batch" and _config(job).has_pairs and labels != 1:
+        raise UsageError(
+            f"{job.model.name}: requests for scores need a model with one label; this one has "
+            f"{labels}",
+            hint="ask for its labels: /v1/classify, or task: classify over a dataset",
+        )
     return Pooled(
         context.tokenizer,
         lambda hidden_state: classification(hidden_state, classifier),
         _FAILED,
         job.output.include,
         classifier.pooling,
+        result_bytes=4 * (1 + labels),  # the highest score again
     )
 
 

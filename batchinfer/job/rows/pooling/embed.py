@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
-from batchinfer.config import EmbedConfig
+from batchinfer.config import EmbedConfig, Runner
 from batchinfer.errors import UsageError
 from batchinfer.job.rows.pooling.pooled import Pooled, plain_prompts
 from batchinfer.job.rows.task import LoadedTask, Task
 from batchinfer.job.spec.spec import JobSpec
 from batchinfer.job.spec.tasks import EMBED
-from batchinfer.pooling.embedding import embedding
+from batchinfer.pooling.embedding import Embedder
 from batchinfer.pooling.embedding_modules import EmbeddingModules, read_embedding_modules
 from batchinfer.text.children.child import Recipe
 from batchinfer.text.grammar import GrammarCompiler
@@ -29,9 +30,12 @@ def _config(job: JobSpec) -> EmbedConfig:
     return job.embed or EmbedConfig()
 
 
-def chosen_pooling(modules: EmbeddingModules, config: EmbedConfig) -> tuple[str, ...]:
-    """What ``embed.pooling`` means for a model."""
-    return modules.pooling if config.pooling == "auto" else (config.pooling,)
+def _embedder(job: JobSpec) -> Embedder:
+    return Embedder(checked_modules(job), _config(job))
+
+
+def _runner(job: JobSpec) -> Runner:
+    return "whole_texts" if _embedder(job).reads_whole_texts else "pooling"
 
 
 def checked_modules(job: JobSpec) -> EmbeddingModules:
@@ -43,12 +47,6 @@ def checked_modules(job: JobSpec) -> EmbeddingModules:
     """
     modules = read_embedding_modules(job.model.name, job.model.revision)
     config, prompt = _config(job), job.prompt
-    pooling = chosen_pooling(modules, config)
-    if not modules.attends_both_ways and pooling != ("lasttoken",):
-        raise UsageError(
-            f"embed.pooling: not yet: the model pools by {', '.join(pooling)}, and this version "
-            "pools what a causal model gives by lasttoken alone"
-        )
     if config.pooling != "auto" and len(modules.pooling) > 1:
         raise UsageError(
             f"embed.pooling: the model puts {' and '.join(modules.pooling)} side by side; set auto"
@@ -77,31 +75,34 @@ def checked_modules(job: JobSpec) -> EmbeddingModules:
 
 
 def _result_types(job: JobSpec) -> dict[str, pa.DataType]:
-    size = _config(job).dimensions or checked_modules(job).width
+    size = _embedder(job).width
     kind = pa.float32() if _config(job).dtype == "float32" else pa.float16()
     return {"embedding": pa.list_(kind, size)}
 
 
 def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> LoadedTask:
-    modules, config = checked_modules(job), _config(job)
+    embedder = _embedder(job)
     return Pooled(
         context.tokenizer,
-        lambda hidden_state: {"embedding": embedding(hidden_state, modules, config)},
+        lambda hidden_state: {"embedding": embedder(hidden_state)},
         _FAILED,
         job.output.include,
-        chosen_pooling(modules, config),
+        embedder.pooling,
+        result_bytes=embedder.width * np.dtype(embedder.config.dtype).itemsize,
     )
 
 
 def _prompt_builder(job: JobSpec) -> Recipe:
-    modules, asked = checked_modules(job), _config(job).prompt_name
+    embedder, asked = _embedder(job), _config(job).prompt_name
+    modules = embedder.modules
     if asked is None and job.prompt.template is None:
         asked = modules.default_prompt
     prefix = modules.prompts[asked] if asked else ""
     return partial(
         plain_prompts,
-        leaves_room=not modules.attends_both_ways,
+        leaves_room=not embedder.reads_whole_texts,
         prefix=prefix,
+        pools_prefix=modules.pools_prompt,
         most_tokens=modules.max_seq_length,
     )
 
@@ -124,4 +125,5 @@ EMBED_TASK = Task(
     _summarise,
     ("embedding.list.element",),
     _FAILED,
+    runner=_runner,
 )

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from batchinfer.config import PromptConfig
 from batchinfer.engine.request import Completion, Request
 from batchinfer.job.rows.finished_row import FinishedRow, error_value, finished_row, seen_text
-from batchinfer.job.rows.pooling.prefixed import PrefixedPrompts
+from batchinfer.job.rows.pooling.prefixed import PrefixedPrompts, num_prefix_tokens
 from batchinfer.pooling.framed_prompts import FramedPromptBuilder
 from batchinfer.requests import PromptRow, pooling_request
 from batchinfer.text.children.child import Builder
@@ -38,12 +38,16 @@ class Pooled:
         failed_results: Mapping[str, Any],
         include: Collection[str] = (),
         pooling: tuple[str, ...] = ("lasttoken",),
+        *,
+        result_bytes: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._results = results
         self._failed_results = failed_results
         self._include = include
         self._pooling = pooling
+        self.result_bytes = result_bytes
+        """As ``LoadedTask``."""
 
     def requests(self, row: PromptRow) -> list[Request]:
         """One request: the prompt."""
@@ -68,7 +72,6 @@ class Pooled:
         if "prompt" in self._include:
             results["prompt"] = seen_text(row, self._tokenizer)
         stats = completion.stats if completion.stats.prompt_tokens else None
-        stats = stats and replace(stats, output_tokens=0, decode_ms=0.0)
         return finished_row(row, results, error, stats)
 
 
@@ -78,6 +81,7 @@ def plain_prompts(
     *,
     leaves_room: bool = True,
     prefix: str = "",
+    pools_prefix: bool = True,
     most_tokens: int | None = None,
     **others: Any,
 ) -> Builder:
@@ -87,6 +91,7 @@ def plain_prompts(
     Args:
         leaves_room: as ``FramedPromptBuilder``.
         prefix: what texts begin with.
+        pools_prefix: whether an embedding is of its tokens too.
         most_tokens: of a prompt; None: as many as the model's length leaves.
     """
     default = "messages" if "messages" in others["columns"] else "prompt"
@@ -97,4 +102,7 @@ def plain_prompts(
         room = most_tokens + leaves_room
         others["max_model_len"] = min(others["max_model_len"], room)
     prompts = FramedPromptBuilder(config, tokenizer, leaves_room=leaves_room, **others)
-    return PrefixedPrompts(prompts, prefix) if prefix else prompts
+    if not prefix:
+        return prompts
+    unpooled = 0 if pools_prefix else num_prefix_tokens(tokenizer, prefix)
+    return PrefixedPrompts(prompts, prefix, unpooled)

@@ -1,0 +1,208 @@
+"""Encoder layers of BERT's shape that run as one call of a C function, on a CPU.
+
+Attention, norms and activations of torch take two fifths of an encoder's time at MiniLM's width,
+and their threads wait for each other after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
+
+from batchinfer.kernels.cpu.encoder_layers import (
+    EncoderLayerArgs,
+    LayerNormArgs,
+    array_of_layers,
+    encoder_layers,
+    layer_norm_args,
+    product_args,
+    supports,
+)
+from batchinfer.worker.encoder.attention import current_runs
+from batchinfer.worker.product_kernels import ProductKernel
+from batchinfer.worker.products.linear import PackedLinear, merged, packs
+
+_ACTIVATIONS: dict[type[nn.Module], str] = {
+    GELUActivation: "gelu",
+    GELUTanh: "gelu_tanh",
+    NewGELUActivation: "gelu_tanh",
+    nn.ReLU: "relu",
+}
+
+
+class _Parts(NamedTuple):
+    """What a layer is made of."""
+
+    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
+    o: nn.Linear
+    attention_norm: nn.LayerNorm
+    up: nn.Linear
+    down: nn.Linear
+    mlp_norm: nn.LayerNorm
+    num_heads: int
+    scale: float
+    activation: nn.Module
+
+
+class NativeEncoderLayers(nn.Module):
+    """All layers of an encoder as one call.
+
+    Args:
+        parts: of each layer; of all heads, scale and activation are the same.
+        kernel: the project's own, that takes their weights.
+    """
+
+    def __init__(self, parts: Sequence[_Parts], kernel: ProductKernel) -> None:
+        super().__init__()
+        first = parts[0]
+        self._num_heads, self._scale = first.num_heads, first.scale
+        self._activation = _ACTIVATIONS[type(first.activation)]
+        self._width = 3 * first.qkv[0].out_features
+        self.products = nn.ModuleList()
+        self.norms = nn.ModuleList()
+        self._layers = array_of_layers([self._arguments(each, kernel) for each in parts])
+        self._qkv = torch.empty(0)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, T, width]
+        *args: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Run the layers on [1, T, width], in the memory of ``hidden_states`` where it is
+        contiguous."""
+        hidden_states = hidden_states.contiguous()
+        hidden = hidden_states[0]
+        lengths = [length for _, count, length in current_runs() for _ in range(count)]
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        encoder_layers(
+            *(self._layers, hidden, self._room(hidden), starts),
+            num_heads=self._num_heads,
+            activation=self._activation,
+            scale=self._scale,
+        )
+        return hidden_states
+
+    def _room(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Uninitialised [T, 3 * width], in the same memory each time where it is enough."""
+        if len(self._qkv) < len(hidden):
+            self._qkv = torch.empty(0)  # a larger one beside it might not fit
+            self._qkv = hidden.new_empty(len(hidden), self._width)
+        return self._qkv
+
+    def _arguments(self, parts: _Parts, kernel: ProductKernel) -> EncoderLayerArgs:
+        linears = merged(*parts.qkv), parts.o, parts.up, parts.down
+        qkv, o, up, down = (PackedLinear(linear, kernel) for linear in linears)
+        self.products.extend((qkv, o, up, down))
+        self.norms.extend((parts.attention_norm, parts.mlp_norm))
+        return EncoderLayerArgs(
+            _product(qkv),
+            _product(o, adds=True),
+            _norm(parts.attention_norm),
+            _product(up),
+            _product(down, adds=True),
+            _norm(parts.mlp_norm),
+        )
+
+
+def join_encoder_layers(
+    body: nn.Module,
+    kernel: ProductKernel,
+    dtype: torch.dtype,
+    gives_the_same: Callable[[], bool],
+) -> bool:
+    """Swap all layers of an encoder for ``NativeEncoderLayers``, where they are of that shape.
+
+    Args:
+        kernel: what multiplies by the body's weights.
+        gives_the_same: whether the body, its layers swapped, gives what it did before; else they
+            stay.
+
+    Returns:
+        Whether they were swapped.
+    """
+    if kernel.kind != "own" or not supports(dtype):
+        return False
+    for parent in list(body.modules()):
+        for name, child in list(parent.named_children()):
+            parts = _parts_of_all(child, kernel, dtype)
+            if not parts:
+                continue
+            setattr(parent, name, nn.ModuleList([NativeEncoderLayers(parts, kernel)]))
+            if gives_the_same():
+                return True
+            setattr(parent, name, child)
+    return False
+
+
+def _parts_of_all(child: nn.Module, kernel: ProductKernel, dtype: torch.dtype) -> list[_Parts]:
+    """The parts of each layer; none where some are of another shape."""
+    if not isinstance(child, nn.ModuleList):
+        return []
+    found = [_parts(layer) for layer in child]
+    parts = [each for each in found if each is not None and _fits(each, kernel, dtype)]
+    shapes = {(each.num_heads, each.scale, type(each.activation)) for each in parts}
+    return parts if len(parts) == len(child) and len(shapes) == 1 else []
+
+
+def _parts(layer: Any) -> _Parts | None:
+    """The parts of a layer of BERT and those made after it, or of DistilBERT."""
+    try:
+        if hasattr(layer, "ffn"):
+            attention, mlp = layer.attention, layer.ffn
+            return _Parts(
+                (attention.q_lin, attention.k_lin, attention.v_lin),
+                attention.out_lin,
+                layer.sa_layer_norm,
+                mlp.lin1,
+                mlp.lin2,
+                layer.output_layer_norm,
+                attention.n_heads,
+                attention.scaling,
+                mlp.activation,
+            )
+        attention, output = layer.attention.self, layer.attention.output
+        return _Parts(
+            (attention.query, attention.key, attention.value),
+            output.dense,
+            output.LayerNorm,
+            layer.intermediate.dense,
+            layer.output.dense,
+            layer.output.LayerNorm,
+            attention.num_attention_heads,
+            attention.scaling,
+            layer.intermediate.intermediate_act_fn,
+        )
+    except AttributeError:
+        return None
+
+
+def _fits(parts: _Parts, kernel: ProductKernel, dtype: torch.dtype) -> bool:
+    norms = parts.attention_norm, parts.mlp_norm
+    linears = *parts.qkv, parts.o, parts.up, parts.down
+    return (
+        type(parts.activation) in _ACTIVATIONS
+        and all(packs(linear, kernel, dtype) for linear in linears)
+        and len({linear.out_features for linear in parts.qkv}) == 1
+        and all(
+            type(norm) is nn.LayerNorm
+            and norm.bias is not None
+            and norm.weight.dtype == norm.bias.dtype == dtype
+            for norm in norms
+        )
+    )
+
+
+def _product(linear: PackedLinear, *, adds: bool = False) -> Any:
+    own = linear.own
+    assert own is not None
+    widths = linear.in_features, linear.out_features
+    return product_args(own.weight, linear.bias, *widths, adds=adds)
+
+
+def _norm(norm: nn.LayerNorm) -> LayerNormArgs:
+    return layer_norm_args(norm.weight, norm.bias, norm.eps)
