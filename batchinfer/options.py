@@ -18,9 +18,9 @@ from batchinfer.errors import StorageError, UsageError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-Model = Annotated[str, typer.Option("--model", help="Hub id or local directory.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Count = Annotated[int | None, typer.Option(min=1)]
+Model = Annotated[str, typer.Option("--model", metavar="MODEL", help="Hub id or local directory.")]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")]
+Count = Annotated[int | None, typer.Option(metavar="N", min=1)]
 """None: the engine's or the model's own."""
 
 
@@ -30,31 +30,45 @@ BENCH_ENGINE_KEYS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "nu
 BATCH_ENGINE_KEYS = (*BENCH_ENGINE_KEYS, "gpu_memory_utilization", "kv_cache_dtype")
 """Options that are keys of the section ``engine`` as well."""
 
+BENCH_TASKS = ("auto", "generate", "embed", "classify")
+
 
 @dataclass(frozen=True)
 class BatchOptions:
     """A batch file, a model, and keys of the job that answers it; None: the default of its key."""
 
-    input_file: Annotated[str, typer.Option("-i", "--input-file", help="Requests, one a line.")]
+    input_file: Annotated[
+        str, typer.Option("-i", "--input-file", metavar="FILE", help="Requests, one a line.")
+    ]
     output_file: Annotated[
         str,
         typer.Option(
-            "-o", "--output-file", help="Answers and errors: a file, its URL, or /dev/stdout."
+            "-o",
+            "--output-file",
+            metavar="FILE",
+            help="Answers and errors: a file, its URL, or /dev/stdout.",
         ),
     ]
     model: Model
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What requests must call the model; default: anything.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="What requests must call the model; default: anything."),
     ] = None
     max_tokens: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Of requests that set none; default: to the end."),
     ] = None
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None
-    tokenizer: Annotated[str | None, typer.Option(help="Hub id or local directory.")] = None
+    revision: Annotated[str | None, typer.Option(metavar="REF", help="Branch, tag or commit.")] = (
+        None
+    )
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Hub id or local directory.")
+    ] = None
     dtype: Dtype = "auto"
     max_model_len: Count = None
-    chat_template: Annotated[str | None, typer.Option(help="A file, or none.")] = None
+    chat_template: Annotated[str | None, typer.Option(metavar="FILE", help="A file, or none.")] = (
+        None
+    )
     default_chat_template_kwargs: Annotated[
         str | None, typer.Option(metavar="JSON", help="E.g. '{\"enable_thinking\": false}'.")
     ] = None
@@ -65,16 +79,23 @@ class BatchOptions:
     tool_call_parser: Annotated[
         str, typer.Option(metavar="NAME", help="How the model writes calls: auto, hermes, ...")
     ] = "none"
-    seed: Annotated[int, typer.Option(min=0, help="Of requests that bring none.")] = 0
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of requests that bring none.")] = 0
     max_num_seqs: Count = None
     max_num_batched_tokens: Count = None
     block_size: Count = None
-    gpu_memory_utilization: Annotated[float | None, typer.Option()] = None
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Of the device's memory.")
+    ] = None
     num_kv_blocks: Count = None
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="auto or fp8.")] = None
+    kv_cache_dtype: Annotated[str | None, typer.Option(metavar="NAME", help="auto or fp8.")] = None
     max_error_rate: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Share of requests that may fail; more: exit code 3."),
+        typer.Option(
+            metavar="SHARE",
+            min=0,
+            max=1,
+            help="Share of requests that may fail; more: exit code 3.",
+        ),
     ] = 1.0
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start afresh, whatever was answered before.")
@@ -115,21 +136,39 @@ class BenchOptions:
     """
 
     model: Model
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens per synthetic prompt.")] = 1024
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to run.")] = 1000
-    n: Annotated[int, typer.Option("--n", min=1, help="Samples per prompt.")] = 1
+    input_len: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Tokens per synthetic prompt; default: 1024, or less where answers need the room.",
+        ),
+    ] = None
+    output_len: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per answer.")] = 128
+    num_prompts: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts to run.")] = 1000
+    n: Annotated[int, typer.Option("--n", metavar="N", min=1, help="Samples per prompt.")] = 1
     dtype: Dtype = "auto"
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and of sampling.")] = 0
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of prompts and of sampling.")] = 0
     max_num_seqs: Count = None
     max_num_batched_tokens: Count = None
     block_size: Count = None
     num_kv_blocks: Count = None
+    task: Annotated[
+        str,
+        typer.Option(
+            help="auto (what the model is saved for), generate, embed or classify; of the last two "
+            "a row is a prompt."
+        ),
+    ] = "auto"
     dataset: Annotated[
         Path | None,
-        typer.Option("--dataset", help="Parquet file of prompts or token ids to run instead."),
+        typer.Option(
+            "--dataset", metavar="FILE", help="Parquet file of prompts or token ids to run instead."
+        ),
     ] = None
-    output_json: Annotated[Path | None, typer.Option(help="Write the result here.")] = None
+    output_json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the result here.")
+    ] = None
     deterministic: Annotated[
         bool,
         typer.Option(
@@ -140,6 +179,8 @@ class BenchOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype {self.dtype}: must be one of {', '.join(DTYPES)}")
+        if self.task not in BENCH_TASKS:
+            raise UsageError(f"--task {self.task}: must be one of {', '.join(BENCH_TASKS)}")
         if self.output_json is not None:
             _check_writable(self.output_json)
 

@@ -104,6 +104,7 @@ def pooling_request(row: PromptRow, pooling: tuple[str, ...] = ("lasttoken",)) -
         pools=True,
         pooling=pooling,
         first_segment=row.prompt.first_segment,
+        unpooled=row.prompt.unpooled,
     )
 
 

@@ -464,7 +464,7 @@ def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any, message: s
         ({"adapters": ["a"]}, TypeError, "adapters is .'a'.; it must be"),
         ({"blocksize": 16}, TypeError, "LLM has no argument blocksize; did you mean block_size?"),
         ({"zzz": 16}, TypeError, "LLM has no argument zzz; known: adapters, .* block_size"),
-        ({"load_format": "dummy"}, NotYetError, r"not yet: LLM\(load_format='dummy'\)"),
+        ({"load_format": "gguf"}, NotYetError, r"not yet: LLM\(load_format='gguf'\)"),
         ({"task": "transcription"}, NotYetError, r"not yet: LLM\(task='transcription'\)"),
         ({"runner": "draft"}, NotYetError, r"not yet: LLM\(runner='draft'\)"),
         ({"runner": "pooling", "task": "generate"}, ValueError, "leave one of them out"),
@@ -477,6 +477,14 @@ def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any, message: s
         ({"max_model_len": 8.5}, TypeError, "max_model_len is 8.5; it must be a whole number or"),
         ({"dtype": "float8"}, TypeError, "dtype is 'float8'; it must be auto or float32 or"),
         ({"tokenizer": 3}, TypeError, "tokenizer is 3; it must be a text or None"),
+        ({"max_logprobs": "x"}, TypeError, "max_logprobs is 'x'; it must be a whole number or"),
+        ({"max_logprobs": -5}, ValueError, "max_logprobs is -5; it must be 0 or more, or -1"),
+        ({"seed": 1.5}, TypeError, "seed is 1.5; it must be a whole number or None"),
+        ({"seed": True}, TypeError, "seed is True; it must be a whole number or None"),
+        ({"enable_lora": "no"}, TypeError, "enable_lora is 'no'; it must be True or False"),
+        ({"skip_tokenizer_init": 1}, TypeError, "skip_tokenizer_init is 1; it must be True or"),
+        ({"generation_config": 5}, TypeError, "generation_config is 5; it must be a text"),
+        ({"override_generation_config": [1]}, TypeError, "config is .1.; it must be a dict or"),
         ({"tokenizer": "/nope"}, ModelError, "model.tokenizer: there is no folder /nope"),
         ({"kv_cache_memory": "1KiB"}, DeviceError, "kv_cache_memory is 1KiB; give at least 6KiB"),
     ],
@@ -486,6 +494,12 @@ def test_a_bad_argument_is_named(
 ) -> None:
     with pytest.raises(error, match=message):
         LLM(str(model), **arguments)
+
+
+@pytest.mark.parametrize("name", [5, None, b"model", ["model"]])
+def test_a_model_is_a_text_or_a_path(name: Any) -> None:
+    with pytest.raises(TypeError, match=r"model is .*; it must be a text"):
+        LLM(name)
 
 
 @pytest.mark.parametrize(

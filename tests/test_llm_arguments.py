@@ -164,6 +164,16 @@ def test_without_a_number_of_tokens_a_text_ends_with_the_models_length(model: Pa
     assert outputs[0].outputs[0].finish_reason == "length"
 
 
+def test_more_tokens_than_the_length_leaves_are_refused(llm: LLM) -> None:
+    longest = llm.max_model_len
+    params = SamplingParams(max_tokens=None, min_tokens=2**31)
+    message = f"min_tokens must be less than or equal to max_tokens, {longest - 2}"
+    with pytest.raises(ValueError, match=f"prompt 0: min_tokens is 2147483648; {message}"):
+        run(llm, [5, 6], params)
+    (output,) = llm.generate([[5, 6]], params, errors="return", **QUIET)
+    assert output.error.code == "bad_sampling_params"
+
+
 def test_all_log_probabilities_can_be_had(llm: LLM) -> None:
     params = replace(GREEDY, max_tokens=2, logprobs=-1, prompt_logprobs=-1)
     output = run(llm, [5, 6, 7], params)
@@ -448,6 +458,18 @@ def test_whitespace_in_json_can_be_left_out_of_all_texts(model: Path) -> None:
     )
 
 
+def test_whitespace_in_json_is_that_of_outlines_for_its_users(model: Path) -> None:
+    llm = LLM(model, num_kv_blocks=64, structured_outputs_config={"backend": "outlines"})
+    schema = {"type": "object", "properties": {"a": {"enum": [[1, 2]]}}, "required": ["a"]}
+    params = SamplingParams(
+        n=16, seed=1, max_tokens=64, structured_outputs={"json": schema, "unsupported": "check"}
+    )
+    texts = {sample.text for sample in run(llm, "a", params).outputs}
+    assert all(json.loads(text)["a"] == [1, 2] for text in texts)
+    assert any(" " in text for text in texts)
+    assert not any("\n" in text or "  " in text for text in texts)
+
+
 def test_schemas_have_what_the_llm_was_told_of_them(model: Path) -> None:
     wanted = ("disable_any_whitespace", "disable_additional_properties")
     config = SimpleNamespace(backend="auto", **dict.fromkeys(wanted, True))
@@ -705,6 +727,11 @@ def test_what_is_not_there_says_what_to_use(llm: LLM, name: str, instead: str) -
     with pytest.raises(AttributeError, match=instead):
         getattr(llm, name)
     assert not hasattr(llm, name)
+
+
+def test_a_tokenizer_of_mistrals_own_says_what_to_use(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer_mode='mistral'\) is not there; leave it out"):
+        LLM(model, tokenizer_mode="mistral")
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from batchinfer import LLM, PoolingParams
 from batchinfer.errors import ModelError, NotYetError
 from batchinfer.llm import LoRARequest
 from batchinfer.llm.pooling.choose import choose_runner
 from tests.classifiers import logits, make_classifier, make_reranker, probability
-from tests.encoders import make_encoder, reference_states
+from tests.encoders import encoder_config, make_encoder, reference_states, save_tokenizer
 from tests.models import make_text_model
 
 PROMPTS = ["is it so?", "a long text about nothing at all, which fills some blocks"]
@@ -66,9 +71,10 @@ def test_embeddings_are_those_of_transformers(llm: LLM, model: Path) -> None:
     (tensor,) = llm.encode(PROMPTS[0], use_tqdm=False)
     assert tensor.outputs is not None
     assert tensor.outputs.data.shape == (len(expected),)
-    last = PoolingParams(truncate_prompt_tokens=4)
-    (cut,) = llm.embed(PROMPTS[1], pooling_params=last, use_tqdm=False)
-    assert cut.prompt_token_ids == ids[-4:]
+    first = PoolingParams(truncate_prompt_tokens=4)
+    for prompt in (PROMPTS[1], ids):
+        (cut,) = llm.embed([prompt], pooling_params=first, use_tqdm=False)
+        assert cut.prompt_token_ids == ids[:4]
 
 
 def test_texts_are_as_alike_as_their_vectors(llm: LLM, model: Path) -> None:
@@ -203,3 +209,35 @@ def test_a_runner_is_chosen_by_the_models_class(tmp_path: Path, config: Any, run
     assert choose_runner("auto", None, str(tmp_path), None) == runner
     assert choose_runner("auto", "embed", str(tmp_path), None) == "pooling"
     assert choose_runner("generate", None, str(tmp_path), None) == "generate"
+
+
+def test_a_folder_says_what_is_pooled(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "mean", "llama", causal=True)
+    module = {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+    (folder / "modules.json").write_text(json.dumps([module]))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    assert choose_runner("auto", None, str(folder), None) == "whole_texts"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    (states,) = reference_states(folder, [tokenizer("a b c")["input_ids"]])
+    llm = LLM(folder, dtype="float32", device="cpu")
+    (output,) = llm.embed("a b c", use_tqdm=False)
+    assert output.outputs is not None
+    assert output.outputs.embedding == pytest.approx(unit(states.mean(0)).tolist(), abs=1e-5)
+    with pytest.raises(ValueError, match="writes no text"):
+        llm.generate("a")
+
+
+def test_an_encoder_that_classifies_embeds_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("bert", num_labels=2, **encoder_config("bert"))
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, 20)
+    llm = LLM(tmp_path, dtype="float32", device="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    (states,) = reference_states(tmp_path, [tokenizer("a b c")["input_ids"]])
+    (embedded,), (labelled,) = llm.embed("a b c"), llm.classify("a b c")
+    assert embedded.outputs is not None
+    assert embedded.outputs.embedding == pytest.approx(unit(states.mean(0)).tolist(), abs=1e-5)
+    assert labelled.outputs is not None
+    assert labelled.outputs.num_classes == 2

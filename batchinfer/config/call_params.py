@@ -14,7 +14,10 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from batchinfer.config import sampling
+from batchinfer.config.named_tokens import token_id_table
 from batchinfer.config.structured_params import GuidedDecodingParams, StructuredOutputsParams
 from batchinfer.config.types import format_value
 
@@ -36,9 +39,6 @@ _WITHOUT_EFFECT = (
 )
 _ELSEWHERE: Mapping[str, str] = {
     "early_stopping": "LLM.beam_search stops as transformers does with early_stopping=False",
-    "logprob_token_ids": "give logprobs=-1, and look the token ids up",
-    "prompt_logprob_start": "give prompt_logprobs, and leave out the first of them",
-    "prompt_logprob_token_ids": "give prompt_logprobs=-1, and look the token ids up",
     "repetition_detection": "give max_tokens, or a repetition_penalty",
     "trace_decode_token_ids": "score given tokens with prompt_logprobs, or a job of task: score",
     "use_beam_search": "call LLM.beam_search",
@@ -74,6 +74,16 @@ class _CallParams(sampling.SamplingParams):
     """Taken as vLLM's; outputs come whole."""
     extra_args: Mapping[str, Any] | None = None
     """Not looked at; for programs that put something of their own beside the parameters."""
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Write the log-probabilities of these token ids beside that of each token, in place of those
+    of the most likely ones."""
+    prompt_logprob_token_ids: Any = None
+    """Token ids whose log-probabilities are written in ``prompt_token_id_logprobs``: for each token
+    of the prompt but the first a list, which may be empty, or an array [tokens, ids] in which -1
+    stands for none."""
+    prompt_logprob_start: int | None = None
+    """Leave so many of the prompt's tokens out of ``prompt_logprob_token_ids``, besides the
+    first."""
     flat_logprobs: bool = False
     """Log-probabilities come as ``FlatLogprobs``, few objects in place of a dict for each token."""
     spaces_between_special_tokens: bool = True
@@ -100,6 +110,9 @@ class _CallParams(sampling.SamplingParams):
         self._require(
             "truncate_prompt_tokens", kept is None or kept == -1 or kept >= 1, "1 or more, or -1"
         )
+        named = (self.logprob_token_ids, self.prompt_logprob_token_ids)
+        if self.beam_width is not None and any(one is not None for one in named):
+            raise ValueError("token ids whose log-probabilities are asked for do not go with beams")
         if self.n > 1 and self.temperature < _GREEDY_BELOW and self.beam_width is None:
             raise ValueError(
                 f"n is {self.n}; n must be 1 when using greedy sampling (temperature 0): all "
@@ -112,10 +125,19 @@ class _CallParams(sampling.SamplingParams):
     def token_limit(self) -> int:
         return _UNLIMITED if self.max_tokens is None else self.max_tokens
 
+    def _check_min_tokens(self) -> None:
+        if self.max_tokens is None and self.min_tokens >= 0:
+            return  # a prompt's length says whether there is room for so many
+        super()._check_min_tokens()
+
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
             self._require(name, wanted is None or wanted >= -1, "0 or more, or -1 for all")
+        start = self.prompt_logprob_start
+        self._require("prompt_logprob_start", start is None or start >= 0, "0 or more")
+        if start is not None and self.prompt_logprob_token_ids is None:
+            raise ValueError("prompt_logprob_start requires prompt_logprob_token_ids")
 
     def _normalise(self) -> None:
         changes: dict[str, Any] = {}
@@ -136,9 +158,22 @@ class _CallParams(sampling.SamplingParams):
         structure = changes.get("structured_outputs", self.structured_outputs)
         if isinstance(structure, StructuredOutputsParams):
             changes["structured_outputs"] = structure.mapping()
+        if self.prompt_logprob_token_ids is not None:
+            table = token_id_table(self.prompt_logprob_token_ids, "prompt_logprob_token_ids")
+            changes["prompt_logprob_token_ids"] = table
         for name, value in changes.items():
             object.__setattr__(self, name, value)
         super()._normalise()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _CallParams):
+            return NotImplemented
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            if name == "prompt_logprob_token_ids"
+            else getattr(self, name) == getattr(other, name)
+            for name in self.__dataclass_fields__
+        )
 
 
 class SamplingParams(_CallParams):
@@ -199,6 +234,12 @@ class SamplingParams(_CallParams):
                 f"best_of is {self.best_of}; draw n={self.best_of} samples with logprobs=0, and "
                 "keep those with the highest cumulative_logprob"
             )
+        named = self.logprob_token_ids
+        if named is not None and self.logprobs not in (None, len(named)):
+            raise ValueError(
+                f"logprobs is {self.logprobs}, but logprob_token_ids are {len(named)}, which come "
+                "in place of the most likely tokens; leave logprobs out"
+            )
 
     def without_effect(self) -> dict[str, Any]:
         """Parameters that are given and change nothing, by name."""
@@ -218,12 +259,20 @@ class SamplingParams(_CallParams):
             num_prompt_tokens: of the prompt that they are for.
             max_model_len: most tokens of prompt and output together.
             vocab_size: the model's token ids are below it.
+
+        Raises:
+            ValueError: the length leaves fewer than ``min_tokens``.
         """
         changes: dict[str, Any] = {}
+        if self.logprob_token_ids is not None:
+            changes["logprobs"] = 0
+        if self.prompt_logprob_token_ids is not None and self.prompt_logprobs is None:
+            changes["prompt_logprobs"] = 0
         if self.max_tokens is None:
-            changes["max_tokens"] = max(max_model_len - num_prompt_tokens, self.min_tokens, 1)
+            left = max_model_len - num_prompt_tokens
+            changes["max_tokens"] = left if left > 0 else max(self.min_tokens, 1)
         for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(self, name)
+            wanted = changes.get(name, getattr(self, name))
             if wanted is not None and not 0 <= wanted <= vocab_size:
                 changes[name] = vocab_size
         return replace(self, **changes) if changes else self

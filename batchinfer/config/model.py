@@ -8,8 +8,9 @@ from typing import Literal
 
 from batchinfer.config.types import coerce_fields
 
-Runner = Literal["generate", "pooling"]
-"""What a model is run for, as vLLM names it: to write text, or for its hidden states."""
+Runner = Literal["generate", "pooling", "whole_texts"]
+"""What a model is run for, as vLLM names it: to write text, or for its hidden states; whole_texts:
+for those of all tokens of a text, which is then computed at once, without a KV pool."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class ModelConfig:
     from 1."""
     runner: Runner = "generate"
     """pooling: a model without an output head will do."""
+
+    @property
+    def pools(self) -> bool:
+        """Whether it is run for its hidden states."""
+        return self.runner in ("pooling", "whole_texts")
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -23,6 +23,7 @@ class PromptLogprobs:
     ranks: Int32  # [N] 1 = most likely
     top_token_ids: Int32  # [N, L] best first
     top_logprobs: Float32  # [N, L]
+    named_logprobs: Float32 | None = None  # [N, W] of the ids asked for; -inf where there is none
 
 
 class PromptScores:
@@ -30,12 +31,14 @@ class PromptScores:
 
     Args:
         num_top: alternatives wanted for each token.
+        num_named: most ids that are asked for at one of them.
         start: the first position whose logits are wanted.
         stop: the first after it of which none are.
     """
 
-    def __init__(self, num_top: int, start: int, stop: int) -> None:
+    def __init__(self, num_top: int, start: int, stop: int, num_named: int = 0) -> None:
         self.num_top = num_top
+        self.num_named = num_named
         self.next = start
         """The first position whose logits are not known."""
         self.stop = stop
@@ -58,6 +61,7 @@ class PromptScores:
         logprobs, ranks = [floats], [ints]
         top_ids = [np.empty((0, self.num_top), dtype=np.int32)]
         top_logprobs = [np.empty((0, self.num_top), dtype=np.float32)]
+        named = [np.empty((0, self.num_named), dtype=np.float32)]
         for result in self._known:
             assert result.ranks is not None
             assert result.top_token_ids is not None
@@ -66,9 +70,13 @@ class PromptScores:
             ranks.append(result.ranks)
             top_ids.append(result.top_token_ids[:, : self.num_top])
             top_logprobs.append(result.top_logprobs[:, : self.num_top])
+            if self.num_named:
+                assert result.named_logprobs is not None
+                named.append(result.named_logprobs[:, : self.num_named])
         return PromptLogprobs(
             np.concatenate(logprobs),
             np.concatenate(ranks),
             np.concatenate(top_ids),
             np.concatenate(top_logprobs),
+            np.concatenate(named) if self.num_named else None,
         )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from batchinfer.config import SamplingParams
 from batchinfer.engine.prompt_logprobs import PromptLogprobs
-from batchinfer.engine.step import Float32, LogitsProcessor
+from batchinfer.engine.step import Float32, Int32, LogitsProcessor, LogprobsMode
 from batchinfer.protocols import Grammar, StopChecker, StopMatch
 
 TokenIds = npt.NDArray[np.int32]
@@ -55,8 +55,17 @@ class Request:
     """With ``pools``: how hidden states become a vector; others are an ``EncoderEngine``'s."""
     first_segment: int | None = None
     """Of a pair of texts that an encoder reads: prompt tokens of the first; None: there is one."""
+    unpooled: int = 0
+    """Of what an ``EncoderEngine`` pools: first prompt tokens that are left out."""
     logits_processors: tuple[LogitsProcessor, ...] = ()
     """What a caller does to the logits before all else, one after another."""
+    named_token_ids: tuple[int, ...] = ()
+    """With ``params.logprobs``: ids whose log-probabilities are given besides, at each token."""
+    named_prompt_token_ids: Int32 | None = None
+    """With ``params.prompt_logprobs``: [N, W] the same of the N prompt tokens from ``scored_from``
+    on; -1 pads."""
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
+    """What is given as log-probabilities."""
     partial_output: PartialOutput | None = None
     """What an earlier run drew of it before it ended: it goes on from there."""
 
@@ -117,6 +126,8 @@ class TokenLogprobs:
     """1 for the most likely token."""
     top: tuple[tuple[int, float], ...]
     """The most likely tokens, best first: (token id, log-probability)."""
+    named: tuple[tuple[int, float], ...] = ()
+    """Those that were asked for by id."""
 
 
 @dataclass(slots=True)

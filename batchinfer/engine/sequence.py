@@ -80,7 +80,10 @@ class RequestState:
         request, num_top = self.request, self.request.params.prompt_logprobs
         if num_top is None:
             return None
-        return PromptScores(num_top, request.logits_from, request.num_prompt_tokens - 1)
+        named = request.named_prompt_token_ids
+        num_named = 0 if named is None else named.shape[1]
+        first, last = request.logits_from, request.num_prompt_tokens - 1
+        return PromptScores(num_top, first, last, num_named)
 
     def note_peak_blocks(self) -> None:
         """Update the peak of its blocks; call it before the row gives some up."""

@@ -45,3 +45,8 @@ class StepStats:
     """Blocks copied from the host."""
     swapped_out_blocks: int
     """Blocks copied to the host: of sequences that wait, and of prefixes that rows to come need."""
+
+    @property
+    def pool_use(self) -> float | None:
+        """Used share of the KV blocks; None: there is no pool."""
+        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else None

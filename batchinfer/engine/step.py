@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from enum import IntFlag
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -73,6 +74,18 @@ class Penalties:
     output_token_ids: Int32  # [P, longest output so far]
 
 
+class LogprobsMode(IntFlag):
+    """What is given as log-probabilities."""
+
+    RAW = 0
+    """Those of the unmodified logits."""
+    LOGITS = 1
+    """The logits themselves."""
+    PROCESSED = 2
+    """After biases, bans, penalties, temperature and filters; those that are left out are -inf.
+    Prompts have nothing of these."""
+
+
 LogitsProcessor = Callable[..., Any]
 """A caller's function of the prompt's token ids, the output's so far, both lists, and the logits of
 the next token, float32 [V] on the model's device; returns logits."""
@@ -113,6 +126,8 @@ class SamplingBatch(SamplingColumns):
     masked_rows: Int32 = field(default_factory=_no_rows)  # [M] of the R, limited by a grammar
     masks: Int32 = field(default_factory=_no_masks)  # [M, words] bit i % 32 of word i // 32: i may
     processed: tuple[ProcessedRow, ...] = ()
+    named_token_ids: Int32 | None = None  # [K, W] ids to give log-probabilities of; -1 pads
+    logprobs_modes: Int32 | None = None  # [K] ``LogprobsMode``; None: all 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +137,8 @@ class ScoredTokens:
     rows: Int32  # [P] packed tokens before them, whose logits give their log-probabilities
     token_ids: Int32  # [P]
     num_logprobs: Int32  # [P] alternatives wanted
+    named_token_ids: Int32 | None = None  # [P, W] ids to give log-probabilities of; -1 pads
+    as_logits: Bool | None = None  # [P] logits in place of log-probabilities; None: nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +216,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The K samples of a step. L = most alternatives any sample asked for."""
+    """The K samples of a step. L = most alternatives any sample asked for, W = most named ids."""
 
     token_ids: Int32  # [K]
-    logprobs: Float32  # [K] of the token, from the unmodified logits
+    logprobs: Float32  # [K] of the token, from the unmodified logits, but for ``LogprobsMode``
     nonfinite: Bool  # [K] the row of logits held no number to draw by; the token means nothing
     ranks: Int32 | None  # [K] 1 = most likely; None when no sample asked for logprobs
     top_token_ids: Int32 | None  # [K, L] best first
@@ -210,6 +227,7 @@ class StepResult:
     scored: StepResult | None = None  # of the step's P scored tokens, as if these were its samples
     no_token_left: Bool | None = None  # [K] of nonfinite: by bans and allowed ids; None: nowhere
     hidden_states: Float32 | None = None  # [E, H] after the final norm; None: none asked for
+    named_logprobs: Float32 | None = None  # [K, W] of the ids named; -inf where there is none
 
     def lacks_token(self, at: int) -> bool:
         """Whether bans and allowed ids left sample ``at`` no token."""
@@ -218,7 +236,7 @@ class StepResult:
     def only(self, kept: Bool | slice) -> StepResult:
         """A subset of the samples, by a mask or a slice; without scored tokens or states."""
         ranks, top_ids, top_logprobs = self.ranks, self.top_token_ids, self.top_logprobs
-        no_token_left = self.no_token_left
+        no_token_left, named = self.no_token_left, self.named_logprobs
         return StepResult(
             token_ids=self.token_ids[kept],
             logprobs=self.logprobs[kept],
@@ -227,4 +245,5 @@ class StepResult:
             top_token_ids=None if top_ids is None else top_ids[kept],
             top_logprobs=None if top_logprobs is None else top_logprobs[kept],
             no_token_left=None if no_token_left is None else no_token_left[kept],
+            named_logprobs=None if named is None else named[kept],
         )

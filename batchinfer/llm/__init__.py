@@ -1,7 +1,7 @@
 """The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.
 
-May import: config, errors, process, console, engine, text, pooling, requests, resampling, build,
-report.
+May import: config, errors, process, console, engine, text, pooling, requests, tool_choice,
+resampling, build, report.
 """
 
 from batchinfer.config.beam_params import BeamSearchParams
@@ -24,7 +24,7 @@ from batchinfer.llm.pooling.outputs import (
 )
 from batchinfer.llm.pooling.params import PoolingParams
 from batchinfer.llm.prompts import Conversation, PromptLike, TextPrompt, TokensPrompt
-from batchinfer.llm.request_metrics import RequestMetrics
+from batchinfer.llm.vllm.request_metrics import RequestMetrics
 
 __all__ = [
     "LLM",

@@ -7,6 +7,7 @@ import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,22 @@ _ENGINE_ALIASES: Mapping[str, str] = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_kv_blocks",
 }
+_NUMBER: tuple[Any, str] = (Integral | None, "a whole number or None")
+_YES_OR_NO: tuple[Any, str] = (bool, "True or False")
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "max_logprobs": _NUMBER,
+    "seed": _NUMBER,
+    "skip_tokenizer_init": _YES_OR_NO,
+    "enable_lora": _YES_OR_NO,
+    "generation_config": (str | os.PathLike, "a text"),
+    "override_generation_config": (Mapping | None, "a dict or None"),
+}
+"""What arguments may be that no record of settings checks."""
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
+_OUTLINES = "outlines"
+_OUTLINES_WHITESPACE = "[ ]?"
+"""What outlines, a backend of vLLM's, puts between the parts of JSON
+(``outlines_core.json_schema.WHITESPACE``)."""
 _SCHEMA_DEFAULTS = ("disable_any_whitespace", "disable_additional_properties")
 _OF_CONFIG: Mapping[str, str] = {
     name: f"structured_outputs_{name}"
@@ -61,9 +77,7 @@ def model_config(
         TypeError: naming the argument, when it is of another type.
         ValueError: ``max_model_len`` is not positive.
     """
-    name = _as_text(model)
-    if not isinstance(name, str):
-        raise TypeError(f"model is {reprlib.repr(name)}; it must be a text")
+    name = model_name(model)
     if max_model_len == FIT:
         max_model_len = None
     dtype = _DTYPES.get(str(dtype), str(dtype).removeprefix("torch."))
@@ -75,6 +89,35 @@ def model_config(
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise NotYetError(f"LLM(quantization={quantization!r})")
     return config
+
+
+def model_name(model: object) -> str:
+    """The hub id or folder that names a model.
+
+    Raises:
+        TypeError: it is none.
+    """
+    name = _as_text(model)
+    if not isinstance(name, str):
+        raise TypeError(f"model is {reprlib.repr(name)}; it must be a text")
+    return name
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Check arguments of an ``LLM`` that no record of settings checks.
+
+    Raises:
+        TypeError: naming the argument, when it is of another type.
+        ValueError: ``max_logprobs`` is below -1.
+    """
+    for name, value in given.items():
+        kinds, what = _KINDS[name]
+        is_bool = isinstance(value, bool)
+        if not isinstance(value, kinds) or (is_bool and kinds is not bool):
+            raise TypeError(f"{name} is {reprlib.repr(value)}; it must be {what}")
+    most = given["max_logprobs"]
+    if most is not None and most < -1:
+        raise ValueError(f"max_logprobs is {most}; it must be 0 or more, or -1 for any number")
 
 
 def _as_text(path: Any) -> Any:
@@ -107,6 +150,18 @@ def _with_own_names(keys: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} and {own} mean the same; keep one")
         found[own] = f"{value}B" if own == "kv_cache_memory" else value
     return found
+
+
+def wants_random_weights(load_format: object) -> bool:
+    """Whether ``LLM(load_format=...)`` asks for these; warns of what changes nothing.
+
+    Raises:
+        NotYetError: there is no such format.
+    """
+    if load_format == "dummy":
+        return True
+    settle("LLM", {"load_format": load_format}, (), stacklevel=4)
+    return False
 
 
 def template_text(template: str | os.PathLike[str] | None) -> str | None:
@@ -155,6 +210,7 @@ class SchemaDefaults:
 
     disable_any_whitespace: bool
     disable_additional_properties: bool
+    whitespace_pattern: str | None = None
 
     def of(self, structure: Mapping[str, Any]) -> Mapping[str, Any]:
         """``structured_outputs`` of a call with what it leaves open."""
@@ -164,6 +220,8 @@ class SchemaDefaults:
         is_json = "json" in found or "json_object" in found
         if is_json and self.disable_any_whitespace and not {*_WHITESPACE} & {*found}:
             found["disable_any_whitespace"] = True
+        elif is_json and self.whitespace_pattern is not None and not {*_WHITESPACE} & {*found}:
+            found["whitespace_pattern"] = self.whitespace_pattern
         return found
 
 
@@ -174,13 +232,17 @@ def schema_defaults(
 
     Args:
         structured_outputs_config: vLLM's ``StructuredOutputsConfig``, or a dict of its fields; all
-            but two are without effect.
+            but two are without effect, but for the whitespace that the backend ``outlines`` writes.
         disable_any_whitespace: its earlier argument for the same.
     """
     given = structured_outputs_config
     config = dict(given if isinstance(given, Mapping) else getattr(given, "__dict__", {}))
     whitespace = config.pop("disable_any_whitespace", False) or disable_any_whitespace
     properties = config.pop("disable_additional_properties", False)
+    pattern = None
+    if config.get("backend") == _OUTLINES:
+        del config["backend"]
+        pattern = _OUTLINES_WHITESPACE
     others = {_OF_CONFIG.get(name, name): value for name, value in config.items() if value}
     settle("LLM", others, _SCHEMA_DEFAULTS, stacklevel=4)
-    return SchemaDefaults(bool(whitespace), bool(properties))
+    return SchemaDefaults(bool(whitespace), bool(properties), pattern)

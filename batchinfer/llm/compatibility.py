@@ -20,6 +20,7 @@ from batchinfer.llm.vllm.names import (
     NO_EFFECT_PREFIXES,
     NOT_YET,
     QUIET,
+    VALUES_ELSEWHERE,
 )
 
 
@@ -36,6 +37,7 @@ def settle(
     Raises:
         NotYetError: one is not built.
         TypeError: one is had in another way, or unknown.
+        ValueError: a value is had in another way.
     """
     for name, value in given.items():
         if name in NOT_YET:
@@ -47,6 +49,9 @@ def settle(
         elif name in NO_EFFECT or name.startswith(NO_EFFECT_PREFIXES):
             if value is None or QUIET.get(name) == value:
                 continue
+            instead = VALUES_ELSEWHERE.get((name, value)) if isinstance(value, str) else None
+            if instead is not None:
+                raise ValueError(f"{call}({name}={value!r}) is not there; {instead}")
             meant = NO_EFFECT.get(name)
             if meant and value not in meant:
                 raise NotYetError(f"{call}({name}={value!r})")

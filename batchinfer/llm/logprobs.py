@@ -17,6 +17,7 @@ class Logprob:
 
     logprob: float
     rank: int | None = None
+    """None of a token that ``logprob_token_ids`` names."""
     decoded_token: str | None = None
     """What the token adds to the text: of a character in several tokens, the last adds all; None
     with ``detokenize=False``."""
@@ -84,7 +85,7 @@ PromptLogprobs = list[dict[int, Logprob] | None] | FlatLogprobs
 def output_logprobs(
     tokens: Sequence[TokenLogprobs], text: list[int], tokenizer: Tokenizer | None, *, flat: bool
 ) -> Logprobs:
-    """Each output token, and after it its alternatives, best first.
+    """Each output token, and after it its alternatives, best first, or the tokens named.
 
     Args:
         text: ids of ``tokens`` and of those before them, ``MAX_CHAR_TOKENS`` or all.
@@ -130,9 +131,12 @@ def _entries(
     entries |= {
         token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, start=1)
     }
+    told: dict[int, tuple[float, int | None]] = {**entries}
+    for token_id, logprob in token.named:
+        told.setdefault(token_id, (logprob, None))
     return {
         token_id: Logprob(logprob, rank, _text(tokenizer, token_id, before))
-        for token_id, (logprob, rank) in entries.items()
+        for token_id, (logprob, rank) in told.items()
     }
 
 

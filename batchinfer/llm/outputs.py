@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 
 from batchinfer.config.call_params import SamplingParams
@@ -12,10 +12,11 @@ from batchinfer.engine.request import (
     RequestStats,
     SampleOutput,
 )
+from batchinfer.engine.step import Float32
 from batchinfer.errors import RowError
 from batchinfer.llm.logprobs import Logprobs, PromptLogprobs, output_logprobs, prompt_logprobs
 from batchinfer.llm.lora import LoRARequest
-from batchinfer.llm.request_metrics import RequestMetrics, request_metrics
+from batchinfer.llm.vllm.request_metrics import RequestMetrics, request_metrics
 from batchinfer.text.answers import Answer, AnswerReader
 from batchinfer.text.detokenize import MAX_CHAR_TOKENS
 from batchinfer.text.prompts import Prompt
@@ -54,14 +55,17 @@ class RequestOutput:
     prompt_token_ids: list[int]
     prompt_logprobs: PromptLogprobs | None
     """Each prompt token's, if asked for; None for the first, which nothing comes before."""
-    num_cached_tokens: int
-    finished: bool
     outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
     error: RowError | None = None
     metrics: RequestMetrics | None = None
     """When it came, began and ended."""
     lora_request: LoRARequest | None = None
     """As the call gave it."""
+    prompt_token_id_logprobs: Float32 | None = field(default=None, compare=False)
+    """[tokens, ids] of ``prompt_logprob_token_ids``, where these are given: row i is of prompt
+    token ``prompt_logprob_start + i + 1``; -inf where there is no id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +120,25 @@ def finished(
         prompt=prompt.text,
         prompt_token_ids=prompt_ids,
         prompt_logprobs=None
-        if prompt_tokens is None
+        if prompt_tokens is None or asked.params.prompt_logprobs is None
         else prompt_logprobs(prompt_tokens, prompt_ids, decoder, flat=flat),
         num_cached_tokens=completion.stats.cached_tokens,
         finished=True,
         outputs=samples,
         metrics=request_metrics(asked.arrival_time, completion.stats, num_tokens),
         lora_request=asked.lora_request,
+        prompt_token_id_logprobs=_named_prompt_logprobs(completion, asked.params),
     )
     if completion.error_code is None:
         return output
     return replace(output, error=RowError(completion.error_code, completion.error_message or ""))
+
+
+def _named_prompt_logprobs(completion: Completion, params: SamplingParams) -> Float32 | None:
+    table, found = params.prompt_logprob_token_ids, completion.prompt_logprobs
+    if table is None or found is None or found.named_logprobs is None:
+        return None
+    return found.named_logprobs[len(found.named_logprobs) - len(table) :]
 
 
 def _sample(

@@ -7,12 +7,11 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
-from batchinfer.config import sampling
-from batchinfer.config.call_params import SamplingParams
 from batchinfer.engine.request import TokenIds
 from batchinfer.llm.compatibility import settle
 from batchinfer.text.chat import FinalMessage
 from batchinfer.text.prompts import Prompt
+from batchinfer.text.tools.row_tools import RowTools, checked_choice, checked_tools
 
 
 class TextPrompt(TypedDict):
@@ -32,9 +31,6 @@ PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
 Conversation = Sequence[Mapping[str, Any]]
 """Messages: ``[{"role": "user", "content": "..."}]``."""
-
-MAX_LOGPROBS = 20
-"""Most alternatives of a token that can be had unless ``LLM(max_logprobs=...)`` says otherwise."""
 _KEYS = ("prompt", "prompt_token_ids")
 _FORMS = "a text, a list of token ids, {'prompt': ...} or {'prompt_token_ids': ...}"
 _MESSAGES = "a list of messages such as [{'role': 'user', 'content': '...'}]"
@@ -110,62 +106,28 @@ def final_message(
     return "leave" if add_generation_prompt is False else "answer"
 
 
-def check_priority(priority: int | Sequence[int] | None, count: int, call: str) -> None:
-    """Check ``priority``, one for all prompts or one each, and warn that it has no effect.
-
-    Raises:
-        ValueError: they are not as many as the prompts.
-    """
-    if isinstance(priority, Sequence) and len(priority) != count:
-        raise ValueError(f"{count} prompts, but {len(priority)} priorities")
-    settle(call, {"priority": priority}, (), stacklevel=4)
-
-
-def params_of_each(
-    params: sampling.SamplingParams | Sequence[sampling.SamplingParams],
-    count: int,
-    vocab_size: int,
-    max_logprobs: int | None,
-) -> list[SamplingParams]:
-    """The sampling parameters of each of ``count`` prompts.
+def chat_tools(tools: object, choice: object, *, has_parser: bool) -> RowTools | None:
+    """The tools of a chat; None where it has none, or must call none.
 
     Args:
-        max_logprobs: most alternatives that may be asked for; -1 = any number; None: 20, or all.
+        has_parser: whether it is known how the model writes calls.
 
     Raises:
-        TypeError, ValueError: they are something else, not as many, ask for too much, or name a
-            token id that the model does not have.
+        ValueError: they are none, the choice is none of them, or nobody knows how the model would
+            write the calls that it must make.
     """
-    if isinstance(params, sampling.SamplingParams):
-        distinct = [SamplingParams.of(params)]
-        found = distinct * count
-    else:
-        expected = "SamplingParams(...), or a list of one for each prompt"
-        given = listed(params, "sampling_params", expected)
-        if len(given) != count:
-            raise ValueError(f"{count} prompts, but {len(given)} sampling params")
-        for at, one in enumerate(given):
-            if not isinstance(one, sampling.SamplingParams):
-                raise TypeError(f"sampling_params {at} is {kind_of(one)}; give SamplingParams(...)")
-        distinct = found = [SamplingParams.of(one) for one in given]
-    for one in distinct:
-        one.check_token_ids(vocab_size)
-        one.check_call()
-        _check_logprobs(one, max_logprobs)
-        settle("SamplingParams", one.without_effect(), (), stacklevel=6)
-    return found
-
-
-def _check_logprobs(params: SamplingParams, max_logprobs: int | None) -> None:
-    most = MAX_LOGPROBS if max_logprobs is None else max_logprobs
-    for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, name) or 0
-        is_over = max_logprobs is not None if wanted == -1 else wanted > most
-        if most != -1 and is_over:
-            raise ValueError(
-                f"{name} is {wanted}, more than max_logprobs, which is {most}; "
-                "give LLM(max_logprobs=...), -1 for any number"
-            )
+    checked = checked_tools([] if tools is None else tools)
+    if not checked:
+        if choice not in ("auto", "none"):
+            raise ValueError(f"tool_choice is {choice!r}, and there are no tools")
+        return None
+    chosen = checked_choice(choice, checked)
+    if chosen not in ("auto", "none") and not has_parser:
+        raise ValueError(
+            "a tool_choice that asks for a call needs LLM(tool_parser='auto'), or the name of the "
+            "format in which the model writes calls"
+        )
+    return None if chosen == "none" else RowTools(checked, chosen)
 
 
 def _is_one(prompts: Any) -> bool:

@@ -16,11 +16,12 @@ from batchinfer.build import EngineContext
 from batchinfer.config.call_params import SamplingParams
 from batchinfer.console.meter import Meter
 from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.step import LogprobsMode
 from batchinfer.errors import RowError
 from batchinfer.llm.calls import Calls
-from batchinfer.llm.logits_processors import with_processors
 from batchinfer.llm.lora import LoRARequest
 from batchinfer.llm.outputs import Asked, RequestOutput, finished, refused
+from batchinfer.llm.params import as_called, rows_to_score_problem
 from batchinfer.process import gc_frozen
 from batchinfer.requests import PromptRow, RequestMaker, RowSampling
 from batchinfer.resampling import Resampling
@@ -30,7 +31,9 @@ from batchinfer.text.prompts import Prompt
 from batchinfer.text.reasoning.reasoning_format import ReasoningFormat
 from batchinfer.text.structured.grammar_source import GrammarError
 from batchinfer.text.structured.json_validator import SchemaError
-from batchinfer.text.tools.tool_format import ToolFormat, Tools
+from batchinfer.text.tools.row_tools import RowTools
+from batchinfer.text.tools.tool_format import ToolFormat
+from batchinfer.tool_choice import ToolChoices
 
 OnError = Literal["raise", "return"]
 """What becomes of a prompt that cannot be run: the call raises, or its output has an ``error``."""
@@ -48,8 +51,8 @@ class PromptRequest:
     adapter: int
     lora_request: LoRARequest | None
     """As the call gave it."""
-    tools: Tools | None = None
-    """What the model may call."""
+    tools: RowTools | None = None
+    """What the model may call, or must."""
 
 
 class CallRunner:
@@ -60,6 +63,7 @@ class CallRunner:
             None: they are fresh in every call.
         reasoning: how the model marks its thinking; None: it is part of the text.
         tool_format: how it writes calls of tools; None: they are part of the text.
+        mode: what is given as log-probabilities; beams are ranked by these themselves.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class CallRunner:
         seed: int | None,
         reasoning: ReasoningFormat | None = None,
         tool_format: ToolFormat | None = None,
+        mode: LogprobsMode = LogprobsMode.RAW,
     ) -> None:
         self._context = context
         self._calls = calls
@@ -77,9 +82,18 @@ class CallRunner:
         facts = context.tokenizer, context.eos_token_ids
         grammars = GrammarCompiler(*facts, context.vocab_size)
         self._reasoning = reasoning
+        self._mode = mode
         self._answers = AnswerReader(context.tokenizer, reasoning, tool_format)
         self._samples = Resampling(RequestMaker(*facts, grammars, reasoning), self._answers)
+        self._tool_choices = None
+        if tool_format is not None:
+            self._tool_choices = ToolChoices(tool_format, context.tokenizer, grammars)
         self._num_requests = 0
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether it is known how the model writes calls of tools."""
+        return self._tool_choices is not None
 
     def run(
         self, items: Sequence[PromptRequest], on_error: OnError, use_tqdm: ProgressBar
@@ -97,7 +111,10 @@ class CallRunner:
             first = min(errors)
             raise ValueError(f"prompt {first}: {errors[first].message}")
         asked = [
-            Asked(str(self._num_requests + at), item.params, item.lora_request, now, item.tools)
+            Asked(
+                *(str(self._num_requests + at), item.params, item.lora_request, now),
+                None if item.tools is None else item.tools.tools,
+            )
             for at, item in enumerate(items)
         ]
         outputs = {at: refused(asked[at], error, rows[at].prompt) for at, error in errors.items()}
@@ -113,7 +130,7 @@ class CallRunner:
                 at = completion.request.row_id
                 parts.setdefault(at, []).append(completion)
                 if further := self._samples.follow_up_requests(rows[at], parts[at]):
-                    self._calls.add(with_processors(further, items[at].params.logits_processors))
+                    self._calls.add(self._as_called(further, items[at].params))
                     continue
                 whole, _ = self._samples.result(rows[at], parts.pop(at))
                 prompt = rows[at].prompt
@@ -144,10 +161,18 @@ class CallRunner:
         length = len(prompt.token_ids)
         key = (id(item.params), length if item.params.max_tokens is None else None)
         if key not in made:
-            params = item.params.resolved(length, longest, self._context.vocab_size)
+            try:
+                params = item.params.resolved(length, longest, self._context.vocab_size)
+            except ValueError as error:
+                return PromptRow(at, RowError("bad_sampling_params", str(error)))
             own_seed = params.seed is not None
             made[key] = RowSampling(params if own_seed else replace(params, seed=seed), own_seed)
-        return PromptRow(at, prompt, made[key], adapter=item.adapter)
+        sampling: RowSampling | RowError | None = made[key]
+        if self._tool_choices is not None:
+            sampling = self._tool_choices.applied(sampling, item.tools)
+        if isinstance(sampling, RowError):
+            return PromptRow(at, sampling)
+        return PromptRow(at, prompt, sampling, adapter=item.adapter)
 
     def _requests(
         self, rows: Sequence[PromptRow], items: Sequence[PromptRequest]
@@ -156,14 +181,18 @@ class CallRunner:
         requests: list[Request] = []
         errors: dict[int, RowError] = {}
         for row, item in zip(rows, items, strict=True):
-            found = self._first_requests(row)
+            found = self._first_requests(row, item.params)
             if isinstance(found, RowError):
                 errors[row.row_id] = found
             else:
-                requests += with_processors(found, item.params.logits_processors)
+                requests += self._as_called(found, item.params)
         return requests, errors
 
-    def _first_requests(self, row: PromptRow) -> list[Request] | RowError:
+    def _as_called(self, requests: Sequence[Request], params: SamplingParams) -> list[Request]:
+        mode = LogprobsMode.RAW if params.beam_width else self._mode
+        return as_called(requests, params, mode)
+
+    def _first_requests(self, row: PromptRow, params: SamplingParams) -> list[Request] | RowError:
         if isinstance(row.prompt, RowError):
             return row.prompt
         if len(row.prompt.token_ids) == 0:
@@ -172,6 +201,8 @@ class CallRunner:
         if row.sampling.params.max_reasoning_tokens is not None and self._reasoning is None:
             problem = 'max_reasoning_tokens needs LLM(reasoning="auto"), or the markers'
             return RowError("bad_sampling_params", problem)
+        if (misfit := rows_to_score_problem(params, len(row.prompt.token_ids))) is not None:
+            return RowError("bad_sampling_params", misfit)
         try:
             requests = self._samples.requests(row)
         except (GrammarError, SchemaError) as error:
@@ -215,7 +246,7 @@ def progress(count: int, use_tqdm: ProgressBar) -> Iterator[Any]:
     if callable(use_tqdm):
         bar = use_tqdm(total=count, desc="prompts", dynamic_ncols=True)
     else:
-        bar = tqdm(total=count, disable=not use_tqdm, unit="prompt")
+        bar = tqdm(total=count, disable=not use_tqdm, unit=" prompts")
     try:
         yield bar
     finally:

@@ -35,6 +35,9 @@ class Prompt:
     first_segment: int | None = field(default=None, kw_only=True)
     """Of a pair of texts: tokens that the tokenizer counts to the first; None: there is one."""
 
+    unpooled: int = field(default=0, kw_only=True)
+    """Tokens that it begins with and that an embedding leaves out."""
+
     @property
     def num_tokens_after(self) -> int:
         """Tokens that are computed after it and given with it."""

@@ -1,12 +1,13 @@
 """Row templates: Jinja2 over the columns of one row, in the sandbox.
 
-A column is a variable; ``row`` holds all of them, so that ``row["prompt text"]`` is one whose name
+A column is a variable; ``row`` holds all of them, so that ``row['prompt text']`` is one whose name
 is no variable's. Data with a column called ``row`` has that one instead.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 
 import jinja2
@@ -16,6 +17,8 @@ from batchinfer.errors import UsageError
 from batchinfer.text.sandbox import PromptEnvironment, UncomputedCode, render_template
 
 _ROW = "row"
+_WORDS = re.compile(r"\{\{-?\s*\w+( +\w+)+\s*-?\}\}")
+"""What may be meant for a column whose name has blanks."""
 
 
 @functools.cache
@@ -59,7 +62,10 @@ class RowTemplate:
                 f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             )
             raise UsageError(
-                f"{key} is not a valid Jinja2 template{line}: {error.message}"
+                f"{key} is not a valid Jinja2 template{line}: {error.message}",
+                hint="a column with a blank in its name is row['its name']"
+                if _WORDS.search(source)
+                else None,
             ) from error
 
     def columns(self, available: frozenset[str] | None = None) -> frozenset[str]:

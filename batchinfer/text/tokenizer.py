@@ -38,6 +38,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         control_tokens: frozenset[str],
         clean_up_tokenization_spaces: bool = False,
+        tells_pairs_apart: bool = True,
     ) -> None:
         """Wrap a copy of ``backend``.
 
@@ -48,12 +49,15 @@ class Tokenizer:
             control_tokens: texts of the added tokens that steer the model; a row's text never
                 becomes one of them unless it is parsed with special tokens.
             clean_up_tokenization_spaces: as in transformers; like there, BPE ignores it.
+            tells_pairs_apart: transformers' ``tokenizer.model_input_names`` has
+                ``token_type_ids``; else both texts of a pair count to the first.
         """
         self._backend = _private_copy(backend.to_str())
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens)
         self.control = ControlTokens(control_tokens)
         self.cleans_up_spaces = clean_up_tokenization_spaces and _model_type(backend) != "BPE"
+        self._tells_pairs_apart = tells_pairs_apart
         self._secret_of = {
             token: f"control{secrets.token_hex(16)}x{index}x"
             for index, token in enumerate(sorted(self.control.tokens))
@@ -152,7 +156,7 @@ class Tokenizer:
             parse_special_tokens: as in ``encode_batch``.
         """
         backend = self._backend if parse_special_tokens else self._plain_backend
-        return _encode_pairs(backend, pairs)
+        return self._encode_pairs(backend, pairs)
 
     def cut_pair(
         self, pair: tuple[str, str], max_tokens: int, *, parse_special_tokens: bool
@@ -162,7 +166,19 @@ class Tokenizer:
         backend = self._backend if parse_special_tokens else self._plain_backend
         cutting = _private_copy(backend.to_str())
         cutting.enable_truncation(max_tokens, strategy="longest_first")
-        return _encode_pairs(cutting, [pair])[0]
+        return self._encode_pairs(cutting, [pair])[0]
+
+    def _encode_pairs(
+        self, backend: Backend, pairs: Sequence[tuple[str, str]]
+    ) -> list[tuple[TokenIds, int]]:
+        return [
+            (
+                np.array(encoding.ids, dtype=np.int32),
+                len(encoding.ids) - self._tells_pairs_apart * sum(encoding.type_ids),
+            )
+            for group in _groups(pairs)
+            for encoding in backend.encode_batch_fast(group, add_special_tokens=True)
+        ]
 
     def encode_marked(
         self,
@@ -273,14 +289,6 @@ def _encode(backend: Backend, texts: Sequence[_Text], add_special_tokens: bool) 
         encodings = backend.encode_batch_fast(group, add_special_tokens=add_special_tokens)
         encoded += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
     return encoded
-
-
-def _encode_pairs(backend: Backend, pairs: Sequence[tuple[str, str]]) -> list[tuple[TokenIds, int]]:
-    return [
-        (np.array(encoding.ids, dtype=np.int32), len(encoding.ids) - sum(encoding.type_ids))
-        for group in _groups(pairs)
-        for encoding in backend.encode_batch_fast(group, add_special_tokens=True)
-    ]
 
 
 def _groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:

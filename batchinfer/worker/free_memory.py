@@ -7,7 +7,6 @@ import resource
 import sys
 from pathlib import Path
 
-import psutil
 import torch
 
 from batchinfer.worker.memory import DeviceMemory
@@ -29,6 +28,8 @@ def free_host_bytes() -> int:
     These are of its control group and of its address space (``ulimit -v``). Files in the page
     cache count as free: the kernel drops them when memory is asked for.
     """
+    import psutil  # here: the tests of a GPU's kernels run where it is not installed
+
     free = min(int(psutil.virtual_memory().available), _address_space_left())
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -42,6 +43,8 @@ def free_host_bytes() -> int:
 
 def _address_space_left() -> int:
     """Bytes that may still be mapped, used or not."""
+    import psutil
+
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize

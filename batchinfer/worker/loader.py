@@ -36,7 +36,8 @@ from batchinfer.worker.model.checkpoint import (
 )
 from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.meta_model import blame, check_buildable, runs_on_meta
-from batchinfer.worker.model.quantization import check_quantization, saved_quantization
+from batchinfer.worker.model.quantization import check_quantization, quantization_of
+from batchinfer.worker.model.random_weights import make_random_weights
 from batchinfer.worker.model.tokenizer import eos_token_ids, num_tokenizer_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
 from batchinfer.worker.probe import probe_block_size
@@ -47,6 +48,7 @@ from batchinfer.worker.products.choice import (
     choose_cuda_kernel,
     choose_kernel,
 )
+from batchinfer.worker.products.experts import pack_experts
 from batchinfer.worker.products.fp8 import quantize_fp8
 from batchinfer.worker.products.linear import pack_linears
 from batchinfer.worker.products.low_bit import pack_codes, quantize_packed
@@ -173,6 +175,7 @@ def load_model(
     kernels: KernelWish = _ANY_KERNELS,
     latent: bool = False,
     more_adapters: bool = False,
+    random_weights: bool = False,
 ) -> LoadedModel:
     """Check a model folder (or hub id), load its weights and try a few tokens.
 
@@ -180,18 +183,22 @@ def load_model(
         kernels: what is to multiply.
         latent: ``engine.latent_cache``.
         more_adapters: leave layers apart, so that adapters can be added later.
+        random_weights: make these up; the folder's are not looked at.
 
     Raises:
         ModelError: in one line with what to do; nothing from the folder is executed.
         DeviceError: the weights do not fit the device, or no such kernels are there.
     """
-    described = describe_model(choice, device.type, latent=latent, weights_too=True)
+    described = describe_model(choice, device.type, latent=latent, weights_too=not random_weights)
     dtype, torch_dtype = described.dtype, getattr(torch, described.dtype)
     longest, quantization = described.max_model_len, choice.quantization
     files = described.folder, described.pretrained
-    num_bytes = file_bytes(described.folder)
+    num_bytes = None if random_weights else file_bytes(described.folder)
     check_buildable(*files, num_bytes)
-    load = partial(load_weights, *files, dtype, device, longest, quantization)
+    load = partial(
+        make_random_weights if random_weights else load_weights,
+        *(*files, dtype, device, longest, quantization),
+    )
     model = _loaded(load, num_bytes, described, quantization)
     num_parameters = sum(p.numel() for p in model.parameters())
     block_size = probe_block_size(described.config, 16)
@@ -210,6 +217,7 @@ def load_model(
         if product.kernel is not None:
             with phase("packing weights"):
                 pack_linears(model, product.kernel, torch_dtype)
+                pack_experts(model, product.kernel, torch_dtype)
         _unmap_weights(model)
         return_freed_memory()
         fuse_native_layers(model, layout)
@@ -237,7 +245,7 @@ def load_model(
             "revision": choice.revision,
             "family": described.pretrained.model_type,
             "dtype": dtype,
-            "quantization": quantization or saved_quantization(described.config),
+            "quantization": quantization_of(described.config, quantization),
             "parameters": num_parameters,
             "weight_bytes": weight_bytes,
             "adapter_bytes": adapter_bytes,
@@ -249,12 +257,12 @@ def load_model(
 
 def _loaded(
     load: Callable[..., torch.nn.Module],
-    num_bytes: int,
+    num_bytes: int | None,
     described: ModelDescription,
     quantization: str | None,
 ) -> torch.nn.Module:
     """The model, with what is kept of its checkpoint beside plain weights."""
-    with phase("loading the model", num_bytes, "bytes") as loading:
+    with phase("loading the model", num_bytes or 0, "bytes") as loading:
         model = load(show_share=loading.set_share)
     return_freed_memory()
     temper_queries(model)

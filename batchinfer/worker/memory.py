@@ -16,6 +16,7 @@ from batchinfer.engine.kv.layout import KVLayout, text_config
 from batchinfer.errors import DeviceError
 from batchinfer.worker.cuda_graphs.graph_sizes import MAX_GRAPH_TOKENS, all_sizes
 from batchinfer.worker.model.quantization import plain_tensors
+from batchinfer.worker.products.experts import PackedExperts
 from batchinfer.worker.products.linear import PackedLinear
 from batchinfer.worker.prompt_logprobs import SCORED_ROWS
 from batchinfer.worker.sampling.sampler import workspace_bytes
@@ -45,8 +46,10 @@ def activation_elements(config: Mapping[str, Any]) -> int:
     """Elements of one token's activations, its logits not among them."""
     text = text_config(config)
     hidden = int(text.get("hidden_size") or text.get("n_embd") or 0)
-    inner = int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
-    return _HIDDEN_COPIES * hidden + _INNER_COPIES * inner
+    inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
+    if isinstance(inner, list | tuple):  # of each layer (Gemma 3n)
+        inner = max(inner)
+    return _HIDDEN_COPIES * hidden + _INNER_COPIES * int(inner)
 
 
 def pieces_bytes(
@@ -140,10 +143,14 @@ class MemoryPlan:
     host_bytes: int
     """Of the host, for blocks that were given up; on a CPU touched as it is used."""
 
-    def lines(self) -> list[str]:
-        """The plan as a table, for the log."""
+    def lines(self, quantization: str | None = None) -> list[str]:
+        """The plan as a table, for the log.
+
+        Args:
+            quantization: what is said of the weights; None: they are not quantised.
+        """
         rows = (
-            ("weights", self.weight_bytes),
+            (f"weights ({quantization})" if quantization else "weights", self.weight_bytes),
             *([("adapters", self.adapter_bytes)] if self.adapter_bytes else []),
             (f"KV pool ({self.num_blocks} blocks)", self.pool_bytes),
             ("activations (at most)", self.activation_bytes),
@@ -311,5 +318,6 @@ def model_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's parameters, buffers and packed weights; tied ones count once."""
     own_tensors = (*model.parameters(), *model.buffers())
     tensors = {t.data_ptr(): t.nbytes for one in own_tensors for t in plain_tensors(one)}
-    packed = (module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+    kinds = PackedLinear | PackedExperts
+    packed = (module.nbytes for module in model.modules() if isinstance(module, kinds))
     return sum(tensors.values()) + sum(packed)

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.engine.step import Int32, ScoredTokens, StepResult
+from batchinfer.engine.step import ScoredTokens, StepResult
 from batchinfer.worker.model.body_output import last_of_body
-from batchinfer.worker.sampling.logprobs import row_stats, token_ranks, top_logits
+from batchinfer.worker.sampling.logprobs import row_stats
 from batchinfer.worker.sampling.output import SampleHandle
+from batchinfer.worker.sampling.reported import Reported, look_up
 from batchinfer.worker.sampling.sampler import workspace_rows
 from batchinfer.worker.transfer import to_device
 
@@ -55,16 +56,16 @@ class PromptScorer:
         """
         arrays = {"rows": tokens.rows.astype(np.int64), "ids": tokens.token_ids.astype(np.int64)}
         on = to_device(arrays, output[0].device)
-        num_logprobs = np.full(len(tokens.rows), tokens.num_logprobs.max(), dtype=np.int32)
         chunks = []
         with _body_gives(last_of_body(self._model), output):
             for start in range(0, len(tokens.rows), self._rows):
                 span = slice(start, start + self._rows)
                 logits = self._head(on["rows"][span], output[0].shape[1])
-                chunks.append(_score_tokens(logits, on["ids"][span], num_logprobs[span]))
-        logprobs, finite, *alternatives = map(torch.cat, zip(*chunks, strict=True))
-        ranks, top_ids, top_logprobs = alternatives
-        return SampleHandle(on["ids"], logprobs, ~finite, (ranks, top_ids, top_logprobs))
+                chunks.append(_score_tokens(logits, on["ids"][span], tokens, span))
+        told, finite = zip(*chunks, strict=True)
+        found = Reported.joined(told)
+        alternatives = found.ranks, found.top_token_ids, found.top
+        return SampleHandle(on["ids"], found.tokens, ~torch.cat(finite), alternatives, found.named)
 
     def _head(self, rows: Tensor, num_tokens: int) -> Tensor:
         nothing = rows.new_zeros((1, num_tokens))  # Gemma 4 asks how many there were
@@ -73,23 +74,25 @@ class PromptScorer:
         return logits
 
 
-def _score_tokens(logits: Tensor, ids: Tensor, wanted: Int32) -> tuple[Tensor, ...]:
-    """Log-probabilities [P], whether they are numbers [P], ranks [P], the most likely tokens [P, L]
-    and their log-probabilities [P, L]."""
+def _score_tokens(
+    logits: Tensor, ids: Tensor, tokens: ScoredTokens, span: slice
+) -> tuple[Reported, Tensor]:
+    """Log-probabilities of a span of ``tokens``, ``ids`` [P] on the device, from their logits
+    [P, V]; and whether they are numbers, bool [P]."""
     count, vocab = logits.shape
     chunk = workspace_rows(vocab, logits.device.type)
     stats = row_stats(logits, chunk, want_argmax=False)
+    finite = stats.maximum.isfinite()
     rows = np.arange(count, dtype=np.int32)
+    wanted = np.full(count, tokens.num_logprobs.max(), dtype=np.int32)
+    named = None if tokens.named_token_ids is None else tokens.named_token_ids[span]
+    raw = look_up(logits, rows, ids, wanted, named, chunk)
     every_row = torch.arange(count, device=logits.device)
-    values, finite = logits[every_row, ids].float(), stats.maximum.isfinite()
-    top_ids, top_values = top_logits(logits, rows, wanted, chunk)
-    return (
-        stats.logprobs(every_row, values).masked_fill_(~finite, 0),
-        finite,
-        token_ranks(logits, rows, values, wanted, chunk),
-        top_ids,
-        stats.logprobs(every_row, top_values),
-    )
+    found = raw.mapped(lambda values: stats.logprobs(every_row, values))
+    if tokens.as_logits is not None:
+        at = to_device({"at": tokens.as_logits[span]}, logits.device)["at"]
+        found = found.or_if(at, raw)
+    return replace(found, tokens=found.tokens.masked_fill(~finite, 0)), finite
 
 
 @contextmanager

@@ -287,3 +287,9 @@ def test_the_largest_step_with_a_graph_takes_a_small_share(
 ) -> None:
     config = EngineConfig(**engine)
     assert memory.max_graph_tokens(config, HALF, LARGE, gib * 2**30) == tokens
+
+
+def test_the_widest_of_layers_that_differ_counts() -> None:
+    widths = {"hidden_size": 8, "intermediate_size": [16, 64, 32]}
+    alike = {"hidden_size": 8, "intermediate_size": 64}
+    assert memory.activation_elements(widths) == memory.activation_elements(alike)

@@ -54,6 +54,33 @@ def test_log_probabilities_are_those_of_the_models_own_logits(family: str) -> No
     assert not scored.nonfinite.any()
 
 
+def test_named_ids_and_logits_can_be_had_of_each_token() -> None:
+    runner, maker = make_runner("llama")
+    runner._scorer = PromptScorer(runner._model, rows=4)
+    prompt = [3, 4, 5, 6, 7, 8]
+    step = maker.step([(maker.sequence(prompt), len(prompt))])
+    rows = np.arange(5, dtype=np.int32)
+    named = np.array([[9, -1], [10, 11], [-1, -1], [4, 4], [0, 1]], dtype=np.int32)
+    as_logits = np.array([False, True, False, False, True])
+    asked = ScoredTokens(
+        rows, np.array(prompt[1:], dtype=np.int32), np.ones_like(rows), named, as_logits
+    )
+    scored = runner.submit(replace(step, scored=asked)).result().scored
+    with torch.no_grad():
+        logits = tiny_model("llama")(input_ids=torch.tensor([prompt])).logits[0, :5]
+    own = torch.where(torch.from_numpy(as_logits)[:, None], logits, logits.log_softmax(-1))
+    assert scored is not None
+    assert scored.named_logprobs is not None
+    assert scored.top_logprobs is not None
+    expected = own.gather(1, torch.from_numpy(named).long().clamp(min=0)).numpy()
+    there = named >= 0
+    np.testing.assert_allclose(scored.named_logprobs[there], expected[there], atol=1e-4)
+    assert np.isneginf(scored.named_logprobs[~there]).all()
+    of_tokens = own[torch.arange(5), torch.tensor(prompt[1:])]
+    np.testing.assert_allclose(scored.logprobs, of_tokens.numpy(), atol=1e-4)
+    np.testing.assert_allclose(scored.top_logprobs[:, 0], own.amax(1).numpy(), atol=1e-4)
+
+
 def test_no_more_logits_are_taken_at_a_time_than_planned() -> None:
     runner, maker = make_runner("llama")
     runner._scorer = PromptScorer(runner._model, rows=5)

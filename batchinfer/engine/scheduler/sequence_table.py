@@ -99,6 +99,10 @@ class SequenceTable:
         """Whether a grammar says which tokens may come next."""
         self.has_processors = np.zeros(rows, dtype=np.bool_)
         """Whether a caller's functions change its logits."""
+        self.names_tokens = np.zeros(rows, dtype=np.bool_)
+        """Whether log-probabilities of tokens that it names are asked for."""
+        self.logprobs_mode = np.zeros(rows, dtype=np.int32)
+        """What is given as log-probabilities, ``LogprobsMode``."""
         self.is_beam = np.zeros(rows, dtype=np.bool_)
         """Whether the sequence is one of a row's beams."""
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -261,6 +265,8 @@ class SequenceTable:
         self.given_token[row] = -1 if request.given_token is None else request.given_token
         self.has_grammar[row] = request.grammar is not None
         self.has_processors[row] = bool(request.logits_processors)
+        self.names_tokens[row] = bool(request.named_token_ids)
+        self.logprobs_mode[row] = request.logprobs_mode
         looks_back = params.has_penalties or bool(request.bad_words_token_ids)
         needs_values = looks_back or self.is_beam[row] or self.has_grammar[row]
         self.needs_values[row] = needs_values or self.has_processors[row]

@@ -201,7 +201,8 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
             result.top_logprobs[at, :count].tolist(),
             strict=True,
         )
-        logprobs = sequences[at].logprobs
+        logprobs, names = sequences[at].logprobs, sequences[at].request.named_token_ids
+        named = () if result.named_logprobs is None else result.named_logprobs[at].tolist()
         assert logprobs is not None
         logprobs.append(
             TokenLogprobs(
@@ -209,6 +210,7 @@ def _note_logprobs(sequences: list[Sequence], wanted: Int32, result: StepResult)
                 logprob=float(result.logprobs[at]),
                 rank=int(result.ranks[at]),
                 top=tuple(top),
+                named=tuple(zip(names, named, strict=False)),
             )
         )
 
@@ -281,10 +283,11 @@ def complete(state: RequestState, failure: Failure | None, now: float) -> Comple
     stats = state.stats
     assert state.admitted_at is not None
     assert state.first_token_at is not None
-    stats.output_tokens = sum(len(output.token_ids) for output in outputs)
+    if not state.request.pools:  # what that draws means nothing
+        stats.output_tokens = sum(len(output.token_ids) for output in outputs)
+        stats.decode_ms = (now - state.first_token_at) * 1e3
     stats.queue_ms = (state.admitted_at - state.arrived_at) * 1e3
     stats.prefill_ms = (state.first_token_at - state.admitted_at) * 1e3
-    stats.decode_ms = (now - state.first_token_at) * 1e3
     stats.latency_ms = (now - state.arrived_at) * 1e3
     code, message = failure or (None, None)
     completion = Completion(state.request, outputs, code, message, stats)

@@ -30,6 +30,7 @@ def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBa
     columns["sample_index"] += nth
     position = (table.num_tokens[sample_rows] - table.num_prompt[sample_rows]).astype(np.int32)
     given_token_ids = table.given_token[sample_rows]
+    modes = table.logprobs_mode[sample_rows]
     bias, allowed = _Entries(), _Entries()
     for at, sequence in zip(edited.tolist(), sequences, strict=True):
         _add_biases(sequence, int(position[at]), at, bias)
@@ -49,6 +50,21 @@ def build_sampling_batch(table: SequenceTable, schedule: Schedule) -> SamplingBa
         masked_rows=masked_rows,
         masks=masks,
         processed=tuple(_processed_rows(table, rows)),
+        named_token_ids=_named_tokens(table, sample_rows),
+        logprobs_modes=modes if modes.any() else None,
+    )
+
+
+def _named_tokens(table: SequenceTable, sample_rows: Rows) -> Int32 | None:
+    """[K, most] token ids whose log-probabilities are asked for, padded with -1."""
+    naming = table.names_tokens[sample_rows]
+    if not naming.any():
+        return None
+    return _padded(
+        [
+            list(table.sequence(row).request.named_token_ids) if names else []
+            for row, names in zip(sample_rows, naming, strict=True)
+        ]
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from batchinfer.engine.scheduler.schedule import Schedule
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
 from batchinfer.engine.sequence import RequestState
-from batchinfer.engine.step import ScoredTokens, StepResult
+from batchinfer.engine.step import Int32, LogprobsMode, ScoredTokens, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
         return None
     lengths = [span.stop - span.start for span in spans]
     wanted = [0 if span.state.scores is None else span.state.scores.num_top for span in spans]
+    as_logits = [bool(span.state.request.logprobs_mode & LogprobsMode.LOGITS) for span in spans]
     return ScoredTokens(
         rows=np.concatenate(
             [np.arange(s.packed, s.packed + s.stop - s.start, dtype=np.int32) for s in spans]
@@ -55,7 +56,25 @@ def scored_tokens(spans: list[ScoredSpan]) -> ScoredTokens | None:
             [s.state.request.prompt_token_ids[s.start + 1 : s.stop + 1] for s in spans]
         ),
         num_logprobs=np.repeat(np.asarray(wanted, dtype=np.int32), lengths),
+        named_token_ids=_named_tokens(spans, sum(lengths)),
+        as_logits=np.repeat(as_logits, lengths) if any(as_logits) else None,
     )
+
+
+def _named_tokens(spans: list[ScoredSpan], count: int) -> Int32 | None:
+    """[count, most of any prompt] token ids whose log-probabilities are asked for, -1 pads."""
+    tables = [span.state.request.named_prompt_token_ids for span in spans]
+    width = max((table.shape[1] for table in tables if table is not None), default=0)
+    if width == 0:
+        return None
+    named, at = np.full((count, width), -1, dtype=np.int32), 0
+    for span, table in zip(spans, tables, strict=True):
+        length = span.stop - span.start
+        if table is not None:
+            first = span.start + 1 - span.state.request.scored_from
+            named[at : at + length, : table.shape[1]] = table[first : first + length]
+        at += length
+    return named
 
 
 def process_scores(spans: list[ScoredSpan], result: StepResult | None) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchinfer.engine.request import TokenLogprobs
+from batchinfer.engine.request import Request, TokenLogprobs
 from batchinfer.engine.scheduler.sequence_table import Rows, SequenceTable
 from batchinfer.engine.sequence import Sequence
-from batchinfer.engine.step import Bool, Int32, StepResult
+from batchinfer.engine.step import Bool, Int32, LogprobsMode, StepResult
 from batchinfer.engine.step_io.in_flight import SampledRows
 from batchinfer.protocols import GrammarState, StopMatch
 
@@ -108,8 +109,7 @@ def _add(
     for token in forced:
         sequence.output_ids.append(token)
         if sequence.logprobs is not None:
-            top = ((token, 0.0),) if request.params.logprobs else ()
-            sequence.logprobs.append(TokenLogprobs(token, 0.0, 1, top))
+            sequence.logprobs.append(_forced_logprobs(request, token))
         stop = _stop(sequence, token)
         stop_result.at_limit[at] = len(sequence.output_ids) == max_output_tokens
         if stop is not None:
@@ -121,6 +121,16 @@ def _add(
     if sequence.row >= 0:
         table.num_tokens[sequence.row] += num_added
         table.last_token[sequence.row] = sequence.output_ids[-1]
+
+
+def _forced_logprobs(request: Request, token: int) -> TokenLogprobs:
+    """Log-probabilities where one token is allowed; its logit is not known."""
+    logprob = math.nan if request.logprobs_mode & LogprobsMode.LOGITS else 0.0
+    top = ((token, logprob),) if request.params.logprobs else ()
+    named = tuple(
+        (name, logprob if name == token else -math.inf) for name in request.named_token_ids
+    )
+    return TokenLogprobs(token, logprob, 1, top, named)
 
 
 def _stop(sequence: Sequence, token: int) -> int | StopMatch | None:

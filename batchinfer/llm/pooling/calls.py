@@ -27,6 +27,8 @@ from batchinfer.llm.pooling.params import PoolingParams
 from batchinfer.llm.pooling.runner import PoolingRunner
 from batchinfer.llm.prompts import PromptLike, kind_of, listed, read_prompts
 from batchinfer.llm.run import OnError, ProgressBar
+from batchinfer.pooling.classifier import Classifier
+from batchinfer.pooling.embedding import Embedder
 from batchinfer.text.children.pool import TextProcesses
 from batchinfer.text.pairs.joined import PairBuilder
 from batchinfer.text.prompts import Prompt
@@ -63,7 +65,7 @@ class PoolingCalls:
         errors: OnError = "raise",
         **others: Any,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """Make a vector of each prompt, from the hidden state of its last token.
+        """Make a vector of each prompt, from the hidden states of its tokens.
 
         Args:
             prompts: as of ``generate``; texts are taken raw.
@@ -76,7 +78,7 @@ class PoolingCalls:
 
         Raises:
             TypeError, ValueError, RuntimeError: as ``generate``; ``dimensions`` are too many.
-            NotYetError: the model pools in another way, or an argument is not built yet.
+            NotYetError: an argument is not built yet.
         """
         params = _checked("embed", others, pooling_params, errors)
         embed = self._pooling.embedder(params)
@@ -84,7 +86,7 @@ class PoolingCalls:
         def result(hidden_state: Float32) -> EmbeddingOutput:
             return EmbeddingOutput(embed(hidden_state).tolist())
 
-        how = ("embed", params, adapter, lora_request, errors, use_tqdm)
+        how = ("embed", params, embed.pooling, adapter, lora_request, errors, use_tqdm)
         return self._pool(prompts, result, *how)
 
     def classify(
@@ -117,7 +119,7 @@ class PoolingCalls:
         def result(hidden_state: Float32) -> ClassificationOutput:
             return ClassificationOutput(classifier(hidden_state).tolist())
 
-        how = ("classify", params, adapter, lora_request, errors, use_tqdm)
+        how = ("classify", params, classifier.pooling, adapter, lora_request, errors, use_tqdm)
         return self._pool(prompts, result, *how)
 
     def encode(
@@ -147,7 +149,7 @@ class PoolingCalls:
         import torch
 
         task = pooling_task or ("classify" if self._pooling.is_classifier else "embed")
-        make_of: dict[str, Callable[[PoolingParams], Callable[[Float32], Float32]]] = {
+        make_of: dict[str, Callable[[PoolingParams], Embedder | Classifier]] = {
             "embed": self._pooling.embedder,
             "classify": self._pooling.classifier,
         }
@@ -159,7 +161,7 @@ class PoolingCalls:
             return PoolingOutput(torch.from_numpy(make(hidden_state)))
 
         params = pooling_params or PoolingParams()
-        how = ("encode", params, adapter, lora_request, errors, use_tqdm)
+        how = ("encode", params, make.pooling, adapter, lora_request, errors, use_tqdm)
         return self._pool(prompts, result, *how)
 
     def score(
@@ -213,17 +215,19 @@ class PoolingCalls:
         def result(hidden_state: Float32) -> ScoringOutput:
             return ScoringOutput(float(classifier(hidden_state)[0]))
 
+        most = self._pooling.most_tokens(params)
         recipe = partial(
             PairBuilder,
-            PromptConfig(parse_special_tokens=True),
+            PromptConfig(parse_special_tokens=True, on_too_long="truncate_right"),
             pair_columns=_PAIR,
-            max_model_len=_ANY_LENGTH,
+            max_model_len=_ANY_LENGTH if most is None else most,
             columns=_PAIR,
+            leaves_room=False,
         )
         with self._one_call("score"):
             rows = [dict(zip(_PAIR, pair, strict=True)) for pair in pairs]
             made = self._processes.prompts(recipe).build(rows)
-            return self._run(made, result, params, *how)
+            return self._run(made, result, params, classifier.pooling, *how)
 
     def _scored_by_cosine(
         self, pairs: list[tuple[str, str]], params: PoolingParams, *how: Any
@@ -232,7 +236,7 @@ class PoolingCalls:
         embed = self._pooling.embedder(params)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each once
         with self._one_call("score"):
-            found = self._run(self._prompts(texts), embed, params, *how)
+            found = self._run(self._prompts(texts), embed, params, embed.pooling, *how)
         by_text = dict(zip(texts, found, strict=True))
         return [_cosine(by_text[one], by_text[other]) for one, other in pairs]
 
@@ -253,13 +257,14 @@ class PoolingCalls:
         prompts: Sequence[Prompt | RowError],
         result: Callable[[Float32], _Result],
         params: PoolingParams,
+        pooling: tuple[str, ...],
         adapter: AdapterNames,
         lora_request: Requests,
         errors: OnError,
         use_tqdm: ProgressBar,
     ) -> list[PoolingRequestOutput[_Result]]:
         numbers = self._adapters.of_each(adapter, lora_request, len(prompts))
-        return self._pooling.run(prompts, numbers, params, result, errors, use_tqdm)
+        return self._pooling.run(prompts, numbers, params, pooling, result, errors, use_tqdm)
 
 
 def _checked(

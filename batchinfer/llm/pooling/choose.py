@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.config import Runner, attends_both_ways
+from batchinfer.config import EmbedConfig, Runner, attends_both_ways
 from batchinfer.errors import ModelError, NotYetError
+from batchinfer.pooling.embedding import Embedder
+from batchinfer.pooling.embedding_modules import read_embedding_modules
 from batchinfer.pooling.model_folder import find_folder, read_json
 
 _TASKS: Mapping[str, Runner] = {
@@ -18,6 +20,7 @@ _TASKS: Mapping[str, Runner] = {
     "score": "pooling",
 }
 """vLLM's earlier argument ``task``."""
+_POOLING: tuple[Runner, ...] = ("pooling", "whole_texts")
 _HEADLESS = ("Model", "ForSequenceClassification")
 _WITH_HEAD = "LMHeadModel"
 """As GPT-2's class with its head ends."""
@@ -44,8 +47,21 @@ def choose_runner(runner: str, task: str | None, model: str, revision: str | Non
         values = _config_values(model, revision)
         name = _class_of(values)
         headless = name.endswith(_HEADLESS) and not name.endswith(_WITH_HEAD)
-        return "pooling" if headless or attends_both_ways(values) else "generate"
-    return "pooling" if chosen == "pooling" else "generate"
+        chosen = "pooling" if headless or attends_both_ways(values) else "generate"
+    if chosen == "pooling":
+        return "whole_texts" if _embeds_whole_texts(model, revision) else "pooling"
+    return "generate"
+
+
+def _embeds_whole_texts(model: str, revision: str | None) -> bool:
+    """Whether a model's folder says that embeddings are of more than the last token's state."""
+    if class_name(model, revision).endswith("ForSequenceClassification"):
+        return False
+    try:
+        modules = read_embedding_modules(model, revision)
+    except ModelError:  # who wants embeddings is told then
+        return False
+    return Embedder(modules, EmbedConfig()).reads_whole_texts
 
 
 def class_name(model: str, revision: str | None) -> str:
@@ -88,5 +104,5 @@ def classifier_tokens(hf_overrides: Any) -> tuple[str, ...] | None:
 def refused_calls(runner: Runner) -> dict[str, str]:
     """Calls that a model which is run for its hidden states cannot do, and why."""
     why = 'the model is loaded for its hidden states and writes no text; give runner="generate"'
-    calls = ("generate", "chat", "beam_search") if runner == "pooling" else ()
+    calls = ("generate", "chat", "beam_search") if runner in _POOLING else ()
     return dict.fromkeys(calls, why)

@@ -15,7 +15,9 @@ class PoolingParams:
     """
 
     truncate_prompt_tokens: int | None = None
-    """Keep so many of a prompt's last tokens; -1: as many as there is room for."""
+    """Cut a prompt to so many tokens, off its end, as vLLM cuts what is pooled; what the tokenizer
+    puts around a text stays, and of a pair the longer text is cut. -1: as many as there is room
+    for."""
     dimensions: int | None = None
     """Keep so many of an embedding's first numbers (Matryoshka)."""
     use_activation: bool | None = None

@@ -15,15 +15,16 @@ from batchinfer.build import EngineContext
 from batchinfer.config import ClassifyConfig, EmbedConfig, ModelConfig
 from batchinfer.console.meter import Meter
 from batchinfer.engine.request import Completion
-from batchinfer.errors import NotYetError, RowError
+from batchinfer.errors import RowError
 from batchinfer.llm.calls import Calls
 from batchinfer.llm.pooling.choose import class_name
 from batchinfer.llm.pooling.outputs import PoolingRequestOutput
 from batchinfer.llm.pooling.params import PoolingParams
-from batchinfer.llm.run import OnError, ProgressBar, progress, truncated
+from batchinfer.llm.run import OnError, ProgressBar, progress
 from batchinfer.pooling.classifier import Classifier, read_classifier
-from batchinfer.pooling.embedding import embedding
+from batchinfer.pooling.embedding import Embedder
 from batchinfer.pooling.embedding_modules import EmbeddingModules, read_embedding_modules
+from batchinfer.pooling.framed_prompts import cut_in_frame, frame_of
 from batchinfer.process import gc_frozen
 from batchinfer.requests import PromptRow, pooling_request
 from batchinfer.text.prompts import Prompt
@@ -59,32 +60,26 @@ class PoolingRunner:
         name = class_name(self._model.name, self._model.revision)
         return self._tokens is not None or name.endswith("ForSequenceClassification")
 
-    @cached_property
-    def pooling(self) -> tuple[str, ...]:
-        """As ``Request.pooling``."""
-        return (
-            self.classifier(PoolingParams()).pooling
-            if self.is_classifier
-            else self._modules.pooling
-        )
-
-    def embedder(self, params: PoolingParams) -> Callable[[Float32], Float32]:
+    def embedder(self, params: PoolingParams) -> Embedder:
         """What makes an embedding, float32 [D], of a hidden state [H].
 
         Raises:
-            NotYetError: the model makes its embeddings in a way that is not built.
-            ValueError: they have fewer numbers than are asked for.
+            ValueError: the model is loaded to write text, or embeddings have fewer numbers than are
+                asked for.
         """
-        modules = self._modules
         config = EmbedConfig(normalize=params.activates, dimensions=params.dimensions)
-        if modules.pooling != self.pooling or not modules.can_pool:
-            by = ", ".join(modules.pooling)
-            raise NotYetError(f"LLM.embed with a causal model or a classifier that pools by {by}")
-        if (params.dimensions or 1) > modules.width:
+        embedder = Embedder(self._modules, config)
+        if embedder.reads_whole_texts and self._context.shares_prefixes:
             raise ValueError(
-                f"dimensions is {params.dimensions}; the model's embeddings have {modules.width}"
+                f"LLM.embed: the model pools by {', '.join(embedder.pooling)} and is loaded "
+                'otherwise; give runner="pooling"'
             )
-        return lambda hidden_state: embedding(hidden_state, modules, config)
+        if (params.dimensions or 1) > self._modules.width:
+            raise ValueError(
+                f"dimensions is {params.dimensions}; the model's embeddings have "
+                f"{self._modules.width}"
+            )
+        return embedder
 
     def classifier(self, params: PoolingParams) -> Classifier:
         """What makes scores of hidden states.
@@ -99,11 +94,15 @@ class PoolingRunner:
         prompts: Sequence[Prompt | RowError],
         adapters: Sequence[int],
         params: PoolingParams,
+        pooling: tuple[str, ...],
         result: Callable[[Float32], _Result],
         on_error: OnError,
         use_tqdm: ProgressBar,
     ) -> list[PoolingRequestOutput[_Result]]:
         """What ``result`` makes of each prompt's hidden state [H].
+
+        Args:
+            pooling: as ``Request.pooling``.
 
         Raises:
             ValueError: a prompt cannot be run, and ``on_error`` is ``raise``; before any is.
@@ -116,7 +115,7 @@ class PoolingRunner:
         if errors and on_error == "raise":
             first = min(errors)
             raise ValueError(f"prompt {first}: {errors[first].message}")
-        requests = [pooling_request(row, self.pooling) for row in rows if row.row_id not in errors]
+        requests = [pooling_request(row, pooling) for row in rows if row.row_id not in errors]
         names = [str(next(self._numbers)) for _ in rows]
         outputs: dict[int, PoolingRequestOutput[_Result]] = {
             at: PoolingRequestOutput(names[at], None, [], 0, error=error)
@@ -138,14 +137,33 @@ class PoolingRunner:
     def _row(
         self, at: int, prompt: Prompt | RowError, adapter: int, params: PoolingParams
     ) -> PromptRow:
-        if isinstance(prompt, Prompt):
-            kept = params.truncate_prompt_tokens
-            prompt = truncated(prompt, kept, self._context.max_model_len)
+        most = self.most_tokens(params)
+        if isinstance(prompt, Prompt) and most is not None and len(prompt.token_ids) > most:
+            frame = (0, 0) if prompt.text is None else self._frame
+            prompt = cut_in_frame(prompt, most, frame)
         row = PromptRow(at, prompt, adapter=adapter)
         if isinstance(prompt, RowError):
             return row
         refusal = self._context.engine.refusal(pooling_request(row))
         return row if refusal is None else PromptRow(at, RowError(*refusal))
+
+    def most_tokens(self, params: PoolingParams) -> int | None:
+        """Tokens that prompts are cut to; None: they are not.
+
+        Raises:
+            ValueError: there is no room for so many.
+        """
+        most, longest = params.truncate_prompt_tokens, self._context.max_model_len
+        if most is not None and most > longest:
+            raise ValueError(
+                f"truncate_prompt_tokens is {most}, more than max_model_len, which is {longest}"
+            )
+        # A causal model's engine keeps room for a token that it draws.
+        return longest - self._context.shares_prefixes if most == -1 else most
+
+    @cached_property
+    def _frame(self) -> tuple[int, int]:
+        return frame_of(self._context.tokenizer)
 
     @cached_property
     def _modules(self) -> EmbeddingModules:

@@ -212,7 +212,6 @@ NOT_YET: Mapping[str, object] = {
     "io_processor_plugin": None,
     "kv_cache_dtype_skip_layers": None,
     "kv_transfer_config": None,
-    "logprobs_mode": "raw_logprobs",
     "mm_processor_kwargs": None,
     "model_class_overrides": None,
     "multi_modal_data": None,
@@ -259,6 +258,13 @@ ELSEWHERE: Mapping[str, str] = {
     "tokens_only": "give skip_tokenizer_init=True",
 }
 """Arguments for what is had in another way."""
+
+VALUES_ELSEWHERE: Mapping[tuple[str, object], str] = {
+    ("tokenizer_mode", "mistral"): "leave it out, and tokenizer.json and the chat template of the "
+    "model's folder are used; give tokenizer=... of another folder where there are none, as "
+    "tekken.json and mistral_common's templates are not read",
+}
+"""Values for what is had in another way."""
 
 METHODS_NOT_YET = ("reward",)
 """Methods of vLLM's ``LLM`` that are not built."""

@@ -150,6 +150,7 @@ def packed(results: Sequence[Result]) -> tuple[list[tuple[Any, ...]], bytes]:
                     result.has_control_text,
                     list(map(len, completions)) if isinstance(result, ScoredPrompt) else None,
                     result.first_segment,
+                    result.unpooled,
                 )
             )
     return entries, b"".join(ids)
@@ -166,12 +167,12 @@ def unpacked(entries: Sequence[tuple[Any, ...]], ids: bytes) -> list[Result]:
         elif len(entry) == 3:
             results.append(PromptTooLongError(*entry))
         else:
-            length, text, truncated, has_control_text, completion_lengths, first_segment = entry
+            length, text, truncated, has_control_text, completion_lengths, *more = entry
             # Copies: a view would keep the token ids of all in memory.
             prompt = all_ids[at : at + length].copy(), text, truncated, has_control_text
             at += length
             if completion_lengths is None:
-                results.append(Prompt(*prompt, first_segment=first_segment))
+                results.append(Prompt(*prompt, first_segment=more[0], unpooled=more[1]))
                 continue
             completions = []
             for length in completion_lengths:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from batchinfer.errors import ModelError, one_line
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_json, resolve_folder
@@ -30,6 +30,8 @@ class TokenizerParts:
     control_tokens: frozenset[str]
     """Texts of the added tokens that steer the model, wherever they are parsed."""
     clean_up_tokenization_spaces: bool
+    tells_pairs_apart: bool
+    """Whether the model is told which tokens are of a pair's second text."""
 
 
 def load_tokenizer(
@@ -77,7 +79,24 @@ def load_tokenizer(
         special_tokens=_special_tokens(tokenizer),
         control_tokens=_control_tokens(backend),
         clean_up_tokenization_spaces=bool(tokenizer.clean_up_tokenization_spaces),
+        tells_pairs_apart="token_type_ids" in tokenizer.model_input_names,
     )
+
+
+def lowers_case(name: str, revision: str | None) -> bool:
+    """Whether sentence-transformers lowers the case of a model's texts, by ``do_lower_case`` of its
+    sentence_bert_config.json."""
+    folder = resolve_folder(name, revision, CONFIG_FILES)
+    values = read_json(folder / "sentence_bert_config.json")
+    return isinstance(values, Mapping) and values.get("do_lower_case") is True
+
+
+def lower_cased(backend: Tokenizer) -> Tokenizer:
+    """A copy that lowers the case of texts before all else."""
+    copy = Tokenizer.from_str(backend.to_str())
+    own = [] if copy.normalizer is None else [copy.normalizer]
+    copy.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+    return copy
 
 
 def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
