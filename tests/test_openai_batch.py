@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,9 @@ def _no_model(*_: Any, **__: Any) -> Any:
     raise AssertionError("nothing is left to run")
 
 
-def test_run_batch_puts_all_lines_into_one_file_in_order(model: Path, tmp_path: Path) -> None:
+def test_run_batch_puts_all_lines_into_one_file_in_order(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "in.jsonl"
     bad = request("bad", messages="x")
     rows = [good(0), bad, good(3), request("long", messages=HELLO, temperature=0)]
@@ -259,8 +262,10 @@ def test_run_batch_puts_all_lines_into_one_file_in_order(model: Path, tmp_path: 
     assert choice["finish_reason"] == "length" if usage["total_tokens"] == 64 else "stop"
     assert (tmp_path / "output.jsonl.batchinfer" / "openai" / "errors.jsonl").exists()
     target.unlink()
-    assert run_batch(options) is ExitCode.OK
+    assert capsys.readouterr().out == ""
+    assert run_batch(replace(options, quiet=False)) is ExitCode.OK
     assert target.read_bytes() == written
+    assert capsys.readouterr().out.splitlines()[-1] == f"answers  {target}"
 
 
 def answer_of(model: Path, folder: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:

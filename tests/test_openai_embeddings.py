@@ -13,12 +13,11 @@ import torch
 from openai.types import CreateEmbeddingResponse
 from transformers import AutoModel, AutoTokenizer
 
-from batchinfer.errors import ExitCode, UsageError
+from batchinfer.errors import ExitCode
 from batchinfer.job.input.openai_batch import first_url
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.verify import verify
 from batchinfer.job.run.run_batch import run_batch
-from batchinfer.job.spec.load import load_job
 from batchinfer.options import BatchOptions
 from tests.models import make_text_model
 
@@ -127,6 +126,8 @@ def test_lines_that_cannot_be_embedded_say_why(tmp_path: Path, model: Path) -> N
         response = found[name]["response"]
         assert (name, response["body"]["error"]["code"]) == (name, code)
         assert response["status_code"] == 400
+    said = found["blank"]["response"]["body"]["error"]["message"]
+    assert said == "body.input is empty or whitespace only"
 
 
 def test_what_a_file_asks_for_is_read_off_its_first_line(tmp_path: Path) -> None:
@@ -138,13 +139,3 @@ def test_what_a_file_asks_for_is_read_off_its_first_line(tmp_path: Path) -> None
     path.write_text("")
     assert first_url(str(path)) is None
     assert first_url(str(tmp_path / "nowhere.jsonl")) is None
-
-
-def test_classes_of_requests_are_refused(tmp_path: Path, model: Path) -> None:
-    text = (
-        f"task: classify\nmodel: {model}\ninput: {{path: a.jsonl, format: openai-batch}}\n"
-        "output: {path: out}\n"
-    )
-    (tmp_path / "job.yaml").write_text(text)
-    with pytest.raises(UsageError, match=r"not yet: task: classify with input\.format"):
-        load_job(tmp_path / "job.yaml")

@@ -21,6 +21,7 @@ from pydantic_core import from_json, to_json
 from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, JobError, RowError
 from batchinfer.job.input.format import InputFile, ReadRequest, Row, Rows
+from batchinfer.job.input.formats.openai_prompts import SCORE_KEYS, parts_of_body
 from batchinfer.job.input.formats.text_file import batched, opened
 from batchinfer.job.input.json_columns import json_text
 from batchinfer.job.input.jsonl import JsonlFormat, Line, split_lines
@@ -32,8 +33,8 @@ SCHEMA = pa.schema(
     [*((name, pa.string()) for name in ("custom_id", "method", "url")), json_text("body")]
 )
 _TEXTS = ("custom_id", "method", "url")
-EMBEDDINGS = "/v1/embeddings"
-"""The ``url`` of requests for embeddings."""
+_SEVERAL = (b'"prompt"', b'"input"', b'"documents"', *(f'"{k}"'.encode() for k, _ in SCORE_KEYS))
+"""Keys that may hold several prompts."""
 
 
 class CustomIds:
@@ -122,14 +123,12 @@ class OpenAIFormat(JsonlFormat):
 
 
 def _one_prompt_each(line: Line) -> Iterator[Line]:
-    """A line that asks for the completions of several prompts, or for the embeddings of several
-    texts, as one line for each."""
+    """A line that asks for something of several prompts, texts or pairs as one line for each."""
     number, text = line
-    row = _beginning(text) if b'"prompt"' in text or b'"input"' in text else {}
-    body, key = row.get("body"), "input" if row.get("url") == EMBEDDINGS else "prompt"
-    prompts = body.get(key) if isinstance(body, dict) else None
-    prompts = prompts if isinstance(prompts, list) and len(prompts) > 1 else []
-    if not prompts or not all(isinstance(prompt, str | list) for prompt in prompts):
+    row = _beginning(text) if any(key in text for key in _SEVERAL) else {}
+    body = row.get("body")
+    parts = parts_of_body(row.get("url"), body) if isinstance(body, dict) else ()
+    if not parts:
         yield line
         return
     try:
@@ -137,8 +136,8 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
     except ValueError:  # half a line
         yield line
         return
-    for index, prompt in enumerate(prompts):
-        one = {**request["body"], key: prompt, "prompt_index": index}
+    for index, part in enumerate(parts):
+        one = {**request["body"], **part, "prompt_index": index}
         yield number, to_json({**request, "body": one})
 
 

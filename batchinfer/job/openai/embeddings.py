@@ -14,11 +14,14 @@ import numpy as np
 
 from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.errors import RowError
-from batchinfer.job.input.openai_batch import EMBEDDINGS
+from batchinfer.job.input.formats.openai_prompts import EMBEDDINGS
 from batchinfer.job.openai.request import ParsedRequest, check_model, checked_body, invalid
 
-_NO_EFFECT = ("model", "user", "priority", "request_id", "prompt_index")
-_KNOWN = ("input", "dimensions", "encoding_format", "add_special_tokens", *_NO_EFFECT)
+NO_EFFECT = ("model", "user", "priority", "request_id", "prompt_index")
+"""Fields of requests that change nothing."""
+_KNOWN = ("input", "dimensions", "encoding_format", "add_special_tokens", *NO_EFFECT)
+EMBEDDING_FIELDS = {"column prompt": "body.input", "column token_ids": "body.input"}
+"""What errors call the columns of prompts, and what requests for embeddings call them."""
 _ENCODINGS = ("float", "base64")
 
 
@@ -60,11 +63,16 @@ def parse_embedding(
     if given.get("encoding_format", "float") not in _ENCODINGS:
         what = format_value(given["encoding_format"])
         raise invalid(f"body.encoding_format is {what}; it must be float or base64")
-    source, value = _text(given.get("input"))
+    source, value = one_text(given.get("input"))
     return ParsedRequest(source, value, {}, given.get("model"))
 
 
-def _text(value: Any) -> tuple[str, Any]:
+def one_text(value: Any) -> tuple[str, Any]:
+    """Where a request's ``input`` goes, a text or token ids, and what it is.
+
+    Raises:
+        RowError: ``invalid_request``.
+    """
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str):

@@ -31,7 +31,7 @@ from batchinfer.text.detokenize import token_text
 _GENERATED = ("row_id", "num_prompt_tokens", "error")
 _OPTIONAL = (
     *("outputs", "num_output_tokens", "num_reasoning_tokens", "prompt_logprobs"),
-    "embedding",
+    *("embedding", "label", "score", "scores"),
 )
 
 

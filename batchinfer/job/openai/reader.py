@@ -13,22 +13,14 @@ from batchinfer.config import PromptConfig
 from batchinfer.console.format import printable
 from batchinfer.errors import RowError
 from batchinfer.job.input.format import Row
-from batchinfer.job.openai.request import ParsedRequest, is_served, parse_request
+from batchinfer.job.openai.kinds import RequestKind
+from batchinfer.job.openai.request import ParsedRequest, is_served
 from batchinfer.job.rows.reader import Prompts, row_or_error
 from batchinfer.job.rows.sampling_params import RowParams
-from batchinfer.job.rows.tool_choice import ToolChoices
 from batchinfer.requests import BASE_MODEL, PromptRow, RowSampling
 from batchinfer.text.prompts import Prompt
+from batchinfer.tool_choice import ToolChoices
 
-_COLUMNS = {"tools": ("messages", "tools")}
-"""Columns of prompts, where they are not the one that has the name of their kind."""
-_FIELDS = {
-    "column messages": "body.messages",
-    "column prompt": "body.prompt",
-    "column token_ids": "body.prompt",
-    "column tools": "body.tools",
-}
-"""What errors call the columns of prompts, and what requests call them."""
 MakeBuilder = Callable[[PromptConfig, Sequence[str]], Prompts]
 TEMPLATE_VARIABLES = "chat_template_kwargs"
 """The column of a conversation's variables for the chat template."""
@@ -51,7 +43,7 @@ class OpenAIReader:
         adapters: numbers of those that a request may name in its place.
         tool_choices: hold requests to calls that they must make; None: they have no tools.
         takes_other_names: answer requests for other models too; a few are warned of.
-        parse: reads a line, as ``parse_request``.
+        kind: how lines are read.
     """
 
     columns: tuple[str, ...] = ("custom_id", "method", "url", "body")
@@ -66,36 +58,32 @@ class OpenAIReader:
         tool_choices: ToolChoices | None = None,
         *,
         takes_other_names: bool = False,
-        parse: Callable[..., ParsedRequest] = parse_request,
+        kind: RequestKind = RequestKind(),  # noqa: B008 - it is frozen
     ) -> None:
-        raw = replace(config, system=None, chat_template="none", chat_template_kwargs={})
-        talks = replace(config, column="messages")
-        kinds = {
-            "messages": talks,
-            "tools": replace(talks, tools_column="tools"),
-            "prompt": replace(raw, column="prompt", parse_special_tokens=True),
-            "token_ids": replace(raw, token_ids_column="token_ids", parse_special_tokens=False),
-        }
-        if tool_choices is None:
-            del kinds["tools"]
-        more = {"messages": (TEMPLATE_VARIABLES,), "tools": (TEMPLATE_VARIABLES,)}
-        self._builders = {
-            name: make_builder(kind, [*_COLUMNS.get(name, (name,)), *more.get(name, ())])
-            for name, kind in kinds.items()
-        }
+        if kind.pair_columns is None:
+            kinds = _kinds(config, has_tools=tool_choices is not None)
+        else:
+            kinds = {"pair": (config, kind.pair_columns)}
+        self._kind = kind
+        self._builders = {name: make_builder(*made_of) for name, made_of in kinds.items()}
         self._params = params
         self._served_names = served_names
         self._adapters = adapters
         self._tool_choices = tool_choices
         self._takes_other_names = takes_other_names
-        self._parse = parse
         self._other_names: set[str] = set()
 
     def start(self, row_ids: Sequence[int], rows: Sequence[Row]) -> Callable[[], list[PromptRow]]:
         """Begin to make the prompts of requests; call what is returned for the rows, in order."""
         requests = [self._request(row) for row in rows]
         started = {
-            source: prompts.start(_values(source, requests))
+            source: prompts.start(
+                [
+                    self._row_values(source, request)
+                    for request in requests
+                    if isinstance(request, ParsedRequest) and request.source == source
+                ]
+            )
             for source, prompts in self._builders.items()
         }
 
@@ -110,6 +98,15 @@ class OpenAIReader:
 
         return finish
 
+    def _row_values(self, source: str, request: ParsedRequest) -> Mapping[str, object]:
+        if source == "pair":
+            return dict(zip(self._kind.pair_columns or (), request.value, strict=True))
+        values = {TEMPLATE_VARIABLES: request.template_variables}
+        if source == "tools":
+            tools = request.tools and list(request.tools.tools)
+            return {**values, "messages": request.value, "tools": tools}
+        return {**values, source: request.value}
+
     def _request(self, row: Row) -> ParsedRequest | RowError:
         if isinstance(row, RowError):
             return row
@@ -117,8 +114,8 @@ class OpenAIReader:
             has_tools = self._tool_choices is not None
             if self._takes_other_names:
                 self._warn_of(row)
-                return self._parse(row, None, has_tools=has_tools)
-            return self._parse(row, self._served_names, self._adapters, has_tools=has_tools)
+                return self._kind.parse(row, None, has_tools=has_tools)
+            return self._kind.parse(row, self._served_names, self._adapters, has_tools=has_tools)
         except RowError as error:
             return error
 
@@ -139,7 +136,7 @@ class OpenAIReader:
 
     def _row(self, row_id: int, prompt: Prompt | RowError, request: ParsedRequest) -> PromptRow:
         if isinstance(prompt, RowError):
-            return PromptRow(row_id, _in_words_of_requests(prompt))
+            return PromptRow(row_id, _in_words_of_requests(prompt, self._kind.fields))
         adapter = self._adapters.get(request.model or "", BASE_MODEL)
         sampling: RowSampling | RowError | None = None
         if self._params is not None:
@@ -149,26 +146,28 @@ class OpenAIReader:
         return row_or_error(row_id, prompt, sampling, adapter, tools=request.tools)
 
 
-def _in_words_of_requests(error: RowError) -> RowError:
-    for column, name in _FIELDS.items():
+def _in_words_of_requests(error: RowError, fields: Mapping[str, str]) -> RowError:
+    for column, name in fields.items():
         if re.match(rf"{column}\b", error.message):
             return RowError(error.code, name + error.message.removeprefix(column))
     return error
 
 
-def _values(
-    source: str, requests: Sequence[ParsedRequest | RowError]
-) -> list[Mapping[str, object]]:
-    return [
-        _row_values(source, request)
-        for request in requests
-        if isinstance(request, ParsedRequest) and request.source == source
-    ]
-
-
-def _row_values(source: str, request: ParsedRequest) -> Mapping[str, object]:
-    values = {TEMPLATE_VARIABLES: request.template_variables}
-    if source == "tools":
-        tools = request.tools and list(request.tools.tools)
-        return {**values, "messages": request.value, "tools": tools}
-    return {**values, source: request.value}
+def _kinds(
+    config: PromptConfig, *, has_tools: bool
+) -> dict[str, tuple[PromptConfig, Sequence[str]]]:
+    """By where a request's prompt is: how it is made, and of which columns."""
+    raw = replace(config, system=None, chat_template="none", chat_template_kwargs={})
+    raw_text = replace(raw, column="prompt", parse_special_tokens=True)
+    token_ids = replace(raw, token_ids_column="token_ids", parse_special_tokens=False)
+    talks = replace(config, column="messages")
+    with_tools = replace(talks, tools_column="tools")
+    kinds: dict[str, tuple[PromptConfig, Sequence[str]]] = {
+        "messages": (talks, ("messages", TEMPLATE_VARIABLES)),
+        "tools": (with_tools, ("messages", "tools", TEMPLATE_VARIABLES)),
+        "prompt": (raw_text, ("prompt",)),
+        "token_ids": (token_ids, ("token_ids",)),
+    }
+    if not has_tools:
+        del kinds["tools"]
+    return kinds

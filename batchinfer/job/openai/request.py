@@ -20,6 +20,13 @@ from batchinfer.text.tools.row_tools import RowTools, row_tools
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
+ANSWER_FIELDS = {
+    "column messages": "body.messages",
+    "column prompt": "body.prompt",
+    "column token_ids": "body.prompt",
+    "column tools": "body.tools",
+}
+"""What errors call the columns of prompts, and what requests for answers call them."""
 _LINE = ("custom_id", "method", "url", "body")
 _NO_EFFECT = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),

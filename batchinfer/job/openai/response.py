@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from batchinfer.job.input.openai_batch import EMBEDDINGS
+from batchinfer.job.input.formats.openai_prompts import EMBEDDINGS
 from batchinfer.job.openai.echo import Echo, tokens_before
 from batchinfer.job.openai.embeddings import embeddings_body
 from batchinfer.job.openai.request import CHAT
+from batchinfer.job.openai.scores import scored_body
 
 _NOT_FOUND, _BAD_REQUEST = 404, 400
 _NO_RESPONSE = frozenset(
@@ -73,6 +74,9 @@ class Responses:
         if first["url"] == EMBEDDINGS:
             facts = {"id": f"embd-{key}", "created": self.created, "model": model}
             return embeddings_body(rows, normalizes=self.normalizes, **facts)
+        scored = scored_body(rows, key, created=self.created, model=model)
+        if scored is not None:
+            return scored
         is_chat = first["url"] == CHAT
         prompt, output = (
             sum(row[f"num_{kind}_tokens"] for row in rows) for kind in ("prompt", "output")
