@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from tqdm.utils import disp_len
@@ -59,14 +59,19 @@ class Bar(Metered):
 
     def close(self) -> None:
         if self._line is not None:
-            self._line.close(last_line(self._meter))
+            self._line.close(last_line(self._meter, columns()))
 
 
 def bar_line(meter: Meter, width: int) -> str:
     """Progress now, in at most ``width`` columns: what matters least is left out first."""
     cells = max(_LEAST_CELLS, min(width // 4, _MOST_CELLS))
     line = f"{math.floor(100 * meter.share):3d}% {draw_bar(meter.share, cells)}"
-    for joint, text in zip(_joints(), _texts(meter), strict=False):
+    return _filled(line, zip(_joints(), _texts(meter), strict=False), width)
+
+
+def _filled(line: str, texts: Iterable[tuple[str, str]], width: int) -> str:
+    """A line with as many texts, each after its joint, as fit."""
+    for joint, text in texts:
         longer = f"{line}{joint}{text}"
         if disp_len(longer) > width:
             break
@@ -74,13 +79,14 @@ def bar_line(meter: Meter, width: int) -> str:
     return line
 
 
-def last_line(meter: Meter) -> str:
-    """Progress at the end of a run, of a job that may not be done."""
+def last_line(meter: Meter, width: int) -> str:
+    """Progress at the end of a run, of a job that may not be done; speeds where there is room."""
     is_done = meter.rows_finished == meter.total
     share = "" if is_done else f" ({math.floor(100 * meter.share)}%)"
     mine = f", {meter.rows_finished:,} of them" if meter.before else ""
     failed = f", {styled(f'{meter.failed:,} failed', 'bad')}" if meter.failed else ""
-    return f"{meter.rows_line}{share}{mine} in {duration(meter.elapsed_s)}{failed}, {meter.speed}"
+    line = f"{meter.rows_line}{share}{mine} in {duration(meter.elapsed_s)}{failed}"
+    return _filled(line, [(", ", speed) for speed in meter.speeds], width)
 
 
 def draw_bar(share: float, cells: int) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path, PurePath
 
 MAX_LINE = 300
 """Most characters of one line of a message."""
+_MOST_NAMES = 2000
+"""Of a folder, that are looked at for a near one: it may hold millions."""
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
@@ -51,6 +55,17 @@ def near_name(name: str, known: Sequence[str]) -> str:
     """``did_you_mean`` where all names are shown elsewhere: nothing where none is near."""
     near = nearest(name, known)
     return f"; did you mean {printable(near, 60)}?" if near else ""
+
+
+def near_path(path: str | PurePath) -> str:
+    """``near_name`` of a path that is not there, among what its folder holds."""
+    wanted = Path(path)
+    try:
+        names = sorted(entry.name for entry in islice(wanted.parent.iterdir(), _MOST_NAMES))
+    except (OSError, ValueError):
+        return ""
+    near = nearest(wanted.name, names)
+    return f"; did you mean {printable(str(wanted.with_name(near)))}?" if near else ""
 
 
 def counted(count: int, word: str) -> str:

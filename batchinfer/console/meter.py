@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import add, attrgetter, sub
 from typing import Any, Self
 
@@ -40,6 +40,8 @@ class Counts:
     """Of these, rows that are finished."""
     most_tokens: int = 0
     """Most tokens that rows given to the engine may draw."""
+    prompt_tokens: int = 0
+    """Prompt tokens of rows given to the engine."""
     tokens: int = 0
     """Output tokens drawn."""
     kept_tokens: int = 0
@@ -63,6 +65,7 @@ class Counts:
         return cls(
             begun=-running,
             most_tokens=-worker.most_tokens * running // max(1, worker.begun),
+            prompt_tokens=-worker.prompt_tokens * running // max(1, worker.begun),
             settled_tokens=worker.tokens + worker.kept_tokens - worker.settled_tokens,
         )
 
@@ -76,14 +79,21 @@ class Meter:
     Args:
         total: rows to run.
         before: rows that earlier runs have finished.
+        draws: whether rows draw tokens; else rows and their own tokens say how fast it is.
         clock: seconds.
     """
 
     def __init__(
-        self, total: int, before: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        total: int,
+        before: int = 0,
+        *,
+        draws: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total = total
         self.before = before
+        self.draws = draws
         self.counts = Counts()
         self.failed = 0
         """Rows that ended in an error; counted where rows are written, not where they run."""
@@ -107,7 +117,8 @@ class Meter:
         Args:
             step: None: the step was not of an engine here.
         """
-        self.counts += added
+        # An engine draws a token after a prompt that is only read: nobody gets it.
+        self.counts += added if self.draws else replace(added, tokens=0)
         if step is not None:
             self.step = step
 
@@ -132,9 +143,14 @@ class Meter:
         return self.counts.tokens / self.elapsed_s
 
     @property
-    def pool(self) -> float:
-        """Used share of the KV blocks."""
-        return self.step.kv_blocks_used / max(1, self.step.kv_blocks_total) if self.step else 0.0
+    def rows_per_s(self) -> float:
+        """Rows computed per second."""
+        return self.counts.rows / self.elapsed_s
+
+    @property
+    def pool(self) -> float | None:
+        """Used share of the KV blocks; None where there is no pool, or no step yet."""
+        return None if self.step is None else self.step.pool_use
 
     @property
     def shared(self) -> float:
@@ -149,10 +165,19 @@ class Meter:
     @property
     def rows_done(self) -> float:
         """Rows finished, and of those that run the share that is done, as a number of rows."""
+        if not self.draws:
+            return min(float(self.total), max(self.rows_finished, self._rows_read))
         counts, expected = self.counts, self._expected_tokens
         drawn = max(0, counts.tokens + counts.kept_tokens - counts.settled_tokens)
         running = min(drawn / expected, self.rows_running) if expected else 0.0
         return min(float(self.total), self.rows_finished + running)
+
+    @property
+    def _rows_read(self) -> float:
+        """Rows by the tokens of theirs that were computed: an encoder takes long ones first."""
+        counts = self.counts
+        other = self.rows_finished - counts.ended  # refused, copied
+        return other + counts.prefill_tokens * counts.begun / max(1, counts.prompt_tokens)
 
     @property
     def _expected_tokens(self) -> float:
@@ -181,16 +206,19 @@ class Meter:
         return self.elapsed_s * left / computed if computed > 0 else None
 
     @property
-    def speed(self) -> str:
-        """Output tokens per second, after the rows that cost none."""
-        speed = f"{self.tokens_per_s:,.0f} tokens/s"
-        return f"{self.reused:,} rows reused, {speed}" if self.reused else speed
+    def speeds(self) -> list[str]:
+        """Tokens per second, after the rows that cost none; rows where none are drawn."""
+        speeds = [f"{self.tokens_per_s:,.0f} tokens/s"]
+        if not self.draws:
+            computed = self.counts.prefill_tokens / self.elapsed_s
+            speeds = [f"{self.rows_per_s:,.1f} rows/s", f"{computed:,.0f} input tokens/s"]
+        return [f"{self.reused:,} rows reused", *speeds] if self.reused else speeds
 
     @property
     def rates(self) -> str:
         """Speed and pool, for the end of a progress bar or line."""
-        pool = self.note or f"pool {self.pool:.0%}, shared {self.shared:.0%}"
-        return f"{self.speed}, {pool}"
+        pool = "" if self.pool is None else f"pool {self.pool:.0%}, shared {self.shared:.0%}"
+        return ", ".join(filter(None, [*self.speeds, self.note or pool]))
 
     @property
     def rows_line(self) -> str:
@@ -222,7 +250,9 @@ class Meter:
             "share": round(self.share, 6),
             "output_tokens": self.counts.tokens,
             "tokens_per_s": round(self.tokens_per_s, 3),
+            "prefill_tokens": self.counts.prefill_tokens,
+            "rows_per_s": round(self.rows_per_s, 3),
             "eta_s": None if self.eta_s is None else round(self.eta_s, 3),
             "eta_is_most": self.expects_most,
-            "pool_use": None if self.step is None else round(self.pool, 6),
+            "pool_use": None if self.pool is None else round(self.pool, 6),
         }

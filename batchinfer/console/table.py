@@ -96,7 +96,7 @@ def draws_tables(stream: TextIO | None) -> bool:
 
 def _beside(note: str) -> str:
     """A note for a column of its own: without what joined it to the text before."""
-    text = note.strip(",; ")
+    text = note.strip(",;: ")
     return text[1:-1] if text.startswith("(") and text.endswith(")") else text
 
 

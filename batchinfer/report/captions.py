@@ -44,7 +44,7 @@ class Slice:
 def memory(found: Findings) -> str:
     """What paging and sharing did to memory, in one sentence; "" where nothing ran."""
     peak = found.timeline.peak
-    if not peak.running or not peak.pool_bytes:
+    if not (found.has_pool and peak.running and peak.pool_bytes):
         return ""
     running, by = counted(peak.running, found.unit), _by_what(found)
     at_once = f"{running} at once{_on_a_worker(found)}"
@@ -78,7 +78,7 @@ def pool(found: Findings) -> str:
 
 def figures(found: Findings, price: Price | None) -> Iterator[Figure]:
     """Key figures, shown before any chart."""
-    totals, output = found.timeline.totals, found.lengths.sums["output_tokens"]
+    totals, sums = found.timeline.totals, found.lengths.sums
     left = f"of {found.rows_total:,}, " if found.rows_done < found.rows_total else ""
     failed = f"{found.rows_failed:,} failed" if found.rows_failed else "none failed"
     reused = f", {found.rows_reused:,} reused" if found.rows_reused else ""
@@ -90,27 +90,45 @@ def figures(found: Findings, price: Price | None) -> Iterator[Figure]:
     if price is not None:
         cost = price.per_hour * found.total_s / 3600
         each = f"at {money(price.per_hour, price.currency)} an hour"
-        if output:
-            each += f"; {money(cost / output * 1e6, price.currency)} per million output tokens"
+        kind = "output" if found.draws else "prompt"
+        if tokens := sums[f"{kind}_tokens"]:
+            each += f"; {money(cost / tokens * 1e6, price.currency)} per million {kind} tokens"
         yield Figure("Cost", *_number_and_unit(money(cost, price.currency)), each)
-    speed = f"{short(output)} tokens in {duration(found.engine_s)}"
-    yield Figure("Output", short(found.output_tokens_per_s), "tokens/s", speed)
-    if totals.steps:
+    if totals.steps or found.lengths.rows:
+        yield from _speed(found)
+    if totals.steps and found.has_pool:
         yield Figure(
             "Pool in use",
-            *(f"{totals.mean('mean_utilization'):.0%}", ""),
-            f"on average, {found.timeline.peak_utilization:.0%} at most",
+            *(percent(totals.mean("mean_utilization")), ""),
+            f"on average, {percent(found.timeline.peak_utilization)} at most",
         )
         yield Figure(
             "Waste",
             *(percent(totals.mean("mean_waste")), ""),
-            f"of what is used; {percent(totals.mean('contiguous_waste'))} if reserved",
+            f"of what is used; {percent(totals.mean('contiguous_waste'))} if reserved"
+            if found.draws
+            else "of what is used",
         )
         yield Figure(
             "Saved by sharing",
             *(percent(totals.mean("sharing_saving")), ""),
-            f"of the memory; {percent(found.prefix_hit_rate)} of prompt tokens found",
+            f"of the memory; {percent(found.prefix_hit_rate)} of prompt tokens found"
+            if found.lengths.rows
+            else "of the memory",
         )
+
+
+def _speed(found: Findings) -> Iterator[Figure]:
+    """Output tokens per second; rows and input tokens where none are drawn."""
+    sums, seconds = found.lengths.sums, found.engine_s
+    if found.draws:
+        drawn = f"{short(found.output_tokens)} tokens in {duration(seconds)}"
+        yield Figure("Output", short(found.output_tokens_per_s), "tokens/s", drawn)
+        return
+    rows, read = found.lengths.rows, sums["prompt_tokens"]
+    per_s = 1 / seconds if seconds else 0.0
+    yield Figure("Speed", short(rows * per_s), "rows/s", f"{short(rows)} in {duration(seconds)}")
+    yield Figure("Input", short(read * per_s), "tokens/s", f"{short(read)} tokens")
 
 
 def _number_and_unit(text: str) -> tuple[str, str]:
@@ -125,14 +143,17 @@ def time_slices(found: Findings) -> list[Slice]:
     prompt, answer = totals.prompt_ms / 1e3, totals.answer_ms / 1e3
     between = max(span - prompt - answer, 0.0)
     rest = max(found.total_s - found.load_s - max(span, prompt + answer), 0.0)
-    parts = [
-        ("Loading the model", found.load_s, "idle", _waits(found, found.load_s)),
+    steps = [
         ("Steps with prompts in them", prompt, "shared", "answers go on beside them"),
         ("Steps of answers alone", answer, "used", ""),
+    ]
+    parts = [
+        ("Loading the model", found.load_s, "idle", _waits(found, found.load_s)),
+        *(steps if found.draws else [("Steps", prompt + answer, "shared", "")]),
         ("Between steps", between, "waste", "waiting for rows, or for this program itself"),
         ("Before and after", rest, "rest", _waits(found, rest, around=True)),
     ]
-    return [Slice(label, s, duration(s), colour, note) for label, s, colour, note in parts]
+    return [Slice(label, s, duration(s), colour, note) for label, s, colour, note in parts if s]
 
 
 def _waits(found: Findings, within_s: float, *, around: bool = False) -> str:
@@ -192,7 +213,7 @@ def pressure_caption(found: Findings) -> str:
         f"{_on_a_worker(found)}, at most {found.timeline.peak.running:,}."
     )
     if not sums["preemptions"]:
-        caption += " None had to give up its memory."
+        caption += " None had to give up its memory." if found.has_pool else ""
     else:
         then = [
             f"{counted(sums[name], unit)} {what}"
@@ -229,7 +250,7 @@ def waits(found: Findings) -> list[tuple[str, ...]]:
     names = {
         "queue_ms": "In the queue",
         "prefill_ms": "Prompt",
-        "decode_ms": "Answer",
+        **({"decode_ms": "Answer"} if found.draws else {}),
         "latency_ms": "All in all",
     }
     shares = (0.5, 0.95, 1.0)

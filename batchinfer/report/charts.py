@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from batchinfer.report.drawing.over_time import Layer, Series
+from batchinfer.report.report_data import Findings
 from batchinfer.report.timeline import Timeline
 from batchinfer.report.units import amount, size
 
@@ -15,18 +16,18 @@ _ON_ONE_SCALE = 1.5
 """The whole pool is drawn where it is at most so many times what else is."""
 
 
-def all_series(timeline: Timeline, unit: str) -> Mapping[str, Series]:
-    """What each chart over time shows, by its name on the page.
-
-    Args:
-        unit: what runs side by side, ``rows`` or ``sequences``.
-    """
-    return {
+def all_series(found: Findings) -> Mapping[str, Series]:
+    """What each chart over time shows, by its name on the page; of a pool, if there is one."""
+    timeline = found.timeline
+    of_pool = {
         "memory": memory(timeline),
         "held": held_by_rows(timeline),
         "pool": whole_pool(timeline),
-        "running": running(timeline, unit),
-        "tokens": tokens_per_second(timeline),
+    }
+    return {
+        **(of_pool if found.has_pool else {}),
+        "running": running(timeline, found.unit),
+        "tokens": tokens_per_second(timeline, draws=found.draws),
         "waiting": waiting(timeline),
     }
 
@@ -87,13 +88,12 @@ def waiting(timeline: Timeline) -> Series:
     return Series("rows in the queue", timeline.edges_s, layers, "rows", say)
 
 
-def tokens_per_second(timeline: Timeline) -> Series:
-    """Tokens per second: of prompts, recomputed, of answers."""
+def tokens_per_second(timeline: Timeline, *, draws: bool) -> Series:
+    """Tokens per second: of prompts, recomputed, of answers if any are drawn."""
     again = timeline.rate("recomputed_tokens")
-    layers = [
-        Layer("used", "answers", timeline.rate("decode_tokens")),
-        Layer("shared", "prompts", np.maximum(timeline.rate("prefill_tokens") - again, 0)),
-    ]
+    layers = [Layer("used", "answers", timeline.rate("decode_tokens"))] if draws else []
+    prompts = np.maximum(timeline.rate("prefill_tokens") - again, 0)
+    layers.append(Layer("shared", "prompts", prompts))
     if again.any():
         layers.append(Layer("again", "computed again", again))
     say = partial(amount, unit="tokens/s")

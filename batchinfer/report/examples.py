@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import repeat
 from pathlib import PurePath
 from typing import Any
 
@@ -16,6 +17,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.task import Task
+from batchinfer.job.stats.first_errors import named_row, shown_id
 from batchinfer.report.report_data import Example, Failure
 from batchinfer.report.stored_stats import UNREADABLE, FinishedRows, batches
 
@@ -49,40 +51,50 @@ def find_failures(
     records: Sequence[tuple[Part, PartRecord]],
     segments: Sequence[PurePath],
     done: FinishedRows,
+    ids: str | None,
 ) -> list[Failure]:
-    """Rows that failed, by code, with examples; reads only parts that have more of them."""
+    """Rows that failed, by code, with examples; reads only parts that have more of them.
+
+    Args:
+        ids: the output column of ids; None: there is none.
+    """
     counts: Counter[str] = Counter()
     for _, record in records:
         counts.update(record.error_codes)
-    examples: dict[str, list[tuple[int, str]]] = {}
+    examples: dict[str, list[tuple[str, str]]] = {}
     for path in segments:
-        for row_id, code, message in _errors(out, path, done):
+        for row, code, message in _errors(out, path, done, ids):
             counts[code] += 1
-            _keep(examples, row_id, code, message)
+            _keep(examples, row, code, message)
     most = [code for code, _ in counts.most_common(MOST_CODES)]
     for part, record in records:
         missing = {c for c in record.error_codes if len(examples.get(c, ())) < OF_EACH_CODE}
         if missing.isdisjoint(most):
             continue
-        for row_id, code, message in _errors(out, out.part_file(part), FinishedRows([])):
-            _keep(examples, row_id, code, message)
+        for row, code, message in _errors(out, out.part_file(part), FinishedRows([]), ids):
+            _keep(examples, row, code, message)
     return [Failure(code, rows, examples.get(code, [])) for code, rows in counts.most_common()]
 
 
-def _keep(examples: dict[str, list[tuple[int, str]]], row_id: int, code: str, message: str) -> None:
+def _keep(examples: dict[str, list[tuple[str, str]]], row: str, code: str, message: str) -> None:
     some = examples.setdefault(code, [])
     if len(some) < OF_EACH_CODE:
-        some.append((row_id, message))
+        some.append((row, message))
 
 
-def _errors(out: OutputDir, path: PurePath, but: FinishedRows) -> Iterator[tuple[int, str, str]]:
-    for batch in batches(out, path, ["row_id", "error"]):
+def _errors(
+    out: OutputDir, path: PurePath, but: FinishedRows, ids: str | None
+) -> Iterator[tuple[str, str, str]]:
+    """Rows by their names, codes and messages."""
+    for batch in batches(out, path, ["row_id", "error", *([] if ids is None else [ids])]):
         rows = but.left_out(batch)
         failed = rows.filter(rows.column("error").is_valid())
         codes, messages = (failed.column("error").field(name) for name in ("code", "message"))
-        row_ids = failed.column("row_id").to_pylist()
-        for row_id, code, message in zip(row_ids, codes, messages, strict=True):
-            yield row_id, _text(code), _text(message)
+        names = failed.column(ids).to_pylist() if ids in failed.schema.names else repeat(None)
+        for row_id, known_as, code, message in zip(
+            failed.column("row_id").to_pylist(), names, codes, messages, strict=False
+        ):
+            yield named_row(row_id, shown_id(known_as)), _text(code), _text(message)
 
 
 def _first_rows(out: OutputDir, path: PurePath, task: Task, count: int) -> list[Example]:

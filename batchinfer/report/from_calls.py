@@ -93,6 +93,7 @@ class CallLog:
             lengths=lengths,
             kv=kv,
             unit="sequences",
+            draws=lengths.sums["output_tokens"] > 0 or not lengths.rows,
             job=settings,
             versions=package_versions(),
         )

@@ -13,6 +13,7 @@ from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import Part
 from batchinfer.job.rows.tasks import TASKS
+from batchinfer.job.stats.first_errors import id_column
 from batchinfer.job.stats.recorder import Run, package_versions, runs_of
 from batchinfer.job.stats.status import Status, read_status
 from batchinfer.job.stats.summary import phase_seconds
@@ -54,6 +55,7 @@ def from_output(out: OutputDir, now: float) -> Findings:
     max_error_rate = (job.get("errors") or {}).get("max_error_rate", _MAX_ERROR_RATE)
     running = [worker.worker for worker in status.workers if worker.state == "running"]
     living = set() if merged else {*running}
+    task = TASKS.get(plan.job.get("task", "generate"))
     return Findings(
         title=without_secrets(str(job.get("name") or out.root.name)),
         state=_state(status, max_error_rate, merged),
@@ -71,16 +73,18 @@ def from_output(out: OutputDir, now: float) -> Findings:
         lengths=read_lengths(out, requests, segments, done),
         kv=latest.kv,
         unit=_unit(job),
+        draws=task is None or task.spec.draws,
         phases=phase_seconds(runs),
         rows_reused=sum(record.num_reused for _, record in records),
         max_error_rate=max_error_rate,
+        share=status.share,
         eta_s=status.eta_s,
         eta_is_most=status.eta_is_most,
         phase=status.phase or "",
         error=without_secrets(status.error or ""),
         out_of_memory=sum(run.out_of_memory for run in runs),
-        failures=find_failures(out, records, segments, done),
-        examples=find_examples(out, records, TASKS.get(plan.job.get("task", "generate"))),
+        failures=find_failures(out, records, segments, done, id_column(plan)),
+        examples=find_examples(out, records, task),
         runs=[_facts(run) for run in runs],
         lanes=lanes_of(runs, timeline, living),
         job=_sections(job, plan),
@@ -102,7 +106,7 @@ def _state(status: Status, max_error_rate: float, merged: bool) -> str:
     if merged or status.state == "finished_with_errors":
         too_many = status.rows_error > max_error_rate * status.rows_total
         return "finished with too many errors" if too_many else "finished"
-    return status.state if status.error is None else "failed"
+    return status.state
 
 
 def _update(status: Status) -> str:

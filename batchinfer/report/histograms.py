@@ -24,7 +24,8 @@ SUMS = (
 TIMES = ("queue_ms", "prefill_ms", "decode_ms", "latency_ms")
 COLUMNS = (*SUMS, *TIMES)
 """Columns of ``requests`` that are looked at."""
-_MOST_BARS = 32
+_MOST_BARS, _LEAST_BARS = 32, 8
+"""A few bars stand in the middle of empty ones."""
 _MOST_LENGTH = 1 << 22
 _STEPS_PER_DECADE = 200  # of times: they are then right to about a percent
 _DECADES = (-3, 9)
@@ -84,7 +85,8 @@ class Lengths:
         last = most if most <= 2 * shown else shown
         width = _round_up((last - first + 1) / _MOST_BARS)
         start = first // width * width
-        starts = list(range(start, last + 1, width))
+        beside = max(0, _LEAST_BARS - (last - start) // width - 1) // 2 * width
+        starts = list(range(max(0, start - beside), last + beside + 1, width))
         summed = [int(counts[at : at + width].sum()) for at in starts]
         summed[-1] += int(counts[starts[-1] + width :].sum())
         return Bars(starts, width, summed, median, most)

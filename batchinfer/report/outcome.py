@@ -40,20 +40,23 @@ def outcome(found: Findings) -> Outcome:
 def progress(found: Findings) -> list[tuple[str, float, str]]:
     """Shares of the rows by what became of them: colour, share, what it is."""
     whole = max(1, found.rows_total)
-    answered, failed = found.rows_done - found.rows_failed, found.rows_failed
+    begun = max(0.0, (found.share or 0.0) - found.rows_done / whole)
+    good, failed = found.rows_done - found.rows_failed, found.rows_failed
+    left = found.rows_total - found.rows_done
     return [
-        ("good", answered / whole, f"{counted(answered, 'rows')} answered"),
+        ("good", good / whole, f"{counted(good, 'rows')} {'answered' if found.draws else 'ok'}"),
         ("bad", failed / whole, f"{counted(failed, 'rows')} failed"),
-        ("rule", 1 - found.rows_done / whole, f"{found.rows_total - found.rows_done:,} not done"),
+        ("used", begun, "running rows, by their tokens"),
+        ("rule", 1 - found.rows_done / whole - begun, f"{left:,} not done"),
     ]
 
 
 def _cut_short(found: Findings) -> Outcome:
     left = found.rows_total - found.rows_done
-    kept = f"The same command goes on with the {counted(left, 'rows')} left; finished rows stay."
-    if found.state == "failed":
-        return Outcome("Failed", f" after {_done(found)}", "bad", kept)
-    return Outcome("Stopped", f" after {_done(found)}", "bad", f"{kept}{_errors_so_far(found)}")
+    stays = "finished rows and drawn tokens stay" if found.draws else "finished rows stay"
+    kept = f"The same command goes on with the {counted(left, 'rows')} left; {stays}."
+    word = found.state.capitalize()
+    return Outcome(word, f" after {_done(found)}", "bad", f"{kept}{_errors_so_far(found)}")
 
 
 def _ended(found: Findings) -> Outcome:
@@ -66,7 +69,7 @@ def _ended(found: Findings) -> Outcome:
         return Outcome("Finished", f": {every} in {duration(found.wall_s)}{_runs(found)}", "good")
     if found.state == "finished":
         kept = found.rows_total - failed
-        done = f": {kept:,} of {rows} have an answer"
+        done = f": {kept:,} of {rows} {'answered' if found.draws else 'ok'}"
         return Outcome(f"Finished with {errors}", done, "good")
     share = percent(failed / found.rows_total)
     allowed = f"more than the {100 * found.max_error_rate:g}% that the job allows"
@@ -83,7 +86,8 @@ def _ended(found: Findings) -> Outcome:
 def _done(found: Findings) -> str:
     """Such as ``5 of 10 rows (50%)``; all is 100%, and nothing less is."""
     whole = found.rows_total
-    share = math.floor(100 * found.rows_done / whole) if whole else 0
+    done = found.rows_done / whole if whole else 0.0
+    share = math.floor(100 * max(done, found.share or 0.0))
     return f"{found.rows_done:,} of {counted(whole, 'rows')} ({share}%)"
 
 

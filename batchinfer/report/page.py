@@ -73,11 +73,11 @@ def _contents(found: Findings) -> Iterator[tuple[str, str, int]]:
     sections = [
         ("failure", "Why it failed", found.error),
         ("errors", "Errors", found.failures),
-        ("memory", "Memory", has_steps),
-        ("pool", "Pool", has_steps),
+        ("memory", "Memory", has_steps and found.has_pool),
+        ("pool", "Pool", has_steps and found.has_pool),
         ("side-by-side", "Side by side", has_steps),
         ("speed", "Tokens per second", has_steps),
-        ("sharing", "Sharing", found.lengths.sums["prompt_tokens"]),
+        ("sharing", "Sharing", found.has_pool and found.lengths.sums["prompt_tokens"]),
         ("lengths", "Lengths", has_rows),
         ("workers", "Workers", found.lanes),
         ("time", "Time", found.total_s),
@@ -91,9 +91,10 @@ def _contents(found: Findings) -> Iterator[tuple[str, str, int]]:
 
 
 def _charts(found: Findings) -> dict[str, Any]:
-    series = charts.all_series(found.timeline, found.unit)
+    series = charts.all_series(found)
     drawn = {name: _chart(what, NARROW) for name, what in series.items()}
-    return {**drawn, "memory_wide": _chart(series["memory"], WIDE)}
+    wide = {"memory_wide": _chart(series["memory"], WIDE)} if found.has_pool else {}
+    return {**drawn, **wide}
 
 
 def _chart(series: Series, shape: Shape) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def _histograms(found: Findings) -> Iterator[dict[str, Any]]:
         ("output_tokens", "Lengths of answers", "used"),
     ):
         bars = found.lengths.bars(name)
-        if bars is not None:
+        if bars is not None and (found.draws or name == "prompt_tokens"):
             caption = f"Rows by {'tokens of the prompt' if colour == 'shared' else per_row}."
             caption += f" Half have at most {bars.median:,}, the longest has {bars.most:,}"
             beyond = bars.most >= bars.starts[-1] + bars.width

@@ -31,8 +31,8 @@ class Failure:
 
     code: str
     rows: int
-    examples: Sequence[tuple[int, str]] = ()
-    """Row id and message."""
+    examples: Sequence[tuple[str, str]] = ()
+    """The row by its number and id, and the message."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class Findings:
     """``block_size``, ``num_blocks``, ``bytes_per_block``; empty where nothing ran."""
     unit: str = "rows"
     """What runs side by side: ``rows``, or ``sequences`` where a row has several."""
+    draws: bool = True
+    """Whether rows draw tokens; else their prompts are only read."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of what was waited for by name, of all runs."""
     out_of_memory: int = 0
@@ -94,6 +96,8 @@ class Findings:
     """Of ``rows_done``, rows copied from other outputs."""
     max_error_rate: float = 0.0
     """Share of the rows that may fail."""
+    share: float | None = None
+    """Of the rows, done; that of running ones by their tokens included, of a job that runs."""
     eta_s: float | None = None
     eta_is_most: bool = False
     phase: str = ""
@@ -110,9 +114,22 @@ class Findings:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def has_pool(self) -> bool:
+        """Whether the model keeps what it computes in a KV pool; an encoder does not."""
+        return bool(self.kv.get("num_blocks"))
+
+    @property
     def output_tokens_per_s(self) -> float:
-        """Output tokens per second, as in ``summary.json``."""
-        return self.lengths.sums["output_tokens"] / self.engine_s if self.engine_s else 0.0
+        """Output tokens per second; of a job that has ended, as in ``summary.json``."""
+        return self.output_tokens / self.engine_s if self.engine_s else 0.0
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens of finished rows; before all are, those that were drawn."""
+        finished = self.lengths.sums["output_tokens"]
+        if self.rows_done == self.rows_total:
+            return finished
+        return max(finished, self.timeline.totals.answer_tokens)
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -53,6 +53,8 @@ class Totals:
     """Of steps that computed prompt tokens, beside what else they computed."""
     answer_ms: float = 0.0
     """Of the other steps."""
+    answer_tokens: int = 0
+    """Drawn, also for rows that did not end."""
     cow_copies: int = 0
     weighted: dict[str, float] = field(default_factory=dict)
     """Sums of step time x measure, and of step time where the measure is defined."""
@@ -166,6 +168,7 @@ class Timeline:
         totals.steps += len(weights)
         totals.prompt_ms += float(weights[with_prompt].sum())
         totals.answer_ms += float(weights[~with_prompt].sum())
+        totals.answer_tokens += int(steps["decode_tokens"].sum())
         totals.cow_copies += int(steps["cow_copies"].sum())
         used, logical = steps["kv_blocks_used"], steps["kv_logical_blocks"]
         reserved = steps["contiguous_blocks"] * block_size

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from batchinfer.console.meter import Counts, Meter
+from tests.console.steps import a_step
 
 
 class Clock:
@@ -115,3 +116,41 @@ def test_loading_is_no_time_of_rows() -> None:
     clock.now = 62.0
     meter.add(Counts(rows=5, tokens=100), None)
     assert (meter.tokens_per_s, meter.eta_s) == (50.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("draws", "blocks", "rates"),
+    [
+        (True, 200, "30 tokens/s, pool 25%, shared 10%"),
+        (False, 200, "2.5 rows/s, 400 input tokens/s, pool 25%, shared 10%"),
+        (False, 0, "2.5 rows/s, 400 input tokens/s"),
+    ],
+)
+def test_rates_are_of_what_a_job_does(draws: bool, blocks: int, rates: str) -> None:
+    clock = Clock()
+    meter = Meter(50, draws=draws, clock=clock)
+    clock.now = 4.0
+    done = Counts(rows=10, begun=20, ended=10, tokens=120, prefill_tokens=1600)
+    step = a_step(kv_blocks_total=blocks, kv_blocks_used=blocks // 4, kv_blocks_shared=blocks // 40)
+    meter.add(done, step)
+    assert meter.rates == rates
+    facts = meter.facts()
+    assert (facts["rows_per_s"], facts["prefill_tokens"]) == (2.5, 1600)
+    assert facts["output_tokens"] == (120 if draws else 0)
+    assert facts["pool_use"] == (0.25 if blocks else None)
+    meter.note = "2 of 2 workers up"
+    assert meter.rates == f"{', '.join(meter.speeds)}, 2 of 2 workers up"
+
+
+def test_long_texts_that_are_read_first_do_not_stand_for_short_ones() -> None:
+    clock = Clock()
+    meter = Meter(1000, before=200, draws=False, clock=clock)
+    meter.add(Counts(begun=400, prompt_tokens=8_000), None)  # of 20 tokens each
+    meter.add(Counts(rows=5), None)  # refused
+    clock.now = 10.0
+    meter.add(Counts(rows=10, ended=10, prefill_tokens=1_000), None)
+    assert meter.rows_done == pytest.approx(5 + 1_000 / 20)
+    assert meter.eta_s == pytest.approx(10 * 945 / 55)
+    assert meter.share == pytest.approx(255 / 1200)
+    meter.add(Counts(rows=985, begun=585, ended=985, prefill_tokens=1), None)  # found in the pool
+    assert (meter.share, meter.eta_s) == (1.0, 0.0)

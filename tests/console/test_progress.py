@@ -4,25 +4,22 @@ import io
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from batchinfer.console.bar import bar_line, draw_bar, make_progress
+from batchinfer.console.bar import bar_line, draw_bar, last_line, make_progress
 from batchinfer.console.meter import Counts, Meter
 from batchinfer.console.progress import Lines, StallNotice, print_line
-from batchinfer.engine.stats import StepStats
 from batchinfer.errors import ExitCode
 from batchinfer.job.run.reporter import too_many_errors
 from batchinfer.job.run.run import run_job
+from tests.console.steps import a_step
 from tests.console.terminal import PseudoTerminal, screen
 from tests.job.datasets import write_parquet
 from tests.job.fakes import FakeBuild, job
 
-HALF_FULL = cast(
-    StepStats, SimpleNamespace(kv_blocks_used=50, kv_blocks_total=100, kv_blocks_shared=20)
-)
+HALF_FULL = a_step(kv_blocks_used=50, kv_blocks_total=100, kv_blocks_shared=20)
 
 
 def test_a_line_every_thirty_seconds() -> None:
@@ -175,6 +172,17 @@ def test_nothing_is_left_of_what_a_terminal_writes_at_ctrl_c(
     assert shown[0] == "a line"
     assert shown[1].startswith("65 of 150 rows (43%), 15 of them in ")
     assert shown[2:] == ["stopped"]
+
+
+def test_the_last_line_is_never_cut() -> None:
+    now = [0.0]
+    meter = Meter(5_847, before=153, draws=False, clock=lambda: now[0])
+    now[0] = 51.3
+    meter.add(Counts(rows=5_847, prefill_tokens=187_600), None)
+    done = "6,000 of 6,000 rows, 5,847 of them in 51.3 s"
+    assert last_line(meter, 40) == done
+    assert last_line(meter, 79) == f"{done}, 114.0 rows/s"
+    assert last_line(meter, 99) == f"{done}, 114.0 rows/s, 3,657 input tokens/s"
 
 
 def test_what_has_not_begun_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,13 @@ from tests.job.fakes import FakeBuild, job
 FACTS = [
     SummaryLine("rows", "5 of 10 (50%)", ", 1 failed", share=0.5),
     SummaryLine("waste", "1.0% of the used blocks", " (or [bold]70%[/bold])", tone="good"),
+    SummaryLine("errors", "empty 1", ": row 3"),
     SummaryLine("state", "finished"),
 ]
 PLAIN = """\
 rows     5 of 10 (50%), 1 failed
 waste    1.0% of the used blocks (or [bold]70%[/bold])
+errors   empty 1: row 3
 state    finished"""
 COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
@@ -77,7 +79,8 @@ def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "━━━━━━━━──────── 5 of 10 (50%)" in lines[1]
     assert re.search(r"\s1 failed\s", lines[1])
     assert "or [bold]70%[/bold]" in lines[2]
-    assert len(lines) == 5
+    assert re.search(r"empty 1 +row 3 ", lines[3])
+    assert len(lines) == 6
 
 
 def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,3 +46,13 @@ def test_the_charts_alone(out: Path, tmp_path: Path) -> None:
         svg = (tmp_path / name).read_text()
         assert svg.startswith("<svg xmlns=")
         assert "<path" in svg
+
+
+def test_failed_rows_are_named_by_their_ids(tmp_path: Path) -> None:
+    columns = {"prompt": ["a", "", "c"], "name": ["x", "<y>", "z"]}
+    write_parquet(tmp_path / "in" / "x.parquet", columns)
+    spec = job(tmp_path, input={"id_column": "name"}, errors={"max_error_rate": 1})
+    run_job(spec, build=FakeBuild(), quiet=True)
+    (failure,) = from_output(OutputDir(tmp_path / "out"), time.time()).failures
+    assert (failure.code, failure.rows) == ("empty_prompt", 1)
+    assert [row for row, _ in failure.examples] == ["row 1 (<y>)"]

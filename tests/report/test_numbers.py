@@ -132,7 +132,7 @@ def test_why_a_run_failed_is_told_until_another_goes_on(tmp_path: Path) -> None:
     assert (failed.state, failed.error) == ("failed", "the disk is full\nfree some space")
     assert [run.end for run in failed.runs] == ["failed"]
     status = read_status(OutputDir(tmp_path / "out"), time.time())
-    assert status.state == "stopped"
+    assert status.state == "failed"
     assert "error    the disk is full" in status.lines()
     run_job(job(tmp_path, **LENIENT), build=Build(stop_at(9)), quiet=True)
     stopped = findings(tmp_path)
@@ -169,7 +169,7 @@ def test_what_is_drawn_is_what_steps_say(tmp_path: Path, num_blocks: int) -> Non
         ("tokens", "used"): steps["decode_tokens"].sum(),
         ("tokens", "shared"): (steps["prefill_tokens"] - again).sum(),
     }
-    series = all_series(found.timeline, found.unit)
+    series = all_series(found)
     width, block_bytes = found.timeline.span_s / POINTS, found.kv["bytes_per_block"]
     for (chart, colour), expected in areas.items():
         (layer,) = (layer for layer in series[chart].layers if layer.colour == colour)

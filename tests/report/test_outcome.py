@@ -39,7 +39,13 @@ def a_run(name: str) -> RunFacts:
         (
             "finished",
             {**DONE, "rows_failed": 2},
-            "Finished with 2 errors: 2,046 of 2,048 rows have an answer",
+            "Finished with 2 errors: 2,046 of 2,048 rows answered",
+            "good",
+        ),
+        (
+            "finished",
+            {**DONE, "rows_failed": 2, "draws": False},
+            "Finished with 2 errors: 2,046 of 2,048 rows ok",
             "good",
         ),
         (
@@ -60,6 +66,12 @@ def a_run(name: str) -> RunFacts:
             "running",
             {**HALF, "eta_s": 75.0, "eta_is_most": True},
             "Running: 2,047 of 2,048 rows (99%), at most 1 min 15 s left",
+            "used",
+        ),
+        (
+            "running",
+            {**HALF, "rows_done": 0, "share": 0.357},
+            "Running: 0 of 2,048 rows (35%)",
             "used",
         ),
         (
@@ -85,20 +97,25 @@ def test_what_to_do_is_said_where_there_is_something_to_do() -> None:
         state: outcome(replace(some_findings(), state=state, **HALF)).then
         for state in ("stopped", "failed", "finished with too many errors", "finished")
     }
-    assert then["failed"] == "The same command goes on with the 1 row left; finished rows stay."
-    assert then["stopped"] == f"{then['failed']} 3 rows failed."
+    goes_on = "The same command goes on with the 1 row left; finished rows and drawn tokens stay."
+    assert then["stopped"] == then["failed"] == f"{goes_on} 3 rows failed."
     assert "--retry-errors" in then["finished with too many errors"]
     assert then["finished"] == ""
 
 
 def test_rows_are_answered_failed_or_not_done() -> None:
-    shares = progress(replace(some_findings(), rows_total=10, rows_done=6, rows_failed=1))
+    found = replace(some_findings(), rows_total=10, rows_done=6, rows_failed=1, share=0.75)
+    shares = progress(found)
     assert [(name, share) for name, share, _ in shares] == [
         ("good", 0.5),
         ("bad", 0.1),
-        ("rule", pytest.approx(0.4)),
+        ("used", pytest.approx(0.15)),
+        ("rule", pytest.approx(0.25)),
     ]
-    assert [title for *_, title in shares] == ["5 rows answered", "1 row failed", "4 not done"]
+    assert [title for *_, title in shares] == [
+        *("5 rows answered", "1 row failed", "running rows, by their tokens", "4 not done"),
+    ]
+    assert sum(share for _, share, _ in progress(replace(found, share=None))) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

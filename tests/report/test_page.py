@@ -80,7 +80,7 @@ def some_findings(texts: tuple[str, ...] = ("plain",), scale: float = 1.0) -> Fi
         lengths=some_lengths(),
         kv=KV,
         phases=dict.fromkeys(texts, 5.0),
-        failures=[Failure(text, 7, [(1, text), (2, text[::-1])]) for text in texts],
+        failures=[Failure(text, 7, [(text, text), ("row 2", text[::-1])]) for text in texts],
         examples=[Example(i, [(t, t)], t, "1 token in", (t, t)) for i, t in enumerate(texts)],
         lanes=[
             Lane(text, [Piece("used", 0.4), Piece("again", 0.6)], 7, 0.9, "died") for text in texts
@@ -96,6 +96,7 @@ def some_findings(texts: tuple[str, ...] = ("plain",), scale: float = 1.0) -> Fi
 KINDS = {
     "plain": lambda: some_findings(),
     "hostile": lambda: some_findings(HOSTILE),
+    "encoder": lambda: replace(some_findings(), kv={**KV, "num_blocks": 0}, draws=False),
     "of days": lambda: some_findings(scale=1e4),
     "without rows": lambda: replace(
         some_findings(), timeline=Timeline(0.0), lengths=Lengths(), failures=(), examples=()
@@ -194,6 +195,23 @@ def test_keys_without_a_value_are_left_out() -> None:
     assert "revision" not in text
     assert "scale" not in text
     assert "2 keys with the values" in text
+
+
+def test_what_means_nothing_is_left_out() -> None:
+    said = " ".join(Tags(page_of("encoder")).text)
+    for word in (
+        "Inside the pool",
+        "three ways",
+        "Sharing",
+        "Waste",
+        "Answer",
+        "answers",
+        "in the pool",
+    ):
+        assert word in " ".join(Tags(page_of("plain")).text)
+        assert word not in said
+    shown = {figure.label: figure.unit for figure in figures(KINDS["encoder"](), None)}
+    assert shown == {"Rows done": "", "Time": "", "Speed": "rows/s", "Input": "tokens/s"}
 
 
 def test_hostile_texts_are_text() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.console.format import printable
+from batchinfer.console.format import counted, printable
+from batchinfer.console.table import SummaryLine
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
@@ -29,7 +30,7 @@ def first_errors(
         records: of the job's parts, in their order, as far as they are known; None: the part is not
             finished.
     """
-    column = _id_column(manifest)
+    column = id_column(manifest)
     found: dict[int, dict[str, Any]] = {}
     for part, record in zip(manifest.parts(), records, strict=False):
         if record is None or not record.error_codes:
@@ -41,24 +42,41 @@ def first_errors(
     return list(found.values())
 
 
-def named_errors(errors: Iterable[Mapping[str, Any]], total: int) -> str:
-    """The first errors in a line, and how many more there are.
+def error_lines(
+    codes: Mapping[str, int], errors: Iterable[Mapping[str, Any]]
+) -> Iterator[SummaryLine]:
+    """A line for each code of failed rows: how many there are, and the first of them.
 
     Args:
+        codes: rows by code, the most first.
         errors: as ``first_errors`` gives them.
-        total: of all rows that failed.
     """
-    rows = list(map(_named, errors))
-    more = f", and {total - len(rows):,} more" if total > len(rows) else ""
-    return f"{', '.join(rows)}{more}"
+    rows: dict[str, list[str]] = {}
+    for error in errors:
+        rows.setdefault(error["code"], []).append(named_row(error["row_id"], error["id"]))
+    for code, count in list(codes.items())[:MOST]:
+        named = rows.get(code, [])
+        others = [f"and {count - len(named):,} more"] if 0 < len(named) < count else []
+        note = f": {', '.join([*named, *others])}" if named else ""
+        yield SummaryLine("errors", f"{code} {count:,}", note, tone="bad")
+    rest = list(codes.values())[MOST:]
+    if rest:
+        yield SummaryLine(
+            "errors", f"{sum(rest):,} of {counted(len(rest), 'other code')}", tone="bad"
+        )
 
 
-def _named(error: Mapping[str, Any]) -> str:
-    known = "" if error["id"] is None else f" ({error['id']})"
-    return f"row {error['row_id']:,}{known}: {error['code']}"
+def named_row(row_id: int, known_as: str | None) -> str:
+    """A row by its number, and by its id in the data if it has one."""
+    return f"row {row_id}" if known_as is None else f"row {row_id} ({known_as})"
 
 
-def _id_column(manifest: Manifest) -> str | None:
+def shown_id(value: object) -> str | None:
+    """A value of the column of ids, as it is told."""
+    return None if value is None else printable(str(value), _MOST_CHARACTERS)
+
+
+def id_column(manifest: Manifest) -> str | None:
     """The output column of ids."""
     column = manifest.job.get("input", {}).get("id_column")
     if manifest.job.get("input", {}).get("format") == "openai-batch":
@@ -72,6 +90,5 @@ def _failed(out: OutputDir, part: Part, column: str | None) -> Iterator[dict[str
     with suppress(OSError, pa.ArrowException), out.files.open(out.part_file(part)) as file:
         for batch in pq.ParquetFile(file).iter_batches(columns=columns):
             for row in batch.filter(batch.column("error").is_valid()).slice(0, MOST).to_pylist():
-                value = None if column is None else row[column]
-                shown = None if value is None else printable(str(value), _MOST_CHARACTERS)
-                yield {"row_id": row["row_id"], "id": shown, "code": row["error"]["code"]}
+                known_as = shown_id(None if column is None else row[column])
+                yield {"row_id": row["row_id"], "id": known_as, "code": row["error"]["code"]}

@@ -96,7 +96,7 @@ def live_run(watched: WatchedRun, now: float, every_s: float) -> LiveRun:
         rows_done=meter.share * total,
         eta_s=eta_s if eta_s is None else max(0.0, eta_s),
         is_most=meter.expects_most and meter.counts.begun > 0,
-        pool_use=meter.pool if meter.step is not None else None,
+        pool_use=meter.pool,
     )
 
 

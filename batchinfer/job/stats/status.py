@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.part_record import PartRecord
 from batchinfer.job.output.resume import plan_of
 from batchinfer.job.row_ids import NO_ROWS, Part, in_range
-from batchinfer.job.stats.first_errors import first_errors, named_errors
+from batchinfer.job.stats.first_errors import error_lines, first_errors
 from batchinfer.job.stats.live import LiveRun, live_runs
 from batchinfer.job.stats.recorder import runs_of
 from batchinfer.job.stats.workers import Worker, any_lock_lives, latest_workers
@@ -50,7 +51,7 @@ class Status:
     """State, progress and speed of a job."""
 
     state: str
-    """``running`` (also while the model loads), ``stopped``, ``finished``, or
+    """``running`` (also while the model loads), ``stopped``, ``failed``, ``finished``, or
     ``finished_with_errors``: more rows failed than the job allows."""
     rows_total: int
     rows_done: int
@@ -85,6 +86,8 @@ class Status:
     error: str | None = None
     """Why the latest run failed, or those of them that did; None: it did not, or died without a
     word."""
+    error_codes: Mapping[str, int] = field(default_factory=dict)
+    """Failed rows of finished parts by their codes, the most first."""
     first_errors: Sequence[Mapping[str, Any]] = ()
     """Of finished parts; see ``first_errors``."""
     update: Update | None = None
@@ -108,8 +111,7 @@ class Status:
             f", {self.rows_error:,} failed{self._running}",
             share=share,
         )
-        if self.first_errors:
-            yield SummaryLine("failed", named_errors(self.first_errors, self.rows_error))
+        yield from error_lines(self.error_codes, self.first_errors)
         if self.phase is not None:
             yield SummaryLine("phase", self.phase)
         yield SummaryLine("parts", f"{self.parts_done:,} of {self.parts_total:,}")
@@ -117,7 +119,8 @@ class Status:
             latest = f" in the latest of {self.runs:,} runs" if self.runs > 1 else ""
             if self.workers:
                 running = sum(worker.state == "running" for worker in self.workers)
-                latest = f", {running:,} of {len(self.workers):,} workers running"
+                some = f"{running:,} of " if running else ""
+                latest = f", {some}{len(self.workers):,} workers{' running' if running else ''}"
             yield SummaryLine("speed", f"{self.rows_per_s:,.1f} rows/s", latest)
         if self.tokens_per_s is not None and self.output_tokens:
             each = f", {self.tokens_per_s:,.0f} per second"
@@ -161,8 +164,10 @@ class Status:
             *([] if self.phase is None else [self.phase]),
             f"{self.rows_done:,} of {self.rows_total:,} rows ({self._share:.0%}){self._running}",
         ]
-        if self.tokens_per_s is not None:
+        if self.tokens_per_s is not None and self.output_tokens:
             parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        elif self.state == "running" and self.rows_per_s is not None:
+            parts.append(f"{self.rows_per_s:,.1f} rows/s")
         if self.pool_use is not None:
             parts.append(f"pool {self.pool_use:.0%}")
         if self.eta_s is not None:
@@ -192,7 +197,8 @@ def read_status(out: OutputDir, now: float) -> Status:
     computing = [worker for worker in workers if worker.state == "running"]
     live = live_runs(out, now)
     running = bool(computing or live) or any_lock_lives(out)
-    state = _state(out, running, errors > 0 and done == plan.num_rows)
+    reasons = _reasons(workers)
+    state = _state(out, running, errors > 0 and done == plan.num_rows, reasons is not None)
     speed = _sum(worker.rows_per_s for worker in computing or workers)
     pools = [worker.pool_use for worker in computing if worker.pool_use is not None]
     found = Status(
@@ -208,7 +214,8 @@ def read_status(out: OutputDir, now: float) -> Status:
         pool_use=sum(pools) / len(pools) if pools else None,
         saved_at=max((worker.saved_at for worker in workers), default=None),
         workers=workers if any(worker.worker for worker in workers) else [],
-        error=_reasons(workers) if state == "stopped" else None,
+        error=reasons if state == "failed" else None,
+        error_codes=_error_codes(records),
         first_errors=first_errors(out, plan, records),
         update=_read_update(out, now),
     )
@@ -272,13 +279,15 @@ def _sum(speeds: Iterable[float | None]) -> float | None:
     return sum(speed for speed in speeds if speed is not None) or None
 
 
-def _state(out: OutputDir, running: bool, done_with_errors: bool) -> str:
+def _state(out: OutputDir, running: bool, done_with_errors: bool, failed: bool) -> str:
     if out.files.stat(out.success) is not None:
         return "finished"
     if running:
         return "running"
     # without errors, a run was cut off just before it wrote _SUCCESS: another one will
-    return "finished_with_errors" if done_with_errors else "stopped"
+    if done_with_errors:
+        return "finished_with_errors"
+    return "failed" if failed else "stopped"
 
 
 def _segment_rows(out: OutputDir) -> Iterator[pa.Table]:
@@ -310,6 +319,13 @@ def _count(
             errors += sum(record.error_codes.values())
             parts_done += 1
     return done, errors, parts_done
+
+
+def _error_codes(records: Iterable[PartRecord | None]) -> dict[str, int]:
+    codes = Counter[str]()
+    for record in records:
+        codes.update({} if record is None else record.error_codes)
+    return dict(codes.most_common())
 
 
 def _record(out: OutputDir, part: Part) -> PartRecord | None:

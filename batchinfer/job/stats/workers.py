@@ -32,7 +32,7 @@ class Worker:
     rows_per_s: float | None
     """None before it has finished a row."""
     pool_use: float | None
-    """Used share of the KV blocks in its last step; None unless it runs."""
+    """Used share of the KV blocks in its last step; None unless it runs, and has a pool."""
     saved_at: float
     """When it last wrote, in seconds since 1970."""
     error: str = ""
@@ -83,12 +83,13 @@ def _worker(out: OutputDir, run: Run, now: float) -> Worker:
     lives = (out if shard is None else own_lock(out, shard)).lock.holder_lives()
     silent = now - run.saved_at >= max(SILENT_S, 3 * out.files.flush_every_s)
     runs = not run.ended and not silent and lives is not False
+    blocks = run.kv.get("num_blocks")
     return Worker(
         worker=writer_of(run.run_id),
         state="running" if runs else _end(run),
         rows=run.rows,
         rows_per_s=run.rows / run.engine_s if run.rows and run.engine_s else None,
-        pool_use=run.used_blocks / (run.kv["num_blocks"] or 1) if run.kv and runs else None,
+        pool_use=run.used_blocks / blocks if blocks and runs else None,
         saved_at=run.saved_at,
         error=run.error,
     )

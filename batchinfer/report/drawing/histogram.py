@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import altair as alt
 
 from batchinfer.report.drawing.palette import light
-from batchinfer.report.drawing.svg import Shape, axis, draw, sparse_axis
+from batchinfer.report.drawing.svg import COUNT_LABELS, Shape, axis, draw, sparse_axis
 
 
 def histogram(
@@ -32,13 +32,13 @@ def histogram(
                 "from:Q",
                 bin="binned",
                 title=None,
-                axis=sparse_axis(tickCount=6, tickMinStep=1, format="~s"),
+                axis=sparse_axis(tickCount=6, tickMinStep=1, labelExpr=COUNT_LABELS),
             ),
             x2="to:Q",
             y=alt.Y(
                 "rows:Q",
                 title=None,
-                axis=axis(tickCount=4, tickMinStep=1, format="~s"),
+                axis=axis(tickCount=4, tickMinStep=1, labelExpr=COUNT_LABELS),
             ),
         )
     )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.report.drawing.palette import edge, light
-from batchinfer.report.drawing.svg import Shape, axis, draw, hover_marks, sparse_axis
+from batchinfer.report.drawing.svg import COUNT_LABELS, Shape, axis, draw, hover_marks, sparse_axis
 
 Float = npt.NDArray[np.float64]
 HOVERS = 48
@@ -127,7 +127,7 @@ def _value_labels(byte_unit: str) -> str:
     """Labels of values: bytes with their unit; what is counted stands above the chart."""
     if byte_unit:
         return f"format(datum.value, '~r') + ' {byte_unit}'"
-    return "format(datum.value, datum.value < 1000 ? '~r' : '~s')"
+    return COUNT_LABELS
 
 
 def _time_unit(span_s: float) -> tuple[float, str]:

@@ -19,6 +19,8 @@ Shape = tuple[int, int]
 """Width and height in units of the page's own: a chart is scaled to the place it gets."""
 WIDE: Shape = (1090, 300)
 NARROW: Shape = (440, 240)
+COUNT_LABELS = "format(datum.value, datum.value < 1000 ? '~r' : '~s')"
+"""Labels of what is counted; what it is stands above the chart."""
 _FONT = "system-ui, sans-serif"
 _PADDING = {"left": 20, "right": 10, "top": 6, "bottom": 8}
 """Room for labels that a phone's style sheet makes a sixth larger."""

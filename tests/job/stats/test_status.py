@@ -12,11 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
+from batchinfer.console.table import plain
 from batchinfer.errors import DataError, ExitCode
 from batchinfer.job.output import part_writer
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
+from batchinfer.job.stats.first_errors import error_lines
 from batchinfer.job.stats.live import LiveFile
 from batchinfer.job.stats.status import Status, read_status
 from batchinfer.job.stats.workers import SILENT_S
@@ -160,7 +162,7 @@ def test_a_finished_job(tmp_path: Path, limit: float, state: str) -> None:
     assert list(found.lines())[:4] == [
         f"state    {state.replace('_', ' ')}",
         "rows     40 of 40 (100%), 1 failed",
-        "failed   row 3: empty_prompt",
+        "errors   empty_prompt 1: row 3",
         "parts    4 of 4",
     ]
     assert found.data()["rows_total"] == 40
@@ -203,8 +205,21 @@ def test_the_first_errors_are_named_by_their_ids(
     )
     assert run_job(spec, build=Build()) is ExitCode.OK
 
-    named = "row 0 (doc-0): empty_prompt, row 2 (doc-2): empty_prompt, row 3 (doc-3)"
+    named = "empty_prompt 7: row 0 (doc-0), row 2 (doc-2), row 3 (doc-3)"
     (line,) = [line for line in status(tmp_path).lines() if "doc-0" in line]
     assert named in line
     assert line.endswith(", and 2 more")
     assert named in " ".join(capsys.readouterr().out.split())
+
+
+def test_errors_are_named_by_their_codes() -> None:
+    found = [("too_long", 7, "a"), ("empty", 1234, None), ("too_long", 9, "b")]
+    errors = [{"code": code, "row_id": row, "id": known_as} for code, row, known_as in found]
+    codes = {"too_long": 2000, **dict.fromkeys("abc", 9), "empty": 1, "x": 1, "y": 3}
+    assert list(plain(error_lines(codes, errors))) == [
+        "errors   too_long 2,000: row 7 (a), row 9 (b), and 1,998 more",
+        *(f"errors   {code} 9" for code in "abc"),
+        "errors   empty 1: row 1234",
+        "errors   4 of 2 other codes",
+    ]
+    assert list(error_lines({}, ())) == []

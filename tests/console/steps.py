@@ -1,0 +1,13 @@
+"""Steps of an engine, made up."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from batchinfer.engine.stats import StepStats
+
+
+def a_step(**values: int) -> StepStats:
+    """A step whose other numbers are 0."""
+    names = (field.name for field in fields(StepStats))
+    return StepStats(**{**dict.fromkeys(names, 0), **values})
