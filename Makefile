@@ -1,6 +1,7 @@
 .PHONY: setup demo test gpu
 
-# Everything goes into .venv; nothing else on the machine is touched.
+# Everything goes into .venv; nothing else on the machine is touched, but that root gets Chromium by
+# apt-get where there is none: tests of the report look at it.
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt .ci/setup

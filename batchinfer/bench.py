@@ -6,8 +6,9 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,11 @@ from batchinfer.errors import DataError, JobError, RowError, StorageError, Usage
 from batchinfer.options import BENCH_ENGINE_KEYS, BenchOptions, given
 from batchinfer.worker.model.checkpoint import CONFIG_FILES, read_config, resolve_folder
 
+if TYPE_CHECKING:
+    from batchinfer.llm import LLM
+
+_INPUT_LEN = 1024
+"""Tokens of a synthetic prompt, as in ``vllm bench throughput``."""
 _COLUMNS = ("prompt_token_ids", "token_ids", "prompt", "text")
 
 
@@ -120,13 +126,15 @@ def _measure(
 ) -> dict[str, Any]:
     """Load the model, with keys of the engine besides the options, and run the prompts once."""
     from batchinfer.llm import LLM  # imports torch, which takes seconds
+    from batchinfer.llm.pooling.choose import choose_runner, refused_calls
 
     keys = given(options, BENCH_ENGINE_KEYS) | engine_keys
+    writes_text = not refused_calls(choose_runner("auto", options.task, options.model, None))
     try:
-        llm = LLM(options.model, dtype=options.dtype, **keys)
+        llm = LLM(options.model, dtype=options.dtype, task=options.task, **keys)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    prompts = dataset_prompts or _synthetic(options, llm.vocab_size)
+    prompts = dataset_prompts or _synthetic(options, llm.vocab_size, llm.max_model_len)
     params = SamplingParams(
         max_tokens=options.output_len,
         n=options.n,
@@ -134,10 +142,11 @@ def _measure(
         ignore_eos=True,
         seed=options.seed if options.n == 1 else None,
     )
-    llm.generate(prompts[:1], params, use_tqdm=False, errors="return")
+    run = partial(llm.generate, sampling_params=params) if writes_text else _pooled(llm, options)
+    run(prompts[:1], use_tqdm=False, errors="return")
     llm.reset_stats()
     began = time.perf_counter()
-    outputs = llm.generate(prompts, params, errors="return")
+    outputs = run(prompts, errors="return")
     elapsed = time.perf_counter() - began
     errors = [output.error for output in outputs if output.error is not None]
     if len(errors) == len(outputs):
@@ -150,11 +159,17 @@ def _measure(
         "requests_per_s": len(prompts) / elapsed,
         **llm.stats(),
     }
-    for line in _lines(result):
+    for line in _lines(result) if writes_text else _pooled_lines(result):
         show(line)
     if errors:
         show(f"{len(errors)} of {len(outputs)} prompts could not be run; the first: {errors[0]}")
     return result
+
+
+def _pooled(llm: LLM, options: BenchOptions) -> Callable[..., Any]:
+    """What makes vectors, or scores where the model has a head for them."""
+    asked = None if options.task == "auto" else options.task
+    return partial(llm.encode, pooling_task=asked)
 
 
 def _nothing_measured(options: BenchOptions, errors: Sequence[RowError]) -> JobError:
@@ -172,10 +187,22 @@ def _write(path: Path, result: dict[str, Any]) -> None:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _synthetic(options: BenchOptions, vocab_size: int) -> list[str | list[int]]:
+def _synthetic(options: BenchOptions, vocab_size: int, max_model_len: int) -> list[str | list[int]]:
+    """Prompts of random token ids, by default no longer than whole answers leave room for."""
+    room = max(1, max_model_len - options.output_len)
+    length = options.input_len or min(_INPUT_LEN, room)
     rng = np.random.default_rng(options.seed)
-    ids = rng.integers(0, vocab_size, (options.num_prompts, options.input_len))
+    ids = rng.integers(0, vocab_size, (options.num_prompts, length))
     return list(ids.tolist())
+
+
+def _pooled_lines(result: dict[str, Any]) -> list[str]:
+    throughput, tokens = result["throughput"], result["tokens"]
+    return [
+        f"Throughput: {result['requests_per_s']:.2f} rows/s, "
+        f"{throughput['total_tokens_per_s']:.1f} tokens/s",
+        f"Tokens: {tokens['prompt_computed']:,} of {tokens['prompt']:,} prompt tokens computed",
+    ]
 
 
 def _lines(result: dict[str, Any]) -> list[str]:

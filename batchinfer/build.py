@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from batchinfer.config import EngineConfig, ModelConfig, sized_for
+from batchinfer.config import EngineConfig, ModelConfig, SamplingParams, sized_for
 from batchinfer.console.phases import phase
 from batchinfer.cpus import cpu_limits
 from batchinfer.engine.encoder_engine import EncoderEngine
@@ -23,12 +23,13 @@ from batchinfer.engine.runner import Runner
 from batchinfer.engine.scheduler.preemption import PreemptionPolicy
 from batchinfer.engine.scheduler.scheduler import Scheduler
 from batchinfer.engine.scheduler.sequence_table import SequenceTable
-from batchinfer.errors import DeviceError, ModelError
+from batchinfer.errors import DeviceError, ModelError, NotYetError
 from batchinfer.text.tokenizer import Tokenizer
 from batchinfer.worker.attention.kernel_name import ATTENTION, attention_kernel
 from batchinfer.worker.cuda_graphs.step_graphs import StepGraphs
 from batchinfer.worker.encoder.description import EncoderDescription, is_run_as_encoder
 from batchinfer.worker.encoder.loader import load_encoder
+from batchinfer.worker.encoder.row_bits import check_row_bits as check_encoder_bits
 from batchinfer.worker.encoder.runner import GovernedEncoder, ModelEncoder
 from batchinfer.worker.free_memory import device_memory
 from batchinfer.worker.kv_cache import KVCache
@@ -36,14 +37,22 @@ from batchinfer.worker.loader import LoadedModel, ModelDescription, check_adapte
 from batchinfer.worker.lora.loading import AdapterLoader
 from batchinfer.worker.memory import MemoryPlan, fit_memory, model_bytes
 from batchinfer.worker.model.config import check_config
-from batchinfer.worker.model.tokenizer import load_tokenizer
+from batchinfer.worker.model.tokenizer import load_tokenizer, lower_cased, lowers_case
 from batchinfer.worker.model_runner import ModelRunner
 from batchinfer.worker.products.choice import KernelChoice, KernelWish
 from batchinfer.worker.products.row_bits import check_row_bits
+from batchinfer.worker.sampling.kinds import batch_kinds
 from batchinfer.worker.sampling.sampler import Sampler
 from batchinfer.worker.threads.governor import ThreadGovernor
 from batchinfer.worker.threads.runner import GovernedThreads, PinnedThreads
 from batchinfer.worker.threads.threads import TORCH_THREADS, ThreadCount, choose_threads
+
+_OF_POOLS = (
+    *("block_size", "kv_cache_memory", "num_kv_blocks", "kv_cache_dtype", "latent_cache"),
+    *("enable_prefix_caching", "preemption", "swap_space"),
+)
+"""Keys of the engine that say something of a KV pool."""
+_DEFAULTS = EngineConfig()
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ class EngineContext:
     side."""
     load_adapter: Callable[[str, str], None] | None = field(default=None, kw_only=True)
     """Adds one between steps, by its name and folder; None: the model was not built for it."""
+    warm_up: Callable[[SamplingParams], None] | None = field(default=None, kw_only=True)
+    """Compiles what steps draw tokens by with such parameters; None: nothing is compiled."""
 
 
 def build_engine(
@@ -82,6 +93,7 @@ def build_engine(
     tokenizer: Tokenizer | None = None,
     fit_length: bool = False,
     more_adapters: bool = False,
+    random_weights: bool = False,
 ) -> EngineContext:
     """Load a model and make the engine that runs it.
 
@@ -92,6 +104,7 @@ def build_engine(
         tokenizer: in place of the model's, which is not looked at then.
         fit_length: make sequences no longer than the KV pool has room for.
         more_adapters: be able to add adapters to the model later.
+        random_weights: make these up; the model's files have to hold none.
 
     Raises:
         ModelError: the model or its tokenizer cannot be loaded or run.
@@ -99,6 +112,8 @@ def build_engine(
     """
     device = choose_device(engine.device)
     if is_run_as_encoder(model):
+        if random_weights:
+            raise NotYetError("random weights of a model that reads texts whole")
         return _build_encoder(model, engine, device, log, kernels_before or {}, tokenizer)
     if engine.deterministic and device.type == "cuda" and model.quantization is not None:
         raise ModelError(
@@ -125,6 +140,7 @@ def build_engine(
         kernels=wish,
         latent=engine.latent_cache,
         more_adapters=more_adapters,
+        random_weights=random_weights,
     )
     log(str(loaded.kernels))
     for kind in loaded.kernel_names.keys() & {"int8", "int4", "fp8"}:
@@ -142,7 +158,7 @@ def build_engine(
         adapter_bytes=loaded.adapter_bytes,
         max_model_len=loaded.max_model_len,
     )
-    for line in memory.lines():
+    for line in memory.lines(loaded.facts["quantization"]):
         log(line)
     if any(layout.windows) and engine.preemption != "recompute":
         log("blocks of a model with sliding windows are not swapped yet: rows are recomputed")
@@ -151,7 +167,7 @@ def build_engine(
         cache = KVCache(layout, memory.num_blocks, device, dtype, host_blocks)
     capture = partial(_graphs, loaded, cache, engine, memory, log)
     graphs = capture(len(loaded.adapters))
-    attention = attention_kernel(cache.pool, loaded.kernels.kernel, latent=layout.latent)
+    attention = attention_kernel(cache, loaded.kernels.kernel)
     log(attention.line(kernels_before or {}))
     runner = ModelRunner(loaded.model, cache, Sampler(), graphs, loaded.kernels.kernel)
     adapters = AdapterLoader(
@@ -181,6 +197,7 @@ def build_engine(
         if host_blocks
         else PreemptionPolicy()
     )
+    even = partial(torch.zeros, 1, loaded.vocab_size, dtype=dtype, device=device)
     fields = context_fields(loaded, layout, memory)
     fields["adapters"] = adapters.numbers
     return EngineContext(
@@ -193,6 +210,7 @@ def build_engine(
         tokenizer=tokenizer,
         **fields,
         load_adapter=adapters.load if more_adapters else None,
+        warm_up=partial(_warm_up, even) if cache.pool.is_cuda else None,
         device=describe(device),
         model_facts=loaded.facts,
         kernels={**loaded.kernel_names, ATTENTION: attention.name},
@@ -217,13 +235,18 @@ def _build_encoder(
     wish = KernelWish(engine.cpu_kernels, engine.deterministic, kernels_before)
     loaded = load_encoder(model, device=device, kernels=wish)
     log(str(loaded.kernels))
+    if unused := [name for name in _OF_POOLS if getattr(engine, name) != getattr(_DEFAULTS, name)]:
+        names = ", ".join(f"engine.{name}" for name in unused)
+        log(f"there is no KV pool, as texts are read whole: {names} without effect")
+    longest = loaded.description.max_model_len
+    if engine.deterministic:
+        check_encoder_bits(loaded.encoder, loaded.description.vocab_size, longest)
     runner: EncoderRunner = ModelEncoder(loaded.encoder, device)
     if threads is not None:
         kernel = loaded.kernels.kernel
         governed = not threads.pinned and threads.count > 1 and kernel and kernel.keeps_row_bits
         governor = ThreadGovernor(threads.count) if governed else None
         runner = GovernedEncoder(runner, threads.count, governor)
-    longest = loaded.description.max_model_len
     return EngineContext(
         engine=EncoderEngine(
             runner,
@@ -339,6 +362,13 @@ def _graphs(
     return graphs
 
 
+def _warm_up(logits: Callable[[], torch.Tensor], params: SamplingParams) -> None:
+    with phase("compiling sampling kernels"):
+        even = logits()
+        for batch in batch_kinds(params, even.shape[1]):
+            Sampler()(even, batch).result()
+
+
 def make_tokenizer(model: ModelConfig) -> Tokenizer:
     """Load the model's tokenizer, or the one named in its place.
 
@@ -350,12 +380,16 @@ def make_tokenizer(model: ModelConfig) -> Tokenizer:
         revision=None if model.tokenizer else model.revision,  # one is of one repository
         key="model.tokenizer" if model.tokenizer else "model.name",
     )
+    backend = parts.backend
+    if model.pools and lowers_case(model.name, model.revision):
+        backend = lower_cased(backend)
     return Tokenizer(
-        parts.backend,
+        backend,
         chat_template=parts.chat_template,
         special_tokens=parts.special_tokens,
         control_tokens=parts.control_tokens,
         clean_up_tokenization_spaces=parts.clean_up_tokenization_spaces,
+        tells_pairs_apart=parts.tells_pairs_apart,
     )
 
 

@@ -26,6 +26,7 @@ from batchinfer.worker.encoder.description import describe_encoder, is_run_as_en
 from batchinfer.worker.free_memory import free_host_bytes
 from batchinfer.worker.loader import describe_model
 from batchinfer.worker.memory import DeviceMemory, fit_memory
+from batchinfer.worker.model.quantization import quantization_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ def build_dry_engine(
         model_facts={
             "name": model.name,
             "dtype": described.dtype,
+            "quantization": quantization_of(config, model.quantization),
             "weight_bytes": cost.weight_bytes,
             "adapter_bytes": adapter_bytes,
         },
@@ -122,6 +124,7 @@ def _build_dry_encoder(model: ModelConfig, engine: EngineConfig, device: Device)
         model_facts={
             "name": model.name,
             "dtype": described.dtype,
+            "quantization": None,
             "weight_bytes": cost.weight_bytes,
             "adapter_bytes": 0,
         },

@@ -38,7 +38,7 @@ class LogFormat(StrEnum):
 
 app = typer.Typer(
     cls=Commands,
-    help="Run a language model over a whole Parquet dataset.",
+    help="Run a language model over a whole dataset.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
@@ -126,7 +126,7 @@ def _options(
     pass
 
 
-@app.command()
+@app.command(short_help="Run a job; again: go on where it stopped.")
 def run(
     job: JobFile,
     overrides: Overrides = None,
@@ -227,7 +227,7 @@ def _fleet_of(spec: JobSpec) -> Iterator[RunFleet | None]:
         yield partial(run_fleet, first=first) if is_fleet(spec) else None
 
 
-@app.command("run-batch")
+@app.command("run-batch", short_help="Answer an OpenAI batch file; again: go on.")
 @_takes(BatchOptions)
 def run_batch(options: BatchOptions) -> None:
     """Answer an OpenAI batch file; run it again to go on where it stopped."""
@@ -240,14 +240,14 @@ def run_batch(options: BatchOptions) -> None:
     raise typer.Exit(int(code))
 
 
-@app.command()
+@app.command(short_help="Check a job file; needs no data, no weights.")
 def validate(job: JobFile, overrides: Overrides = None, variables: Variables = None) -> None:
     """Check a job file and its templates; needs no data and no weights."""
     _read_job(job, overrides, variables)
     print_stdout(f"{job}: OK")
 
 
-@app.command()
+@app.command(short_help="Say what a job will need; no weights, no GPU.")
 def plan(
     job: JobFile,
     overrides: Overrides = None,
@@ -257,7 +257,11 @@ def plan(
     reuse: Reuse = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="h200, h100, a100-80g, l40s or cpu; else this machine's."),
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="h200, h100, a100-80g, l40s or cpu; else this machine's.",
+        ),
     ] = None,
     expect_output_tokens: Annotated[
         int | None,
@@ -292,7 +296,7 @@ def plan(
     )
 
 
-@app.command()
+@app.command(short_help="Show how far a job is, from its files alone.")
 def status(
     out: Folder,
     as_json: AsJson = False,
@@ -329,7 +333,7 @@ def status(
     )
 
 
-@app.command()
+@app.command(short_help="Check every byte of an output.")
 def verify(out: Folder, as_json: AsJson = False) -> None:
     """Check the files of an output directory: checksums, rows, columns, fingerprint."""
     from batchinfer.console.format import printable
@@ -346,7 +350,7 @@ def verify(out: Folder, as_json: AsJson = False) -> None:
     raise typer.Exit(int(ExitCode.DATA if found.problems else ExitCode.OK))
 
 
-@app.command()
+@app.command(short_help="Write an HTML page about a job, also running.")
 def report(
     out: Folder,
     price_per_hour: Annotated[
@@ -371,7 +375,7 @@ def report(
     print_stdout(printable(str(path)))
 
 
-@app.command()
+@app.command(short_help="Print the JSON Schema of the job file.")
 def schema() -> None:
     """Print the JSON Schema of the job file, for editors."""
     from batchinfer.job.spec.json_schema import json_schema
@@ -379,12 +383,14 @@ def schema() -> None:
     print_stdout(to_json(json_schema()))
 
 
-@app.command()
+@app.command(short_help="Write a job file for a dataset.")
 def init(
     data: Annotated[
         str, typer.Argument(metavar="PROMPTS.parquet", help="File, glob or directory of prompts.")
     ],
-    model: Annotated[str | None, typer.Option("--model", help="Hub id or local directory.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="Hub id or local directory.")
+    ] = None,
     output: Output = None,
     job: Annotated[Path, typer.Option("--job", metavar="FILE", help="The file to write.")] = Path(
         "job.yaml"
@@ -406,7 +412,7 @@ def init(
     print_stdout("\n".join(write_starter(asked)))
 
 
-@app.command()
+@app.command(short_help="Measure throughput.")
 @_takes(BenchOptions)
 def bench(options: BenchOptions) -> None:
     """Measure throughput on synthetic or given prompts."""

@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING
 
+from batchinfer.config.encoder import ENCODER_FAMILIES
 from batchinfer.errors import ModelError
+from batchinfer.pooling.encoder_heads import HEADED_FAMILIES
 from batchinfer.worker.model.config import load_config
-from batchinfer.worker.model.text_half import is_wrapper
+from batchinfer.worker.model.text_half import headless_names, is_wrapper
 
 PAGE = Path(__file__).resolve().parent / "models.md"
 
@@ -109,7 +112,35 @@ with transformers' own attention on a few tokens, and refused where they disagre
 Models that also see or hear run on prompts of text: only their language model is read. A row with
 an image gets the error `unsupported_content`.
 
-| models | family (`model_type`) | |
+The last column has the tasks that a body without an output head runs, `embed` and, with a head of
+transformers' `...ForSequenceClassification`, `classify`.
+
+| models | family (`model_type`) | here | without its output head |
+|---|---|---|---|
+"""
+
+_ENCODERS = {
+    "bert": "BERT, MiniLM, BGE, E5, GTE, MixedBread",
+    "camembert": "CamemBERT",
+    "distilbert": "DistilBERT",
+    "electra": "ELECTRA",
+    "eurobert": "EuroBERT",
+    "modernbert": "ModernBERT, GTE ModernBERT",
+    "mpnet": "MPNet, all-mpnet-base-v2",
+    "nomic_bert": "Nomic Embed",
+    "roberta": "RoBERTa",
+    "xlm-roberta": "XLM-R, BGE-M3, multilingual E5, BGE rerankers",
+}
+"""What people know encoders by."""
+
+_WHOLE = """
+## Models that read a text whole
+
+They write no text, and have no KV pool ([embeddings, labels, rerankers](embeddings.md)). Decoders
+that attend both ways are run like them, for `embed`: EmbeddingGemma (`gemma3_text` with
+`use_bidirectional_attention`), GTE-Qwen and others with `is_causal: false`.
+
+| models | family (`model_type`) | tasks |
 |---|---|---|
 """
 
@@ -125,9 +156,27 @@ _REASON = re.compile(r"cannot be run: (.*)$", re.DOTALL)
 def page_text() -> str:
     """``docs/models.md``."""
     rows = sorted(MODELS.items(), key=lambda item: item[1].lower())
-    return _HEAD + "".join(f"| {name} | `{one}` | {answer(one)} |\n" for one, name in rows) + _TAIL
+    lines = (f"| {name} | `{one}` | {answer(one)} | {tasks(one)} |\n" for one, name in rows)
+    encoders = sorted(_ENCODERS.items(), key=lambda item: item[1].lower())
+    whole = (f"| {name} | `{one}` | {encoder_tasks(one)} |\n" for one, name in encoders)
+    return "".join((_HEAD, *lines, _WHOLE, *whole, _TAIL))
 
 
+def tasks(family: str) -> str:
+    """The tasks of a family that runs, of its body alone or with a head that classifies."""
+    if answer(family).startswith("refused"):
+        return ""
+    found = set(headless_names(CONFIG_MAPPING[family]()).values())
+    return ", ".join(f"`{task}`" for task in ("embed", "classify") if task in found)
+
+
+def encoder_tasks(family: str) -> str:
+    """The tasks of an encoder."""
+    assert family in ENCODER_FAMILIES
+    return "`embed`, `classify`" if family in HEADED_FAMILIES else "`embed`"
+
+
+@cache
 def answer(family: str) -> str:
     """What is said of a family's config with its defaults: that it runs, or why it is refused."""
     config = CONFIG_MAPPING[family]()

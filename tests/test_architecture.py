@@ -111,6 +111,11 @@ ROOMS = [
         ("config", "errors", "engine", "text"),
     ),
     Room(
+        "tool_choice",
+        "rows that must call a tool, held to a grammar of calls",
+        ("errors", "text", "requests"),
+    ),
+    Room(
         "resampling",
         "samples drawn until enough of them pass",
         ("config", "engine", "text", "requests"),
@@ -146,7 +151,7 @@ ROOMS = [
     Room(
         "worker.sampling",
         "Logits to tokens: processors, filters, draws, log-probabilities.",
-        ("kernels", "engine.step", "worker.oom", "worker.transfer"),
+        ("config", "kernels", "engine.step", "worker.oom", "worker.transfer"),
     ),
     Room("worker.prompt_logprobs", "scores of a prompt's tokens", ("engine.step", "worker")),
     Room("worker.self_check", "a forward pass after loading", ("errors", "engine", "worker")),
@@ -175,7 +180,7 @@ ROOMS = [
     Room(
         "worker.encoder",
         "Models that read texts whole and attend both ways: loaded, run packed, pooled.",
-        ("config", "errors", "console", "engine", "worker"),
+        ("config", "errors", "console", "kernels", "engine", "worker"),
     ),
     Room(
         "worker.loader",
@@ -218,7 +223,7 @@ ROOMS = [
         "A row to a request, a completion to a row of the output, and the order rows run in.",
         (
             *("config", "errors", "console", "engine", "text", "pooling"),
-            *("requests", "resampling", "job"),
+            *("requests", "tool_choice", "resampling", "job"),
         ),
     ),
     Room(
@@ -244,12 +249,12 @@ ROOMS = [
     Room(
         "job.openai",
         "OpenAI's batch files: requests in, responses and errors out.",
-        ("config", "errors", "console", "text", "requests", "build", "job"),
+        ("config", "errors", "console", "text", "requests", "tool_choice", "build", "job"),
     ),
     Room(
         "job.job",
         "a job and its loaded model",
-        ("config", "errors", "console", "text", "build", "job"),
+        ("config", "errors", "console", "text", "tool_choice", "build", "job"),
     ),
     Room(
         "job.stats",
@@ -290,7 +295,7 @@ ROOMS = [
     Room(
         "job.init",
         "``batchinfer init``: a job file written for a dataset.",
-        ("errors", "console", "job"),
+        ("config", "errors", "console", "job"),
     ),
     Room(
         "report",
@@ -302,7 +307,7 @@ ROOMS = [
         "The engine from Python: ``LLM(...).generate(...)``, with vLLM's names and meanings.",
         (
             *("config", "errors", "process", "console", "engine", "text", "pooling"),
-            *("requests", "resampling", "build", "report"),
+            *("requests", "tool_choice", "resampling", "build", "report"),
         ),
     ),
     Room("__init__", "the names of the Python API", ("process", "config", "llm")),

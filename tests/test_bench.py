@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.bench import run_bench
-from batchinfer.errors import DataError
+from batchinfer.errors import DataError, UsageError
 from batchinfer.options import BenchOptions
+from tests.encoders import make_encoder
 from tests.models import make_text_model
 
 
@@ -22,7 +24,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_text_model(tmp_path_factory.mktemp("model"))
 
 
-def bench(model: Path, column: str, values: Any) -> dict[str, Any]:
+def bench(
+    model: Path, column: str, values: Any, show: Any = lambda line: None, task: str = "auto"
+) -> dict[str, Any]:
     dataset = model / "prompts.parquet"
     pq.write_table(pa.table({column: values}), dataset)
     return run_bench(
@@ -40,8 +44,9 @@ def bench(model: Path, column: str, values: Any) -> dict[str, Any]:
             num_kv_blocks=64,
             dataset=dataset,
             output_json=None,
+            task=task,
         ),
-        show=lambda line: None,
+        show=show,
     )
 
 
@@ -91,6 +96,13 @@ def test_prompts_that_cannot_be_run_are_counted(model: Path) -> None:
     assert (result["num_requests"], result["num_errors"]) == (2, 1)
 
 
+def test_prompts_leave_room_for_answers_where_no_length_is_asked_for(model: Path) -> None:
+    longest = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    options = BenchOptions(str(model), output_len=2, num_prompts=1, num_kv_blocks=256)
+    tokens = run_bench(options, show=lambda line: None)["tokens"]
+    assert (tokens["prompt"], tokens["output"]) == (min(1024, longest - 2), 2)
+
+
 def test_what_deterministic_costs_is_shown(model: Path) -> None:
     shown: list[str] = []
     options = BenchOptions(
@@ -119,3 +131,15 @@ main()
     expected = {"model": (5, f"no folder {model}"), "dataset": (4, "prompts.parquet cannot be re")}
     assert done.returncode == expected[missing][0], done.stderr
     assert expected[missing][1] in done.stderr
+
+
+def test_rows_are_counted_where_no_text_is_written(tmp_path: Path, model: Path) -> None:
+    encoder, lines = make_encoder(tmp_path, "bert"), list[str]()
+    result = bench(encoder, "prompt", ["a b", "of the and", "a " * 60], lines.append)
+    assert (result["num_requests"], result["num_errors"]) == (3, 1)
+    assert (result["tokens"]["prompt"], result["tokens"]["output"]) == (4 + 5, 0)
+    assert "rows/s" in lines[0]
+    result = bench(model, "prompt", ["one", "two"], lines.append, task="embed")
+    assert (result["tokens"]["prompt"], result["tokens"]["output"]) == (6, 0)
+    with pytest.raises(UsageError, match="--task embd: must be one of auto, generate"):
+        bench(model, "prompt", ["one"], task="embd")

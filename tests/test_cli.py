@@ -355,7 +355,10 @@ def test_a_bug_is_one_line_and_a_log_in_the_output(
             "must be an object",
         ),
         (["bench", "--model", "m", "--dtype", "int3"], "--dtype int3: must be one of auto"),
-        (["bench", "--model", "m", "--n", "0"], "--n"),
+        (["bench", "--model", "m", "--n", "0"], "'--n': it must be 1 or more"),
+        (["run", "x.yaml", "--limit", "x"], "'--limit': it must be a whole number"),
+        (["report", "o", "--price-per-hour", "x"], "'--price-per-hour': it must be a number"),
+        (["run", "x.yaml", "--log-format", "xml"], "'--log-format': 'xml' is not one of"),
     ],
 )
 def test_usage_errors_exit_2(
@@ -440,4 +443,25 @@ def test_a_folder_without_output(batchinfer: Run, tmp_path: Path, command: str) 
     assert done.code == ExitCode.DATA
     assert done.out == ""
     assert "holds no output of batchinfer" in done.err
+    assert "did you mean" not in done.err
     assert len(done.err.splitlines()) <= 2
+    assert f"did you mean {tmp_path}?" in batchinfer(command, f"{tmp_path}x").err
+
+
+def test_a_path_that_is_not_there_has_a_near_one(batchinfer: Run, tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    near = batchinfer("validate", str(job.with_name("jbo.yaml"))).err
+    assert f"No such file or directory; did you mean {job}?" in near
+    (tmp_path / "prompts").mkdir()
+    misspelt = tmp_path / "promts"
+    done = batchinfer("run", str(job), "--set", f"input.path={misspelt}")
+    assert f"{misspelt} does not exist; did you mean {tmp_path / 'prompts'}?" in done.err
+
+
+@pytest.mark.parametrize("command", ["run", "run-batch", "plan", "init", "bench"])
+def test_options_have_names_of_their_own(batchinfer: Run, command: str) -> None:
+    assert " range>" not in batchinfer(command, "-h").out
+
+
+def test_the_list_of_commands_is_not_cut(batchinfer: Run) -> None:
+    assert "..." not in batchinfer("-h").out.partition("Commands:")[2]

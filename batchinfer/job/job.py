@@ -28,7 +28,6 @@ from batchinfer.job.rows.row_key import RowKeys
 from batchinfer.job.rows.sampling_params import RowParams
 from batchinfer.job.rows.task import LoadedTask
 from batchinfer.job.rows.tasks import TASKS
-from batchinfer.job.rows.tool_choice import ToolChoices
 from batchinfer.job.spec.files import chat_template_file
 from batchinfer.job.spec.spec import JobSpec, ModelSpec
 from batchinfer.text.children.child import Recipe
@@ -38,6 +37,7 @@ from batchinfer.text.grammar import GrammarCompiler
 from batchinfer.text.prompts import PromptBuilder, RawTexts
 from batchinfer.text.tools.formats import find_tool_format
 from batchinfer.text.tools.row_tools import RowToolsReader
+from batchinfer.tool_choice import ToolChoices
 
 if TYPE_CHECKING:
     from batchinfer.build import EngineContext
@@ -105,8 +105,8 @@ def open_job(
         JobError: the job cannot be run.
     """
     task = TASKS[spec.task]
-    check_prompt_columns(task.prompt_config(spec), source)
     task.check_columns(spec, source)
+    check_prompt_columns(task.prompt_config(spec), source)
     table = output_table(source, spec)
     check_partition_columns(spec.output.partition_by, table)
     facts = {} if facts_of is None else fingerprint_facts(spec, facts_of(spec.model))
@@ -158,7 +158,9 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
     processes = TextProcesses()  # they start while the model is loaded
     try:
         context = build(
-            job.spec.model.config(job.spec.task_spec.runner), job.spec.engine, log=log.append
+            job.spec.model.config(TASKS[job.spec.task].runner(job.spec)),
+            job.spec.engine,
+            log=log.append,
         )
         with phase("starting text processes"):
             processes.load(context.tokenizer)
@@ -167,6 +169,8 @@ def load(job: Job, build: BuildEngine) -> LoadedJob | None:
         grammars = GrammarCompiler(context.tokenizer, context.eos_token_ids, context.vocab_size)
         reader = _row_reader(job, context, grammars, processes)
         task = TASKS[job.spec.task].load(job.spec, context, grammars)
+        if context.warm_up is not None and job.spec.task_spec.draws:
+            context.warm_up(job.spec.sampling.params)
     except BaseException:
         processes.close()
         raise
@@ -220,27 +224,23 @@ def _request_reader(
     params: RowParams | None,
     tool_choices: ToolChoices | None,
 ) -> RowReader:
-    """The reader of an OpenAI batch file: of requests for answers, or for embeddings."""
-    from batchinfer.job.openai.embeddings import parse_embedding
+    """The reader of an OpenAI batch file."""
+    from batchinfer.job.openai.kinds import request_kind
     from batchinfer.job.openai.reader import TEMPLATE_VARIABLES, OpenAIReader
-    from batchinfer.job.openai.request import ParsedRequest, parse_request
 
-    spec = job.spec
+    spec, task = job.spec, TASKS[job.spec.task]
     make: Recipe = partial(PromptBuilder, variables_column=TEMPLATE_VARIABLES)
-    parse: Callable[..., ParsedRequest] = parse_request
     if params is None:
-        make = TASKS[spec.task].prompt_builder(spec)
-        width = job.table.generated_schema.field("embedding").type.list_size
-        parse = partial(parse_embedding, width=width)
+        make = task.prompt_builder(spec)
     return OpenAIReader(
-        spec.prompt,
+        task.prompt_config(spec),
         lambda config, columns: _prompts(job, context, processes, make, config, columns),
         params,
         spec.model.served_names,
         context.adapters,
         tool_choices,
         takes_other_names=spec.model.served_model_name is None and not context.adapters,
-        parse=parse,
+        kind=request_kind(spec, job.table),
     )
 
 

@@ -7,11 +7,15 @@ from types import ModuleType
 import pytest
 import transformers
 
+from batchinfer.config.encoder import ENCODER_FAMILIES
+from batchinfer.pooling.encoder_heads import HEADED_FAMILIES
 from tests import families, models, wrappers
 from tests.docs.pages import ROOT
+from tests.job.rows.test_classify_encoder import HEADS
 from tests.scripts import load_script
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
+CLASSIFIED_BY_TESTS = {family for family, _ in HEADS}
 RUN_BY_TESTS = {*families.FAMILIES, *models.FAMILIES, *wrappers.FAMILIES}
 
 
@@ -28,11 +32,19 @@ def test_the_page_is_this_versions(generator: ModuleType) -> None:
 
 def test_what_runs_is_run_by_a_test(generator: ModuleType) -> None:
     answers = {
-        family: row.rsplit("|", 2)[1].strip()
+        family: row.split("|")[3].strip()
         for family in generator.MODELS
         for row in PAGE.splitlines()
-        if f"`{family}`" in row
+        if f"| `{family}` |" in row
     }
     assert answers.keys() == generator.MODELS.keys()
     runs = {family for family, answer in answers.items() if not answer.startswith("refused: ")}
     assert runs <= RUN_BY_TESTS
+
+
+def test_encoders_are_all_named_and_their_heads_are_run_by_a_test(generator: ModuleType) -> None:
+    rows = PAGE.partition("read a text whole")[2].splitlines()
+    tasks = {row.split("|")[2].strip(" `"): row.split("|")[3] for row in rows if "| `" in row}
+    assert set(tasks) == set(ENCODER_FAMILIES)
+    classify = {family for family, text in tasks.items() if "classify" in text}
+    assert classify == set(HEADED_FAMILIES) == CLASSIFIED_BY_TESTS

@@ -74,7 +74,7 @@ class FleetDriver:
 
     _counted: dict[str, Counts] = field(default_factory=dict, init=False)
     """What is counted of each worker."""
-    _pools: dict[str, float] = field(default_factory=dict, init=False)
+    _pools: dict[str, float | None] = field(default_factory=dict, init=False)
     """Used share of each worker's KV blocks."""
     _over: set[str] = field(default_factory=set, init=False)
     _has_begun: bool = field(default=False, init=False)
@@ -242,11 +242,11 @@ class FleetDriver:
             raise failure.error()
 
     def _state(self) -> str:
-        """How many workers are up, and the use of their pools."""
+        """How many workers are up, and the use of their pools, if they have any."""
         up = self._dispatcher.workers
-        pools = [self._pools[worker] for worker in up if worker in self._pools]
-        pool = sum(pools) / max(1, len(pools))
-        return f"{len(up)} of {self.size.workers} workers up, pools {pool:.0%}"
+        pools = [use for worker in up if (use := self._pools.get(worker)) is not None]
+        mean = f", pools {sum(pools) / len(pools):.0%}" if pools else ""
+        return f"{len(up)} of {self.size.workers} workers up{mean}"
 
     def _publish(self, worker: str, draft: Draft) -> None:
         if not self._ledger.draft(draft.lease, draft.part):

@@ -115,8 +115,8 @@ class WorkerReport:
     """Rows of its leases that its engine has not got yet."""
     latest_fence: int = 0
     """The last lease that it knew of."""
-    pool_use: float = 0.0
-    """Used share of the KV blocks in the latest step."""
+    pool_use: float | None = None
+    """Used share of the KV blocks in the latest step; None: there is no pool, or was no step."""
     segments: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     """Segments it has written, by name: index of a part, and the row group of its rows."""
     drafts: tuple[Draft, ...] = ()

@@ -62,7 +62,7 @@ class WorkerReports:
 
     def update(self, added: Counts, stats: StepStats | None) -> None:
         """Count what a step has finished; as ``Progress`` has it."""
-        use = stats.kv_blocks_used / max(1, stats.kv_blocks_total) if stats else 0.0
+        use = None if stats is None else stats.pool_use
         self._outbox.tell(
             lambda report: replace(report, counts=report.counts + added, pool_use=use),
             urgent=False,

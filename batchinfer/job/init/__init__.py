@@ -1,4 +1,4 @@
 """``batchinfer init``: a job file written for a dataset.
 
-May import: errors, console, job.
+May import: config, errors, console, job.
 """

@@ -117,6 +117,11 @@ class _Data:
             name for name in texts if not (self.repeats(name) and self._is_short(name))
         ] or texts
 
+    def mean_length(self, name: str) -> float:
+        """Mean bytes of a column's texts, in the rows that were read."""
+        lengths = [len(row[name]) for row in self.rows if isinstance(row[name], bytes)]
+        return sum(lengths) / max(1, len(lengths))
+
     def _is_short(self, name: str) -> bool:
         values = (row[name] or b"" for row in self.rows)
         return all(isinstance(v, bytes) and len(v) <= _LABEL_BYTES for v in values)
@@ -228,7 +233,8 @@ def _no_prompt(data: _Data) -> UsageError:
         if len(choices) > 1
         else "holds no text, no conversations (role and content) and no token ids"
     )
-    example = printable(choices[0], 60) if choices else "NAME"
+    longest = max(choices, key=data.mean_length, default="NAME")
+    example = printable(longest, 60)
     hint = f"name it: --prompt-column {json.dumps(example, ensure_ascii=False)}"
     shapes = [
         f"{printable(name, 40)} has from and value (ShareGPT); rename them to role and content, "

@@ -13,9 +13,10 @@ from typing import Any
 from batchinfer.console.format import printable
 from batchinfer.errors import StorageError, UsageError
 from batchinfer.job.init.guess_columns import Guess, guess_columns
+from batchinfer.job.init.model_task import task_of
 from batchinfer.job.input.dataset import Source, open_source
 from batchinfer.job.spec.json_schema import json_schema
-from batchinfer.job.spec.tasks import GENERATE
+from batchinfer.job.spec.tasks import TASK_SPECS, TaskSpec
 from batchinfer.job.storage.urls import is_url
 
 SCHEMA_FILE = "job.schema.json"
@@ -97,6 +98,9 @@ def _report_lines(asked: Starter, guess: Guess) -> Iterator[str]:
             yield f"{'' if number else title:<9}{line}"
     found = "none" if guess.id_column is None else printable(guess.id_column, 60)
     yield f"id       {found}: {guess.id_reason}"
+    task, why = task_of(asked.model)
+    if why:
+        yield f"task     {task}: {printable(why, 200)}"
     if asked.model is None:
         yield f"model    {DEFAULT_MODEL}; another: --model, or model.name in the file"
     yield f"run it   batchinfer run {printable(str(asked.job), 200)}"
@@ -107,6 +111,9 @@ def _lines(asked: Starter, source: Source, guess: Guess, is_united: bool) -> Ite
     yield f"# Written by `batchinfer init` for data of {source.num_rows:,} rows."
     yield "# batchinfer plan says what the job takes; batchinfer run runs it, or goes on with it."
     yield "version: 1"
+    task = TASK_SPECS[task_of(asked.model)[0]]
+    if not task.draws:
+        yield f"task: {task.name}"
     yield "model:"
     name = DEFAULT_MODEL if asked.model is None else _model(asked)
     yield _key("name", name, "a hub id or a local directory, in safetensors")
@@ -125,13 +132,11 @@ def _lines(asked: Starter, source: Source, guess: Guess, is_united: bool) -> Ite
     yield "prompt:"
     yield from (f"  # {line}" for line in (*guess.prompt_reasons, *guess.notes))
     yield from _prompt_lines(guess.prompt)
-    yield "sampling:"
-    yield _key("max_tokens", 256, "the most tokens an answer may have")
-    yield _key("temperature", 0.0, "0: always the most likely token; 0.7 to 1 for variety")
-    yield "  # n: 8                          # samples for each row; with a temperature above 0"
+    if task.draws:
+        yield from _sampling_lines()
     yield "output:"
     yield _key("path", _output(asked), "data/, stats/ and summary.json go there")
-    renamed = _renamed(source)
+    renamed = _renamed(source, task)
     if renamed:
         yield "  rename:                         # input columns named like columns of the output"
         yield from (f"    {_text(old)}: {_text(new)}" for old, new in renamed.items())
@@ -145,6 +150,13 @@ def _prompt_lines(keys: Mapping[str, Any]) -> Iterator[str]:
         yield "  messages:"
         for message in value:
             yield f"    - {{role: {message['role']}, content: {_text(message['content'])}}}"
+
+
+def _sampling_lines() -> Iterator[str]:
+    yield "sampling:"
+    yield _key("max_tokens", 256, "the most tokens an answer may have")
+    yield _key("temperature", 0.0, "0: always the most likely token; 0.7 to 1 for variety")
+    yield "  # n: 8                          # samples for each row; with a temperature above 0"
 
 
 def _key(key: str, value: object, comment: str) -> str:
@@ -188,11 +200,11 @@ def _from_job(asked: Starter, path: str) -> str:
     return os.path.relpath(path, asked.job.parent)
 
 
-def _renamed(source: Source) -> dict[str, str]:
+def _renamed(source: Source, task: TaskSpec) -> dict[str, str]:
     """New names for input columns that are named like output columns."""
-    taken = {*source.schema.names, *GENERATE.columns(())}
+    taken = {*source.schema.names, *task.columns(())}
     renamed: dict[str, str] = {}
-    for name in GENERATE.columns(()):
+    for name in task.columns(()):
         if name in source.schema.names:
             new = f"input_{name}"
             while new in taken:

@@ -10,6 +10,7 @@ import os.path
 from pathlib import Path
 from typing import Any
 
+from batchinfer.console.format import near_path
 from batchinfer.console.phases import phase
 from batchinfer.errors import ModelError
 from batchinfer.job.model_files.hub_commit import hub_commit
@@ -76,7 +77,8 @@ def _facts_of(
     folder = Path(name)
     if not os.path.isdir(folder):  # unlike Path.is_dir, false for names no folder can have
         if folder.is_absolute():  # found before --overwrite deletes anything
-            raise ModelError(f"{key}: there is no folder {name}; check the path")
+            meant = near_path(folder) or "; check the path"
+            raise ModelError(f"{key}: there is no folder {name}{meant}")
         commit = hub_commit(name, revision)
         known = {} if commit is None else {COMMIT: commit}
         return {"name": name, "revision": revision, **known}

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
-from batchinfer.console.format import printable
+from batchinfer.console.format import near_path, printable
 from batchinfer.errors import DataError, LockedError
 from batchinfer.job.manifest import Manifest
 from batchinfer.job.output.directory import OutputDir, Trust
@@ -175,7 +175,8 @@ def plan_of(out: OutputDir) -> Manifest:
     """
     if not is_begun(out):
         raise DataError(
-            f"{printable(str(out.root))} holds no output of batchinfer",
+            f"{printable(str(out.root))} holds no output of batchinfer"
+            f"{'' if out.files.stat(out.root) else near_path(out.root)}",
             hint="give the folder that output.path of the job file names",
         )
     return stored_manifest(out)

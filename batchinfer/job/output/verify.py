@@ -53,11 +53,10 @@ class Verification:
     def lines(self) -> Iterator[str]:
         """Lines of text, for where there is no terminal."""
         yield from self._shown()
-        state = "finished" if self.complete else "not finished"
         if self.is_updating:
             yield _UPDATING
         parts = f"{self.parts_done:,} of {self.parts_total:,} parts"
-        yield f"{state}: {parts}, {self.rows:,} rows; {self._outcome}"
+        yield f"{self._state}: {parts}, {self.rows:,} rows; {self._outcome}"
 
     def facts(self) -> Iterator[SummaryLine]:
         """Lines of the table on a terminal."""
@@ -68,9 +67,15 @@ class Verification:
         share = self.parts_done / self.parts_total if self.parts_total else 1.0
         yield SummaryLine("parts", f"{self.parts_done:,} of {self.parts_total:,}", share=share)
         yield SummaryLine("rows", f"{self.rows:,}", " in finished parts")
-        yield SummaryLine("state", "finished" if self.complete else "not finished")
+        yield SummaryLine("state", self._state)
         if self.is_updating:
             yield SummaryLine("note", _UPDATING)
+
+    @property
+    def _state(self) -> str:
+        if self.complete:
+            return "finished"
+        return f"not finished{' (no _SUCCESS)' if self.parts_done == self.parts_total else ''}"
 
     def _shown(self) -> Iterator[str]:
         yield from (printable(problem) for problem in self.problems[:MOST_SHOWN])

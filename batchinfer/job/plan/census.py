@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import pyarrow as pa
-
 from batchinfer.errors import RowError
 from batchinfer.job.input.dataset import Source
 from batchinfer.job.output.schema import OutputTable
@@ -55,6 +53,8 @@ class Census:
     """Counts of the rows read: prompts, samples, tokens, errors."""
 
     lengths: ExpectedLengths
+    result_bytes: int = 0
+    """As ``LoadedTask``."""
     rows: int = 0
     prompt_tokens: int = 0
     """Of rows that can run."""
@@ -144,14 +144,14 @@ def output_bytes(spec: JobSpec, source: Source, table: OutputTable, census: Cens
         per_token += _TOKEN_ID_BYTES
     if "logprobs" in include:
         per_token += _LOGPROB_BYTES * (1 + (spec.sampling.logprobs or 0))
-    generated = census.output_tokens * per_token + census.samples * _BYTES_PER_SAMPLE
+    generated = census.output_tokens * per_token
+    if spec.task_spec.draws:
+        generated += census.samples * _BYTES_PER_SAMPLE
     if census.scored_tokens:
         per_token = _TOKEN_ID_BYTES * ("token_ids" in include)
         per_token += _LOGPROB_BYTES / 2 * ("logprobs" in include)
         generated += census.scored_tokens * per_token
-    for kind in filter(pa.types.is_fixed_size_list, table.generated_schema.types):
-        generated += ran * kind.list_size * kind.value_type.bit_width / 8  # noise: as it is
-    generated += census.rows * _BYTES_PER_ROW
+    generated += ran * census.result_bytes + census.rows * _BYTES_PER_ROW
     if "prompt_logprobs" in include:
         each = _LOGPROB_BYTES * (1 + (spec.sampling.prompt_logprobs or 0))
         generated += census.prompt_tokens * each

@@ -145,23 +145,24 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
     yield SummaryLine(
         "tokens",
         f"{plan['prompt_tokens']:,} in prompts",
-        f", {plan['prompt_computed']:,} of them to compute; "
-        f"{answers} {plan['output_tokens']:,} out",
+        f", {plan['prompt_computed']:,} of them to compute"
+        + (f"; {answers} {plan['output_tokens']:,} out" if plan["output_tokens"] else ""),
     )
-    weights = (plan["model"]["weight_bytes"] + plan["model"]["adapter_bytes"]) / 2**30
+    size = (plan["model"]["weight_bytes"] + plan["model"]["adapter_bytes"]) / 2**30
+    quantization = plan["model"]["quantization"]
+    weights = f"weights {size:,.2f} GiB" + (f" ({quantization})" if quantization else "")
     pool, swap = (
         plan[name] * plan["bytes_per_block"] / 2**30 for name in ("num_blocks", "num_host_blocks")
     )
     if not plan["num_blocks"]:
-        about = f" weights {weights:,.2f} GiB; no KV pool: texts are read whole"
+        about = f" {weights}; no KV pool: texts are read whole"
         yield SummaryLine("device", f"{plan['device']}:", about)
         yield from _costs(plan, currency)
         return
     yield SummaryLine(
         "device",
         f"{plan['device']}:",
-        f" weights {weights:,.2f} GiB, pool {pool:,.2f} GiB; "
-        f"on the host, swap space of at most {swap:,.2f} GiB",
+        f" {weights}, pool {pool:,.2f} GiB; on the host, swap space of at most {swap:,.2f} GiB",
     )
     yield SummaryLine(
         "pool",

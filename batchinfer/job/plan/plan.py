@@ -34,6 +34,7 @@ from batchinfer.job.plan.simulation import ExpectedLengths, FixedLengths, Simula
 from batchinfer.job.reuse.reuse import RowReuse, open_outputs
 from batchinfer.job.rows.read_prompts import read_prompts
 from batchinfer.job.rows.task import LoadedTask
+from batchinfer.job.rows.tasks import TASKS
 from batchinfer.job.rows.token_store import TokenStore
 from batchinfer.job.rows.window import plan_windows
 from batchinfer.job.spec.spec import JobSpec
@@ -78,7 +79,7 @@ def plan_job(
     from batchinfer.build_dry import build_dry_engine, device_of  # imports torch
 
     context = build_dry_engine(
-        spec.model.config(spec.task_spec.runner),
+        spec.model.config(TASKS[spec.task].runner(spec)),
         spec.engine,
         chosen or device_of(spec.engine),
         end_after=expect_output_tokens,
@@ -87,7 +88,7 @@ def plan_job(
     with nullcontext() if loaded is None else closing(loaded):
         task = None if loaded is None else loaded.task
         lengths = _lengths(spec, context, task, expect_output_tokens)
-        census = Census(lengths)
+        census = Census(lengths, 0 if task is None else task.result_bytes)
         most_waiting = 2 * spec.engine.max_num_seqs
         simulation = Simulation(
             context.engine, context.runner, context.block_size, lengths, most_waiting

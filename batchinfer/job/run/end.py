@@ -105,11 +105,13 @@ def _lineage(
 
 
 def _nothing_selected(job: OutputJob) -> list[str]:
-    """A line to say where a filter leaves nothing to run: most often it is misspelt."""
+    """A line to say that there is nothing to run: no rows, or a filter, most often misspelt."""
     chosen = job.spec.input
-    if chosen.filter is None or chosen.limit == 0 or job.source.num_rows:
+    if chosen.limit == 0 or job.source.num_rows:
         return []
     there = sum(file.num_rows for file in job.source.files)
+    if chosen.filter is None or not there:
+        return ["the input has no rows"]
     return [f"input.filter selects none of the {there:,} rows"]
 
 

@@ -144,7 +144,10 @@ class EngineLoop:
         most_tokens = sum(map(self._most_tokens, requests))
         if most_tokens or begun:
             kept = sum(map(_kept_tokens, requests))
-            self._added += Counts(begun=begun, most_tokens=most_tokens, kept_tokens=kept)
+            read = sum(request.num_prompt_tokens for request in requests)
+            self._added += Counts(
+                begun=begun, most_tokens=most_tokens, prompt_tokens=read, kept_tokens=kept
+            )
 
     def _step(self, failed: list[PromptRow]) -> TurnResult:
         done = [RowResult(row, []) for row in failed]

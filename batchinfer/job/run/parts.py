@@ -79,7 +79,9 @@ def run_parts(
     lost = {f"what was in {name}": problem for name, problem in recovered.damaged.items()}
     reporter.damage({**resume.damaged, **lost})
     missing = sum(map(job.source.count, recovered.missing))
-    meter = reporter.watched.meter = Meter(missing, _num_finished(job, resume, missing))
+    meter = reporter.watched.meter = Meter(
+        missing, _num_finished(job, resume, missing), draws=job.spec.task_spec.draws
+    )
     reporter.resumes(meter.before, meter.before + missing)
     before = _kernels_before(job, resume)
     loaded = reuse = None

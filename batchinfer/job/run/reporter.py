@@ -15,7 +15,7 @@ from batchinfer.console.phases import phase
 from batchinfer.console.progress import print_line
 from batchinfer.console.table import SummaryLine, render_table
 from batchinfer.job.output.directory import OutputDir
-from batchinfer.job.stats.first_errors import named_errors
+from batchinfer.job.stats.first_errors import error_lines
 from batchinfer.job.stats.live import WatchedRun
 from batchinfer.job.stats.summary import kernels_differ
 from batchinfer.job.storage.filesystem import read_file
@@ -42,10 +42,7 @@ def summary_facts(
         f"({duration(time_s['load'])} to load)",
         tone="bad" if rows["error"] and not rows["ok"] else "good",
     )
-    if rows["error_codes"]:
-        yield SummaryLine("errors", _counts(rows["error_codes"]), tone="bad")
-    if rows.get("first_errors"):
-        yield SummaryLine("failed", named_errors(rows["first_errors"], rows["error"]))
+    yield from error_lines(rows["error_codes"], rows.get("first_errors", ()))
     if rows["control_text"]:
         yield SummaryLine(
             "note", "control tokens as plain text", f", in {counted_rows(rows['control_text'])}"
@@ -62,14 +59,15 @@ def summary_facts(
             f"out of memory in {memory['count']:,} steps",
             f"; max_num_batched_tokens came down to {memory['max_num_batched_tokens']:,}",
         )
-    if tokens["prompt"] and not tokens["output"]:
-        each = f", {rates['total_tokens_per_s']:,.0f} per second"
+    draws_none = tokens["prompt"] and not tokens["output"]
+    if draws_none:
+        each = f", {rates['total_tokens_per_s']:,.0f} per second; {rates['rows_per_s']:,.1f} rows/s"
         yield SummaryLine("tokens", f"{tokens['prompt']:,} in prompts", each)
-    else:
+    elif tokens["prompt"]:
         each = f", {rates['output_tokens_per_s']:,.0f} per second"
         yield SummaryLine("tokens", f"{tokens['output']:,} out", each)
     yield from _samples(summary["accept"])
-    if kv["num_blocks"]:
+    if kv["num_blocks"] and tokens["prompt"]:  # else nothing was computed
         yield SummaryLine(
             "pool",
             f"{kv['num_blocks']:,} blocks of {kv['block_size']} tokens",
@@ -78,7 +76,9 @@ def summary_facts(
         yield SummaryLine(
             "waste",
             f"{kv['mean_waste']:.1%} of the used blocks",
-            f" (reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
+            ""
+            if draws_none
+            else f" (reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
         )
         yield SummaryLine(
             "sharing",

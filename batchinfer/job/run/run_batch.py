@@ -14,13 +14,19 @@ from typing import Any
 from batchinfer.console.display import TextDisplay
 from batchinfer.console.format import did_you_mean, format_value, printable
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.job.input.openai_batch import EMBEDDINGS, first_url
+from batchinfer.job.input.formats.openai_prompts import (
+    CLASSIFY_URLS,
+    EMBEDDINGS,
+    RERANK_URLS,
+    SCORE_URLS,
+)
+from batchinfer.job.input.openai_batch import first_url
 from batchinfer.job.output.export_record import is_open_file
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.document import JobDocument
 from batchinfer.job.spec.load import checked_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.job.spec.tasks import EMBED
+from batchinfer.job.spec.tasks import CLASSIFY, EMBED
 from batchinfer.job.spec.yaml import YamlText
 from batchinfer.job.storage.urls import StorePath, is_url
 from batchinfer.options import BATCH_ENGINE_KEYS, MODEL_KEYS, BatchOptions, given
@@ -88,8 +94,14 @@ def _keys(options: BatchOptions) -> dict[str, Any]:
 
 def _task(options: BatchOptions) -> dict[str, Any]:
     """What is done with the requests: one thing with all, as OpenAI has it."""
-    if first_url(options.input_file) == EMBEDDINGS:
+    url = first_url(options.input_file)
+    if url == EMBEDDINGS:
         return {"task": EMBED.name}
+    if url in CLASSIFY_URLS:
+        return {"task": CLASSIFY.name}
+    if url in (*SCORE_URLS, *RERANK_URLS):
+        columns = {"query_column": "query", "document_column": "document"}
+        return {"task": CLASSIFY.name, CLASSIFY.name: columns}
     return {"sampling": {"max_tokens": options.max_tokens or _TO_THE_END, "seed": options.seed}}
 
 
@@ -111,12 +123,17 @@ def run_batch(options: BatchOptions) -> ExitCode:
         JobError: as ``run_job``.
     """
     job, output = batch_job(options), _output_file(options)
-    return run_job(
+    is_open = is_open_file(output)
+    display = TextDisplay(quiet=options.quiet, result_on_stdout=not is_open)
+    code = run_job(
         job,
         overwrite=options.overwrite,
         retry_errors=options.retry_errors,
         update=options.update,
         quiet=options.quiet,
         combined_output=output,
-        display=TextDisplay(quiet=options.quiet, result_on_stdout=not is_open_file(output)),
+        display=display,
     )
+    if code in (ExitCode.OK, ExitCode.TOO_MANY_ROW_ERRORS) and not is_open:
+        display.say("answered", f"answers  {printable(str(output))}", is_result=True)
+    return code

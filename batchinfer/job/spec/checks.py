@@ -135,7 +135,8 @@ def _check_templates(prompt: PromptConfig, document: JobDocument) -> None:
         try:
             compile_template(template, dotted(path))
         except UsageError as error:
-            raise UsageError(f"{document.origin(path)}: {printable(str(error))}") from None
+            problem = "\n".join(map(printable, str(error).splitlines()))
+            raise UsageError(f"{document.origin(path)}: {problem}") from None
 
 
 def _check_grammar(spec: JobSpec, document: JobDocument) -> None:

@@ -59,6 +59,13 @@ _EXPECTED: Mapping[str, str] = {
     "greater_than": "more than {gt:g}",
 }
 """Words for what a value must be, by pydantic's error type; braces hold its context."""
+_LIKE = {
+    "model": "Qwen/Qwen3-0.6B",
+    "input": "prompts.parquet",
+    "sampling": "{max_tokens: 64}",
+    "output": "{path: out/answers}",
+}
+"""Sections that a job needs, as they may look."""
 
 
 def _names(record: type[BaseModel]) -> tuple[str, ...]:
@@ -107,15 +114,18 @@ class _Problem:
 def _problems(details: Sequence[ErrorDetails], document: JobDocument) -> list[_Problem]:
     """One problem per key: the branches of a union are alternatives of what it must be.
 
-    Where keys within a value are wrong, its other branches are not what was meant.
+    Where keys within a value are wrong, its other branches are not what was meant; a required key
+    that is misspelt is not missing as well.
     """
     by_key: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in details:
         by_key.setdefault(_key_of(detail, document), []).append(detail)
+    misspelt = {_nearest_key(path) for path, found in by_key.items() if is_unknown_key(found[0])}
     return [
         _problem(path, found, document)
         for path, found in by_key.items()
-        if not any(len(other) > len(path) and other[: len(path)] == path for other in by_key)
+        if not (found[0]["type"] == "missing" and path in misspelt)
+        and not any(len(other) > len(path) and other[: len(path)] == path for other in by_key)
     ]
 
 
@@ -137,7 +147,8 @@ def _problem(path: KeyPath, found: Sequence[ErrorDetails], document: JobDocument
         return _said_by_record(path, str(found[0]["ctx"]["error"]), document)
     key, origin = dotted(path), document.origin(path)
     if kind == "missing":
-        return _Problem(origin, f"{key} is required")
+        like = f", like {key}: {_LIKE[key]}" if key in _LIKE else ""
+        return _Problem(origin, f"{key} is required{like}")
     if is_unknown_key(found[0]):
         return _Problem(origin, f"unknown key {key}{_suggestion(path)}")
     expected = " or ".join(dict.fromkeys(_expectations(found)))
@@ -198,10 +209,17 @@ def _starts_with_key(section: str, text: str) -> bool:
     return match is not None and match.group() in known_keys().get(section, ())
 
 
+def _nearest_key(path: KeyPath) -> KeyPath | None:
+    """The known key of its section that an unknown one is most like."""
+    near = nearest(str(path[-1]), known_keys().get(dotted(path[:-1]), ()))
+    return None if near is None else (*path[:-1], near)
+
+
 def _suggestion(path: KeyPath) -> str:
     """The nearest known key: in its section, else the same name in another."""
     sections = known_keys()
     name, known = str(path[-1]), sections.get(dotted(path[:-1]), ())
     elsewhere = (f"{other}.{name}".lstrip(".") for other, keys in sections.items() if name in keys)
-    near = nearest(name, known) or next(elsewhere, None)
+    meant = _nearest_key(path)
+    near = next(elsewhere, None) if meant is None else meant[-1]
     return f"; did you mean {near}?" if near else f"; known here: {listed(known)}"

@@ -258,8 +258,8 @@ class ErrorsSpec(Section):
     """Share of rows that may end in an error; more: the job ends with exit code 3."""
     min_rows: int | None = Field(default=None, ge=0)
     """So many rows at least must end without an error, and with ``accept`` so many samples be kept;
-    fewer: the job ends with exit code 3. null: where a filter selects no row, or ``accept`` keeps
-    no sample, that is warned of."""
+    fewer: the job ends with exit code 3. null: where there is no row, a filter selects none, or
+    ``accept`` keeps no sample, that is warned of."""
 
 
 class StatsSpec(Section):

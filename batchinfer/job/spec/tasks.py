@@ -106,8 +106,6 @@ def _classify_results(include: Collection[str]) -> tuple[str, ...]:
 
 
 def _check_classify(job: JobSpec) -> None:
-    if job.input.format == "openai-batch":
-        raise ValueError("not yet: task: classify with input.format: openai-batch")
     _check_pools(job)
     if job.classify is None or not job.classify.has_pairs:
         return

@@ -32,8 +32,9 @@ from ruamel.yaml.events import (
 )
 from ruamel.yaml.reader import ReaderError
 
-from batchinfer.console.format import printable
+from batchinfer.console.format import near_path, printable
 from batchinfer.errors import UsageError
+from batchinfer.job.spec.yaml_remedies import PLAIN_KEY, with_remedy
 
 Scalar = str | int | float | bool | None
 
@@ -129,7 +130,8 @@ def read_yaml(path: Path, source: str) -> YamlText:
             raw = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{source}: cannot be read: {reason}") from None
+        meant = near_path(path) if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"{source}: cannot be read: {reason}{meant}") from None
     if len(raw) > MAX_BYTES:
         raise UsageError(f"{source}: larger than {MAX_BYTES // 1024} KiB; is it a job file?")
     try:
@@ -151,7 +153,7 @@ def parse_yaml(text: str, source: str) -> YamlText:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f", line {mark.line + 1}"
-        problem = printable(str(error.problem or error.context))
+        problem = with_remedy(printable(str(error.problem or error.context)))
         raise UsageError(f"{source}{line}: not valid YAML: {problem}") from None
     except ReaderError as error:
         place = f"{source}, line {text.count(chr(10), 0, error.position) + 1}"
@@ -255,7 +257,7 @@ class _Builder:
 
     def _key(self, event: NodeEvent) -> str:
         if not isinstance(event, ScalarEvent) or event.tag is not None:
-            raise self._error(event, "a key must be a plain text")
+            raise self._error(event, PLAIN_KEY)
         self._grow(event, 1 + len(event.value))
         return self._value(event, valid_text)
 

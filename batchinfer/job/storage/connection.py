@@ -32,6 +32,13 @@ _REFUSALS = (
 _MISSING = re.compile(r"status code: 404\b")
 _REFUSED = re.compile(r"status code: 4\d\d")
 """Errors of obstore, and words in others, of a store that answers and refuses."""
+_ASKED_FOR_ROLE = re.compile("/latest/(api/token|meta-data)|/computeMetadata/")
+"""Paths at which a cloud's machine tells its role; asked for where no credentials are given."""
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set (a profile's are printed by: "
+    "aws configure export-credentials --format env)",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS is not set",
+}
 
 
 @cache
@@ -80,7 +87,10 @@ def errors(url: str, verb: str) -> Iterator[None]:
         if not kind.__module__.startswith("obstore"):
             raise
         reason = first_line(error)
-        if _MISSING.search(reason):  # of a list, obstore has no kind of its own for that
+        if _ASKED_FOR_ROLE.search(reason):
+            missing = _CREDENTIALS[url.partition(":")[0]]
+            reason = f"no credentials: {missing}, and this machine tells no role: {reason}"
+        elif _MISSING.search(reason):  # of a list, obstore has no kind of its own for that
             raise FileNotFoundError("there is no such bucket") from None
         if kind.__name__ in _REFUSALS or _REFUSED.search(reason):
             raise OSError(reason) from None

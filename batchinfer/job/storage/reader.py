@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import pyarrow as pa
 
+from batchinfer.console.format import near_path
 from batchinfer.errors import DataError
 from batchinfer.job.storage.connection import connect
 from batchinfer.job.storage.filesystem import FileStat
@@ -144,7 +145,7 @@ def _found(entry: str, suffixes: tuple[str, ...]) -> set[tuple[str, str]]:
             hint="input is read more than once, and again by a run that goes on: save it as a file",
         )
     raise DataError(
-        f"input.path: {entry} does not exist",
+        f"input.path: {entry} does not exist{near_path(entry)}",
         hint="check the path; in a job file it is relative to the file's folder",
     )
 

@@ -108,6 +108,10 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
     ("rows", "words"),
     [
         ({"left": ["a"], "right": ["b"]}, ["several columns", "left (string)", "--prompt-column"]),
+        (
+            {"No": ["a-1", "a-2"], "what they say": ["It is broken.", "It is late."]},
+            ['name it: --prompt-column "what they say"'],
+        ),
         ({"custom_id": ["a"], "url": ["b"], "body": ["c"]}, ["batchinfer run-batch -i"]),
         ({"n": [1], "x": [0.5]}, ["holds no text", "n (int64), x (double)"]),
         (
@@ -199,6 +203,28 @@ def test_output_is_not_put_among_the_data(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"]}), folder / "a.parquet")
     write_starter(Starter(str(folder), job=folder / "job.yaml"))
     assert load_job(folder / "job.yaml").output.path == str(tmp_path / "out" / "job")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "task"),
+    [
+        ("BertForSequenceClassification", "bert", "classify"),
+        ("Qwen3ForSequenceClassification", "qwen3", "classify"),
+        ("Qwen3Model", "qwen3", "embed"),
+        ("BertForMaskedLM", "bert", "embed"),
+        ("GPT2LMHeadModel", "gpt2", "generate"),
+        ("Qwen3ForCausalLM", "qwen3", "generate"),
+    ],
+)
+def test_a_model_that_writes_no_text_has_its_task(
+    tmp_path: Path, architecture: str, model_type: str, task: str
+) -> None:
+    values = {"architectures": [architecture], "model_type": model_type, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    spec = starter(tmp_path, {"prompt": ["a"], "label": [1], "status": [2]}, model=str(tmp_path))
+    assert spec.task == task
+    labels = {"label": "input_label"} if task == "classify" else {}
+    assert spec.output.rename == {**labels, "status": "input_status"}
 
 
 def test_a_file_that_is_there_stays_unless_forced(tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ def test_a_folder_that_is_not_there_is_found_before_anything_is_deleted() -> Non
         model_facts(ModelSpec(name="/nowhere"))
 
 
+def test_a_folder_that_is_misspelt_has_a_near_one(tmp_path: Path) -> None:
+    (tmp_path / "office-model").mkdir()
+    with pytest.raises(ModelError, match=r"office-modl; did you mean \S*/office-model\?"):
+        model_facts(ModelSpec(name=str(tmp_path / "office-modl")))
+
+
 def test_a_missing_tokenizer_is_blamed_on_its_own_key(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.tokenizer: there is no folder /nowhere"):
         model_facts(ModelSpec(name=str(folder), tokenizer="/nowhere"))

@@ -78,6 +78,9 @@ def test_nothing_is_wrong_with_a_finished_job(root: Path) -> None:
     done = found(root)
     assert done == Verification(True, 3, 3, 25, [])
     assert list(done.lines()) == ["finished: 3 of 3 parts, 25 rows; all as recorded"]
+    (root / "_SUCCESS").unlink()
+    (line,) = found(root).lines()
+    assert line == "not finished (no _SUCCESS): 3 of 3 parts, 25 rows; all as recorded"
     assert done.data()["ok"] is True
 
 

@@ -29,6 +29,7 @@ from batchinfer.job.reuse.finished_files import FinishedFile
 from batchinfer.job.reuse.reuse import FoundRows, RowReuse
 from batchinfer.job.rows.reader import stream_of_id
 from batchinfer.job.run import parts
+from batchinfer.job.run.reporter import summary_facts
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.spec import JobSpec
 from tests.job.datasets import flip_bit, write_parquet
@@ -118,6 +119,17 @@ def test_counts_are_of_what_was_computed(story: Story) -> None:
     assert tokens["output"] == 3 * 8
     requests = pq.read_table(story.path / "out" / "stats" / "requests.parquet")
     assert requests["row_id"].to_pylist() == [25, 26, 27]
+
+
+def test_nothing_is_said_of_what_was_not_computed(story: Story) -> None:
+    story.write(numbered(5))
+    assert (story.run("one"), story.run("two", "one")) == ([0, 1, 2, 3, 4], [])
+    told = {
+        name: {fact.label for fact in summary_facts(story.summary(name), story.path)}
+        for name in ("one", "two")
+    }
+    assert told["one"] == {"rows", "tokens", "pool", "waste", "sharing", "files"}
+    assert told["two"] == {"rows", "reused", "files"}
 
 
 def test_mended_prompts(story: Story) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,20 @@ def tree(tmp_path: Path) -> dict[str, tuple[int, bytes]]:
     """All files of the output, but for the lock."""
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files if p.stem != "lock"}
+
+
+def test_what_the_jobs_sampling_needs_is_compiled_before_the_first_step(
+    tmp_path: Path, build: FakeBuild
+) -> None:
+    events: list[Any] = []
+    build.before_step = events.append
+
+    def build_on_gpu(*args: Any, **kwargs: Any) -> FakeBuilt:
+        return replace(build(*args, **kwargs), warm_up=lambda params: events.append(params.top_p))
+
+    numbered(tmp_path, 2)
+    run_job(job(tmp_path, sampling={"top_p": 0.9}), build=build_on_gpu)
+    assert events[:2] == [0.9, 0]
 
 
 def test_answers_come_in_input_order_with_the_kept_columns(
@@ -268,9 +283,12 @@ def test_control_tokens_in_row_text_are_counted(tmp_path: Path, build: FakeBuild
     assert output(tmp_path)["generated_text"].to_pylist() == ["a<eos>b", "c"]
 
 
-def test_an_empty_dataset_needs_no_model(tmp_path: Path, build: FakeBuild) -> None:
+def test_an_empty_dataset_needs_no_model(
+    tmp_path: Path, build: FakeBuild, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_parquet(tmp_path / "in" / "x.parquet", {"prompt": pa.array([], pa.string())})
     assert run_job(job(tmp_path), build=build) is ExitCode.OK
+    assert "the input has no rows\n" in capsys.readouterr().err
     assert output(tmp_path).num_rows == 0
     assert build.count == 0
     assert summary(tmp_path)["rows"]["total"] == 0

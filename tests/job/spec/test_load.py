@@ -140,6 +140,7 @@ def test_resolved_is_json_data_that_makes_the_same_job(tmp_path: Path) -> None:
         ("prompt: {messages: [{role: user}]}", "prompt.messages: each needs a role and a content"),
         ("prompt: {messages: hi}", 'prompt.messages is "hi"; it must be a list'),
         ("prompt: {template: '{{ a'}", "prompt.template is not a valid Jinja2 template (line 1)"),
+        ("prompt: {template: '{{ a b }}'}", "\na column with a blank in its name is row['"),
         ("prompt: {system: '{% if %}'}", "prompt.system is not a valid Jinja2 template (line 1)"),
         ("prompt: {chat_template: no.jinja}", "prompt.chat_template: there is no file"),
         ("errors: {max_error_rate: 2}", "errors.max_error_rate is 2; it must be 1.0 or less"),
@@ -201,7 +202,12 @@ def test_a_mistake_in_sampling(tmp_path: Path, keys: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("was", "becomes", "message"),
     [
-        ("model: some/model\n", "", "job.yaml: model is required"),
+        ("model: some/model\n", "", "job.yaml: model is required, like model: Qwen/"),
+        (
+            "sampling: {max_tokens: 8}\n",
+            "",
+            "sampling is required, like sampling: {max_tokens: 64}",
+        ),
         ("{path: out}", "{}", "job.yaml, line 4: output.path is required"),
         ("{max_tokens: 8}", "{}", "job.yaml, line 3: sampling.max_tokens is required"),
         ("{max_tokens: 8}", "{max_token: 8}", "unknown key sampling.max_token; did you mean"),

@@ -49,6 +49,15 @@ def test_on_the_command_line(tmp_path: Path, section: str, key: str) -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["model", "input", "sampling", "output"])
+def test_a_misspelt_section_is_not_missing_as_well(tmp_path: Path, key: str) -> None:
+    wrong = f"{misspelt(key)}:"
+    with pytest.raises(UsageError) as caught:
+        load_job(write_job(tmp_path, MINIMAL.replace(f"{key}:", wrong)))
+    (line,) = str(caught.value).splitlines()
+    assert line.endswith(f"unknown key {misspelt(key)}; did you mean {key}?")
+
+
 @pytest.mark.parametrize(("section", "key"), KEYS)
 def test_in_the_file(tmp_path: Path, section: str, key: str) -> None:
     given = parse_yaml(MINIMAL, "job.yaml").data

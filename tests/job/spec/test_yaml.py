@@ -129,6 +129,27 @@ def test_what_is_refused_names_file_line_and_reason(text: str, line: int, says: 
     assert len(message) < 400
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: {{ body }}", 'needs quotes around it, as in "{{ column }}"'),
+        ("a: {b: Say {{ body }}}", "a text with braces needs quotes"),
+        ("a: Say {{ body }}: now", "a text with a colon needs quotes"),
+        ("a: {% if b %}c{% endif %}", "a text that starts with % needs quotes"),
+        ('a: "{{ row["b c"] }}"', "within quotes write those of the other kind"),
+        ('a: {b: "{{ row["b c"] }}"}', "within quotes write those of the other kind"),
+        ("a: 1\n\tb: 2", "indent with blanks"),
+        ("a:\n  b: 1\n c: 2", "the same indent"),
+        ('a: "b\nc: 1', "a quote is not closed"),
+        ("a: [1\nb: 2", "is not closed"),
+    ],
+)
+def test_common_slips_come_with_what_to_do(text: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_yaml(text, "job.yaml")
+    assert says in str(caught.value)
+
+
 def test_control_characters_are_refused_and_not_printed() -> None:
     with pytest.raises(UsageError) as caught:
         parse_yaml("a: \x1b[31mred\x00", "job.yaml")

@@ -183,6 +183,19 @@ def test_a_store_that_refuses_or_does_not_answer(
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("status", [403, 404])
+def test_credentials_that_are_nowhere_are_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with complaining_server(status) as address:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", address)
+        with pytest.raises(DataError, match="no credentials: AWS_ACCESS_KEY_ID and") as caught:
+            open_source("s3://another-lake/x.parquet")
+    assert f"status code: {status}" in str(caught.value)
+
+
 def test_a_store_that_stops_answering_while_it_is_read(
     prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
