@@ -45,7 +45,7 @@ _KEPT = {
 _ROUNDED = {"nf4 in rows", "nf4 in rows, nested", "llm.int8"}
 """Those that the kernels take with a last rounding to 127 steps, or of a float's last bit."""
 BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
-"""Whole blocks, so that layers can be joined."""
+"""Whole blocks, so that layers can be joined, and groups that fill cache lines on any processor."""
 needs_kernel = pytest.mark.skipif(
     low_bit_kernel("int4", torch.float32) is None, reason="no C compiler here"
 )
@@ -118,7 +118,8 @@ def test_inputs_of_a_group_lie_anywhere_if_groups_are_of_one_size(
 def test_layers_are_packed_as_they_were_saved(
     family: str, case: str, method: str, tmp_path: Path
 ) -> None:
-    folder, plain = write_quantised(tmp_path, family, *CASES[case])
+    blocks = BLOCKS if family == "llama" else {}
+    folder, plain = write_quantised(tmp_path, family, *CASES[case], **blocks)
     model = ModelConfig(str(folder), dtype="float32", quantization=method)
     kept = load_model(model, device=CPU)
     layers = {name: m for name, m in kept.model.named_modules() if isinstance(m, PackedLinear)}
