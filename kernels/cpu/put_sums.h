@@ -11,7 +11,13 @@
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 INLINE vec load_bf16(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (vec)((words)_mm512_cvtepu16_epi32((__m256i)*(const halves *)from) << 16);
+#elif LANES == 8 /* compilers take three instructions to do this */
+    return (vec)((words)_mm256_cvtepu16_epi32((__m128i)*(const halves *)from) << 16);
+#else
     return (vec)(__builtin_convertvector(*(const halves *)from, words) << 16);
+#endif
 }
 
 INLINE void store_bf16(uint16_t *to, vec x) { /* as to_bf16 rounds */

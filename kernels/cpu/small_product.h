@@ -8,6 +8,11 @@
 
 #define BLOCK_ROWS 6
 #define BLOCK_VECTORS 4
+#if LANES == 16 || defined(__aarch64__) /* 32 registers, not 16 */
+#define MOST_SUMS (BLOCK_ROWS * BLOCK_VECTORS)
+#else
+#define MOST_SUMS 16 /* with fewer the sums of 3 rows wait for each other; more are spilled in a loop */
+#endif
 
 /* `rows` rows and `vectors` vectors of columns of c = a b, or c += a b; kept in registers. b[v] is
    where the columns of vector v begin. */
@@ -31,13 +36,23 @@ INLINE void multiply_block(
         for (int v = 0; v < vectors; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
+/* The same, of as many columns at a time as have their sums in registers. */
+INLINE void multiply_rows(
+    const int pairs, const int rows, const int vectors, int depth, const float *a, int a_stride,
+    const float *const *b, int b_stride, float *c, int c_stride, int adds) {
+    const int at_once = rows * vectors > MOST_SUMS ? vectors / 2 : vectors;
+    for (int v = 0; v < vectors; v += at_once)
+        multiply_block(pairs, rows, at_once, depth, a, a_stride, b + v, b_stride, c + v * LANES,
+                       c_stride, adds);
+}
+
 /* The same for any number of rows. */
 INLINE void multiply_columns(
     const int pairs, const int vectors, int rows, int depth, const float *a, int a_stride,
     const float *const *b, int b_stride, float *c, int c_stride, int adds) {
     int r = 0;
 #define ROWS_AT_ONCE(count)                                                                \
-    multiply_block(pairs, count, vectors, depth, a + r * a_stride, a_stride, b, b_stride,         \
+    multiply_rows(pairs, count, vectors, depth, a + r * a_stride, a_stride, b, b_stride,          \
                    c + r * c_stride, c_stride, adds)
     for (; r + BLOCK_ROWS <= rows; r += BLOCK_ROWS) ROWS_AT_ONCE(BLOCK_ROWS);
     switch (rows - r) {
