@@ -6,7 +6,8 @@
 #include <stdint.h>
 
 enum { VECTORS, TILES }; /* kernels: library._KERNELS */
-enum { FLOATS, INT8, INT4 }; /* kinds of packed weights: gemm._KINDS */
+/* Kinds of packed weights: gemm._KINDS. HALVES: bfloat16 that is multiplied as floats. */
+enum { FLOATS, INT8, INT4, HALVES };
 
 typedef struct {
     const void *query; /* [T, Hq, Dk] */
@@ -143,7 +144,7 @@ typedef struct { /* what layer_args holds of the step, which all layers have in 
     int32_t num_tokens, num_sequences, num_threads;
 } step_args;
 
-typedef struct int8_rows int8_rows;           /* rows_int8.h */
+typedef struct product_rows product_rows;           /* product_rows.h */
 typedef struct attention_plan attention_plan; /* attend_plan.h */
 
 int attend_f32(const attention_args *);
@@ -159,25 +160,25 @@ void rotary_write_bf16(const rotary_write_args *);
 void silu_mul_f32(const silu_mul_args *);
 void silu_mul_bf16(const silu_mul_args *);
 
-/* Bytes for the rows of a product as int8; 0 where floats are multiplied. */
-int64_t int8_rows_bytes(const gemm_args *);
-/* Room for the rows, in so many bytes; without codes where floats are multiplied. */
-int8_rows int8_rows_in(void *memory, const gemm_args *);
-void row_as_int8_f32(const int8_rows *, const float *x, int64_t row);
-void row_as_int8_bf16(const int8_rows *, const uint16_t *x, int64_t row);
+/* Bytes for the rows of a product as it takes them; 0 where that is as they are. */
+int64_t product_rows_bytes(const gemm_args *);
+/* Room for the rows, in so many bytes. */
+product_rows product_rows_in(void *memory, const gemm_args *);
+void make_row_f32(const product_rows *, const float *x, int64_t row);
+void make_row_bf16(const product_rows *, const uint16_t *x, int64_t row);
 
 /* The same as the functions above, for all threads of a team (a parallel region), each of which
-   takes a part; none waits for the others. Rows are rounded to int8 as well where there is room. */
-void rms_norm_team_f32(const rms_norm_args *, const int8_rows *);
-void rms_norm_team_bf16(const rms_norm_args *, const int8_rows *);
-void silu_mul_team_f32(const silu_mul_args *, const int8_rows *);
-void silu_mul_team_bf16(const silu_mul_args *, const int8_rows *);
+   takes a part; none waits for the others. Rows are made as the next product takes them, too. */
+void rms_norm_team_f32(const rms_norm_args *, const product_rows *);
+void rms_norm_team_bf16(const rms_norm_args *, const product_rows *);
+void silu_mul_team_f32(const silu_mul_args *, const product_rows *);
+void silu_mul_team_bf16(const silu_mul_args *, const product_rows *);
 void rotary_write_team_f32(const rotary_write_args *);
 void rotary_write_team_bf16(const rotary_write_args *);
-void rows_as_int8_f32(const int8_rows *, const gemm_args *);
-void rows_as_int8_bf16(const int8_rows *, const gemm_args *);
-void gemm_team_f32(const gemm_args *, const int8_rows *);
-void gemm_team_bf16(const gemm_args *, const int8_rows *);
+void make_rows_f32(const product_rows *, const gemm_args *);
+void make_rows_bf16(const product_rows *, const gemm_args *);
+void gemm_team_f32(const gemm_args *, const product_rows *);
+void gemm_team_bf16(const gemm_args *, const product_rows *);
 /* How attention is cut, which steps of equal shape have in common; NULL: no memory. */
 attention_plan *attention_plan_of(const attention_args *);
 void free_attention_plan(attention_plan *);

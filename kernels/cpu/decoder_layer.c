@@ -1,17 +1,18 @@
 /* Whole decoder layers in one call: what their parts cost in Python is a tenth of a decode step.
 
    All threads go through them together, in one parallel region: to begin and end one for each part
-   is to wait for each other twice as often. A row is rounded to int8 where it is made. */
+   is to wait for each other twice as often. A row is made what the next product takes where it is
+   computed (product_rows.h). */
 
 #include <stdlib.h>
 
 #include "arguments.h"
-#include "rows_int8.h"
+#include "product_rows.h"
 
 typedef struct { /* what the layers of a step work in */
     attention_plan **plans; /* of each layer; equal ones beside each other are the same */
     int64_t count;
-    void *rows; /* of one product after the other, as int8 */
+    void *rows; /* of one product after the other, as it takes them */
 } room;
 
 static void of_step(const step_args *s, layer_args *a) {
@@ -54,7 +55,7 @@ static int make_room(room *r, const layer_args *layers, int64_t count) {
         const layer_args *a = &layers[at];
         const gemm_args *products[] = {&a->qkv, &a->o, &a->gate_up, &a->down};
         for (int i = 0; i < 4; i++) {
-            const int64_t more = int8_rows_bytes(products[i]);
+            const int64_t more = product_rows_bytes(products[i]);
             bytes = more > bytes ? more : bytes;
         }
         const int again = at && are_cut_the_same(&a->attention, &layers[at - 1].attention);
@@ -68,38 +69,38 @@ static int make_room(room *r, const layer_args *layers, int64_t count) {
 
 #define WAIT _Pragma("omp barrier")
 
-#define DECODER_LAYERS(type)                                                           \
+#define DECODER_LAYERS(type)                                                             \
     static int run_##type(const layer_args *a, const attention_plan *plan, void *rows) { \
-        int8_rows x = int8_rows_in(rows, &a->qkv);                                     \
-        rms_norm_team_##type(&a->attention_norm, &x);                                  \
-        WAIT gemm_team_##type(&a->qkv, &x);                                            \
-        WAIT rotary_write_team_##type(&a->rotary);                                     \
-        WAIT const int failed = attend_team_##type(&a->attention, plan);               \
-        WAIT x = int8_rows_in(rows, &a->o);                                            \
-        if (x.codes) {                                                                 \
-            rows_as_int8_##type(&x, &a->o);                                            \
-            WAIT                                                                       \
-        }                                                                              \
-        gemm_team_##type(&a->o, &x);                                                   \
-        WAIT x = int8_rows_in(rows, &a->gate_up);                                      \
-        rms_norm_team_##type(&a->mlp_norm, &x);                                        \
-        WAIT gemm_team_##type(&a->gate_up, &x);                                        \
-        WAIT x = int8_rows_in(rows, &a->down);                                         \
-        silu_mul_team_##type(&a->silu, &x);                                            \
-        WAIT gemm_team_##type(&a->down, &x);                                           \
-        WAIT return failed;                                                            \
-    }                                                                                  \
-    int decoder_layers_##type(                                                         \
-        layer_args *layers, const step_args *const *steps, int64_t count) {            \
-        room r;                                                                        \
-        int failed = 0;                                                                \
-        for (int64_t at = 0; at < count; at++) of_step(steps[at], &layers[at]);        \
-        if (make_room(&r, layers, count)) return leave(&r), 1;                         \
-        _Pragma("omp parallel num_threads(steps[0]->num_threads) reduction(|:failed)") \
-        for (int64_t at = 0; at < count; at++)                                         \
-            failed |= run_##type(&layers[at], r.plans[at], r.rows);                    \
-        leave(&r);                                                                     \
-        return failed;                                                                 \
+        product_rows x = product_rows_in(rows, &a->qkv);                                 \
+        rms_norm_team_##type(&a->attention_norm, &x);                                    \
+        WAIT gemm_team_##type(&a->qkv, &x);                                              \
+        WAIT rotary_write_team_##type(&a->rotary);                                       \
+        WAIT const int failed = attend_team_##type(&a->attention, plan);                 \
+        WAIT x = product_rows_in(rows, &a->o);                                           \
+        if (are_made(&x)) {                                                              \
+            make_rows_##type(&x, &a->o);                                                 \
+            WAIT                                                                         \
+        }                                                                                \
+        gemm_team_##type(&a->o, &x);                                                     \
+        WAIT x = product_rows_in(rows, &a->gate_up);                                     \
+        rms_norm_team_##type(&a->mlp_norm, &x);                                          \
+        WAIT gemm_team_##type(&a->gate_up, &x);                                          \
+        WAIT x = product_rows_in(rows, &a->down);                                        \
+        silu_mul_team_##type(&a->silu, &x);                                              \
+        WAIT gemm_team_##type(&a->down, &x);                                             \
+        WAIT return failed;                                                              \
+    }                                                                                    \
+    int decoder_layers_##type(                                                           \
+        layer_args *layers, const step_args *const *steps, int64_t count) {              \
+        room r;                                                                          \
+        int failed = 0;                                                                  \
+        for (int64_t at = 0; at < count; at++) of_step(steps[at], &layers[at]);          \
+        if (make_room(&r, layers, count)) return leave(&r), 1;                           \
+        _Pragma("omp parallel num_threads(steps[0]->num_threads) reduction(|:failed)")   \
+        for (int64_t at = 0; at < count; at++)                                           \
+            failed |= run_##type(&layers[at], r.plans[at], r.rows);                      \
+        leave(&r);                                                                       \
+        return failed;                                                                   \
     }
 
 DECODER_LAYERS(f32)

@@ -21,13 +21,14 @@
 #include "arguments.h"
 #include "gemm_low_bit.h"
 #include "put_sums.h"
-#include "rows_int8.h"
+#include "product_rows.h"
 #include "tiles.h"
 #include "vectors.h"
 
 #define CHUNK 8 /* steps of k between prefetches */
 
 #define ELEMENT float
+#define FACTOR float /* of rows */
 #define NAME(function) function##_f32
 #define PER_STEP 1
 #define FACTORS 1
@@ -38,6 +39,7 @@
 #define STORE(x) (x)
 #include "gemm.inc"
 #undef ELEMENT
+#undef FACTOR
 #undef NAME
 #undef PER_STEP
 #undef FACTORS
@@ -52,13 +54,15 @@
 #define PER_STEP 2
 #define DOTS HAS_PAIRS
 #if HAS_PAIRS
+#define FACTOR uint16_t
 #define FACTORS 1
 #define LOAD_WEIGHTS(factor, w) load((const float *)(w))
 #define BROADCAST(factor, x) all_lanes_of_four(x)
 #else /* the first of each pair, then the second */
+#define FACTOR float
 #define FACTORS 2
 #define LOAD_WEIGHTS(factor, w) widened(factor, load((const float *)(w)))
-#define BROADCAST(factor, x) widened(factor, all_lanes_of_four(x))
+#define BROADCAST(factor, x) all_lanes((x) + (factor))
 #endif
 #define LOAD(x) from_bf16(x)
 #define STORE(x) to_bf16(x)
@@ -93,7 +97,7 @@ void pack_f32(const pack_args *a) {
 
 void pack_bf16(const pack_args *a) {
     header *to = a->packed;
-    *to = (header){.kernel = a->kernel, .kind = FLOATS};
+    *to = (header){.kernel = a->kernel, .kind = HAS_PAIRS || a->kernel == TILES ? FLOATS : HALVES};
 #if HAS_TILES
     if (a->kernel == TILES) {
         tiles_pack(a, (uint16_t *)(to + 1));
@@ -103,51 +107,55 @@ void pack_bf16(const pack_args *a) {
     panels_pack_bf16(a, (uint16_t *)(to + 1));
 }
 
-void gemm_team_f32(const gemm_args *a, const int8_rows *x) {
+void gemm_team_f32(const gemm_args *a, const product_rows *x) {
     const header *from = a->packed;
     if (from->kind == INT8) gemm_int8(a, 0, x);
     else if (from->kind == INT4) gemm_int4(a, 0, x);
-    else panels_gemm_f32(a, (const float *)(from + 1));
+    else panels_gemm_f32(a, x, (const float *)(from + 1));
 }
 
-void gemm_team_bf16(const gemm_args *a, const int8_rows *x) {
+void gemm_team_bf16(const gemm_args *a, const product_rows *x) {
     const header *from = a->packed;
     if (from->kind == INT8) gemm_int8(a, 1, x);
     else if (from->kind == INT4) gemm_int4(a, 1, x);
 #if HAS_TILES
     else if (from->kernel == TILES) tiles_gemm(a, (const uint16_t *)(from + 1));
 #endif
-    else panels_gemm_bf16(a, (const uint16_t *)(from + 1));
+    else panels_gemm_bf16(a, x, (const uint16_t *)(from + 1));
 }
 
-/* Whether one thread rounds the rows before the others begin: to wait for each other takes longer. */
+/* Whether one thread makes the rows before the others begin: to wait for each other takes longer. */
 static int rows_are_few(const gemm_args *a) { return a->num_rows * a->in_features <= 1 << 14; }
 
-/* 0, or 1 where there is no memory. */
-#define GEMM(type, ELEMENT)                                                             \
-    void rows_as_int8_##type(const int8_rows *to, const gemm_args *a) {                 \
-        if (!to->codes) return;                                                         \
-        _Pragma("omp for schedule(static) nowait")                                      \
-        for (int64_t row = 0; row < a->num_rows; row++)                                 \
-            row_as_int8_##type(to, (const ELEMENT *)a->x + row * a->row_stride, row);   \
-    }                                                                                   \
-    int gemm_##type(const gemm_args *a) {                                               \
-        const int64_t bytes = int8_rows_bytes(a);                                       \
-        void *memory = bytes ? aligned_alloc(64, bytes) : NULL;                         \
-        if (bytes && !memory) return 1;                                                 \
-        const int8_rows x = memory ? int8_rows_in(memory, a) : (int8_rows){0};          \
-        const int few = rows_are_few(a);                                                \
-        if (few) rows_as_int8_##type(&x, a);                                            \
-        _Pragma("omp parallel num_threads(a->num_threads)")                             \
-        {                                                                               \
-            if (memory && !few) {                                                       \
-                rows_as_int8_##type(&x, a);                                             \
-                _Pragma("omp barrier")                                                  \
-            }                                                                           \
-            gemm_team_##type(a, &x);                                                    \
-        }                                                                               \
-        free(memory);                                                                   \
-        return 0;                                                                       \
+/* 0, or 1 where there is no memory. The rows of a few are no work of a team: who calls may be in one,
+   each of whose threads has a product of its own. */
+#define GEMM(type, ELEMENT)                                                                    \
+    static void make_row_at_##type(const product_rows *to, const gemm_args *a, int64_t row) {  \
+        make_row_##type(to, (const ELEMENT *)a->x + row * a->row_stride, row);                 \
+    }                                                                                          \
+    void make_rows_##type(const product_rows *to, const gemm_args *a) {                        \
+        if (!are_made(to)) return;                                                             \
+        _Pragma("omp for schedule(static) nowait")                                             \
+        for (int64_t row = 0; row < a->num_rows; row++) make_row_at_##type(to, a, row);        \
+    }                                                                                          \
+    int gemm_##type(const gemm_args *a) {                                                      \
+        const int64_t bytes = product_rows_bytes(a);                                           \
+        void *memory = bytes ? aligned_alloc(64, bytes) : NULL;                                \
+        if (bytes && !memory) return 1;                                                        \
+        const product_rows x = memory ? product_rows_in(memory, a) : (product_rows){0};        \
+        const int few = rows_are_few(a);                                                       \
+        for (int64_t row = 0; memory && few && row < a->num_rows; row++)                       \
+            make_row_at_##type(&x, a, row);                                                    \
+        _Pragma("omp parallel num_threads(a->num_threads)")                                    \
+        {                                                                                      \
+            if (memory && !few) {                                                              \
+                make_rows_##type(&x, a);                                                       \
+                _Pragma("omp barrier")                                                         \
+            }                                                                                  \
+            gemm_team_##type(a, &x);                                                           \
+        }                                                                                      \
+        free(memory);                                                                          \
+        return 0;                                                                              \
     }
 
 GEMM(f32, float)

@@ -18,7 +18,7 @@
 #include "ahead.h"
 #include "put_sums.h"
 #include "quads.h"
-#include "rows_int8.h"
+#include "product_rows.h"
 
 #define STEP 8 /* k in a byte's two halves */
 
@@ -82,7 +82,7 @@ INLINE ints add_codes(const int has_table, ints sum, ints codes, ints quads) {
 
 /* sums[rows][PANEL] = rows times one panel, but for the scales of the rows. */
 INLINE void tile(
-    const int rows, const int has_table, const int8_rows *x, int64_t first, const shape *s,
+    const int rows, const int has_table, const product_rows *x, int64_t first, const shape *s,
     const uint8_t *table, const uint8_t *panel, float *sums, ahead *next) {
     const float *scales = (const float *)panel;
     const uint8_t *zeros = panel + s->groups * PANEL * 4, *codes = panel + s->head_bytes;
@@ -136,7 +136,7 @@ INLINE void tile(
 }
 
 static void any_tile(
-    int rows, const int8_rows *x, int64_t first, const shape *s, const uint8_t *table,
+    int rows, const product_rows *x, int64_t first, const shape *s, const uint8_t *table,
     const uint8_t *panel, float *sums, ahead *next) {
 #define CASE(count)                                                                        \
     case count:                                                                            \
@@ -149,7 +149,7 @@ static void any_tile(
 
 /* All rows times one panel. */
 INLINE void one_panel(
-    const gemm_args *a, const int is_bf16, const int8_rows *x, const shape *s,
+    const gemm_args *a, const int is_bf16, const product_rows *x, const shape *s,
     const uint8_t *table, const uint8_t *panels, int64_t panel, int is_last) {
     const int64_t tiles = (a->num_rows + TILE_ROWS - 1) / TILE_ROWS;
     const uint8_t *w = panels + panel * s->bytes;
@@ -166,7 +166,7 @@ INLINE void one_panel(
     }
 }
 
-void gemm_int4(const gemm_args *a, int is_bf16, const int8_rows *x) {
+void gemm_int4(const gemm_args *a, int is_bf16, const product_rows *x) {
     const header *from = a->packed;
     const shape s = shape_of(a->in_features, from->group);
     const int64_t panels = (a->out_features + PANEL - 1) / PANEL;

@@ -23,7 +23,7 @@ static inline const int32_t *order_of(const header *packed) {
 }
 
 /* Rows and outputs are bfloat16, or float; x holds the rows as int8. For a team, as gemm_team_f32. */
-void gemm_int8(const gemm_args *, int is_bf16, const int8_rows *x);
-void gemm_int4(const gemm_args *, int is_bf16, const int8_rows *x);
+void gemm_int8(const gemm_args *, int is_bf16, const product_rows *x);
+void gemm_int4(const gemm_args *, int is_bf16, const product_rows *x);
 
 #endif

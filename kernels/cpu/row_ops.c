@@ -5,7 +5,7 @@
 
 #include "arguments.h"
 #include "blocks.h"
-#include "rows_int8.h"
+#include "product_rows.h"
 
 #define MAX_HEAD_WIDTH 1024 /* native.MAX_HEAD_WIDTH */
 #define LANES 32            /* running sums of one row */

@@ -92,7 +92,7 @@ static void multiply_rows(
     expect(!(x.is_bf16 ? gemm_bf16 : gemm_f32)(&a), "memory", x.is_bf16, rows);
 }
 
-/* A row of `a` as int8 and its scale, as rows_int8.h takes it. */
+/* A row of `a` as int8 and its scale, as product_rows.h takes it. */
 static float to_int8(array a, size_t from, int count, int8_t *codes) {
     float most = 0.0f;
     for (int i = 0; i < count; i++) most = fmaxf(most, fabsf(get(a, from + i)));

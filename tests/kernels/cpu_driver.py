@@ -12,7 +12,7 @@ from batchinfer.kernels.cpu import library
 
 _SOURCES = (
     *("encoder_layers.c", "gemm.c", "gemm_int4.c", "gemm_int8.c"),
-    *("paged_attention.c", "row_ops.c", "rows_int8.c", "tiles.c"),
+    *("paged_attention.c", "row_ops.c", "product_rows.c", "tiles.c"),
 )
 _PER_BUILD = ("-O3", "-fPIC", "-shared")
 

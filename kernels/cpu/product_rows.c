@@ -1,10 +1,10 @@
-/* Rows as int8 (rows_int8.h), the same on every processor. */
+/* Rows as products take them (product_rows.h); int8 is the same on every processor. */
 
 #include "in_order.h"
 
 #include "unfused.h"
 
-#include "rows_int8.h"
+#include "product_rows.h"
 
 #include "elements.h"
 #include "gemm_low_bit.h"
@@ -12,28 +12,31 @@
 
 #define INFINITY_BITS 0x7f800000
 
-static int8_rows shape_of(const gemm_args *a, int64_t group) {
-    const int64_t in = a->in_features;
-    return (int8_rows){.stride = whole(in, ROWS_DEPTH) | ROWS_DEPTH, .in = in, .group = group,
-                       .groups = (in + group - 1) / group};
-}
+/* An odd number of cache lines of elements that a line has `each` of. */
+static int64_t stride_of(int64_t in, int64_t each) { return (whole(in, each) / each | 1) * each; }
 
-static int64_t group_of(const gemm_args *a) {
+static product_rows shape_of(const gemm_args *a) {
     const header *from = a->packed;
-    return from->kind == INT8 ? a->in_features : from->kind == INT4 ? from->group : 0;
+    const int64_t in = a->in_features;
+    if (from->kind == FLOATS) return (product_rows){0};
+    if (from->kind == HALVES) return (product_rows){.stride = stride_of(in, 16), .in = in};
+    const int64_t group = from->kind == INT4 ? from->group : in;
+    return (product_rows){.stride = stride_of(in, ROWS_DEPTH), .in = in, .group = group,
+                          .groups = (in + group - 1) / group};
 }
 
-int64_t int8_rows_bytes(const gemm_args *a) {
-    const int64_t group = group_of(a);
-    if (!group) return 0;
-    const int8_rows rows = shape_of(a, group);
-    return whole(a->num_rows * (rows.stride + 4 * (1 + rows.groups)), 64);
+int64_t product_rows_bytes(const gemm_args *a) {
+    const product_rows rows = shape_of(a);
+    const int64_t each = rows.group ? rows.stride + 4 * (1 + rows.groups) : 4 * rows.stride;
+    return whole(a->num_rows * each, 64);
 }
 
-int8_rows int8_rows_in(void *memory, const gemm_args *a) {
-    const int64_t group = group_of(a);
-    if (!group) return (int8_rows){0};
-    int8_rows rows = shape_of(a, group);
+product_rows product_rows_in(void *memory, const gemm_args *a) {
+    product_rows rows = shape_of(a);
+    if (!rows.group) {
+        rows.floats = rows.stride ? memory : NULL;
+        return rows;
+    }
     rows.codes = memory;
     rows.order = order_of(a->packed);
     rows.scales = (float *)(rows.codes + a->num_rows * rows.stride);
@@ -66,7 +69,7 @@ INLINE int32_t round_group(
     return sum;
 }
 
-INLINE void round_row(const int8_rows *to, const int is_bf16, const void *x, int64_t row) {
+INLINE void round_row(const product_rows *to, const int is_bf16, const void *x, int64_t row) {
     const int64_t in = to->in;
     int32_t most_bits = 0;
     for (int64_t k = 0; k < in; k++) {
@@ -94,8 +97,13 @@ INLINE void round_row(const int8_rows *to, const int is_bf16, const void *x, int
     memset(codes + in, 0, to->stride - in);
 }
 
-void row_as_int8_f32(const int8_rows *to, const float *x, int64_t row) { round_row(to, 0, x, row); }
+void make_row_f32(const product_rows *to, const float *x, int64_t row) { round_row(to, 0, x, row); }
 
-void row_as_int8_bf16(const int8_rows *to, const uint16_t *x, int64_t row) {
-    round_row(to, 1, x, row);
+void make_row_bf16(const product_rows *to, const uint16_t *x, int64_t row) {
+    if (!to->floats) {
+        round_row(to, 1, x, row);
+        return;
+    }
+    float *floats = to->floats + row * to->stride;
+    for (int64_t k = 0; k < to->in; k++) floats[k] = from_bf16(x[k]);
 }
