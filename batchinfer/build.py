@@ -206,6 +206,7 @@ def build_engine(
             runner if threads is None else _on_threads(runner, threads, loaded.kernels),
             # The CPU computes while a step is submitted: there is nothing to be ahead of.
             runs_ahead=device.type == "cuda",
+            vocab_size=loaded.vocab_size,
         ),
         tokenizer=tokenizer,
         **fields,
@@ -253,6 +254,7 @@ def _build_encoder(
             max_model_len=longest,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
+            vocab_size=loaded.description.vocab_size,
         ),
         tokenizer=tokenizer,
         **encoder_fields(loaded.description),

@@ -113,6 +113,7 @@ class RequestMaker:
 
     Args:
         reasoning: how the model marks its thinking; None: it is part of the answer.
+        vocab_size: the model's token ids are below it; None: as the tokenizer's are.
     """
 
     def __init__(
@@ -121,13 +122,16 @@ class RequestMaker:
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler,
         reasoning: ReasoningFormat | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars
         self._reasoning = reasoning
         # Most often a job has one list for all rows.
-        self._bad_words = lru_cache(maxsize=1024)(partial(bad_words_token_ids, tokenizer))
+        self._bad_words = lru_cache(maxsize=1024)(
+            partial(bad_words_token_ids, tokenizer, vocab_size=vocab_size)
+        )
 
     def make(self, row: PromptRow) -> Request:
         """The request of a row that can run.

@@ -16,7 +16,7 @@ import numpy as np
 from batchinfer.engine.encoder_step import EncoderRunner, EncoderStep
 from batchinfer.engine.engine import StepOutcome
 from batchinfer.engine.oom_recovery import Recovered
-from batchinfer.engine.request import Completion, Request, RequestStats
+from batchinfer.engine.request import Completion, Request, RequestStats, beyond_vocabulary
 from batchinfer.engine.runner import OutOfMemory
 from batchinfer.engine.sequence import RequestState
 from batchinfer.engine.stats import StepStats
@@ -32,6 +32,7 @@ class EncoderEngine:
         max_num_batched_tokens: most tokens of a step, but for a single text that is longer.
         max_num_seqs: most texts of a step.
         clock: seconds, for statistics only.
+        vocab_size: the model's token ids are below it; None: texts have no others.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class EncoderEngine:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         clock: Callable[[], float] = time.perf_counter,
+        vocab_size: int | None = None,
     ) -> None:
         self.max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._runner = runner
         self._max_tokens = max_num_batched_tokens
         self._max_seqs = max_num_seqs
@@ -90,7 +93,7 @@ class EncoderEngine:
             return "empty_prompt", "the prompt has no tokens"
         if length > self.max_model_len:
             return "prompt_too_long", f"the prompt has {length} tokens, over {self.max_model_len}"
-        return None
+        return beyond_vocabulary(request, self._vocab_size)
 
     def reset_prefix_cache(self) -> None:
         """Nothing is kept of a text."""

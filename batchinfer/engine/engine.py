@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from batchinfer.engine.oom_recovery import Recovered, recover
-from batchinfer.engine.request import Completion, Request
+from batchinfer.engine.request import Completion, Request, beyond_vocabulary
 from batchinfer.engine.resume import begin
 from batchinfer.engine.runner import OutOfMemory, Runner
 from batchinfer.engine.scheduler.schedule import Schedule
@@ -51,6 +51,7 @@ class Engine:
         runner: computes the steps.
         clock: seconds, for statistics only.
         runs_ahead: for runners that compute while the host goes on.
+        vocab_size: the model's token ids are below it; None: prompts have no others.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         *,
         runs_ahead: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self._vocab_size = vocab_size
         self._max_tokens = scheduler.max_num_batched_tokens
         """The first value: what is refused must not depend on memory that lacked."""
         self._prefixes = PrefixTree(scheduler.table)
@@ -212,6 +215,9 @@ class Engine:
                 "prompt_too_long",
                 f"the prompt has {prompt} tokens; max_model_len {room} leaves no room for output",
             )
+        beyond = beyond_vocabulary(request, self._vocab_size)
+        if beyond is not None:
+            return beyond
         # The last token is never fed back, so it needs no KV.
         kv_tokens = min(prompt + request.params.max_tokens, room) - 1
         if request.params.beam_width:

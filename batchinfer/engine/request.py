@@ -113,6 +113,23 @@ class Request:
         return None if by_eos else token_id
 
 
+def beyond_vocabulary(request: Request, vocab_size: int | None) -> tuple[str, str] | None:
+    """Error code and message of a request of a token id that the model has no embedding for;
+    None: it has none.
+
+    Args:
+        vocab_size: the model's token ids are below it; None: nobody knows.
+    """
+    highest = max(int(request.prompt_token_ids.max()), request.given_token or 0)
+    if vocab_size is None or highest < vocab_size:
+        return None
+    return (
+        "unsupported_content",
+        f"the tokenizer makes token {highest} of the text, and the model's token ids end at "
+        f"{vocab_size - 1}; take the tokenizer that belongs to the model, or leave that token out",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one output position, from the model's unmodified logits.

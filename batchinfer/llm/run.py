@@ -84,7 +84,8 @@ class CallRunner:
         self._reasoning = reasoning
         self._mode = mode
         self._answers = AnswerReader(context.tokenizer, reasoning, tool_format)
-        self._samples = Resampling(RequestMaker(*facts, grammars, reasoning), self._answers)
+        maker = RequestMaker(*facts, grammars, reasoning, context.vocab_size)
+        self._samples = Resampling(maker, self._answers)
         self._tool_choices = None
         if tool_format is not None:
             self._tool_choices = ToolChoices(tool_format, context.tokenizer, grammars)

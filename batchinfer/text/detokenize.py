@@ -183,13 +183,15 @@ def token_text(tokenizer: Tokenizer, token_id: int, before: Sequence[int]) -> st
 
 
 def bad_words_token_ids(
-    tokenizer: Tokenizer, bad_words: Sequence[str]
+    tokenizer: Tokenizer, bad_words: Sequence[str], vocab_size: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Token ids of each text in ``bad_words``, as at the start of a text and after a space.
 
-    Like vLLM's; where the two differ in length both are banned (vLLM leaves out the second).
+    Like vLLM's; where the two differ in length both are banned (vLLM leaves out the second). Of
+    tokens that the model cannot write, whose ids are ``vocab_size`` or more, none is to be banned.
     """
     spellings = [space + word.lstrip() for word in bad_words for space in ("", " ")]
     encoded = tokenizer.encode_batch(spellings, add_special_tokens=False, parse_special_tokens=True)
     sequences = (tuple(ids.tolist()) for ids in encoded)
-    return tuple(dict.fromkeys(ids for ids in sequences if ids))
+    written = (ids for ids in sequences if vocab_size is None or max(ids, default=0) < vocab_size)
+    return tuple(dict.fromkeys(ids for ids in written if ids))

@@ -38,7 +38,7 @@ from batchinfer.worker.model.config import load_config
 from batchinfer.worker.model.meta_model import blame, check_buildable, runs_on_meta
 from batchinfer.worker.model.quantization import check_quantization, quantization_of
 from batchinfer.worker.model.random_weights import make_random_weights
-from batchinfer.worker.model.tokenizer import eos_token_ids, num_tokenizer_ids
+from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids
 from batchinfer.worker.model.weights import choose_dtype, load_weights, uses_longrope
 from batchinfer.worker.probe import probe_block_size
 from batchinfer.worker.product_kernels import LOW_BIT_METHODS
@@ -146,7 +146,7 @@ def describe_model(
     values = pretrained.to_dict()
     check_quantization(values, model.quantization, device_type)
     longest = choose_max_model_len(values, model.max_model_len)
-    _check_vocabulary(folder, pretrained)
+    check_vocabulary(folder, model.tokenizer, pretrained.get_text_config().vocab_size)
     lora = read_adapters(model.adapters, pretrained)
     if latent:
         check_latents(values, device_type, (at.module for one in lora for at in one.targets))
@@ -331,12 +331,3 @@ def choose_max_model_len(values: Mapping[str, Any], wanted: int | None) -> int:
             "and an output need 2"
         )
     return longest
-
-
-def _check_vocabulary(folder: Path, config: PreTrainedConfig) -> None:
-    ids, rows = num_tokenizer_ids(folder), config.get_text_config().vocab_size
-    if ids > rows:
-        raise ModelError(
-            f"{folder}: the tokenizer has ids up to {ids - 1} and the model {rows} embeddings "
-            "(vocab_size in config.json); they do not belong together"
-        )

@@ -106,7 +106,9 @@ def _load(job: JobSpec, context: EngineContext, grammars: GrammarCompiler) -> Lo
     answers = AnswerReader(
         tokenizer, reasoning, find_tool_format(job.tool_parser, tokenizer, template)
     )
-    requests = RequestMaker(tokenizer, context.eos_token_ids, grammars, reasoning)
+    requests = RequestMaker(
+        tokenizer, context.eos_token_ids, grammars, reasoning, context.vocab_size
+    )
     samples = Resampling(requests, answers, job.accept)
     return Generation(samples, RowFinisher(answers, job.written))
 

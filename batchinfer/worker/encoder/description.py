@@ -24,7 +24,7 @@ from batchinfer.worker.model.checkpoint import (
     resolve_folder,
 )
 from batchinfer.worker.model.quiet import quiet_transformers
-from batchinfer.worker.model.tokenizer import num_tokenizer_ids
+from batchinfer.worker.model.tokenizer import check_vocabulary
 from batchinfer.worker.model.weights import choose_dtype
 
 
@@ -71,12 +71,7 @@ def describe_encoder(model: ModelConfig, *, weights_too: bool = False) -> Encode
     pretrained = _config(folder)
     values = pretrained.to_dict()
     _check_keys(model)
-    rows = int(text_config(values)["vocab_size"])
-    if num_tokenizer_ids(folder) > rows:
-        raise ModelError(
-            f"{folder}: the tokenizer has ids up to {num_tokenizer_ids(folder) - 1} and the model "
-            f"{rows} embeddings (vocab_size in config.json); they do not belong together"
-        )
+    check_vocabulary(folder, model.tokenizer, int(text_config(values)["vocab_size"]))
     saved = check_weights(folder) if weights_too else {}
     return EncoderDescription(
         folder,

@@ -130,12 +130,27 @@ def eos_token_ids(folder: Path, config: Mapping[str, Any], vocab_size: int) -> f
     return frozenset() if token_id is None else frozenset([token_id])
 
 
-def num_tokenizer_ids(folder: Path) -> int:
-    """One more than the highest id of the folder's tokenizer.json; 0 where it has none."""
+def check_vocabulary(folder: Path, tokenizer: str | None, vocab_size: int) -> None:
+    """Check that a model has embeddings for all that its tokenizer.json, if it has one, makes.
+
+    Args:
+        tokenizer: hub id or folder of the one named in its place.
+        vocab_size: of the model.
+
+    Raises:
+        ModelError: it has not, or the tokenizer is not there.
+    """
+    if tokenizer is not None:
+        folder = resolve_folder(tokenizer, None, CONFIG_FILES, key="model.tokenizer")
     backend = _backend(folder)
-    if backend is None:
-        return 0
-    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    ids = [] if backend is None else backend.get_vocab(with_added_tokens=True).values()
+    highest = max(ids, default=-1)
+    if highest >= vocab_size:
+        named = "" if tokenizer is None else " (model.tokenizer)"
+        raise ModelError(
+            f"{folder}: the tokenizer{named} has ids up to {highest} and the model {vocab_size} "
+            "embeddings (vocab_size in config.json); they do not belong together"
+        )
 
 
 def _backend(folder: Path) -> Tokenizer | None:

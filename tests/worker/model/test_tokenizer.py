@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from batchinfer.errors import ModelError
-from batchinfer.worker.model.tokenizer import eos_token_ids, load_tokenizer, num_tokenizer_ids
+from batchinfer.worker.model.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
 
 
 @pytest.fixture
@@ -36,14 +36,25 @@ def test_takes_the_tokenizer_apart(folder: Path) -> None:
 
 
 def test_the_ids_of_the_folder(folder: Path) -> None:
-    assert num_tokenizer_ids(folder) == 7
     assert eos_token_ids(folder, {}, 7) == {4}
     assert eos_token_ids(folder, {"eos_token_id": 1}, 7) == {1}
     assert eos_token_ids(folder, {"text_config": {"eos_token_id": [1, 2]}}, 7) == {1, 2}
 
 
+def test_a_tokenizer_of_another_model_is_refused_by_the_key_that_names_it(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_vocabulary(folder, None, 7)
+    with pytest.raises(ModelError, match="the tokenizer has ids up to 6 and the model 6 embedd"):
+        check_vocabulary(folder, None, 6)
+    model = tmp_path_factory.mktemp("model")
+    check_vocabulary(model, str(folder), 7)
+    with pytest.raises(ModelError, match=r"the tokenizer \(model.tokenizer\) has ids up to 6"):
+        check_vocabulary(model, str(folder), 6)
+
+
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    assert num_tokenizer_ids(tmp_path) == 0
+    check_vocabulary(tmp_path, None, 0)
     assert eos_token_ids(tmp_path, {}, 7) == frozenset()
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         load_tokenizer(str(tmp_path))
@@ -52,7 +63,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
 def test_damaged_files_are_named(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
-        num_tokenizer_ids(folder)
+        check_vocabulary(folder, None, 7)
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         load_tokenizer(str(folder))
     (folder / "config.json").write_text("{")
