@@ -127,13 +127,26 @@ def test_lines_that_cannot_be_embedded_say_why(tmp_path: Path, model: Path) -> N
         assert (name, response["body"]["error"]["code"]) == (name, code)
         assert response["status_code"] == 400
     said = found["blank"]["response"]["body"]["error"]["message"]
-    assert said == "body.input is empty or whitespace only"
+    assert said == "prompt 1: body.input is empty or whitespace only"
 
 
-def test_what_a_file_asks_for_is_read_off_its_first_line(tmp_path: Path) -> None:
-    path = tmp_path / "batch.jsonl"
-    path.write_text(f"\n{json.dumps(request('a', input='x'))}\nnot json\n")
+def test_no_request_passes_for_a_prompt_of_the_one_before_it(tmp_path: Path, model: Path) -> None:
+    lines = [request(name, input=name) for name in ("a", "a", "b")]
+    lines[1]["body"]["prompt_index"] = 1
+    answers(tmp_path, model, lines)
+    first, second, third = (tmp_path / "answers.jsonl").read_text().splitlines()
+    assert len(json.loads(first)["response"]["body"]["data"]) == 1
+    assert json.loads(second)["error"]["code"] == "duplicate_custom_id"
+    assert json.loads(third)["response"]["status_code"] == 200
+
+
+def test_what_a_file_asks_for_is_read_off_its_first_request(tmp_path: Path) -> None:
+    path, line = tmp_path / "batch.jsonl", json.dumps(request("a", input="x"))
+    path.write_text(f"\n{line}\nnot json\n")
     assert first_url(str(path)) == URL
+    for broken in ("not json", "[]", "5", '{"url": "/v1/nothing"}', '{"url": ["x"]}'):
+        path.write_text(f"{broken}\n{line}\n")
+        assert first_url(str(path)) == URL
     path.write_text("not json\n")
     assert first_url(str(path)) is None
     path.write_text("")

@@ -67,6 +67,8 @@ def test_pairs_are_scored_and_documents_ordered(tmp_path: Path, reranker: Path) 
         "field": request("field", "/v1/rerank", query="a", documents=["b"], top_k=1),
         "raw": request("raw", "/v1/score", text_1="a", text_2="b", use_activation=False),
         "blank": request("blank", "/v1/rerank", query="a", documents=["b", " "]),
+        "null": request("null", "/v1/rerank", query="a", documents=[None]),
+        "both": request("both", "/v1/score", text_1="a", text_2="b", queries="c"),
         "other": request("other", "/v1/classify", input="a"),
     }
     documents = [texts[0], {"text": texts[1]}, texts[2]]
@@ -103,8 +105,10 @@ def test_pairs_are_scored_and_documents_ordered(tmp_path: Path, reranker: Path) 
     codes = {name: found[name]["error"]["code"] for name in bad}
     odd = {"field": "unsupported_parameter", "raw": "unsupported_parameter"}
     assert codes == dict.fromkeys(bad, "invalid_request") | odd | {"blank": "empty_prompt"}
-    said = found["blank"]["error"]["message"]
-    assert said == "body: the document is empty or whitespace only"
+    said = {name: found[name]["error"]["message"] for name in ("blank", "null", "both")}
+    assert said["blank"] == "prompt 1: body: the document is empty or whitespace only"
+    assert said["null"].startswith("body.documents is [null]; it must be a text")
+    assert said["both"] == "body has text_1 and text_2, and queries too; leave it out"
 
 
 def test_texts_are_classified(tmp_path: Path, text_model: Path) -> None:

@@ -21,7 +21,12 @@ from pydantic_core import from_json, to_json
 from batchinfer.console.format import format_value
 from batchinfer.errors import DataError, JobError, RowError
 from batchinfer.job.input.format import InputFile, ReadRequest, Row, Rows
-from batchinfer.job.input.formats.openai_prompts import SCORE_KEYS, parts_of_body
+from batchinfer.job.input.formats.openai_prompts import (
+    KNOWN_URLS,
+    PROMPT_INDEX,
+    SCORE_KEYS,
+    parts_of_body,
+)
 from batchinfer.job.input.formats.text_file import batched, opened
 from batchinfer.job.input.json_columns import json_text
 from batchinfer.job.input.jsonl import JsonlFormat, Line, split_lines
@@ -35,6 +40,7 @@ SCHEMA = pa.schema(
 _TEXTS = ("custom_id", "method", "url")
 _SEVERAL = (b'"prompt"', b'"input"', b'"documents"', *(f'"{k}"'.encode() for k, _ in SCORE_KEYS))
 """Keys that may hold several prompts."""
+_TAKEN_KEY = f'"{PROMPT_INDEX}"'.encode()
 
 
 class CustomIds:
@@ -125,8 +131,13 @@ class OpenAIFormat(JsonlFormat):
 def _one_prompt_each(line: Line) -> Iterator[Line]:
     """A line that asks for something of several prompts, texts or pairs as one line for each."""
     number, text = line
-    row = _beginning(text) if any(key in text for key in _SEVERAL) else {}
+    row = _beginning(text) if any(key in text for key in (*_SEVERAL, _TAKEN_KEY)) else {}
     body = row.get("body")
+    if isinstance(body, dict) and body.get(PROMPT_INDEX) is not None:
+        # A request's own is no number of ours: as a text it is refused when the line is read.
+        own = {PROMPT_INDEX: str(body[PROMPT_INDEX])}
+        yield number, to_json({**row, "body": {**body, **own}})
+        return
     parts = parts_of_body(row.get("url"), body) if isinstance(body, dict) else ()
     if not parts:
         yield line
@@ -137,25 +148,26 @@ def _one_prompt_each(line: Line) -> Iterator[Line]:
         yield line
         return
     for index, part in enumerate(parts):
-        one = {**request["body"], **part, "prompt_index": index}
+        one = {**request["body"], **part, PROMPT_INDEX: index}
         yield number, to_json({**request, "body": one})
 
 
 def first_url(path: str) -> str | None:
-    """What the first request of a file is made to; None where that cannot be read."""
+    """What the first request of a file is made to, among lines that are none; None where there is
+    no such line, or the file cannot be read."""
     if not is_url(path) and not os.path.isfile(path):  # what is read from a pipe is gone
         return None
     try:
         with opened(path) as chunks:
-            _, text = next(split_lines(chunks), (0, b""))
+            urls = (_text(_beginning(text).get("url")) for _, text in split_lines(chunks))
+            return next((url for url in urls if url in KNOWN_URLS), None)
     except (JobError, OSError):
         return None
-    return _text(_beginning(text).get("url"))
 
 
 def prompt_index(body: object) -> int:
     """The place of a row's prompt among those of its request."""
-    index = body.get("prompt_index", 0) if isinstance(body, Mapping) else 0
+    index = body.get(PROMPT_INDEX, 0) if isinstance(body, Mapping) else 0
     return index if type(index) is int else 0
 
 

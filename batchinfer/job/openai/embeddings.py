@@ -17,7 +17,7 @@ from batchinfer.errors import RowError
 from batchinfer.job.input.formats.openai_prompts import EMBEDDINGS
 from batchinfer.job.openai.request import ParsedRequest, check_model, checked_body, invalid
 
-NO_EFFECT = ("model", "user", "priority", "request_id", "prompt_index")
+NO_EFFECT = ("model", "user", "priority", "request_id")
 """Fields of requests that change nothing."""
 _KNOWN = ("input", "dimensions", "encoding_format", "add_special_tokens", *NO_EFFECT)
 EMBEDDING_FIELDS = {"column prompt": "body.input", "column token_ids": "body.input"}

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from batchinfer.config import SamplingParams, field_names
+from batchinfer.config import MAX_LOGPROBS, SamplingParams, field_names
 from batchinfer.console.format import did_you_mean, format_value, listed, printable
 from batchinfer.errors import RowError
+from batchinfer.job.input.formats.openai_prompts import CHAT, COMPLETIONS, PROMPT_INDEX
 from batchinfer.text.chat import RESERVED_KWARGS
 from batchinfer.text.tools.row_tools import RowTools, row_tools
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 ANSWER_FIELDS = {
     "column messages": "body.messages",
@@ -31,7 +30,7 @@ _LINE = ("custom_id", "method", "url", "body")
 _NO_EFFECT = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention", "priority", "request_id", "stream_options"),
-    *("guided_decoding_backend", "prompt_index"),
+    "guided_decoding_backend",
 )
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -152,10 +151,15 @@ def checked_body(
     if line.get("method") != "POST":
         raise invalid(f"method is {format_value(line.get('method'))}; it must be POST")
     if line.get("url") not in urls:
-        raise invalid(f"url is {format_value(line.get('url'))}; it must be {' or '.join(urls)}")
+        raise invalid(
+            f"url is {format_value(line.get('url'))}; it must be {' or '.join(urls)} as in the "
+            "rest of the file: put requests of other kinds into a file of their own"
+        )
     if not isinstance(body, Mapping):
         raise invalid(f"body is {format_value(body)}; it must be an object")
-    return body
+    if type(body.get(PROMPT_INDEX, 0)) is not int:
+        raise RowError("unsupported_parameter", f"body.{PROMPT_INDEX} is not supported")
+    return {name: value for name, value in body.items() if name != PROMPT_INDEX}
 
 
 def check_model(
@@ -229,7 +233,7 @@ def _tools(body: Mapping[str, Any], *, is_chat: bool, has_tools: bool) -> RowToo
         raise invalid(f"body.tool_choice is {format_value(choice)}, and there are no tools")
     if not is_chat:
         raise RowError("unsupported_parameter", f"body.tools is not for {COMPLETIONS}")
-    if not has_tools:
+    if not has_tools and choice != "none":
         need = "output.tool_parser: auto of the job, or run-batch --tool-call-parser auto"
         raise RowError("unsupported_parameter", f"body.tools needs {need}")
     try:
@@ -303,6 +307,8 @@ def _chat_logprobs(body: Mapping[str, Any]) -> Any:
         raise _bad(f"logprobs is {format_value(wanted)}; it must be true or false")
     if top is not None and not wanted:
         raise _bad("top_logprobs needs logprobs: true")
+    if top is not None and (type(top) is not int or not 0 <= top <= MAX_LOGPROBS):
+        raise _bad(f"top_logprobs is {format_value(top)}; it must be 0 to {MAX_LOGPROBS}")
     return (0 if top is None else top) if wanted else None
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from batchinfer.job.input.formats.openai_prompts import EMBEDDINGS
+from batchinfer.job.input.formats.openai_prompts import CHAT, EMBEDDINGS
 from batchinfer.job.openai.echo import Echo, tokens_before
 from batchinfer.job.openai.embeddings import embeddings_body
-from batchinfer.job.openai.request import CHAT
 from batchinfer.job.openai.scores import scored_body
 
 _NOT_FOUND, _BAD_REQUEST = 404, 400
@@ -54,7 +53,7 @@ class Responses:
                 ``prompt_logprobs``, and with ``logprobs`` in ``outputs``.
         """
         key = hashlib.sha256(f"{self.fingerprint} {rows[0]['row_id']}".encode()).hexdigest()
-        error = next((row["error"] for row in rows if row["error"] is not None), None)
+        error = _first_error([row["error"] for row in rows])
         response = None
         if error is None:
             response = {"status_code": 200, "body": self._body(rows, key[:24])}
@@ -175,6 +174,16 @@ def _reasoning_usage(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {}
     tokens = sum(row["num_reasoning_tokens"] for row in rows)
     return {"completion_tokens_details": {"reasoning_tokens": tokens}}
+
+
+def _first_error(errors: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    """The first of the errors of a request's prompts, with that one's number unless it is of them
+    all; None: there is none."""
+    at, error = next(((at, each) for at, each in enumerate(errors) if each is not None), (0, None))
+    is_of_all = all(each == error for each in errors)
+    if error is None or is_of_all or error["code"] == "duplicate_custom_id":
+        return error
+    return {**error, "message": f"prompt {at}: {error['message']}"}
 
 
 def _error_body(error: Mapping[str, Any], status: int) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from batchinfer.job.openai.request import ParsedRequest, check_model, checked_bo
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"add_special_tokens": (True,), "use_activation": (True,)}
 _OF_CLASSIFY = ("input", *_NEUTRAL, *NO_EFFECT)
-_OF_SCORE = ("use_activation", *(name for keys in SCORE_KEYS for name in keys), *NO_EFFECT)
+_TEXTS = tuple(dict.fromkeys(name for keys in SCORE_KEYS for name in keys))
+_OF_SCORE = ("use_activation", *_TEXTS, *NO_EFFECT)
 _OF_RERANK = ("query", "documents", "top_n", "return_documents", "use_activation", *NO_EFFECT)
 
 Row = Mapping[str, Any]
@@ -71,6 +72,8 @@ def parse_pair(
         keys = score_keys(given)
     if keys is None:
         raise invalid("body has no text_1 and text_2 (or queries and documents)")
+    if others := [name for name in given if name in _TEXTS and name not in keys]:
+        raise invalid(f"body has {keys[0]} and {keys[1]}, and {others[0]} too; leave it out")
     pair = tuple(_text_of_pair(given, name) for name in keys)
     return ParsedRequest("pair", pair, {}, given.get("model"))
 
@@ -101,9 +104,8 @@ def _given(
 
 def _text_of_pair(given: Mapping[str, Any], name: str) -> str:
     value = given.get(name)
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    text = value.get("text") if isinstance(value, Mapping) else value
+    one = value[0] if isinstance(value, list) and len(value) == 1 else value
+    text = one.get("text") if isinstance(one, Mapping) else one
     if isinstance(text, str):
         return text
     raise invalid(

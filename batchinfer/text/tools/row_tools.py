@@ -77,7 +77,8 @@ def checked_choice(value: object, tools: Tools) -> Choice:
         )
     names = [tool["function"]["name"] for tool in tools]
     if name not in names:
-        raise ValueError(f"tool_choice names {format_value(name)}; the tools are: {names}")
+        known = ", ".join(names)
+        raise ValueError(f"tool_choice names {format_value(name)}; the tools are: {known}")
     return {"type": "function", "function": {"name": name}}
 
 

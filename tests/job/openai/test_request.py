@@ -141,6 +141,7 @@ def test_what_is_no_request(change: dict[str, Any], message: str) -> None:
         (CHAT, {"parallel_tool_calls": 1}, "body.parallel_tool_calls is 1"),
         (CHAT, {"audio": {}}, "body.audio is not supported"),
         (CHAT, {"temprature": 1}, "body.temprature is not supported; did you mean temperature?"),
+        (CHAT, {"prompt_index": "1"}, "body.prompt_index is not supported"),
         (CHAT, {"prompt_logprobs": 1}, "body.prompt_logprobs is not supported"),
         (CHAT, {"echo": True}, "body.echo is not for"),
         (TEXT, {"suffix": "end"}, 'body.suffix is "end"'),
@@ -166,6 +167,18 @@ def test_what_is_not_built_is_refused(url: str, body: dict[str, Any], message: s
 )
 def test_parameters_that_are_wrong(url: str, body: dict[str, Any]) -> None:
     assert refusal(line(url, **body))[0] == "bad_sampling_params"
+
+
+@pytest.mark.parametrize("top", [21, -1, 2.0, True, "3"])
+def test_the_number_of_alternatives_is_called_as_in_the_request(top: Any) -> None:
+    code, message = refusal(line(logprobs=True, top_logprobs=top))
+    assert code == "bad_sampling_params"
+    assert message.startswith("body: top_logprobs is ")
+
+
+def test_tools_that_are_not_to_be_called_need_no_parser() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert parse(tools=tools, tool_choice="none").tools is None
 
 
 @pytest.mark.parametrize(

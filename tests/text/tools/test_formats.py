@@ -519,7 +519,7 @@ def test_tools_of_a_row() -> None:
         (
             [tool("f")],
             {"type": "function", "function": {"name": "g"}},
-            r"tool_choice names \"g\"; the tools are: \['f'\]",
+            r"tool_choice names \"g\"; the tools are: f$",
         ),
     ],
 )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+"""The ``url`` of requests for answers to conversations, and to texts."""
 EMBEDDINGS = "/v1/embeddings"
 """The ``url`` of requests for embeddings."""
 CLASSIFY_URLS = ("/v1/classify", "/classify")
@@ -17,6 +19,9 @@ SCORE_URLS = ("/v1/score", "/score")
 """Of requests for scores of pairs."""
 RERANK_URLS = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Of requests for documents in the order of their scores with a query."""
+KNOWN_URLS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS, *CLASSIFY_URLS, *SCORE_URLS, *RERANK_URLS})
+PROMPT_INDEX = "prompt_index"
+"""Key that a body gets here: the place of its prompt among those of its request."""
 SCORE_KEYS = (
     *(("text_1", "text_2"), ("data_1", "data_2")),
     *(("queries", "documents"), ("queries", "items")),
