@@ -113,9 +113,8 @@ def load_encoder(
         body = _read(description, dtype, device, loading.set_share)
     num_parameters = sum(parameter.numel() for parameter in body.parameters())
     causal = not attends_both_ways(description.config)
-    encoder = Encoder(body, position_offset(description.config), causal=causal)
     with phase("checking the model"):
-        _try(description, encoder)
+        encoder = _tried(description, body, causal=causal)
     if device.type == "cpu":
         product = choose_kernel(body, dtype, kernels)
         if product.kernel is not None:
@@ -182,17 +181,17 @@ def _read(
     return loaded
 
 
-def _try(description: EncoderDescription, encoder: Encoder) -> None:
-    """Run two short texts, beside one another, alone and as transformers does: a body whose texts
-    see each other, that makes something else of them, or that cannot be run packed is refused.
+def _tried(description: EncoderDescription, body: PreTrainedModel, *, causal: bool) -> Encoder:
+    """The encoder that a body makes, which has run two short texts, beside one another, alone and
+    as transformers does: a body whose texts see each other, that makes something else of them, or
+    that cannot be run packed is refused.
 
     Raises:
         ModelError: it cannot be run.
     """
-    family = (
-        f"{description.folder}/config.json: models of the family {encoder.body.config.model_type!r}"
-    )
+    family = f"{description.folder}/config.json: models of the family {body.config.model_type!r}"
     try:
+        encoder = Encoder(body, position_offset(description.config), causal=causal)
         packed, alone = _states(description, encoder, 3, 2), _states(description, encoder, 2)
         expected = _reference(encoder.body, _token_ids(description, encoder, 3))
     except Exception as error:  # whatever a model's own code raises
@@ -201,6 +200,7 @@ def _try(description: EncoderDescription, encoder: Encoder) -> None:
         raise ModelError(f"{family} cannot be run: texts in one packed row change each other")
     if not _alike(packed[:3], expected):
         raise ModelError(f"{family} cannot be run: transformers gives other hidden states")
+    return encoder
 
 
 def _join_layers(description: EncoderDescription, encoder: Encoder, kernel: ProductKernel) -> None:
@@ -230,11 +230,12 @@ def _token_ids(description: EncoderDescription, encoder: Encoder, length: int) -
 @torch.inference_mode()
 def _reference(body: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
     """Hidden states [T, H] of a text, by transformers' own attention."""
-    body.set_attn_implementation("eager")
-    try:
-        states: torch.Tensor = body(input_ids=token_ids[None]).last_hidden_state[0]
-    finally:
-        body.set_attn_implementation(ENCODER_ATTENTION)
+    with quiet_transformers():  # of families whose attention is no function, it warns of that
+        body.set_attn_implementation("eager")
+        try:
+            states: torch.Tensor = body(input_ids=token_ids[None]).last_hidden_state[0]
+        finally:
+            body.set_attn_implementation(ENCODER_ATTENTION)
     return states
 
 

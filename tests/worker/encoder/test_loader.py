@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,20 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(saved | {"num_hidden_layers": 3}))
     with pytest.raises(ModelError, match="tensors are missing from the weight files"):
         runner(folder)
+
+
+def test_an_absurd_number_of_segments_is_refused_by_the_config(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model", "mpnet")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"type_vocab_size": {"x": 1}}))
+    with pytest.raises(ModelError, match=r"config.json: models of the family 'mpnet' cannot be"):
+        runner(folder)
+
+
+def test_nothing_of_the_library_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = logging.getLogger("transformers")
+    monkeypatch.setattr(library, "handlers", [caplog.handler])
+    runner(make_encoder(tmp_path / "model", "mpnet"))
+    assert not caplog.records
