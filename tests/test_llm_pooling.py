@@ -131,6 +131,37 @@ def test_what_cannot_be_done_is_refused(llm: LLM, call: Any, error: Any, message
         call(llm)
 
 
+class Text(str):
+    """A text of a library's own kind."""
+
+
+def test_texts_of_other_kinds_are_scored_and_bad_ones_named(
+    tmp_path: Path, llm: LLM, model: Path
+) -> None:
+    head = LLM(make_classifier(tmp_path / "one", model, num_labels=1), **ENGINE)
+    for scorer in (llm, head):
+        (plain,) = scorer.score("a", "b", use_tqdm=False)
+        for one, other in ((Text("a"), [Text("b")]), (np.array(["a"]), np.array(["b"]))):
+            (found,) = scorer.score(one, other, use_tqdm=False)
+            assert found.outputs == plain.outputs
+        with pytest.raises(ValueError, match="data_2: 1 is no valid text: character 0 is half"):
+            scorer.score("a", ["b", "\ud800"], use_tqdm=False)
+    with pytest.raises(ValueError, match="data_2: 1: the prompt has 600 tokens"):
+        llm.score("a", ["b", "x" * 600], use_tqdm=False)
+    with pytest.raises(ValueError, match="prompt 1: its text of data_2 is empty"):
+        head.score("a", ["b", " "], use_tqdm=False)
+
+
+def test_made_up_weights_have_no_head(tmp_path: Path, model: Path) -> None:
+    folder = make_classifier(tmp_path / "one", model, num_labels=1)
+    (folder / "model.safetensors").unlink()
+    llm = LLM(folder, load_format="dummy", **ENGINE)
+    assert len(llm.embed("a", use_tqdm=False)) == 1
+    for call in (llm.classify, lambda text: llm.score(text, text)):
+        with pytest.raises(NotYetError, match="of a model that classifies or scores"):
+            call("a")
+
+
 @pytest.mark.parametrize("values", [{"dimensions": 0}, {"truncate_prompt_tokens": -2}])
 def test_parameters_are_checked(values: Any) -> None:
     with pytest.raises(ValueError, match="must be 1 or more"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,15 @@ def test_a_model_that_reads_texts_whole_answers_by_no_token(tmp_path: Path) -> N
     config = ClassifyConfig(tokens=("no", "yes"))
     with pytest.raises(JobError, match="tokens needs a model that continues texts"):
         read_classifier(str(folder), None, config, TOKENS.get)
+
+
+def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
+    asked = ClassifyConfig()
+    folder = folder_of(tmp_path / "pipe", {}, HEAD)
+    os.mkfifo(folder / "config_sentence_transformers.json")
+    with pytest.raises(JobError, match=r"config_sentence_transformers.json is not a file"):
+        read_classifier(str(folder), None, asked, TOKENS.get)
+    folder = folder_of(tmp_path / "weights", {}, HEAD)
+    (folder / "a.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(JobError, match=r"a.safetensors is not a file"):
+        read_classifier(str(folder), None, asked, TOKENS.get)

@@ -192,7 +192,9 @@ class LLM(GenerationCalls, PoolingCalls, Inspection):
             find_tool_format(tool_parser, self._context.tokenizer, self._chat_template),
             mode,
         )
-        self._pooling = PoolingRunner(choice, self._context, self._calls, tokens)
+        self._pooling = PoolingRunner(
+            choice, self._context, self._calls, tokens, random_weights=random_weights
+        )
         self._one_call = OneCall(refused_calls(choice.runner))
 
     if not TYPE_CHECKING:

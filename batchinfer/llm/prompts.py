@@ -145,7 +145,7 @@ def _read(item: Any, name: str, vocab_size: int) -> str | Prompt:
     if isinstance(item, Mapping):
         item, shown, name = _value_of(item, name)
     if isinstance(item, str):
-        return _checked_text(item, name)
+        return checked_text(item, name)
     if isinstance(item, list | tuple | np.ndarray):
         return Prompt(_checked_ids(item, name, vocab_size), shown, False, False)
     raise TypeError(f"{name} is {kind_of(item)}; give {_FORMS}")
@@ -171,7 +171,12 @@ def _value_of(item: Mapping[Any, Any], name: str) -> tuple[Any, str | None, str]
     return given["prompt"], None, f"{name}: its prompt"
 
 
-def _checked_text(text: str, name: str) -> str:
+def checked_text(text: str, name: str) -> str:
+    """A text as Python's own.
+
+    Raises:
+        ValueError: it is none, naming it by ``name``.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -34,12 +34,23 @@ def find_folder(name: str, revision: str | None, patterns: Sequence[str]) -> Pat
     return Path(found)
 
 
+def check_regular(path: Path) -> None:
+    """Check that what is there, if anything is, ends: pipes and devices do not.
+
+    Raises:
+        ModelError: it is no file.
+    """
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} is not a file; fetch the model again")
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file holds; None where there is no such file.
 
     Raises:
         ModelError: it cannot be read.
     """
+    check_regular(path)
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

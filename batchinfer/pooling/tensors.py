@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.errors import ModelError, one_line
+from batchinfer.pooling.model_folder import check_regular
 
 Float32 = npt.NDArray[np.float32]
 
@@ -78,6 +79,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors(path: Path) -> Iterator[StoredTensor]:
+    check_regular(path)
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

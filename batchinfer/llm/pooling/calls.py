@@ -25,7 +25,7 @@ from batchinfer.llm.pooling.outputs import (
 )
 from batchinfer.llm.pooling.params import PoolingParams
 from batchinfer.llm.pooling.runner import PoolingRunner
-from batchinfer.llm.prompts import PromptLike, kind_of, listed, read_prompts
+from batchinfer.llm.prompts import PromptLike, checked_text, kind_of, listed, read_prompts
 from batchinfer.llm.run import OnError, ProgressBar
 from batchinfer.pooling.classifier import Classifier
 from batchinfer.pooling.embedding import Embedder
@@ -226,7 +226,7 @@ class PoolingCalls:
         )
         with self._one_call("score"):
             rows = [dict(zip(_PAIR, pair, strict=True)) for pair in pairs]
-            made = self._processes.prompts(recipe).build(rows)
+            made = list(map(_as_given, self._processes.prompts(recipe).build(rows)))
             return self._run(made, result, params, classifier.pooling, *how)
 
     def _scored_by_cosine(
@@ -234,9 +234,14 @@ class PoolingCalls:
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         params = replace(params, use_activation=True)
         embed = self._pooling.embedder(params)
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each once
+        names: dict[str, str] = {}  # of each text once
+        for data, texts in zip(("data_1", "data_2"), zip(*pairs, strict=True), strict=False):
+            for at, text in enumerate(texts):
+                names.setdefault(text, f"{data}: {at}")
+        texts = list(names)
         with self._one_call("score"):
-            found = self._run(self._prompts(texts), embed, params, embed.pooling, *how)
+            prompts, called = self._prompts(texts), list(names.values())
+            found = self._run(prompts, embed, params, embed.pooling, *how, names=called)
         by_text = dict(zip(texts, found, strict=True))
         return [_cosine(by_text[one], by_text[other]) for one, other in pairs]
 
@@ -262,9 +267,10 @@ class PoolingCalls:
         lora_request: Requests,
         errors: OnError,
         use_tqdm: ProgressBar,
+        names: Sequence[str] | None = None,
     ) -> list[PoolingRequestOutput[_Result]]:
         numbers = self._adapters.of_each(adapter, lora_request, len(prompts))
-        return self._pooling.run(prompts, numbers, params, pooling, result, errors, use_tqdm)
+        return self._pooling.run(prompts, numbers, params, pooling, result, errors, use_tqdm, names)
 
 
 def _checked(
@@ -286,11 +292,10 @@ def _pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tup
         [given] if isinstance(given, str) else listed(given, name, "a text, or a list of texts")
         for name, given in (("data_1", data_1), ("data_2", data_2))
     ]
-    for name, texts in zip(("data_1", "data_2"), several, strict=True):
-        for at, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise TypeError(f"{name}: {at} is {kind_of(text)}; give a text")
-    ones, others = several
+    ones, others = (
+        [_text(text, f"{name}: {at}") for at, text in enumerate(texts)]
+        for name, texts in zip(("data_1", "data_2"), several, strict=True)
+    )
     if len(ones) == 1:
         ones = ones * len(others)
     if len(ones) != len(others):
@@ -298,6 +303,22 @@ def _pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tup
             f"data_1 has {len(ones)} texts and data_2 {len(others)}; give one, or as many"
         )
     return list(zip(ones, others, strict=True))
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {kind_of(value)}; give a text")
+    return checked_text(value, name)
+
+
+def _as_given(prompt: Prompt | RowError) -> Prompt | RowError:
+    """A pair's prompt, or its error in words of ``score``: there are no columns."""
+    if not isinstance(prompt, RowError):
+        return prompt
+    message = prompt.message
+    for column, name in zip(_PAIR, ("data_1", "data_2"), strict=True):
+        message = message.replace(f"column {column}", f"its text of {name}")
+    return RowError(prompt.code, message)
 
 
 def _cosine(

@@ -15,7 +15,7 @@ from batchinfer.build import EngineContext
 from batchinfer.config import ClassifyConfig, EmbedConfig, ModelConfig
 from batchinfer.console.meter import Meter
 from batchinfer.engine.request import Completion
-from batchinfer.errors import RowError
+from batchinfer.errors import NotYetError, RowError
 from batchinfer.llm.calls import Calls
 from batchinfer.llm.pooling.choose import class_name
 from batchinfer.llm.pooling.outputs import PoolingRequestOutput
@@ -38,6 +38,7 @@ class PoolingRunner:
 
     Args:
         tokens: what a reranker answers with, no and yes; None: its own head says.
+        random_weights: whether the model's weights are made up, so that no head goes with them.
     """
 
     def __init__(
@@ -46,11 +47,14 @@ class PoolingRunner:
         context: EngineContext,
         calls: Calls,
         tokens: tuple[str, ...] | None = None,
+        *,
+        random_weights: bool = False,
     ) -> None:
         self._model = model
         self._context = context
         self._calls = calls
         self._tokens = tokens
+        self._random_weights = random_weights
         self._numbers = count()
         self._classifier = lru_cache(maxsize=None)(self._read_classifier)
 
@@ -86,7 +90,10 @@ class PoolingRunner:
 
         Raises:
             ModelError: the model has no head that classifies.
+            NotYetError: its weights are made up.
         """
+        if self._random_weights:
+            raise NotYetError("LLM(load_format='dummy') of a model that classifies or scores")
         return self._classifier(params.activates)
 
     def run(
@@ -98,11 +105,13 @@ class PoolingRunner:
         result: Callable[[Float32], _Result],
         on_error: OnError,
         use_tqdm: ProgressBar,
+        names: Sequence[str] | None = None,
     ) -> list[PoolingRequestOutput[_Result]]:
         """What ``result`` makes of each prompt's hidden state [H].
 
         Args:
             pooling: as ``Request.pooling``.
+            names: what errors call the prompts; None: by their numbers.
 
         Raises:
             ValueError: a prompt cannot be run, and ``on_error`` is ``raise``; before any is.
@@ -114,11 +123,12 @@ class PoolingRunner:
         errors = {row.row_id: row.prompt for row in rows if isinstance(row.prompt, RowError)}
         if errors and on_error == "raise":
             first = min(errors)
-            raise ValueError(f"prompt {first}: {errors[first].message}")
+            name = f"prompt {first}" if names is None else names[first]
+            raise ValueError(f"{name}: {errors[first].message}")
         requests = [pooling_request(row, pooling) for row in rows if row.row_id not in errors]
-        names = [str(next(self._numbers)) for _ in rows]
+        request_ids = [str(next(self._numbers)) for _ in rows]
         outputs: dict[int, PoolingRequestOutput[_Result]] = {
-            at: PoolingRequestOutput(names[at], None, [], 0, error=error)
+            at: PoolingRequestOutput(request_ids[at], None, [], 0, error=error)
             for at, error in errors.items()
         }
         meter = Meter(len(rows))
@@ -130,7 +140,7 @@ class PoolingRunner:
             bar.update(len(outputs))
             for completion in completions:
                 at = completion.request.row_id
-                outputs[at] = _output(names[at], completion, result)
+                outputs[at] = _output(request_ids[at], completion, result)
                 bar.update()
         return [outputs[at] for at in range(len(rows))]
 
