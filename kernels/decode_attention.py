@@ -190,7 +190,7 @@ def _decode_kernel(
             row_max, row_sum, acc = attend_halves(
                 query, begin, end, row_max, row_sum, keys, values, table,
                 key_slot_units, key_token_units, key_width_stride,
-                value_slot_units, value_width_stride,
+                value_slot_units,
                 scales, cap,
                 BLOCK_SIZE, KEY_WIDTH, VALUE_WIDTH, KEY_BLOCK, VALUE_BLOCK,
                 UNIT, ROW_TYPE, WINDOWED, CAPPED, TILE,

@@ -34,12 +34,13 @@ def as_readable(cache: torch.Tensor) -> torch.Tensor:
 
 
 def is_turned(values: torch.Tensor) -> bool:
-    """Whether a cache's values are of float8 and lie in their blocks by columns, `[width, token]`.
+    """Whether a cache's values are of float8 and lie in their blocks by columns, `[width, token]`,
+    one column right behind the other.
 
     None of them is NaN then (`without_nan`).
     """
     *_, token_stride, width_stride = values.stride()
-    return values.dtype == FP8 and token_stride == 1 != width_stride
+    return values.dtype == FP8 and token_stride == 1 < width_stride == values.shape[2]
 
 
 @functools.cache

@@ -23,7 +23,6 @@ that are dead.
 import triton
 import triton.language as tl
 
-from batchinfer.kernels.attend import load_tokens, load_turned
 from batchinfer.kernels.fp8 import narrow, widen
 
 MOST_HEADS = 8
@@ -65,13 +64,12 @@ def attend_halves(
     row_max,  # [HEADS] float32: the state so far, without an output yet
     row_sum,  # [HEADS] float32
     key_ptr,  # [num_slots, block_size, Dk] of the KV head
-    value_ptr,  # [num_slots, Dv, block_size] of the KV head
+    value_ptr,  # [num_slots, Dv, block_size] of the KV head, column behind column
     table_ptr,  # [max_blocks] int32, the sequence's
     key_slot_units,
     key_token_units,
     key_width_stride,
     value_slot_units,
-    value_width_stride,
     scales,  # [HEADS] float32, of the scores
     cap,
     BLOCK_SIZE: tl.constexpr,
@@ -87,21 +85,22 @@ def attend_halves(
 ):  # the state, its output [VALUE_BLOCK, HEADS]
     heads: tl.constexpr = scales.shape[0]
     cache_type: tl.constexpr = key_ptr.dtype.element_ty
-    places = tl.arange(0, TILE)
-    key_places = _key_places(TILE)
+    places = _by_rows(tl.arange(0, TILE))
     largest = row_max
     # Sums are of a thread's own tokens until the end.
     sums = tl.where(places[:, None] == 0, row_sum[None, :], 0.0)
     acc = tl.zeros([VALUE_BLOCK, heads], tl.float32)
     for tile in range(begin // TILE * TILE, end, TILE):
-        slots = _slots(table_ptr, tile, key_places, begin, end, BLOCK_SIZE, WINDOWED, TILE)
-        tokens = tile + key_places
-        offsets = key_places % BLOCK_SIZE if TILE % BLOCK_SIZE == 0 else tokens % BLOCK_SIZE
-        rows = slots.to(ROW_TYPE) * key_slot_units + offsets * key_token_units
-        key = load_tokens(key_ptr, rows, None, key_width_stride, UNIT, KEY_WIDTH, KEY_BLOCK)
+        slots, offsets = _runs(table_ptr, tile, begin, end, BLOCK_SIZE, WINDOWED, TILE)
+        slots = slots.to(ROW_TYPE)
+        key = _load_keys(
+            key_ptr, slots * key_slot_units + offsets * key_token_units,
+            key_token_units, key_width_stride, UNIT, KEY_WIDTH, KEY_BLOCK, TILE,
+        )  # fmt: skip
         scores = _of_columns(tl.dot(_operand(key), halves), heads)
         if CAPPED:
             scores = cap - 2.0 * cap / (tl.exp2(scores * scales[None, :]) + 1.0)
+        tokens = tile + places
         visible = tokens < end
         if WINDOWED:
             visible = visible & (tokens >= begin)
@@ -125,49 +124,93 @@ def attend_halves(
 
         upper, lower = _split(weights, cache_type)
         weights = _as_columns(_by_tokens(upper), _by_tokens(lower), cache_type)
-        slots = _slots(table_ptr, tile, places, begin, end, BLOCK_SIZE, WINDOWED, TILE)
-        offsets = places % BLOCK_SIZE if TILE % BLOCK_SIZE == 0 else (tile + places) % BLOCK_SIZE
-        value = load_turned(
-            value_ptr, slots.to(ROW_TYPE), offsets, value_slot_units, value_width_stride,
-            UNIT, VALUE_WIDTH, VALUE_BLOCK, BLOCK_SIZE,
+        value = _load_values(
+            value_ptr, (slots * value_slot_units).to(tl.int64) * UNIT + offsets,
+            BLOCK_SIZE, VALUE_WIDTH, VALUE_BLOCK, TILE,
         )  # fmt: skip
         added = _of_columns(tl.dot(_operand(value), weights), heads)
         acc = tl.fma(acc, tl.broadcast_to(decay[None, :], acc.shape), added)
     return row_max, tl.sum(sums, 0), acc
 
 
+# A tile is cut into runs, tokens that lie side by side in one block. What a thread copies is of few
+# runs, so that few addresses are computed: the others are a constant away.
 @triton.jit
-def _slots(
+def _runs(
     table_ptr,
     tile,
-    places,  # [TILE]
     begin,
     end,
     BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # [runs] int32 twice: the slots, and the places of the first tokens in them
+    divides: tl.constexpr = BLOCK_SIZE & -BLOCK_SIZE  # a power of two, as a tile is
+    run: tl.constexpr = divides if divides < TILE else TILE
+    firsts = tl.arange(0, TILE // run) * run
     if TILE % BLOCK_SIZE == 0:
-        blocks = tile // BLOCK_SIZE + places // BLOCK_SIZE
+        blocks, offsets = tile // BLOCK_SIZE + firsts // BLOCK_SIZE, firsts % BLOCK_SIZE
     else:
-        blocks = (tile + places) // BLOCK_SIZE
+        blocks, offsets = (tile + firsts) // BLOCK_SIZE, (tile + firsts) % BLOCK_SIZE
     # Dead blocks are those next to them.
     blocks = tl.minimum(blocks, (end - 1) // BLOCK_SIZE)
     if WINDOWED:
         blocks = tl.maximum(blocks, begin // BLOCK_SIZE)
-    return tl.load(table_ptr + blocks)
+    return tl.load(table_ptr + blocks), offsets
+
+
+@triton.jit
+def _load_keys(
+    key_ptr,  # [num_slots, block_size, Dk] of the KV head
+    rows,  # [runs] int32 or int64: where they begin, in units
+    token_units,
+    width_stride,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):  # [TILE, WIDTH_BLOCK], in the order of `_by_rows`
+    places = tl.arange(0, TILE // rows.shape[0]) * token_units * UNIT
+    tokens = rows.to(tl.int64)[:, None] * UNIT + places[None, :]
+    tokens = _by_rows(tl.reshape(tokens, [TILE]))[:, None]
+    # Triton 3.6 does not see through a reshape what divides numbers.
+    tokens = tl.multiple_of(tokens, [UNIT & -UNIT, UNIT & -UNIT])
+    columns = tl.arange(0, WIDTH_BLOCK)
+    ptrs = (key_ptr + columns * width_stride)[None, :] + tokens
+    return tl.load(ptrs, mask=columns[None, :] < WIDTH, other=0.0)
+
+
+@triton.jit
+def _load_values(
+    value_ptr,  # [num_slots, Dv, block_size] of the KV head
+    firsts,  # [runs] int64: where they begin
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):  # [WIDTH_BLOCK, TILE]
+    run: tl.constexpr = TILE // firsts.shape[0]
+    tokens = tl.reshape(firsts[:, None] + tl.arange(0, run)[None, :], [TILE])
+    tokens = tl.max_contiguous(tl.multiple_of(tokens, run), run)
+    columns = tl.arange(0, WIDTH_BLOCK)
+    ptrs = (value_ptr + columns * BLOCK_SIZE)[:, None] + tokens[None, :]
+    if WIDTH == WIDTH_BLOCK:
+        values = tl.load(ptrs)
+    else:
+        values = tl.load(ptrs, mask=columns[:, None] < WIDTH, other=0.0)
+    return values
 
 
 # Of 64 rows of a product a thread has two, 8 apart, and of all those of a tile every 64th two. Keys
 # are read in such an order that these are neighbours: their weights are then stored together, as
 # tokens of the other product.
 @triton.jit
-def _key_places(TILE: tl.constexpr):  # [TILE]: which token of the tile is in which row
-    rows = tl.arange(0, TILE)
-    if TILE % 64 == 0:
-        thread = rows // 16 % 4 * 8 + rows % 8
-        rows = (thread * (TILE // 64) + rows // 64) * 2 + rows // 8 % 2
-    return rows
+def _by_rows(tokens):  # [TILE], into the order of rows
+    tile: tl.constexpr = tokens.shape[0]
+    if tile % 64 == 0:
+        tokens = tl.reshape(tokens, [4, 8, tile // 64, 2])
+        tokens = tl.reshape(tl.permute(tokens, [2, 0, 3, 1]), [tile])
+    return tokens
 
 
 @triton.jit

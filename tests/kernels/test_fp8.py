@@ -257,12 +257,14 @@ def in_halves_at(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
     num_splits: int | None = 1,
+    block_size: int = 16,
 ) -> torch.Tensor:
     """Output of one head whose scores and values of one column are these."""
-    num_slots = len(scores) // 16
-    key_cache = scores.view(num_slots, 1, 16, 1).repeat(1, 1, 1, 16) / 16
-    value_cache = turned(values.view(num_slots, 1, 16, 1).repeat(1, 1, 1, 16).to(device, FP8))
-    value_cache.copy_(values.view(num_slots, 1, 16, 1).to(FP8))
+    num_slots = len(scores) // block_size
+    by_blocks = (num_slots, 1, block_size, 1)
+    key_cache = scores.view(by_blocks).repeat(1, 1, 1, 16) / 16
+    value_cache = turned(values.view(by_blocks).repeat(1, 1, 1, 16).to(device, FP8))
+    value_cache.copy_(values.view(by_blocks).to(FP8))
     monkeypatch.setattr(decode_attention, "multiplies_halves", lambda *_, **__: True)
     query = torch.full((1, 1, 16), 64.0, dtype=torch.float16, device=device)
     out = torch.full_like(query, torch.nan)
@@ -282,15 +284,21 @@ def in_halves_at(
     return out[0, 0, 0].float()
 
 
-@pytest.mark.parametrize("tile", [32, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("tile", "block_size"),
+    [(32, 16), (64, 16), (128, 16), (256, 16), (256, 8), (128, 2), (64, 24), (32, 128)],
+)
 def test_halves_of_weights_meet_their_values_in_tiles_of(
-    tile: int, interpreter: str, monkeypatch: pytest.MonkeyPatch
+    tile: int, block_size: int, interpreter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_work, "DECODE_PIECE", tile)
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randint(-16, 16, (512,), generator=generator) / 8
-    values = torch.randn(512, generator=generator).to(FP8).float()
-    out = in_halves_at(scores, values, interpreter, monkeypatch, num_splits=None)
+    tokens = 512 // block_size * block_size
+    scores = torch.randint(-16, 16, (tokens,), generator=generator) / 8
+    values = torch.randn(tokens, generator=generator).to(FP8).float()
+    out = in_halves_at(
+        scores, values, interpreter, monkeypatch, num_splits=None, block_size=block_size
+    )
     torch.testing.assert_close(out, scores.softmax(0) @ values, rtol=2e-3, atol=1e-4)
 
 
