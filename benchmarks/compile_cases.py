@@ -287,6 +287,9 @@ CASES = (
     _attention("d64_g8", _DECODE, num_heads=64, num_kv_heads=8, key_width=64),
     _attention("d64_g8_fp8", _DECODE, fp8=True, num_heads=64, num_kv_heads=8, key_width=64),
     _attention("d256_fp8", _DECODE, _CHUNK, fp8=True, **_D256),
+    # Phi-3-mini, and the narrowest: widths that are padded
+    _attention("d96_fp8", _DECODE, _CHUNK, fp8=True, num_heads=32, num_kv_heads=32, key_width=96),
+    _attention("d16_fp8", _DECODE, _CHUNK, fp8=True, num_heads=8, num_kv_heads=1, key_width=16),
     _shared("shared_d128", _PLAN, _SHARED, **_D128),
     _shared("shared_d256", _SHARED, **_D256),
     _shared(

@@ -113,7 +113,7 @@ def load_turned(
     if WIDTH == WIDTH_BLOCK:
         turned = tl.load(ptrs)
     else:
-        turned = tl.load(ptrs, mask=columns[:, None] < WIDTH, other=0)
+        turned = tl.load(ptrs, mask=columns[:, None] < WIDTH, other=0.0)
     return turned
 
 

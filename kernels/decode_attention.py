@@ -34,6 +34,9 @@ from batchinfer.kernels.launch import OPTIONS
 from batchinfer.kernels.residency import launch_resident
 from batchinfer.kernels.shared_attention import attend_shared
 
+_FLOAT8_WIDTH = 32
+"""The least that `tl.dot` sums over of float8."""
+
 
 def decode_config(heads: Heads, *, halves: bool = False) -> LaunchConfig:
     """Launch shape of one query token: the rows are a group's heads, and 16 is the least that
@@ -73,10 +76,11 @@ def attend_decodes(shared: dict[str, Any], heads: Heads, work: DecodeWork, launc
     }
     if work.order is not None:
         attend_shared(shared, partials, heads, work, launch)
+    key_block = max(_FLOAT8_WIDTH, shared["KEY_BLOCK"]) if halves else shared["KEY_BLOCK"]
     launch_resident(
         _decode_kernel,
         len(work.items) * num_kv_heads,
-        **shared,
+        **shared | {"KEY_BLOCK": key_block},
         **partials,
         items_ptr=work.items,
         counters_ptr=work.counters,
