@@ -23,6 +23,16 @@ from batchinfer.job.input.identity import (
 from batchinfer.job.row_ids import Part
 from batchinfer.job.storage.filesystem import Files, LocalFiles, parse_json, read_file
 
+_UPDATE = (
+    "use --update to make anew what differs, --output (run-batch: -o) for another place, or "
+    "--overwrite to start over"
+)
+"""What to do about the output of a job that was edited since."""
+_OTHER_PLACE = (
+    "use --output (run-batch: -o) for another place, or --overwrite to throw away what is there"
+)
+"""What to do about the output of a job that has nothing in common with this one."""
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -76,8 +86,9 @@ class Manifest:
         if changes:
             raise LockedError(
                 f"{output} holds the output of another job. What differs: {changes}",
-                hint=f"{self._way_back(other)}use --update to make anew what differs, --output "
-                "(run-batch: -o) for another place, or --overwrite to start over",
+                hint=_OTHER_PLACE
+                if self._shares_nothing_with(other)
+                else self._way_back(other) + _UPDATE,
             )
         for problem in file_differences(self.inputs, other.inputs):
             raise DataError(
@@ -85,6 +96,15 @@ class Manifest:
                 hint="use --update to make anew what differs, or put the input back, or use "
                 "--output (run-batch: -o) for another place, or --overwrite to start over",
             )
+
+    def _shares_nothing_with(self, other: Manifest) -> bool:
+        """Whether ``other`` is no edited version of this job: no answer would be kept."""
+        changed = differences(comparable(self.job, other.job), comparable(other.job, self.job))
+        if "task" in changed:
+            return True
+        if any(key.startswith("model_facts.model.") for key in changed):
+            return not self._way_back(other)
+        return self._other_paths(other) != "" and not have_common_files(self.inputs, other.inputs)
 
     def _other_paths(self, other: Manifest) -> str:
         """How ``input.path`` differs; "" where it does not."""

@@ -84,6 +84,33 @@ def test_what_a_model_holds_is_named_where_it_differs() -> None:
         was.check_same_job(now, "/out")
 
 
+OTHER_FILE = replace(FILE, path="/data/b.parquet", size=7, content_sha256="e01")
+MODEL = {"model": {"model.safetensors": "a1"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "leads_with"),
+    [
+        ({"job": {**MANIFEST.job, "sampling": {"top_p": 0.9}}}, "use --update"),
+        (
+            {"job": {**MANIFEST.job, "prompt": {"column": "b"}}, "inputs": (OTHER_FILE,)},
+            "use --update",  # the file at the same path was mended
+        ),
+        ({"job": {**MANIFEST.job, "task": "score"}}, "use --output"),
+        ({"job": {**MANIFEST.job, "model_facts": MODEL}}, "use --output"),
+        ({"input_paths": ("/other",), "inputs": (OTHER_FILE,)}, "use --output"),
+    ],
+    ids=["sampling", "prompt and input mended", "task", "model", "input"],
+)
+def test_the_first_advice_fits_what_differs(changes: dict[str, Any], leads_with: str) -> None:
+    now = replace(MANIFEST, fingerprint="other", **changes)
+    with pytest.raises(LockedError) as caught:
+        MANIFEST.check_same_job(now, "/out")
+    advice = str(caught.value).splitlines()[1]
+    assert advice.startswith(leads_with)
+    assert ("--update" in advice) == (leads_with == "use --update")
+
+
 def test_parts_cover_the_rows_in_order() -> None:
     assert [part.rows for part in MANIFEST.parts()] == ROWS
     assert [part.name for part in MANIFEST.parts()] == ["part-00000", "part-00001", "part-00002"]
