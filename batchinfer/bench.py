@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -147,7 +148,7 @@ def _measure(
     run(prompts[:1], use_tqdm=False, errors="return")
     llm.reset_stats()
     began = time.perf_counter()
-    outputs = run(prompts, errors="return")
+    outputs = run(prompts, use_tqdm=_shows_bars(), errors="return")
     elapsed = time.perf_counter() - began
     errors = [output.error for output in outputs if output.error is not None]
     if len(errors) == len(outputs):
@@ -165,6 +166,11 @@ def _measure(
     if errors:
         show(f"{len(errors)} of {len(outputs)} prompts could not be run; the first: {errors[0]}")
     return result
+
+
+def _shows_bars() -> bool:
+    """Whether stderr is a terminal: in a file, a bar is a line for each of its states."""
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def _pooled(llm: LLM, options: BenchOptions) -> Callable[..., Any]:

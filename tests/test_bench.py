@@ -78,6 +78,11 @@ def test_a_bad_prompt_is_named(model: Path, column: str, values: Any, message: s
         bench(model, column, values)
 
 
+def test_a_file_gets_no_bars(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench(model, "prompt", ["one", "two"])
+    assert "prompts/s" not in capsys.readouterr().err
+
+
 def test_a_dataset_without_prompts_is_refused(model: Path) -> None:
     with pytest.raises(UsageError, match="has no column of prompts"):
         bench(model, "answer", ["one"])
