@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path, PurePath
@@ -78,8 +79,28 @@ def counted_rows(count: int) -> str:
     return counted(count, "row")
 
 
+def whole_percent(share: float) -> str:
+    """A share that grows to 1, in whole percent: all is 100%, and nothing less is."""
+    return f"{math.floor(100 * share)}%"
+
+
+def size(count: float) -> str:
+    """A number of bytes with its unit."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return (
+                f"{count:.0f} {unit}" if count >= 100 or unit == "bytes" else f"{count:.3g} {unit}"
+            )
+        count /= 1024
+    return f"{count:,.3g} TiB"
+
+
 def duration(seconds: float) -> str:
-    """A duration with its unit."""
+    """A duration with the unit that fits it."""
+    if 0 < seconds < 0.0095:
+        return f"{seconds * 1e3:.1f} ms"
+    if 0 < seconds < 0.0995:
+        return f"{seconds * 1e3:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -7,10 +7,11 @@ from functools import partial
 
 import numpy as np
 
+from batchinfer.console.format import size
 from batchinfer.report.drawing.over_time import Layer, Series
 from batchinfer.report.report_data import Findings
 from batchinfer.report.timeline import Timeline
-from batchinfer.report.units import amount, size
+from batchinfer.report.units import amount
 
 _ON_ONE_SCALE = 1.5
 """The whole pool is drawn where it is at most so many times what else is."""

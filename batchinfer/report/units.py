@@ -5,17 +5,6 @@ from __future__ import annotations
 from datetime import datetime
 
 
-def size(count: float) -> str:
-    """A number of bytes with its unit."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return (
-                f"{count:.0f} {unit}" if count >= 100 or unit == "bytes" else f"{count:.3g} {unit}"
-            )
-        count /= 1024
-    return f"{count:,.3g} TiB"
-
-
 def amount(count: float, unit: str) -> str:
     """A mean number of things with its unit."""
     return f"{count:,.0f} {unit}" if count >= 10 or count == round(count) else f"{count:.2g} {unit}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.console.format import duration, printable
+from batchinfer.console.format import duration, printable, size
 from batchinfer.console.table import SummaryLine
 from batchinfer.engine.metrics import prefix_sharing
 from batchinfer.job.job import Job
@@ -148,11 +148,11 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
         f", {plan['prompt_computed']:,} of them to compute"
         + (f"; {answers} {plan['output_tokens']:,} out" if plan["output_tokens"] else ""),
     )
-    size = (plan["model"]["weight_bytes"] + plan["model"]["adapter_bytes"]) / 2**30
+    weight_bytes = plan["model"]["weight_bytes"] + plan["model"]["adapter_bytes"]
     quantization = plan["model"]["quantization"]
-    weights = f"weights {size:,.2f} GiB" + (f" ({quantization})" if quantization else "")
+    weights = f"weights {size(weight_bytes)}" + (f" ({quantization})" if quantization else "")
     pool, swap = (
-        plan[name] * plan["bytes_per_block"] / 2**30 for name in ("num_blocks", "num_host_blocks")
+        size(plan[name] * plan["bytes_per_block"]) for name in ("num_blocks", "num_host_blocks")
     )
     if not plan["num_blocks"]:
         about = f" {weights}; no KV pool: texts are read whole"
@@ -162,7 +162,8 @@ def plan_facts(plan: dict[str, Any], currency: str = "USD") -> Iterator[SummaryL
     yield SummaryLine(
         "device",
         f"{plan['device']}:",
-        f" {weights}, pool {pool:,.2f} GiB; on the host, swap space of at most {swap:,.2f} GiB",
+        f" {weights}, pool {pool}; "
+        + (f"on the host, swap space of at most {swap}" if plan["num_host_blocks"] else "no swap"),
     )
     yield SummaryLine(
         "pool",
@@ -202,7 +203,7 @@ def _costs(plan: dict[str, Any], currency: str) -> Iterator[SummaryLine]:
         yield SummaryLine(
             "cost", f"about {plan['cost']:,.2f} {currency}", ", while devices compute"
         )
-    yield SummaryLine("output", f"about {plan['output_bytes'] / 2**20:,.1f} MiB")
+    yield SummaryLine("output", f"about {size(plan['output_bytes'])}")
     yield from _notes(plan)
 
 

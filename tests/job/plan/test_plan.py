@@ -359,7 +359,7 @@ def test_the_command_prints_json_or_lines(
     assert batchinfer(monkeypatch, *arguments) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8
-    assert lines[2].startswith("device   NVIDIA H100 SXM: weights 0.00 GiB, pool ")
+    assert lines[2].startswith("device   NVIDIA H100 SXM: weights 94.8 KiB, pool ")
     assert not (tmp_path / "out").exists()
 
 
