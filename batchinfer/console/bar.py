@@ -10,7 +10,7 @@ from functools import partial
 
 from tqdm.utils import disp_len
 
-from batchinfer.console.format import duration
+from batchinfer.console.format import duration, whole_percent
 from batchinfer.console.meter import Meter
 from batchinfer.console.progress import Lines, Metered, Progress, StallNotice, print_line
 from batchinfer.console.terminal_line import (
@@ -64,8 +64,8 @@ class Bar(Metered):
 
 def bar_line(meter: Meter, width: int) -> str:
     """Progress now, in at most ``width`` columns: what matters least is left out first."""
-    cells = max(_LEAST_CELLS, min(width // 4, _MOST_CELLS))
-    line = f"{math.floor(100 * meter.share):3d}% {draw_bar(meter.share, cells)}"
+    cells = max(_LEAST_CELLS, min(width // 6, _MOST_CELLS))
+    line = f"{whole_percent(meter.share):>4} {draw_bar(meter.share, cells)}"
     return _filled(line, zip(_joints(), _texts(meter), strict=False), width)
 
 
@@ -82,7 +82,7 @@ def _filled(line: str, texts: Iterable[tuple[str, str]], width: int) -> str:
 def last_line(meter: Meter, width: int) -> str:
     """Progress at the end of a run, of a job that may not be done; speeds where there is room."""
     is_done = meter.rows_finished == meter.total
-    share = "" if is_done else f" ({math.floor(100 * meter.share)}%)"
+    share = "" if is_done else f" ({whole_percent(meter.rows_share)})"
     mine = f", {meter.rows_finished:,} of them" if meter.before else ""
     failed = f", {styled(f'{meter.failed:,} failed', 'bad')}" if meter.failed else ""
     line = f"{meter.rows_line}{share}{mine} in {duration(meter.elapsed_s)}{failed}"
@@ -98,6 +98,7 @@ def draw_bar(share: float, cells: int) -> str:
 
 def _joints() -> Iterator[str]:
     yield "  "
+    yield " "
     while True:
         yield ", "
 
@@ -105,9 +106,12 @@ def _joints() -> Iterator[str]:
 def _texts(meter: Meter) -> Iterator[str]:
     """What stands beside a bar, what matters most first."""
     yield meter.rows_line
+    yield "finished"  # the share at the beginning is of the work, which is on running rows as well
     if meter.failed:
         yield styled(f"{meter.failed:,} failed", "bad")
     if meter.eta_s is not None:
         yield meter.left
+    if meter.rows_running:
+        yield meter.running_line
     yield from meter.rates.split(", ")
     yield f"{duration(meter.elapsed_s)} so far"

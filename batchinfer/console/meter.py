@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from operator import add, attrgetter, sub
 from typing import Any, Self
 
-from batchinfer.console.format import duration
+from batchinfer.console.format import duration, whole_percent
 from batchinfer.engine.stats import StepStats
 
 
@@ -189,8 +189,15 @@ class Meter:
         return min(most, (counts.tokens + counts.kept_tokens) / counts.ended)
 
     @property
+    def rows_share(self) -> float:
+        """Share of the job's rows that is finished, by earlier runs as well."""
+        whole = self.before + self.total
+        return (self.before + self.rows_finished) / whole if whole else 1.0
+
+    @property
     def share(self) -> float:
-        """Share of the whole job that is done, earlier runs included; it never falls."""
+        """Share of the job's work that is done, that on running rows and earlier runs included; it
+        never falls."""
         whole = self.before + self.total
         done = (self.before + self.rows_done) / whole if whole else 1.0
         self._most_done = max(self._most_done, done)
@@ -227,10 +234,20 @@ class Meter:
         return f"{self.before + self.rows_finished:,} of {whole:,} row{'' if whole == 1 else 's'}"
 
     @property
+    def running_line(self) -> str:
+        """Rows that run or wait to, such as ``256 in the engine``; "": there are none.
+
+        What is done of them is in ``share``.
+        """
+        return f"{self.rows_running:,} in the engine" if self.rows_running else ""
+
+    @property
     def line(self) -> str:
         """All of it on one line."""
-        failed = f", {self.failed:,} failed" if self.failed else ""
-        line = f"{self.rows_line} ({self.share:.0%}){failed}, {self.rates}"
+        rows = f"{self.rows_line} ({whole_percent(self.rows_share)})"
+        failed = f"{self.failed:,} failed" if self.failed else ""
+        work = f"{whole_percent(self.share)} of the work done" if self.rows_running else ""
+        line = ", ".join(filter(None, [rows, failed, self.running_line, work, self.rates]))
         return line if self.eta_s is None else f"{line}, {self.left}"
 
     @property

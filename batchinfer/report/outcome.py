@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from batchinfer.console.format import duration
+from batchinfer.console.format import duration, whole_percent
 from batchinfer.job.run_ids import run_number
 from batchinfer.report.report_data import Findings
 from batchinfer.report.units import counted, percent
@@ -31,7 +30,8 @@ def outcome(found: Findings) -> Outcome:
         took = f" in {duration(found.engine_s)}" if found.engine_s else ""
         return Outcome("So far", f": {counted(found.rows_done, 'prompts')}{took}", "used")
     if found.state == "running":
-        return Outcome("Running", f": {_done(found)}{_left(found)}", "used", _errors_so_far(found))
+        then = f"{_work(found)}{_errors_so_far(found)}".lstrip()
+        return Outcome("Running", f": {_done(found)}{_left(found)}", "used", then)
     if found.state in ("stopped", "failed"):
         return _cut_short(found)
     return _ended(found)
@@ -54,7 +54,8 @@ def progress(found: Findings) -> list[tuple[str, float, str]]:
 def _cut_short(found: Findings) -> Outcome:
     left = found.rows_total - found.rows_done
     stays = "finished rows and drawn tokens stay" if found.draws else "finished rows stay"
-    kept = f"The same command goes on with the {counted(left, 'rows')} left; {stays}."
+    mended = "Once what is said below is mended, the" if found.state == "failed" else "The"
+    kept = f"{mended} same command goes on with the {counted(left, 'rows')} left; {stays}."
     word = found.state.capitalize()
     return Outcome(word, f" after {_done(found)}", "bad", f"{kept}{_errors_so_far(found)}")
 
@@ -84,11 +85,19 @@ def _ended(found: Findings) -> Outcome:
 
 
 def _done(found: Findings) -> str:
-    """Such as ``5 of 10 rows (50%)``; all is 100%, and nothing less is."""
+    """Such as ``5 of 10 rows (50%)``."""
     whole = found.rows_total
-    done = found.rows_done / whole if whole else 0.0
-    share = math.floor(100 * max(done, found.share or 0.0))
-    return f"{found.rows_done:,} of {counted(whole, 'rows')} ({share}%)"
+    done = whole_percent(found.rows_done / whole if whole else 0.0)
+    return f"{found.rows_done:,} of {counted(whole, 'rows')} ({done})"
+
+
+def _work(found: Findings) -> str:
+    """How much is done with what unfinished rows have drawn; "" where that is no more."""
+    done = found.rows_done / found.rows_total if found.rows_total else 0.0
+    if found.share is None or whole_percent(found.share) == whole_percent(done):
+        return ""
+    share = whole_percent(found.share)
+    return f"{share} of the work is done, with what was done for rows that are not finished."
 
 
 def _left(found: Findings) -> str:

@@ -11,8 +11,9 @@ import pytest
 from batchinfer.console.bar import bar_line, draw_bar, last_line, make_progress
 from batchinfer.console.meter import Counts, Meter
 from batchinfer.console.progress import Lines, StallNotice, print_line
+from batchinfer.console.table import plain as plain_lines
 from batchinfer.errors import ExitCode
-from batchinfer.job.run.reporter import too_many_errors
+from batchinfer.job.run.reporter import summary_facts, too_many_errors
 from batchinfer.job.run.run import run_job
 from tests.console.steps import a_step
 from tests.console.terminal import PseudoTerminal, screen
@@ -29,19 +30,19 @@ def test_a_line_every_thirty_seconds() -> None:
         now[0] = float(second)
         progress.update(Counts(rows=5, ended=5, tokens=50, settled_tokens=50), HALF_FULL)
     assert lines == [
-        "35 of 200 rows (18%), 12 tokens/s, pool 50%, shared 40%, about 2 min 21 s left",
+        "35 of 200 rows (17%), 12 tokens/s, pool 50%, shared 40%, about 2 min 21 s left",
         "65 of 200 rows (32%), 11 tokens/s, pool 50%, shared 40%, about 2 min 05 s left",
-        "95 of 200 rows (48%), 11 tokens/s, pool 50%, shared 40%, about 1 min 39 s left",
+        "95 of 200 rows (47%), 11 tokens/s, pool 50%, shared 40%, about 1 min 39 s left",
     ]
 
 
 def test_a_note_stands_where_the_pool_would() -> None:
     now, lines = [0.0], []
     progress = Lines(Meter(200, clock=lambda: now[0]), lines.append)
-    progress.note("3 of 4 workers up, pools 50%")
+    progress.note("3 of 4 workers up, their pools 50%")
     now[0] = 31.0
     progress.update(Counts(rows=0, tokens=62), None)
-    assert lines == ["0 of 200 rows (0%), 2 tokens/s, 3 of 4 workers up, pools 50%"]
+    assert lines == ["0 of 200 rows (0%), 2 tokens/s, 3 of 4 workers up, their pools 50%"]
 
 
 def test_rows_that_are_reused_are_done_and_say_nothing_of_the_speed() -> None:
@@ -99,8 +100,8 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> No
         assert terminal.text == ""
         return
     bars = [line for line in plain(terminal.text).split("\r") if "%" in line]
-    assert bars[0].startswith(" 66% ━━━━━━━━━━━━━━━━────────  10 of 15 rows, about ")
-    last = r"10 of 15 rows \(66%\), 5 of them in \d+\.\d s, 2 failed, [\d,]+ tokens/s"
+    assert bars[0].startswith(" 66% ━━━━━━━━━━──────  10 of 15 rows finished, about ")
+    last = r"10 of 15 rows \(66%\), 5 of them in \d+(\.\d)? m?s, 2 failed, [\d,]+ tokens/s"
     (shown,) = screen(plain(terminal.text))
     assert re.fullmatch(last, shown)
 
@@ -122,12 +123,12 @@ def a_meter(**counts: int) -> Meter:
     ("columns", "line"),
     [
         (25, " 50% ####....  1,524 of 3"),
-        (40, " 50% #####.....  1,524 of 3,048 rows"),
-        (79, " 50% #########..........  1,524 of 3,048 rows, 7 failed, about 29.1 s left"),
+        (40, " 50% ####....  1,524 of 3,048 rows"),
+        (79, " 50% ######.......  1,524 of 3,048 rows finished, 7 failed, about 29.1 s left"),
         (
             159,
-            " 50% ##############..............  1,524 of 3,048 rows, 7 failed, about 29.1 s left, "
-            "524 tokens/s, pool 50%, shared 40%, 10.0 s so far",
+            " 50% #############.............  1,524 of 3,048 rows finished, 7 failed, "
+            "about 29.1 s left, 524 tokens/s, pool 50%, shared 40%, 10.0 s so far",
         ),
     ],
 )
@@ -141,6 +142,69 @@ def test_a_bar_fits_its_terminal_and_needs_no_colour(
     assert line.startswith(found)
     assert len(found) <= columns
     assert columns < 30 or found == line
+
+
+def summary_of_a_job(workers: int, *, found: float, planned: float) -> dict[str, Any]:
+    """What the last lines read of a ``summary.json``."""
+    kv = dict.fromkeys(("mean_utilization", "peak_utilization", "mean_waste"), 0.5)
+    kv |= dict.fromkeys(("contiguous_waste", "sharing_saving"), 0.5)
+    return {
+        "rows": {"ok": 4, "error": 0, "error_codes": {}, "control_text": 0, "reused": 0},
+        "tokens": {"prompt": 100, "output": 10},
+        "time_s": {"wall": 2.0, "load": 1.0},
+        "throughput": {"output_tokens_per_s": 5.0},
+        "workers": workers,
+        "kv": {**kv, "num_blocks": 64, "block_size": 16, "prefix_hit_rate": found},
+        "sharing": {"deduplicated_rows": 0, "planned_rate": planned},
+        "accept": {"samples_tried": 0},
+        "out_of_memory": {"count": 0},
+    }
+
+
+def test_a_pool_of_several_workers_is_said_to_be_of_each() -> None:
+    alone, fleet = (
+        list(plain_lines(summary_facts(summary_of_a_job(n, found=0.4, planned=0.5), Path("out"))))
+        for n in (1, 2)
+    )
+    assert "pool     64 blocks of 16 tokens, 50.0% used on average, 50.0% at most" in alone
+    assert (
+        "pool     64 blocks of 16 tokens on each of 2 workers, 50.0% used on average, 50.0% at most"
+        in fleet
+    )
+
+
+def test_no_more_is_found_than_rows_have_in_common() -> None:
+    less, more = (
+        " ".join(plain_lines(summary_facts(summary_of_a_job(2, found=f, planned=0.5), Path("o"))))
+        for f in (0.4, 0.6)
+    )
+    assert "40.0% of the prompt tokens were there already, of 50.0% that rows have" in less
+    assert "60.0% of the prompt tokens were there already files" in more
+
+
+def test_work_on_rows_in_the_engine_is_no_share_of_finished_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    now = [0.0]
+    meter = Meter(2048, clock=lambda: now[0])
+    now[0] = 10.0
+    meter.add(
+        Counts(
+            rows=50,
+            ended=50,
+            begun=950,
+            most_tokens=9500,
+            tokens=50 * 10 + 900 * 5,
+            settled_tokens=500,
+        ),
+        None,
+    )
+    rows = "50 of 2,048 rows (2%), 900 in the engine, 24% of the work done, 500 tokens/s"
+    assert meter.line.startswith(rows)
+    bar = bar_line(meter, 111)
+    assert bar.startswith(" 24% ####..............  50 of 2,048 rows finished, about 31.0 s left")
+    assert ", 900 in the engine" in bar
 
 
 @pytest.mark.parametrize("no_colour", ["", "1"])

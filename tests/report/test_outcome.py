@@ -71,7 +71,7 @@ def a_run(name: str) -> RunFacts:
         (
             "running",
             {**HALF, "rows_done": 0, "share": 0.357},
-            "Running: 0 of 2,048 rows (35%)",
+            "Running: 0 of 2,048 rows (0%)",
             "used",
         ),
         (
@@ -97,10 +97,20 @@ def test_what_to_do_is_said_where_there_is_something_to_do() -> None:
         state: outcome(replace(some_findings(), state=state, **HALF)).then
         for state in ("stopped", "failed", "finished with too many errors", "finished")
     }
-    goes_on = "The same command goes on with the 1 row left; finished rows and drawn tokens stay."
-    assert then["stopped"] == then["failed"] == f"{goes_on} 3 rows failed."
+    goes_on = "same command goes on with the 1 row left; finished rows and drawn tokens stay."
+    assert then["stopped"] == f"The {goes_on} 3 rows failed."
+    assert then["failed"] == f"Once what is said below is mended, the {goes_on} 3 rows failed."
     assert "--retry-errors" in then["finished with too many errors"]
     assert then["finished"] == ""
+
+
+def test_work_on_rows_that_are_not_finished_is_no_share_of_finished_rows() -> None:
+    running = replace(some_findings(), state="running", rows_total=2048, rows_done=50)
+    found = outcome(replace(running, rows_failed=1, share=0.23))
+    assert f"{found.word}{found.rest}" == "Running: 50 of 2,048 rows (2%)"
+    work = "23% of the work is done, with what was done for rows that are not finished."
+    assert found.then == f"{work} 1 row failed."
+    assert outcome(replace(running, rows_failed=0, share=0.025)).then == ""
 
 
 def test_rows_are_answered_failed_or_not_done() -> None:

@@ -242,10 +242,10 @@ class FleetDriver:
             raise failure.error()
 
     def _state(self) -> str:
-        """How many workers are up, and the use of their pools, if they have any."""
+        """How many workers are up, and the mean use of their pools, if they have any."""
         up = self._dispatcher.workers
         pools = [use for worker in up if (use := self._pools.get(worker)) is not None]
-        mean = f", pools {sum(pools) / len(pools):.0%}" if pools else ""
+        mean = f", their pools {sum(pools) / len(pools):.0%}" if pools else ""
         return f"{len(up)} of {self.size.workers} workers up{mean}"
 
     def _publish(self, worker: str, draft: Draft) -> None:

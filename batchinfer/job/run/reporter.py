@@ -68,10 +68,13 @@ def summary_facts(
         yield SummaryLine("tokens", f"{tokens['output']:,} out", each)
     yield from _samples(summary["accept"])
     if kv["num_blocks"] and tokens["prompt"]:  # else nothing was computed
+        workers = summary["workers"]
+        each = f" on each of {workers:,} workers" if workers > 1 else ""
+        mean, peak = kv["mean_utilization"], kv["peak_utilization"]
         yield SummaryLine(
             "pool",
             f"{kv['num_blocks']:,} blocks of {kv['block_size']} tokens",
-            f", {kv['mean_utilization']:.1%} used on average, {kv['peak_utilization']:.1%} at most",
+            f"{each}, {mean:.1%} used on average, {peak:.1%} at most",
         )
         yield SummaryLine(
             "waste",
@@ -80,11 +83,12 @@ def summary_facts(
             if draws_none
             else f" (reserving the longest answers would waste {kv['contiguous_waste']:.1%})",
         )
+        found, planned = kv["prefix_hit_rate"], summary["sharing"]["planned_rate"]
+        in_common = f", of {planned:.1%} that rows have in common" if planned > found else ""
         yield SummaryLine(
             "sharing",
             f"saved {kv['sharing_saving']:.1%} of the blocks",
-            f"; {kv['prefix_hit_rate']:.1%} of the prompt tokens were there already, "
-            f"of {summary['sharing']['planned_rate']:.1%} that rows have in common",
+            f"; {found:.1%} of the prompt tokens were there already{in_common}",
         )
     made = f"data/, stats/, summary.json{', report.html' if reported else ''}"
     yield SummaryLine("files", f"{printable(str(output))}:", f" {made}")

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.console.format import duration, printable
+from batchinfer.console.format import duration, printable, whole_percent
 from batchinfer.console.phases import phase_line
 from batchinfer.console.table import SummaryLine, plain
 from batchinfer.errors import DataError
@@ -99,7 +99,6 @@ class Status:
 
     def facts(self) -> Iterator[SummaryLine]:
         """Lines of the table on a terminal."""
-        share = self._share
         bad = dict.fromkeys(("finished_with_errors", "stopped", "failed"), "bad")
         tones = {"finished": "good", **bad}
         yield SummaryLine("state", self.state.replace("_", " "), tone=tones.get(self.state, ""))
@@ -107,10 +106,13 @@ class Status:
             yield SummaryLine("error", printable(self.error.partition("\n")[0]), tone="bad")
         yield SummaryLine(
             "rows",
-            f"{self.rows_done:,} of {self.rows_total:,} ({share:.0%})",
+            f"{self.rows_done:,} of {self.rows_total:,} ({whole_percent(self._rows_share)})",
             f", {self.rows_error:,} failed{self._running}",
-            share=share,
+            share=self._rows_share,
         )
+        if self._work is not None:
+            counted = ", with what rows in the engine have done"
+            yield SummaryLine("work", whole_percent(self._work), counted, share=self._work)
         yield from error_lines(self.error_codes, self.first_errors)
         if self.phase is not None:
             yield SummaryLine("phase", self.phase)
@@ -130,9 +132,8 @@ class Status:
         if self.eta_s is not None:
             yield SummaryLine("left", self._left)
         if self.pool_use is not None:
-            yield SummaryLine(
-                "pool", f"{self.pool_use:.0%}", " of the blocks used", share=self.pool_use
-            )
+            of = "each worker's blocks used, on average" if self.workers else "the blocks used"
+            yield SummaryLine("pool", f"{self.pool_use:.0%}", f" of {of}", share=self.pool_use)
         for worker in self.workers:
             speed = "" if worker.rows_per_s is None else f", {worker.rows_per_s:,.1f} rows/s"
             yield SummaryLine(
@@ -143,14 +144,17 @@ class Status:
             )
 
     @property
-    def _share(self) -> float:
-        if self.share is not None:
-            return self.share
+    def _rows_share(self) -> float:
         return self.rows_done / self.rows_total if self.rows_total else 1.0
 
     @property
+    def _work(self) -> float | None:
+        """``share`` where it is another than that of the rows: some run."""
+        return self.share if self.rows_running else None
+
+    @property
     def _running(self) -> str:
-        return f", {self.rows_running:,} running" if self.rows_running else ""
+        return f", {self.rows_running:,} in the engine" if self.rows_running else ""
 
     @property
     def _left(self) -> str:
@@ -162,8 +166,11 @@ class Status:
         parts = [
             self.state.replace("_", " "),
             *([] if self.phase is None else [self.phase]),
-            f"{self.rows_done:,} of {self.rows_total:,} rows ({self._share:.0%}){self._running}",
+            f"{self.rows_done:,} of {self.rows_total:,} rows ({whole_percent(self._rows_share)})"
+            f"{self._running}",
         ]
+        if self._work is not None:
+            parts.append(f"{whole_percent(self._work)} of the work done")
         if self.tokens_per_s is not None and self.output_tokens:
             parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
         elif self.state == "running" and self.rows_per_s is not None:
@@ -229,7 +236,8 @@ def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
     """
     waits = [run for run in live if run.phase]
     unsaved = sum(run.rows_done - run.rows_finished for run in live)
-    newest = max(status.rows_done, sum(run.rows_finished for run in live))
+    told = sum(run.rows_finished for run in live)
+    newest = max(status.rows_done, told)
     etas = [run.eta_s for run in live if run.eta_s is not None]
     pools = [run.pool_use for run in live if run.pool_use is not None]
     total = max(1, status.rows_total)
@@ -237,7 +245,8 @@ def _with_live(status: Status, live: Sequence[LiveRun]) -> Status:
         status,
         phase=_phase_of(waits[0]) if waits and len(waits) == len(live) else None,
         share=min(1.0, (newest + unsaved) / total),
-        rows_running=sum(run.rows_running for run in live),
+        # Rows on disk may be newer than what was told last: those do not run any more.
+        rows_running=max(0, sum(run.rows_running for run in live) - (newest - told)),
         output_tokens=sum(run.output_tokens for run in live),
         tokens_per_s=sum(run.tokens_per_s for run in live),
         eta_s=max(etas) if len(etas) == len(live) else status.eta_s,

@@ -95,7 +95,10 @@ def test_while_no_row_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.output_tokens
     assert found.eta_is_most
     assert found.eta_s
-    assert "12 running" in found.line()
+    assert "0 of 12 rows (0%), 12 in the engine, " in found.line()
+    assert "% of the work done" in found.line()
+    assert any(line.startswith("rows     0 of 12 (0%), 0 failed, 12 in") for line in found.lines())
+    assert any(line.startswith("work ") for line in found.lines())
     assert found.line().endswith(" left")
     assert any(line.startswith("left     at most ") for line in found.lines())
     assert out.files.entries(out.live) == []
