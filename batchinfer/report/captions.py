@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from batchinfer.console.format import duration
+from batchinfer.console.format import duration, size
 from batchinfer.report.report_data import Findings, Price
-from batchinfer.report.units import counted, money, percent, short, size
+from batchinfer.report.units import counted, money, percent, short
 
 _MOST_WAITS = 3
 _SHORT_S = 0.5
@@ -100,7 +100,7 @@ def figures(found: Findings, price: Price | None) -> Iterator[Figure]:
         yield Figure(
             "Pool in use",
             *(percent(totals.mean("mean_utilization")), ""),
-            f"on average, {percent(found.timeline.peak_utilization)} at most",
+            f"{_of_a_worker(found)}on average, {percent(found.timeline.peak_utilization)} at most",
         )
         yield Figure(
             "Waste",
@@ -194,7 +194,7 @@ def sharing_caption(found: Findings) -> str:
     if not found.lengths.sums["prompt_tokens"]:
         return "No prompt has been computed yet."
     caption = f"{percent(found.prefix_hit_rate)} of the prompt tokens did not have to be computed"
-    if found.planned_rate:
+    if found.planned_rate > found.prefix_hit_rate:  # else all that they have in common was found
         caption += f", of {percent(found.planned_rate)} that rows have in common"
     if equal := found.lengths.sums["deduplicated"]:
         caption += f". {counted(equal, 'rows')} took what equal ones came to"
@@ -212,6 +212,7 @@ def pressure_caption(found: Findings) -> str:
         f"On average {found.timeline.totals.mean('mean_running'):,.0f} ran side by side"
         f"{_on_a_worker(found)}, at most {found.timeline.peak.running:,}."
     )
+    caption += together(found)
     if not sums["preemptions"]:
         caption += " None had to give up its memory." if found.has_pool else ""
     else:
@@ -267,6 +268,16 @@ def _moment(seconds: float) -> str:
 def _on_a_worker(found: Findings) -> str:
     """What a number of one step is of, where several workers have steps at a time."""
     return " on one worker" if found.lanes else ""
+
+
+def together(found: Findings) -> str:
+    """What a chart is of, where several workers have steps at a time."""
+    return " The chart adds up all workers." if found.lanes else ""
+
+
+def _of_a_worker(found: Findings) -> str:
+    """What a share of a pool is of, where several workers have one each."""
+    return "of each worker's, " if found.lanes else ""
 
 
 def _by_what(found: Findings) -> str:

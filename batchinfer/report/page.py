@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from batchinfer.console.format import duration
 from batchinfer.report import captions, charts, lanes
@@ -41,6 +42,7 @@ def page(found: Findings, price: Price | None = None) -> str:
         "figures": list(captions.figures(found, price)),
         "pressure": captions.pressure_caption(found),
         "sharing": captions.sharing_caption(found),
+        "together": captions.together(found),
         "prompt_slices": captions.prompt_slices(found),
         "memory_slices": captions.memory_slices(found),
         "time_slices": captions.time_slices(found),
@@ -155,6 +157,7 @@ def _environment() -> Environment:
         duration=duration,
         moment=moment,
         percent=percent,
+        options=_with_options,
         pieces=_pieces,
     )
     return environment
@@ -169,6 +172,11 @@ def _pieces(slices: Sequence[captions.Slice | lanes.Piece]) -> list[tuple[str, f
         else (piece.colour, piece.share, "")
         for piece in slices
     ]
+
+
+def _with_options(text: str) -> Markup:
+    """Words of this program's own, with the options in them as code, which is not broken."""
+    return Markup(re.sub(r"--[a-z-]+", r'<span class="code whole">\g<0></span>', str(escape(text))))
 
 
 def _cleaned(value: Any) -> Any:

@@ -48,6 +48,14 @@ _LAYOUT = """(() => {
     for (const r of range.getClientRects())
       if (r.width > 1 && r.height > 1) boxes.push([r, n]);
   }
+  walk.currentNode = walk.root;
+  for (let n; (n = walk.nextNode());) {
+    if (!/^\\s*\\w{2,12}\\s*$/.test(n.data) || !shown(n.parentElement)) continue;
+    const range = document.createRange();
+    range.selectNodeContents(n);
+    if (new Set([...range.getClientRects()].map(r => r.top)).size > 1)
+      found.push(`broken word: ${n.data}`);
+  }
   const depth = 3;
   boxes.sort(([a], [b]) => a.top - b.top);
   for (let i = 0; i < boxes.length; i++) for (let j = i + 1; j < boxes.length; j++) {

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchinfer.report.captions import figures, memory, time_slices
+from batchinfer.report.captions import figures, memory, sharing_caption, time_slices
 from batchinfer.report.drawing.palette import CHART
 from batchinfer.report.histograms import COLUMNS as REQUEST_COLUMNS
 from batchinfer.report.histograms import Lengths
@@ -299,6 +299,33 @@ def test_what_paging_did_to_memory() -> None:
 def with_pool(timeline: Timeline, pool_bytes: float) -> Timeline:
     timeline.peak = replace(timeline.peak, pool_bytes=pool_bytes)
     return timeline
+
+
+def test_what_is_of_one_worker_and_what_of_all_is_said() -> None:
+    fleet = some_findings()
+    alone = replace(fleet, lanes=[])
+    shares = [
+        next(figure.note for figure in figures(found, None) if figure.label == "Pool in use")
+        for found in (alone, fleet)
+    ]
+    assert shares[1] == f"of each worker's, {shares[0]}"
+    assert page(fleet).count("The chart adds up all workers.") == 3
+    assert "all workers" not in page(alone)
+
+
+def test_options_are_not_broken() -> None:
+    html = page(replace(some_findings(), state="finished with too many errors", rows_failed=50))
+    assert '<span class="code whole">--retry-errors</span>, or raise' in html
+
+
+@pytest.mark.parametrize(("cached", "is_told"), [(300.0, True), (500.0, False)])
+def test_what_rows_have_in_common_is_told_where_it_was_not_all_found(
+    cached: float, is_told: bool
+) -> None:
+    found = replace(some_findings(), lengths=Lengths())
+    tokens = {"prompt_tokens": 1000.0, "cached_tokens": cached, "distinct_tokens": 600.0}
+    found.lengths.sums.update(tokens)
+    assert (", of 40% that rows have in common" in sharing_caption(found)) == is_told
 
 
 def test_what_it_cost() -> None:
