@@ -42,8 +42,11 @@ def expert_bytes(config: Mapping[str, Any], quantization: str | None, element_by
     """Bytes of a weight of a mixture's experts, as of ``matrix_bytes``."""
     if quantization not in OWN_ON_CPU:
         return float(element_bytes)  # torchao and float8 leave them as they are
-    if _section(config).get("quant_method") == "mxfp4":
-        return _int4_bytes(_MXFP4_GROUP)
+    section = _section(config)
+    is_mxfp4 = section.get("quant_method") == "mxfp4"
+    kept = _MXFP4_GROUP if is_mxfp4 else _saved_group(section)
+    if kept is not None:
+        return _int4_bytes(kept)
     return INT8_BYTES if quantization == "int8" else _int4_bytes(_OWN_GROUP)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchinfer.kernels.low_bit import LowBitWeight
 from batchinfer.worker.product_kernels import OwnPacked, Packed, ProductKernel, pack_own
+from batchinfer.worker.products.codes import Codes
 
 _DOWN = "down_proj"
 
@@ -50,14 +50,14 @@ class ExpertWeights:
             return [None] * len(self.weight)
         return list(getattr(self.experts, f"{self.name}_bias").detach())
 
-    def codes(self, expert: int) -> LowBitWeight | None:
+    def codes(self, expert: int) -> Codes | None:
         """What ``keep_expert_codes`` has kept of it."""
         read = getattr(self.experts, _CODES, {}).get(self.name)
-        codes: LowBitWeight | None = None if read is None else read(expert)
+        codes: Codes | None = None if read is None else read(expert)
         return codes
 
 
-def keep_expert_codes(experts: Any, name: str, read: Callable[[int], LowBitWeight | None]) -> None:
+def keep_expert_codes(experts: Any, name: str, read: Callable[[int], Codes | None]) -> None:
     """Keep how the codes are read that one expert's matrix was saved with, until it is packed."""
     setattr(experts, _CODES, {**getattr(experts, _CODES, {}), name: read})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,16 @@ from batchinfer.worker.model.quantised.few_bits import (
 from batchinfer.worker.model.quantised.stored import Quantised
 from batchinfer.worker.model.quantization import saved_section
 from batchinfer.worker.products.codes import Codes, KeptCodes, keep_codes
-from batchinfer.worker.products.experts import expert_modules, keep_expert_codes, matrices_of
 from batchinfer.worker.products.float8_weight import Float8Weight
+from batchinfer.worker.products.saved_experts import in_layers, keep_codes_of_experts
 
 KEPT: Mapping[str, type[Codes]] = {"int8": Int8Weight, "int4": Int4Weight, "fp8": Float8Weight}
 """Values of ``model.quantization`` for which codes are kept, and their kind."""
-_OF_EXPERTS = ("int8", "int4")
-"""Those for which a mixture's experts keep theirs, of however few bits."""
-_LAYERS = "layers."
+_OF_EXPERTS: Mapping[str, tuple[type[Codes], ...]] = {
+    "int8": (Int8Weight, Int4Weight),
+    "int4": (Int4Weight,),
+}
+"""Those for which a mixture's experts keep theirs: of as many bits, or fewer."""
 _INT8_MOST = 127
 _STEP = 8  # codes of 4 bits that a kernel reads together
 
@@ -59,16 +61,12 @@ def keep_saved_codes(model: nn.Module, folder: Path, config: Mapping[str, Any], 
     saved = defaultdict(list)
     for name, tensor in dequantised_tensors(paths, saved_as, torch.float32).items():
         if isinstance(tensor, Dequantised):
-            saved[_in_layers(name)].append(tensor.weight)
+            saved[in_layers(name)].append(tensor.weight)
+    if method in _OF_EXPERTS:
+        keep_codes_of_experts(model, saved, partial(_as_one_of, _OF_EXPERTS[method]))
     count = 0
-    for name, module in _experts(model) if method in _OF_EXPERTS else ():
-        for matrix in matrices_of(module):
-            loaded = getattr(module, matrix.name).detach()
-            for weight in saved[_in_layers(f"{name}.{matrix.name}")]:
-                if weight.by_expert and weight.shape == tuple(loaded.shape):
-                    keep_expert_codes(module, matrix.name, partial(_expert, weight, loaded))
     for name, module in model.named_modules():
-        for weight in saved[_in_layers(f"{name}.weight")] if isinstance(module, nn.Linear) else ():
+        for weight in saved[in_layers(f"{name}.weight")] if isinstance(module, nn.Linear) else ():
             kept = _codes(weight, KEPT[method], module.weight.detach())
             if kept is not None:
                 keep_codes(module, kept)
@@ -81,6 +79,11 @@ def as_codes(weight: FewBits) -> Codes | None:
     if isinstance(weight, TableWeight):
         return _of_table(weight)
     return _float8(weight) if isinstance(weight, BlockWeight) else _low_bit(weight)
+
+
+def _as_one_of(kinds: tuple[type[Codes], ...], weight: FewBits) -> Codes | None:
+    codes = as_codes(weight)
+    return codes if isinstance(codes, kinds) else None
 
 
 def _of_table(weight: TableWeight) -> Int4Weight | None:
@@ -153,22 +156,3 @@ def _read(weight: Quantised) -> Any:
     """The codes of a saved weight; None: the kernels take none of its kind."""
     few_bits = weight.read_few_bits()
     return None if few_bits is None else as_codes(few_bits)
-
-
-def _experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    experts = {id(module) for _, _, module in expert_modules(model)}
-    return ((name, module) for name, module in model.named_modules() if id(module) in experts)
-
-
-def _expert(weight: Quantised, loaded: torch.Tensor, expert: int) -> LowBitWeight | None:
-    """The codes of one expert, if ``loaded`` is what they stand for."""
-    saved, few_bits = weight.read_expert(expert)
-    codes = None if few_bits is None else as_codes(few_bits)
-    if not isinstance(codes, LowBitWeight):
-        return None
-    return codes if torch.equal(saved.to(loaded.dtype), loaded[expert]) else None
-
-
-def _in_layers(name: str) -> str:
-    """A tensor's name from its layers on: what stands before differs between classes."""
-    return name[max(name.find(_LAYERS), 0) :]

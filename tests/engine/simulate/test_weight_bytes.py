@@ -26,7 +26,8 @@ def test_a_weight_takes_what_its_format_keeps(case: str, is_of_text: bool) -> No
     assert matrix_bytes(config, None, 2) == 2, "dequantised"
     assert matrix_bytes(config, "int8", 2) == matrix_bytes(config, "fp8", 2) == 1
     assert matrix_bytes(config, "int4", 2) == _KEPT.get(case, _ROUNDED)
-    assert expert_bytes(config, "int4", 2) == _ROUNDED
+    assert expert_bytes(config, "int4", 2) == _KEPT.get(case, _ROUNDED)
+    assert expert_bytes(config, "int8", 2) == _KEPT.get(case, 1), "4 bits, though 8 were asked for"
     assert expert_bytes(config, "fp8", 2) == 2
 
 

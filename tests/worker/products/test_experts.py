@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
@@ -14,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from batchinfer.config import ModelConfig
 from batchinfer.engine.simulate.roofline import ModelCost
-from batchinfer.kernels.low_bit import Int4Weight
+from batchinfer.kernels.low_bit import Int4Weight, round_rows
 from batchinfer.worker.loader import load_model
 from batchinfer.worker.memory import model_bytes
 from batchinfer.worker.model.quantised.few_bits import TableWeight
@@ -24,6 +25,7 @@ from batchinfer.worker.products.saved_codes import as_codes
 from tests.models import make_checkpoint
 from tests.worker.model.quantised.checkpoints import write_quantised
 from tests.worker.model.quantised.test_load import ALL_SEE_ALL, CPU, MXFP4, experts_alone, logits_of
+from tests.worker.model.quantised.writers import CASES
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 5, 48, 32, 3
 SHAPE = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER}
@@ -144,6 +146,60 @@ def test_mxfp4_is_kept_as_it_was_saved(method: str, tmp_path: Path) -> None:
         with torch.inference_mode():
             wanted, out = theirs(x, index, one), ours(x, index, one)
         assert (out - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", LOW_BIT_METHODS)
+@pytest.mark.parametrize(
+    ("family", "case", "changes"),
+    [
+        ("deepseek_v3", "packed int4", {"moe_intermediate_size": 64}),  # as Kimi K2
+        ("qwen3_moe", "gptq with zeros", {"moe_intermediate_size": 64, "mlp_only_layers": []}),
+        ("mixtral", "awq", {}),
+    ],
+)
+def test_experts_saved_one_by_one_keep_their_codes(
+    method: str, family: str, case: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {"hidden_size": 64, "intermediate_size": 128, **changes}
+    folder, plain = write_quantised(tmp_path, family, *CASES[case], **changes)
+    saved = load_file(plain / "model.safetensors")
+    model = ModelConfig(str(folder), dtype="float32", quantization=method)
+    loaded = load_model(model, device=CPU)
+    packed = [
+        (name, module)
+        for name, module in loaded.model.named_modules()
+        if isinstance(module, PackedExperts)
+    ]
+    assert packed
+    inner = 64 if "moe_intermediate_size" in changes else 128
+    for name, module in packed:
+        layer = name[: name.index(".", name.index("layers.") + len("layers."))]
+        weights = {
+            key.split("experts.")[1]: weight
+            for key, weight in saved.items()
+            if key.startswith(f"{layer}.") and "experts." in key and "shared" not in key
+        }
+        gate, up, down = (
+            [weights[f"{expert}.{part}.weight"] for expert in range(module.num_experts)]
+            for part in (("w1", "w3", "w2") if "0.w1.weight" in weights else PROJECTIONS)
+        )
+        x, rows = torch.randn(7, 64), torch.randn(7, inner)
+        for expert in range(module.num_experts):
+            counts = [0] * module.num_experts
+            counts[expert] = 7
+            both = torch.cat([gate[expert], up[expert]])
+            assert_rows_are_rounded(module._times(0, x, counts), x, both)
+            assert_rows_are_rounded(module._times(1, rows, counts), rows, down[expert])
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def assert_rows_are_rounded(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """And nothing else: to the bits of a float's sum."""
+    codes, scales = round_rows(x)
+    torch.testing.assert_close(out, codes * scales[:, None] @ weight.T, atol=1e-4, rtol=1e-4)
 
 
 def test_codes_of_a_table_of_steps_are_exact() -> None:
