@@ -77,6 +77,26 @@ def test_embeddings_are_those_of_transformers(llm: LLM, model: Path) -> None:
         assert cut.prompt_token_ids == ids[:4]
 
 
+def test_each_prompt_may_have_its_own_parameters(llm: LLM, model: Path, tmp_path: Path) -> None:
+    params = [PoolingParams(dimensions=5), PoolingParams(normalize=False, truncate_prompt_tokens=4)]
+    whole, cut = llm.embed(PROMPTS, pooling_params=params, use_tqdm=False)
+    assert whole.outputs is not None
+    expected = unit(hidden_state(model, PROMPTS[0])[:5])
+    assert whole.outputs.embedding == pytest.approx(expected.tolist(), abs=1e-5)
+    (alone,) = llm.embed(PROMPTS[1], pooling_params=params[1], use_tqdm=False)
+    assert cut.outputs == alone.outputs
+    assert len(cut.prompt_token_ids) == 4
+    tensors = llm.encode(PROMPTS, params, use_tqdm=False)
+    assert [len(one.outputs.data) for one in tensors if one.outputs] == [5, 32]
+    three = LLM(make_classifier(tmp_path / "three", model, num_labels=3), **ENGINE)
+    raw = [PoolingParams(), PoolingParams(activation=False)]
+    scores, numbers = three.classify([PROMPTS[0]] * 2, pooling_params=raw, use_tqdm=False)
+    assert scores.outputs is not None
+    assert numbers.outputs is not None
+    softmax = torch.tensor(numbers.outputs.probs).softmax(-1)
+    assert scores.outputs.probs == pytest.approx(softmax.tolist(), abs=1e-5)
+
+
 def test_texts_are_as_alike_as_their_vectors(llm: LLM, model: Path) -> None:
     one, *others = PROMPTS[0], PROMPTS[1], PROMPTS[0]
     scored = llm.score(one, others, use_tqdm=False)
@@ -109,6 +129,16 @@ def test_a_prompt_that_cannot_run_is_named(llm: LLM) -> None:
         (lambda llm: llm.classify("a"), ModelError, "no head that classifies"),
         (lambda llm: llm.embed("a", PoolingParams()), TypeError, "positional"),
         (lambda llm: llm.embed("a", pooling_params={}), TypeError, "a dict; give PoolingParams"),
+        (
+            lambda llm: llm.embed(["a", "b"], pooling_params=[PoolingParams()]),
+            ValueError,
+            "2 prompts, but 1 pooling params",
+        ),
+        (
+            lambda llm: llm.embed(["a"], pooling_params=[None]),
+            TypeError,
+            "pooling_params 0 is None; give PoolingParams",
+        ),
         (lambda llm: llm.embed("a", pooling_param=1), TypeError, "did you mean pooling_params"),
         (
             lambda llm: llm.embed("a", pooling_params=PoolingParams(dimensions=99)),

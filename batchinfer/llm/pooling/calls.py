@@ -23,8 +23,8 @@ from batchinfer.llm.pooling.outputs import (
     PoolingRequestOutput,
     ScoringOutput,
 )
-from batchinfer.llm.pooling.params import PoolingParams
-from batchinfer.llm.pooling.runner import PoolingRunner
+from batchinfer.llm.pooling.params import PoolingParams, params_of_each
+from batchinfer.llm.pooling.runner import Made, PoolingRunner
 from batchinfer.llm.prompts import PromptLike, checked_text, kind_of, listed, read_prompts
 from batchinfer.llm.run import OnError, ProgressBar
 from batchinfer.pooling.classifier import Classifier
@@ -36,6 +36,7 @@ from batchinfer.text.prompts import Prompt
 Float32 = npt.NDArray[np.float32]
 AdapterNames = str | Sequence[str | None] | None
 Requests = LoRARequest | Sequence[LoRARequest | None] | None
+ParamsOfEach = PoolingParams | Sequence[PoolingParams] | None
 _Result = TypeVar("_Result")
 
 _KNOWN = ("prompts", "pooling_params", "adapter", "lora_request", "use_tqdm", "errors")
@@ -58,7 +59,7 @@ class PoolingCalls:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
-        pooling_params: PoolingParams | None = None,
+        pooling_params: ParamsOfEach = None,
         adapter: AdapterNames = None,
         lora_request: Requests = None,
         use_tqdm: ProgressBar = True,
@@ -70,7 +71,7 @@ class PoolingCalls:
         Args:
             prompts: as of ``generate``; texts are taken raw.
             pooling_params: ``dimensions`` cuts vectors, ``normalize=False`` keeps their length;
-                they have length 1 without it.
+                they have length 1 without it. For all prompts, or a list of one for each.
             others: as of ``generate``.
 
         Returns:
@@ -80,20 +81,24 @@ class PoolingCalls:
             TypeError, ValueError, RuntimeError: as ``generate``; ``dimensions`` are too many.
             NotYetError: an argument is not built yet.
         """
-        params = _checked("embed", others, pooling_params, errors)
-        embed = self._pooling.embedder(params)
+        _check("embed", others, errors)
 
-        def result(hidden_state: Float32) -> EmbeddingOutput:
-            return EmbeddingOutput(embed(hidden_state).tolist())
+        def make(params: PoolingParams) -> Made[EmbeddingOutput]:
+            embed = self._pooling.embedder(params)
 
-        how = ("embed", params, embed.pooling, adapter, lora_request, errors, use_tqdm)
-        return self._pool(prompts, result, *how)
+            def vector(hidden_state: Float32) -> EmbeddingOutput:
+                return EmbeddingOutput(embed(hidden_state).tolist())
+
+            return Made(params, embed.pooling, vector)
+
+        how = ("embed", pooling_params, adapter, lora_request, errors, use_tqdm)
+        return self._pool(prompts, make, *how)
 
     def classify(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         *,
-        pooling_params: PoolingParams | None = None,
+        pooling_params: ParamsOfEach = None,
         adapter: AdapterNames = None,
         lora_request: Requests = None,
         use_tqdm: ProgressBar = True,
@@ -113,19 +118,23 @@ class PoolingCalls:
             TypeError, ValueError, RuntimeError, NotYetError: as ``embed``.
             ModelError: the model has no such head.
         """
-        params = _checked("classify", others, pooling_params, errors)
-        classifier = self._pooling.classifier(params)
+        _check("classify", others, errors)
 
-        def result(hidden_state: Float32) -> ClassificationOutput:
-            return ClassificationOutput(classifier(hidden_state).tolist())
+        def make(params: PoolingParams) -> Made[ClassificationOutput]:
+            classifier = self._pooling.classifier(params)
 
-        how = ("classify", params, classifier.pooling, adapter, lora_request, errors, use_tqdm)
-        return self._pool(prompts, result, *how)
+            def probs(hidden_state: Float32) -> ClassificationOutput:
+                return ClassificationOutput(classifier(hidden_state).tolist())
+
+            return Made(params, classifier.pooling, probs)
+
+        how = ("classify", pooling_params, adapter, lora_request, errors, use_tqdm)
+        return self._pool(prompts, make, *how)
 
     def encode(
         self,
         prompts: PromptLike | Sequence[PromptLike],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: ParamsOfEach = None,
         *,
         pooling_task: str | None = None,
         adapter: AdapterNames = None,
@@ -155,14 +164,18 @@ class PoolingCalls:
         }
         if task not in make_of:
             raise NotYetError(f"LLM.encode(pooling_task={task!r})")
-        make = make_of[task](_checked("encode", others, pooling_params, errors))
+        _check("encode", others, errors)
 
-        def result(hidden_state: Float32) -> PoolingOutput:
-            return PoolingOutput(torch.from_numpy(make(hidden_state)))
+        def make(params: PoolingParams) -> Made[PoolingOutput]:
+            head = make_of[task](params)
 
-        params = pooling_params or PoolingParams()
-        how = ("encode", params, make.pooling, adapter, lora_request, errors, use_tqdm)
-        return self._pool(prompts, result, *how)
+            def tensor(hidden_state: Float32) -> PoolingOutput:
+                return PoolingOutput(torch.from_numpy(head(hidden_state)))
+
+            return Made(params, head.pooling, tensor)
+
+        how = ("encode", pooling_params, adapter, lora_request, errors, use_tqdm)
+        return self._pool(prompts, make, *how)
 
     def score(
         self,
@@ -193,7 +206,8 @@ class PoolingCalls:
         Raises:
             TypeError, ValueError, RuntimeError, NotYetError, ModelError: as ``classify``.
         """
-        params = _checked("score", others, pooling_params, errors)
+        _check("score", others, errors)
+        (params,) = params_of_each(pooling_params, 1)
         pairs = _pairs(data_1, data_2)
         if not self._has_tokenizer:
             raise ValueError("LLM.score needs a tokenizer; leave skip_tokenizer_init out")
@@ -227,7 +241,8 @@ class PoolingCalls:
         with self._one_call("score"):
             rows = [dict(zip(_PAIR, pair, strict=True)) for pair in pairs]
             made = list(map(_as_given, self._processes.prompts(recipe).build(rows)))
-            return self._run(made, result, params, classifier.pooling, *how)
+            makes = Made(params, classifier.pooling, result)
+            return self._run(made, [makes] * len(made), *how)
 
     def _scored_by_cosine(
         self, pairs: list[tuple[str, str]], params: PoolingParams, *how: Any
@@ -240,29 +255,30 @@ class PoolingCalls:
                 names.setdefault(text, f"{data}: {at}")
         texts = list(names)
         with self._one_call("score"):
-            prompts, called = self._prompts(texts), list(names.values())
-            found = self._run(prompts, embed, params, embed.pooling, *how, names=called)
+            made = [Made(params, embed.pooling, embed)] * len(texts)
+            found = self._run(self._prompts(texts), made, *how, names=list(names.values()))
         by_text = dict(zip(texts, found, strict=True))
         return [_cosine(by_text[one], by_text[other]) for one, other in pairs]
 
     def _pool(
         self,
         prompts: PromptLike | Sequence[PromptLike],
-        result: Callable[[Float32], _Result],
+        make: Callable[[PoolingParams], Made[_Result]],
         name: str,
+        pooling_params: ParamsOfEach,
         *how: Any,
     ) -> list[PoolingRequestOutput[_Result]]:
         with self._one_call(name):
             size = self._context.vocab_size
             read = read_prompts(prompts, size, has_tokenizer=self._has_tokenizer)
-            return self._run(self._prompts(read), result, *how)
+            params = params_of_each(pooling_params, len(read))
+            made = {one: make(one) for one in dict.fromkeys(params)}
+            return self._run(self._prompts(read), [made[one] for one in params], *how)
 
     def _run(
         self,
         prompts: Sequence[Prompt | RowError],
-        result: Callable[[Float32], _Result],
-        params: PoolingParams,
-        pooling: tuple[str, ...],
+        made: Sequence[Made[_Result]],
         adapter: AdapterNames,
         lora_request: Requests,
         errors: OnError,
@@ -270,21 +286,14 @@ class PoolingCalls:
         names: Sequence[str] | None = None,
     ) -> list[PoolingRequestOutput[_Result]]:
         numbers = self._adapters.of_each(adapter, lora_request, len(prompts))
-        return self._pooling.run(prompts, numbers, params, pooling, result, errors, use_tqdm, names)
+        return self._pooling.run(prompts, numbers, made, errors, use_tqdm, names)
 
 
-def _checked(
-    call: str, others: Mapping[str, Any], params: PoolingParams | None, errors: object
-) -> PoolingParams:
-    """The parameters of a call whose other arguments are those of vLLM, or refused."""
+def _check(call: str, others: Mapping[str, Any], errors: object) -> None:
+    """Refuse arguments of a call that are vLLM's and not built, or nobody's."""
     settle(f"LLM.{call}", others, _KNOWN, stacklevel=4)
     if errors not in ("raise", "return"):
         raise ValueError(f"errors is {errors!r}; it must be 'raise' or 'return'")
-    if params is None:
-        return PoolingParams()
-    if not isinstance(params, PoolingParams):
-        raise TypeError(f"pooling_params is {kind_of(params)}; give PoolingParams(...)")
-    return params
 
 
 def _pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from batchinfer.llm.prompts import kind_of, listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +47,23 @@ class PoolingParams:
         """Whether embeddings are normalised, and logits made into scores."""
         asked = (self.use_activation, self.normalize, self.activation, self.softmax)
         return next((value for value in asked if value is not None), True)
+
+
+def params_of_each(
+    params: PoolingParams | Sequence[PoolingParams] | None, count: int
+) -> list[PoolingParams]:
+    """The parameters of each of ``count`` prompts; None: the default ones.
+
+    Raises:
+        TypeError: they are something else.
+        ValueError: they are not as many.
+    """
+    if params is None or isinstance(params, PoolingParams):
+        return [params or PoolingParams()] * count
+    given = listed(params, "pooling_params", "PoolingParams(...), or a list of one for each prompt")
+    if len(given) != count:
+        raise ValueError(f"{count} prompts, but {len(given)} pooling params")
+    for at, one in enumerate(given):
+        if not isinstance(one, PoolingParams):
+            raise TypeError(f"pooling_params {at} is {kind_of(one)}; give PoolingParams(...)")
+    return given

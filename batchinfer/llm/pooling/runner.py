@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,17 @@ from batchinfer.text.prompts import Prompt
 
 Float32 = npt.NDArray[np.float32]
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Made(Generic[_Result]):
+    """What a call makes of a prompt, by its parameters."""
+
+    params: PoolingParams
+    pooling: tuple[str, ...]
+    """As ``Request.pooling``."""
+    result: Callable[[Float32], _Result]
+    """Of its hidden state [H]."""
 
 
 class PoolingRunner:
@@ -100,32 +112,34 @@ class PoolingRunner:
         self,
         prompts: Sequence[Prompt | RowError],
         adapters: Sequence[int],
-        params: PoolingParams,
-        pooling: tuple[str, ...],
-        result: Callable[[Float32], _Result],
+        made: Sequence[Made[_Result]],
         on_error: OnError,
         use_tqdm: ProgressBar,
         names: Sequence[str] | None = None,
     ) -> list[PoolingRequestOutput[_Result]]:
-        """What ``result`` makes of each prompt's hidden state [H].
+        """What is made of each prompt's hidden state.
 
         Args:
-            pooling: as ``Request.pooling``.
+            made: of each prompt.
             names: what errors call the prompts; None: by their numbers.
 
         Raises:
             ValueError: a prompt cannot be run, and ``on_error`` is ``raise``; before any is.
         """
         rows = [
-            self._row(at, prompt, adapter, params)
-            for at, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
+            self._row(at, prompt, adapter, each.params)
+            for at, (prompt, adapter, each) in enumerate(zip(prompts, adapters, made, strict=True))
         ]
         errors = {row.row_id: row.prompt for row in rows if isinstance(row.prompt, RowError)}
         if errors and on_error == "raise":
             first = min(errors)
             name = f"prompt {first}" if names is None else names[first]
             raise ValueError(f"{name}: {errors[first].message}")
-        requests = [pooling_request(row, pooling) for row in rows if row.row_id not in errors]
+        requests = [
+            pooling_request(row, made[row.row_id].pooling)
+            for row in rows
+            if row.row_id not in errors
+        ]
         request_ids = [str(next(self._numbers)) for _ in rows]
         outputs: dict[int, PoolingRequestOutput[_Result]] = {
             at: PoolingRequestOutput(request_ids[at], None, [], 0, error=error)
@@ -140,7 +154,7 @@ class PoolingRunner:
             bar.update(len(outputs))
             for completion in completions:
                 at = completion.request.row_id
-                outputs[at] = _output(request_ids[at], completion, result)
+                outputs[at] = _output(request_ids[at], completion, made[at].result)
                 bar.update()
         return [outputs[at] for at in range(len(rows))]
 
