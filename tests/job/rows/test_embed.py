@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoTokenizer
 
+from batchinfer.config import EmbedConfig
 from batchinfer.errors import ExitCode, JobError, ModelError, UsageError
 from batchinfer.job.output.directory import OutputDir
 from batchinfer.job.output.resume import plan_of
@@ -28,7 +29,8 @@ from batchinfer.job.run import pipeline
 from batchinfer.job.run.run import run_job
 from batchinfer.job.spec.load import load_job
 from batchinfer.job.spec.spec import JobSpec
-from batchinfer.pooling.embedding_modules import read_embedding_modules
+from batchinfer.pooling.embedding import Embedder
+from batchinfer.pooling.embedding_modules import EmbeddingModules, read_embedding_modules
 from batchinfer.report.examples import find_examples
 from batchinfer.requests import PromptRow
 from tests.job.datasets import write_parquet
@@ -174,6 +176,15 @@ def test_dense_layers_of_the_folder_are_run(tmp_path: Path, model: Path) -> None
                 assert row["embedding"] == pytest.approx(expected.tolist(), abs=1e-3)
             else:
                 assert cosine(row["embedding"], expected) > SAME
+
+
+@pytest.mark.parametrize("size", [300.0, 1e5, 1e30])
+def test_half_precision_is_of_the_finished_numbers(size: float) -> None:
+    """The squares of what is normalised, and what is, may be beyond float16, or float32."""
+    embed = Embedder(EmbeddingModules(4), EmbedConfig(dtype="float16"))
+    vector = embed(np.full(4, size, np.float32))
+    assert vector.dtype == np.float16
+    assert vector.tolist() == [0.5] * 4
 
 
 def test_the_models_own_prompts_are_put_before_texts(tmp_path: Path, model: Path) -> None:
