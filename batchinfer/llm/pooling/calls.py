@@ -242,7 +242,7 @@ class PoolingCalls:
             rows = [dict(zip(_PAIR, pair, strict=True)) for pair in pairs]
             made = list(map(_as_given, self._processes.prompts(recipe).build(rows)))
             makes = Made(params, classifier.pooling, result)
-            return self._run(made, [makes] * len(made), *how)
+            return self._run(made, [makes] * len(made), None, *how)
 
     def _scored_by_cosine(
         self, pairs: list[tuple[str, str]], params: PoolingParams, *how: Any
@@ -250,13 +250,13 @@ class PoolingCalls:
         params = replace(params, use_activation=True)
         embed = self._pooling.embedder(params)
         names: dict[str, str] = {}  # of each text once
-        for data, texts in zip(("data_1", "data_2"), zip(*pairs, strict=True), strict=False):
-            for at, text in enumerate(texts):
+        for data, side in zip(("data_1", "data_2"), zip(*pairs, strict=True), strict=False):
+            for at, text in enumerate(side):
                 names.setdefault(text, f"{data}: {at}")
         texts = list(names)
         with self._one_call("score"):
             made = [Made(params, embed.pooling, embed)] * len(texts)
-            found = self._run(self._prompts(texts), made, *how, names=list(names.values()))
+            found = self._run(self._prompts(texts), made, list(names.values()), *how)
         by_text = dict(zip(texts, found, strict=True))
         return [_cosine(by_text[one], by_text[other]) for one, other in pairs]
 
@@ -273,17 +273,17 @@ class PoolingCalls:
             read = read_prompts(prompts, size, has_tokenizer=self._has_tokenizer)
             params = params_of_each(pooling_params, len(read))
             made = {one: make(one) for one in dict.fromkeys(params)}
-            return self._run(self._prompts(read), [made[one] for one in params], *how)
+            return self._run(self._prompts(read), [made[one] for one in params], None, *how)
 
     def _run(
         self,
         prompts: Sequence[Prompt | RowError],
         made: Sequence[Made[_Result]],
+        names: Sequence[str] | None,
         adapter: AdapterNames,
         lora_request: Requests,
         errors: OnError,
         use_tqdm: ProgressBar,
-        names: Sequence[str] | None = None,
     ) -> list[PoolingRequestOutput[_Result]]:
         numbers = self._adapters.of_each(adapter, lora_request, len(prompts))
         return self._pooling.run(prompts, numbers, made, errors, use_tqdm, names)

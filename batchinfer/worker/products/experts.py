@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from batchinfer.kernels.low_bit import LowBitWeight
 from batchinfer.worker.product_kernels import OwnPacked, Packed, ProductKernel, pack_own
 from batchinfer.worker.products.codes import Codes
 
@@ -173,4 +174,4 @@ def pack_experts(
 def _pack(kernel: ProductKernel, as_saved: bool, matrix: ExpertWeights) -> Iterator[Packed]:
     for expert, weight in enumerate(matrix.weight):
         codes = matrix.codes(expert) if as_saved else None
-        yield kernel.pack(weight) if codes is None else pack_own(codes)
+        yield pack_own(codes) if isinstance(codes, LowBitWeight) else kernel.pack(weight)
