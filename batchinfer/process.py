@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from types import FrameType
 
 from batchinfer.errors import ExitCode
@@ -103,6 +104,35 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
     os._exit(ExitCode.INTERRUPTED)
 
 
+class SignalledEvent(threading.Event):
+    """An event that a signal's handler may set, whatever the thread it interrupts is about.
+
+    ``Event.set`` takes a lock; a thread that is interrupted in ``Event.wait`` while it holds that
+    lock would wait for itself. ``SimpleQueue.put`` may interrupt ``get`` and itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_set = False
+        self._woken = SimpleQueue[None]()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._woken.put(None)
+
+    def clear(self) -> None:
+        raise NotImplementedError("a signal is not taken back")
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._is_set:
+            with suppress(Empty):
+                self._woken.put(self._woken.get(timeout=timeout))  # for others that wait
+        return self._is_set
+
+
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
     """Set an event on SIGINT, SIGTERM and SIGUSR1; a second SIGINT ends the process at once.
@@ -112,7 +142,7 @@ def stop_signals() -> Iterator[threading.Event]:
     a signal could make the exit code say otherwise. Outside the main thread, where Python takes
     no signals, the event is never set.
     """
-    stop = threading.Event()
+    stop = SignalledEvent()
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if stop.is_set() and number == signal.SIGINT:

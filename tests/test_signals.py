@@ -137,3 +137,36 @@ def test_a_thread_that_takes_no_signals_runs_without() -> None:
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+AT_EACH_LINE = """
+import itertools, json, signal, sys, threading
+from batchinfer.process import stop_signals
+
+def stopped_at(line):
+    "Whether a wait that is interrupted at its line-th line says so; None: it has fewer."
+    lines = itertools.count()
+    ours = {threading.__file__, stop_signals.__wrapped__.__code__.co_filename}
+    def trace(frame, event, _):
+        if frame.f_code.co_filename in ours and event == "line" and next(lines) == line:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+    with stop_signals() as stop:
+        sys.settrace(trace)
+        said = stop.wait(0.001)
+        sys.settrace(None)
+    return said if next(lines) > line else None
+
+found = [*itertools.takewhile(lambda said: said is not None, map(stopped_at, itertools.count()))]
+print(json.dumps(found))
+"""
+
+
+def test_a_wait_may_be_interrupted_at_any_line_of_it() -> None:
+    """``Event.wait`` holds a lock that ``Event.set`` takes: a handler would wait for its own."""
+    command = [sys.executable, "-c", AT_EACH_LINE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    said = json.loads(done.stdout)
+    assert len(said) > 3
+    assert all(said)
