@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import ModelError, RowError, UsageError
+from batchinfer.errors import DataError, ModelError, RowError, UsageError
 from batchinfer.text.prompts import Prompt, PromptBuilder, PromptTooLongError
 from batchinfer.text.sandbox import MAX_TEXT_CHARS
 from batchinfer.text.tokenizer import Tokenizer

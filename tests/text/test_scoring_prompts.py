@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import RowError, UsageError
+from batchinfer.errors import DataError, RowError, UsageError
 from batchinfer.text.prompts import PromptTooLongError
 from batchinfer.text.scoring_prompts import ScoredPrompt, ScoringBuilder
 from batchinfer.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchinfer.errors import UsageError
+from batchinfer.errors import DataError, UsageError
 from batchinfer.job.input.dataset import open_source
 from batchinfer.job.output.schema import OutputTable, output_table
 from batchinfer.job.spec.tasks import GENERATE
