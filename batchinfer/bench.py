@@ -32,14 +32,13 @@ def read_dataset(path: Path, limit: int) -> list[str | list[int]]:
     """The first ``limit`` prompts of a Parquet file: texts, or lists of token ids.
 
     Raises:
-        DataError: it cannot be read, or a prompt cannot; naming the row.
-        UsageError: it has no column of prompts.
+        DataError: it cannot be read, or has no such prompts; naming the row where it is one.
     """
     try:
         names = pq.read_schema(path).names
         column = next((name for name in _COLUMNS if name in names), None)
         if column is None:
-            raise UsageError(
+            raise DataError(
                 f"{path} has no column of prompts: it has {', '.join(names)}",
                 hint=f"name one of them {' or '.join(_COLUMNS)}",
             )

@@ -71,6 +71,7 @@ def test_prompts_of_a_dataset(model: Path, column: str, values: Any) -> None:
         ("token_ids", [[5], [6, None]], "row 1: token_ids holds a null"),
         ("prompt", [5, 6], "column prompt is int64; it must be string or list<int32>"),
         ("text", pa.array([b"\xff"]).view(pa.string()), "row 0: text is not valid UTF-8"),
+        ("answer", ["one"], "has no column of prompts"),
     ],
 )
 def test_a_bad_prompt_is_named(model: Path, column: str, values: Any, message: str) -> None:
@@ -84,7 +85,7 @@ def test_a_file_gets_no_bars(model: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_dataset_without_prompts_is_refused(model: Path) -> None:
-    with pytest.raises(UsageError, match="has no column of prompts"):
+    with pytest.raises(DataError, match="has no column of prompts"):
         bench(model, "answer", ["one"])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from batchinfer.config import PromptConfig
-from batchinfer.errors import RowError, UsageError
+from batchinfer.errors import DataError, RowError, UsageError
 from batchinfer.text.chat import RESERVED_KWARGS, Message
 from batchinfer.text.row_values import as_messages, require_content
 from batchinfer.text.template import RowTemplate
@@ -97,8 +97,9 @@ def make_source(config: PromptConfig, columns: Sequence[str]) -> PromptSource:
     """The source that ``config`` names, or the default for data with ``columns``.
 
     Raises:
-        UsageError: a template is invalid; it or the key of a column asks for one that the data does
-            not have; no source is given and the data has no default column.
+        UsageError: a template is invalid or reads a column that the data does not have; no source
+            is given and the data has no default column.
+        DataError: the data does not have the column.
     """
     available = frozenset(columns)
     if config.template is not None:
@@ -121,11 +122,11 @@ def require_column(name: str, key: str, columns: Sequence[str]) -> None:
     """Check that the data has the column that ``key`` names.
 
     Raises:
-        UsageError: it does not: the key is wrong, as a template that reads such a column is.
+        DataError: it does not.
     """
     if name not in columns:
         quoted = json.dumps(name, ensure_ascii=False)
-        raise UsageError(f"{key}: the data has no column {quoted}; {_found(columns, name)}")
+        raise DataError(f"{key}: the data has no column {quoted}; {_found(columns, name)}")
 
 
 def checked_template(source: str, key: str, available: frozenset[str]) -> RowTemplate:

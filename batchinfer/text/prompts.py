@@ -88,6 +88,7 @@ class PromptBuilder:
 
         Raises:
             UsageError: the configuration does not go together, or not with these columns.
+            DataError: the data does not have the column.
             ModelError: the tokenizer's chat template is invalid, or missing where it is needed.
         """
         for key, problem in conflicts(config):

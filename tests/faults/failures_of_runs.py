@@ -235,9 +235,6 @@ def _text_file(name: str, content: bytes) -> Failure:
 
 
 RUNS: dict[str, Failure] = {
-    "2 a missing prompt column": _job("column: prompt", "column: text"),
-    "2 a missing id column": _job("in.parquet", "in.parquet, id_column: key"),
-    "2 a missing column to keep": _job("in.parquet", "in.parquet, keep_columns: [prompt, n]"),
     "3 more row errors than allowed": _too_many_errors,
     "4 no input file": lambda place: place.job() and RUN,
     "4 a folder without Parquet": _empty_folder,
@@ -245,6 +242,9 @@ RUNS: dict[str, Failure] = {
     "4 no Parquet file": _data(lambda path: path.write_text("a,b\n1,2\n")),
     "4 a truncated file": _data(_cut),
     "4 a flipped bit": _data(rot),
+    "4 a missing prompt column": _job("column: prompt", "column: text"),
+    "4 a missing id column": _job("in.parquet", "in.parquet, id_column: key"),
+    "4 a missing column to keep": _job("in.parquet", "in.parquet, keep_columns: [prompt, n]"),
     "4 an id that is a list": _job("in.parquet", "in.parquet, id_column: k", prompt=["a"], k=[[1]]),
     "4 a prompt that is a number": _data(prompt=[1, 2]),
     "4 a prompt that is a list view": _job(

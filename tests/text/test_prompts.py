@@ -441,7 +441,7 @@ class TestRefusedBeforeAnyRow:
 
     @pytest.mark.parametrize("key", ["column", "token_ids_column"])
     def test_a_missing_column_is_named_with_those_found(self, chatml: Tokenizer, key: str) -> None:
-        with pytest.raises(UsageError, match=f'{key}: the data has no column "x".*: prompt'):
+        with pytest.raises(DataError, match=f'{key}: the data has no column "x".*: prompt'):
             builder(chatml, **{key: "x"})
 
     def test_a_model_without_chat_template_cannot_talk(

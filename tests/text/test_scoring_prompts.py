@@ -203,7 +203,7 @@ class TestPromptsThemselves:
 
 
 def test_a_missing_column_is_named(chatml: Tokenizer) -> None:
-    with pytest.raises(UsageError, match=r"score\.completions_column: the data has no column"):
+    with pytest.raises(DataError, match=r"score\.completions_column: the data has no column"):
         builder(chatml, "answers")
     with pytest.raises(UsageError, match=r"prompt\.template is empty"):
         builder(chatml, template=" ")

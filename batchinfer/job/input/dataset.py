@@ -86,11 +86,11 @@ class Source:
         """Check that the dataset has ``columns``, which ``key`` of the job file asks for.
 
         Raises:
-            UsageError: naming the missing column and the columns there are.
+            DataError: naming the missing column and the columns there are.
         """
         for name in columns:
             if name not in self.schema.names:
-                raise UsageError(
+                raise DataError(
                     f"{key}: {self.files[0].path} has no column {format_value(name)}"
                     + near_name(name, self.schema.names),
                     hint=printable(f"its columns are: {listed(self.schema.names)}"),

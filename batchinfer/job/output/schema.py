@@ -56,10 +56,10 @@ def output_table(source: Source, spec: JobSpec) -> OutputTable:
     """The output table of a job.
 
     Raises:
-        DataError: a column to keep differs from file to file, or is of a type that Parquet does not
-            hold.
-        UsageError: a column to keep is not in the input, two output columns would have one name, or
-            ``output.rename`` names a column that is not kept.
+        DataError: a column to keep is not in the input, differs from file to file, or is of a type
+            that Parquet does not hold.
+        UsageError: two output columns would have one name, or ``output.rename`` names a column
+            that is not kept.
     """
     kept = _kept_names(source, spec)
     include = spec.written

@@ -32,8 +32,9 @@ def check_prompt_columns(config: PromptConfig, source: Source) -> None:
     Raises:
         UsageError: it reads a column that is not there, names no source where none is usual, or
             needs the chat template that it switches off.
-        DataError: the column it names is of a type that no prompt is made of, or differs from file
-            to file; or the column ``sampling_params`` is of a type that holds no parameters.
+        DataError: the column it names is not there, or of a type that no prompt is made of, or
+            differs from file to file; or the column ``sampling_params`` is of a type that holds no
+            parameters.
     """
     if source.format.holds_requests:
         return  # prompts are in them
@@ -67,8 +68,7 @@ def check_completions_column(name: str, source: Source) -> None:
     """Check the column that ``score`` names.
 
     Raises:
-        UsageError: it is not there.
-        DataError: it is of a type that holds no completions.
+        DataError: it is not there, or of a type that holds no completions.
     """
     key = "score.completions_column"
     require_column(name, key, source.schema.names)
@@ -86,8 +86,7 @@ def check_text_column(name: str, key: str, source: Source) -> None:
     """Check a column of texts that ``key`` names.
 
     Raises:
-        UsageError: it is not there.
-        DataError: it is of another type.
+        DataError: it is not there, or of another type.
     """
     require_column(name, key, source.schema.names)
     source.require_alike([name])

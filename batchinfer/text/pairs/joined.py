@@ -29,7 +29,7 @@ class PairBuilder:
         others: of ``PromptBuilder``; they play no part.
 
     Raises:
-        UsageError: the data does not have one of the columns.
+        DataError: the data does not have one of the columns.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ def test_columns_in_another_order_are_the_same_schema(tmp_path: Path) -> None:
 
 
 def test_a_missing_column_lists_those_there_are(folder: Path) -> None:
-    with pytest.raises(UsageError, match='no column "promt"\nits columns are: x'):
+    with pytest.raises(DataError, match='no column "promt"\nits columns are: x'):
         open_source(str(folder)).require(["promt"], "prompt.column")
 
 

@@ -96,7 +96,7 @@ def test_only_the_columns_asked_for_are_kept_and_the_id(tmp_path: Path) -> None:
     ],
 )
 def test_a_column_that_is_not_there(tmp_path: Path, sections: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(DataError, match=message):
         table_of(tmp_path, {"a": [1]}, **sections)
 
 

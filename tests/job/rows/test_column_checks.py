@@ -62,7 +62,7 @@ def test_names_of_adapters_are_texts(tmp_path: Path, column: pa.Array) -> None:
 def test_what_names_no_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"prompt.adapter_column: .*column a is int64; .* string"):
         check(tmp_path, {"prompt": TEXT, "a": [1]}, adapter_column="a")
-    with pytest.raises(UsageError, match=r'adapter_column: the data has no column "b"'):
+    with pytest.raises(DataError, match=r'adapter_column: the data has no column "b"'):
         check(tmp_path, {"prompt": TEXT}, adapter_column="b")
 
 
@@ -135,21 +135,19 @@ def test_a_template_reads_columns_of_any_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt",
+    ("prompt", "error"),
     [
-        {},
-        {"template": "{{ tex }}"},
-        {"template": "x", "system": "{{ tex }}"},
-        {"column": "tex"},
-        {"token_ids_column": "ids"},
-        {"column": "text", "tools_column": "tools"},
-        {"column": "text", "adapter_column": "adapter"},
+        ({}, UsageError),
+        ({"template": "{{ tex }}"}, UsageError),
+        ({"template": "x", "system": "{{ tex }}"}, UsageError),
+        ({"column": "tex"}, DataError),
+        ({"token_ids_column": "ids"}, DataError),
     ],
 )
-def test_a_column_that_is_not_in_the_data_is_a_mistake_in_the_job_file(
-    tmp_path: Path, prompt: dict[str, Any]
+def test_a_prompt_that_is_not_in_the_data(
+    tmp_path: Path, prompt: dict[str, Any], error: type[Exception]
 ) -> None:
-    with pytest.raises(UsageError, match="text"):
+    with pytest.raises(error, match="text"):
         check(tmp_path, {"text": ["a"]}, **prompt)
 
 

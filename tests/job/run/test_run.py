@@ -558,7 +558,7 @@ def test_another_input_path_is_another_job(tmp_path: Path, build: FakeBuild) -> 
     run_job(job(tmp_path), build=build)
     write_parquet(tmp_path / "other" / "x.parquet", {"prompt": ["a"], "n": [1]})
     moved = job(tmp_path, input={"path": str(tmp_path / "other")})
-    said = r"input\.path was .*/in, is .*/other\nuse --update .*--output"
+    said = r"input\.path was .*/in, is .*/other\nuse --output"
     with pytest.raises(LockedError, match=said):
         run_job(moved, build=build)
 
