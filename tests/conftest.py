@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read when torch and huggingface_hub are first imported, here and in every process a test starts.
 os.environ |= {
@@ -27,6 +28,7 @@ import torch
 
 from batchinfer.console import phases
 from batchinfer.process import UNUSED
+from tests import interpreter, spawners
 
 try:
     from hypothesis import settings
@@ -44,6 +46,9 @@ if not torch.cuda.is_available():
     # Read when triton is first imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+STARTS_SPAWNERS = Path(__file__).parent / "text" / "children"
+"""Where it is tested how."""
+
 if settings is not None:
     settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
     settings.load_profile("repeatable")
@@ -59,6 +64,17 @@ if hasattr(providers, "_get_local_constants") and hasattr(providers, "_local_con
 def no_waits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long anything lasts is the machine's affair: lines about it come where a test asks."""
     monkeypatch.setattr(phases, "SHOWN_AFTER_S", math.inf)
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_interpreted_fast() -> None:
+    interpreter.hasten()
+
+
+@pytest.fixture(autouse=True)
+def prompts_are_soon_made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if STARTS_SPAWNERS not in request.path.parents:
+        spawners.fork_spawners(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
