@@ -72,6 +72,12 @@ def kernels_are_interpreted_fast() -> None:
 
 
 @pytest.fixture(autouse=True)
+def nothing_waits_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power never fails here: what it leaves of files, `tests/faults` finds out without a disk."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+
+
+@pytest.fixture(autouse=True)
 def prompts_are_soon_made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if STARTS_SPAWNERS not in request.path.parents:
         spawners.fork_spawners(monkeypatch)
